@@ -21,14 +21,14 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from policies import ledger, registry
-from policies.latency.latency import ttfts
-from policies.ledger import LoadReservation
-from policies.load import EndpointLoad
-from policies.model import Candidate, Endpoint, Request, RoutingQuery, Slo
+from policies import load_ledger, policy_registry
+from policies.endpoint_load import EndpointLoad
+from policies.latency.expected_latency import ttfts
+from policies.load_ledger import LoadReservation
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.prefix.prefix_index import PrefixIndex
-from policies.run import pick
+from policies.routing_algorithm import pick
+from policies.routing_types import Candidate, Endpoint, Request, RoutingQuery, Slo
 
 SYSTEM_TOKENS, BYTES_PER_TOKEN = 1000, 4
 PROMPTS, ROUNDS = 100, 5
@@ -59,7 +59,7 @@ class Bench:
         self.prints = Fingerprinter(self.rng.randbytes(32))
         self.index = PrefixIndex(256 << 20)
         self.policies = {
-            name: registry.build(name, {})
+            name: policy_registry.build(name, {})
             for name in ("round_robin", "least_loaded", "prefix_aware")
         }
         self.candidates = [self.candidate(slot) for slot in range(endpoints)]
@@ -141,11 +141,11 @@ def print_picks(endpoints: int) -> None:
             request, 1.0 + number / 1000, bench.rng, cached, frozenset(), prints[number]
         )
 
-    for name in registry.names():
+    for name in policy_registry.names():
         costs = []
         for cached in (cold, warm):
             asks = [ask(number, cached) for number in range(PROMPTS)]
-            one = partial(pick, registry.build(name, {}))
+            one = partial(pick, policy_registry.build(name, {}))
             costs.append(
                 min(median_us(partial(decide, one, asks, bench.candidates)) for _ in range(ROUNDS))
             )
@@ -177,7 +177,7 @@ class LedgerBench:
         """
         self.load = EndpointLoad(0)
         self.load.kv_tokens = 600_000
-        ledger.set_modelled(self.load, believed, 0.0)
+        load_ledger.set_modelled(self.load, believed, 0.0)
         self.gap_s = gap_s
         self.request = Request("id", "model", "tenant", prompt_tokens, 300)
         self.now = 1.0
@@ -193,7 +193,7 @@ class LedgerBench:
 
     def reserve(self, _: int) -> None:
         self.now += 0.5 * self.gap_s
-        self.entry = ledger.reserve(
+        self.entry = load_ledger.reserve(
             self.load, self.request, self.request.prompt_tokens // 5, self.now
         )
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.goodput_cells import Cell, Measurement, TraceFolder, measure
 from bench.goodput_table import page
-from policies import registry
+from policies import policy_registry
 
 ROOT = Path(__file__).parents[1]
 OURS = "priced"
@@ -277,7 +277,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--policies",
-        default=",".join(registry.names()),
+        default=",".join(policy_registry.names()),
         help="policies to measure, comma-separated (default: all)",
     )
     parser.add_argument(

@@ -23,9 +23,9 @@ from planner.traces.b2b import b2b
 from planner.traces.mix import MixPart, mix_parts, scale_rate, slice_span
 from planner.traces.recorded_request import TraceRequest
 from planner.traces.trace_file import read_trace
-from policies import registry
+from policies import policy_registry
 from policies.admission_registry import build_admission
-from policies.model import STANDARD, Slo
+from policies.routing_types import STANDARD, Slo
 
 AGENT = Slo("agent", 10.0, 0.1)
 CLASSES = {
@@ -158,7 +158,9 @@ def run_replay(
         classes=CLASSES,
     )
     gate = build_admission(cell.admission, {}) if cell.admission else None
-    run = replay(build_fleet(cell.fleet), requests, registry.build(cell.policy, {}), gate, options)
+    run = replay(
+        build_fleet(cell.fleet), requests, policy_registry.build(cell.policy, {}), gate, options
+    )
     return run, WARM * span_s if horizon_s is None else 0.4 * horizon_s, horizon_s
 
 

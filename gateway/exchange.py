@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from msgspec.structs import replace
 
 from gateway.protocol.errors import GatewayError
-from policies.model import Candidate, Pick, RoutingQuery
+from policies.routing_types import Candidate, Pick, RoutingQuery
 
 if TYPE_CHECKING:
     from gateway.admission.admission_controller import AdmissionController, PoolQueue

@@ -43,8 +43,8 @@ from gateway.proxy.stored_responses import explain_missing, pin_route, serve_sto
 from gateway.proxy.whole_request import UncountedPlan, WholePlan
 from gateway.route import Gateway, Route, Snapshot
 from gateway.telemetry.slo_outcomes import admission_outcome
-from policies.model import Request, RoutingQuery
 from policies.prefix.fingerprint import Fingerprint
+from policies.routing_types import Request, RoutingQuery
 
 log = logging.getLogger("penstock")
 

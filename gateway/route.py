@@ -31,8 +31,8 @@ from gateway.trials.canary import CanaryArms, CanarySampler
 from gateway.trials.mirror import Mirrors
 from gateway.trials.shadow import Shadows
 from policies.candidate_order import CandidateOrder
-from policies.contract import Policy
-from policies.model import STANDARD, Candidate, Endpoint, Request, Slo
+from policies.policy_types import Policy
+from policies.routing_types import STANDARD, Candidate, Endpoint, Request, Slo
 
 Prepare = Callable[
     [Exchange, Call, Client, Reservation, Callable[[], None], str], tuple[bytes, Call, Relay]

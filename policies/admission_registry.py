@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from policies.admission.admission import Admission, AdmissionParams, UncappedAdmission
+from policies.admission.admission_policy import Admission, AdmissionParams, UncappedAdmission
 from policies.admission.priced import PricedAdmissionParams
 from policies.admission.session_limit import CapParams
+from policies.policy_registry import PolicyConfigError, did_you_mean, parse_params
 from policies.published.early_rejection import EarlyRejection
 from policies.published.saturation import GieSaturation, Probabilistic
 from policies.published.session_pause import SessionPause
-from policies.registry import PolicyConfigError, did_you_mean, parse_params
 
 
 class UncappedParams(AdmissionParams, frozen=True):

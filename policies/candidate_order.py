@@ -1,9 +1,9 @@
 """Keeps a pool's endpoints sorted, so that a pick need not look at all of them.
 
-The order is that of the policy's ranking (policies.contract.Ranking, with the conditions that a
+The order is that of the policy's ranking (policies.policy_types.Ranking, with the conditions that a
 policy must meet). A request costs the same in a pool of a thousand endpoints as in one of ten,
 because CandidateOrder ranks again only the endpoints whose load has changed since the last pick.
-The filters, scorers and picker of run.py see a shortlist of the best.
+The filters, scorers and picker of routing_algorithm.py see a shortlist of the best.
 
 The shortlist of a retry leaves out the endpoints that failed the request, and those without a
 success since a failure if the policy prefers others. If no endpoint of the shortlist can serve a
@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from math import inf
 
-from policies import run
-from policies.contract import Policy, Ranking
+from policies import routing_algorithm
+from policies.endpoint_load import EndpointLoad, LoadChanges
 from policies.filters import available, below_cap, prefer_proven, untried
-from policies.load import EndpointLoad, LoadChanges
-from policies.model import Candidate, Pick, RoutingQuery
+from policies.policy_types import Policy, Ranking
 from policies.prefix.prefix_match import PrefixMatch, WideMatch
+from policies.routing_types import Candidate, Pick, RoutingQuery
 
 LEAST_CANDIDATES = 24
 """Smallest number of candidates for which a sorted order is kept; scanning fewer costs less."""
@@ -120,20 +120,20 @@ class CandidateOrder:
         self.eligible = 0
 
     def pick(self, query: RoutingQuery) -> Pick | None:
-        """Choose the endpoint for a request, like policies.run.pick() but without looking at all
-        endpoints.
+        """Choose the endpoint for a request, like policies.routing_algorithm.pick() but without
+        looking at all endpoints.
 
         Returns None if no endpoint may serve it.
         """
         failed = query.failed_endpoints
         if len(failed) > MOST_FAILED and untried in self._retry_conditions:
             left = [item for item in self._candidates if item.endpoint.name not in failed]
-            return run.pick(self._policy, query, left)
+            return routing_algorithm.pick(self._policy, query, left)
         self._catch_up(query)
         shortlist = self._shortlist(query)
         if shortlist:
             eligible = max(len(shortlist), self.eligible - len(failed))
-            pick = run.pick(self._policy, query, shortlist, eligible)
+            pick = routing_algorithm.pick(self._policy, query, shortlist, eligible)
             if pick is not None:
                 match = query.cached_by_slot
                 if isinstance(match, PrefixMatch) and match.wide:
@@ -141,7 +141,7 @@ class CandidateOrder:
                 # A picker may keep state by which candidates are ranked.
                 self._pending = pick.candidate.load.slot
                 return pick
-        return run.pick(self._policy, query, self._candidates)
+        return routing_algorithm.pick(self._policy, query, self._candidates)
 
     # Keeping order
 

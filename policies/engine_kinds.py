@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from policies.model import EngineKind
+from policies.routing_types import EngineKind
 
 MODELS_PATH = "/v1/models"
 _TOKENS = frozenset({"/tokenize", "/detokenize"})

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.contract import Filter, RetryFilter
-from policies.model import Candidate, RoutingQuery
+from policies.policy_types import Filter, RetryFilter
+from policies.routing_types import Candidate, RoutingQuery
 
 
 def available(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import exp, inf
 
-from policies.contract import Picker
-from policies.load import EndpointLoad
-from policies.model import Candidate, RoutingQuery
+from policies.endpoint_load import EndpointLoad
+from policies.policy_types import Picker
+from policies.routing_types import Candidate, RoutingQuery
 
 
 def best(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:

@@ -1,6 +1,6 @@
 """Three built-in routing policies, and one for decode endpoints, as parameter structs.
 
-Each `build()` returns a Policy. registry.py maps names in the configuration to them.
+Each `build()` returns a Policy. policy_registry.py maps names in the configuration to them.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from policies import filters, pickers, scorers
-from policies.contract import Filter, Policy, Ranking, Scorer, WeightedScorer
 from policies.param_types import NonNegative
+from policies.policy_types import Filter, Policy, Ranking, Scorer, WeightedScorer
 
 DEFAULT_FILTERS: tuple[Filter, ...] = (
     filters.available,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from policies.contract import Scorer
-from policies.load import EndpointLoad
-from policies.model import Candidate, RoutingQuery
+from policies.endpoint_load import EndpointLoad
+from policies.policy_types import Scorer
+from policies.routing_types import Candidate, RoutingQuery
 
 FULL_KV = 0.9
 """Share of KV memory in use (0 to 1) above which a new request may have to wait for memory."""

@@ -20,7 +20,7 @@ from planner.replay.options import ReplayOptions
 from planner.replay.spec import GroupKind
 from planner.replay.traffic import Traffic
 from planner.traces.recorded_request import PRIVATE, TraceRequest
-from policies import registry
+from policies import policy_registry
 from policies.admission.wait_queue import WaitQueue
 
 ENDPOINTS = ("e0", "e1")
@@ -74,7 +74,7 @@ def serve(
     options = ReplayOptions(seed=seed, learns_lengths=True, standard=case.standard)
     traffic = Traffic(requests(count, rate_s, seed))
     room = WaitQueue[int](case.admission(), case.limits, case.shares)
-    fleet = LoggedFleet(spec, traffic, registry.build(policy, {}), room, options)
+    fleet = LoggedFleet(spec, traffic, policy_registry.build(policy, {}), room, options)
     fleet.lines = []
     names = {group.name: ENDPOINTS[group.load.slot] for group in fleet.groups}
     fleet.run()

@@ -25,7 +25,7 @@ from gateway.metrics.metric_types import FamilySpec
 from gateway.workers.supervisor_metrics import SupervisorMetrics
 from planner.seeds.cli import counts_text
 from planner.seeds.items import TITLES, golden_text, seed_items
-from policies import admission_registry, registry
+from policies import admission_registry, policy_registry
 from tools.monitoring.files import files
 
 _GENERATED_NOTE = "<!-- Written by `make docs` from the code; do not edit. -->\n"
@@ -280,7 +280,7 @@ def _default(field: Mapping[str, Any], required: bool) -> str:
 
 
 def _policies() -> str:
-    table = _by_name(registry.names(), registry.params_type)
+    table = _by_name(policy_registry.names(), policy_registry.params_type)
     return "## Policies\n\n" + _table(("policy", "how it picks an endpoint", "parameters"), table)
 
 

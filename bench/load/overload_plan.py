@@ -17,8 +17,8 @@ from planner.replay import FleetSpec, GroupKind, ReplayOptions, replay, traffic
 from planner.replay.capacity_search import capacity
 from planner.text_generator import BLOCK_TOKENS
 from planner.traces.recorded_request import PRIVATE, TraceRequest
-from policies import registry
-from policies.model import Slo
+from policies import policy_registry
+from policies.routing_types import Slo
 
 STREAMS = 600
 STREAM_PROMPT, STREAM_OUTPUT = 200, 3000  # longer than the run
@@ -148,7 +148,9 @@ def _replay(rate: float, seed: int) -> Iterator[bool]:
     ends_s = SETTLED_S + JUDGED_S
     options = ReplayOptions(seed, expected_output=None, standard=SLO, horizon_s=ends_s + 40.0)
     spec = FleetSpec("overload", (GROUP,), block_tokens=16)
-    run = replay(spec, traffic([*streams, *requests]), registry.build(POLICY, {}), options=options)
+    run = replay(
+        spec, traffic([*streams, *requests]), policy_registry.build(POLICY, {}), options=options
+    )
     for record in run.records:
         if record.output_tokens != STREAM_OUTPUT and SETTLED_S <= record.arrived_s < ends_s:
             yield record.is_good

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from bench.load.run import ROOT, _await_models, _free_ports, _free_run
 from planner.bench import BenchPlan, run
-from policies import registry
+from policies import policy_registry
 
 GROUPS, RATE = 4, 12.0
 MODEL = ("--model", "llama-3.1-70b-fp8", "--gpu", "h200", "--tp", "4")
@@ -69,7 +69,7 @@ CASES = {
 def main() -> int:
     options = _options()
     failed = 0
-    for policy in options.policy or registry.names():
+    for policy in options.policy or policy_registry.names():
         three = run_case(policy, options, GROUPS - 1, HEALTHY)
         for name in options.case or CASES:
             result = run_case(policy, options, GROUPS, CASES[name])

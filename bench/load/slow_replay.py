@@ -19,7 +19,7 @@ import msgspec
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, traffic
 from planner.replay.fleet_sim import Fleet
 from planner.replay.options import GroupFault, GroupFaultKind
-from policies import registry
+from policies import policy_registry
 from tests.sim.test_slow_group import GROUP, HEDGES, KEPT_S, p99_s, ran, requests, share
 
 FAULTS = ((10.0, ""), (3.0, ""), (3.0, "prefill"), (3.0, "decode"))
@@ -67,7 +67,7 @@ def main() -> int:
     options = parser.parse_args()
     failed = 0
     for seed in options.seed or (11, 12):
-        for policy in options.policy or registry.names():
+        for policy in options.policy or policy_registry.names():
             if options.unequal:
                 failed += sum(
                     not _run_unequal(policy, seed, options.seconds, name) for name in UNEQUAL
@@ -85,7 +85,7 @@ def _run_unequal(policy: str, seed: int, seconds: float, name: str) -> bool:
     fleet = Fleet(
         FleetSpec(name, UNEQUAL[name]),
         traffic(requests(seed, seconds)),
-        registry.build(policy, {}),
+        policy_registry.build(policy, {}),
         None,
         ReplayOptions(slow_factor=2.5, hedge_share=HEDGES),
     )

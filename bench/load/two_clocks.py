@@ -33,7 +33,7 @@ from planner.bench import BenchPlan, run
 from planner.replay import FleetSpec, ReplayOptions, replay, traffic
 from planner.replay.results import figures
 from planner.traces import TraceRequest
-from policies import registry
+from policies import policy_registry
 from tests.sim.conversation import TRACE, conversation
 from tests.sim.test_policies_on_a_virtual_clock import GROUP
 
@@ -105,7 +105,9 @@ def run_virtual(
         "live's twin", (msgspec.structs.replace(GROUP, max_concurrency=256),), block_tokens=16
     )
     options = ReplayOptions(expected_output=None, scrape_s=speed)
-    result = figures(replay(spec, traffic(requests), registry.build(policy, {}), options=options))
+    result = figures(
+        replay(spec, traffic(requests), policy_registry.build(policy, {}), options=options)
+    )
     assert result.ttft is not None
     assert result.tpot is not None
     assert result.ttft_error is not None

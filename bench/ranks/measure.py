@@ -15,8 +15,8 @@ from planner.replay.fleet_sim import Fleet
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.rank_choice import HiddenRanks, RankChoice
 from planner.replay.results import figures
-from policies import registry
-from policies.model import Slo
+from policies import policy_registry
+from policies.routing_types import Slo
 
 RANKS = 8
 AGENT = Slo("agent", 10.0, 0.1)
@@ -152,7 +152,7 @@ def measure(arm: str, seed: int, count: int) -> Measurement:
 
 def _fleet(arm: str, spec: FleetSpec, traffic: Traffic, options: ReplayOptions) -> ObservedFleet:
     if arm in ARMS:
-        return ObservedFleet(spec, traffic, registry.build(ARMS[arm][1], {}), None, options)
+        return ObservedFleet(spec, traffic, policy_registry.build(ARMS[arm][1], {}), None, options)
     costs = PromptCosts(spec.kinds[0].roofline(), has_attention=not arm.startswith("tokens"))
     _, _, spread = arm.partition(":")
     oracle = Oracle(float(spread) if spread else None, costs)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from mockgpu.job import JobState
 from mockgpu.timing.roofline import StepTimes, StepWork
 from policies import pickers
-from policies.contract import Policy, WeightedScorer
-from policies.model import Candidate, RoutingQuery
+from policies.policy_types import Policy, WeightedScorer
 from policies.presets import DEFAULT_FILTERS
+from policies.routing_types import Candidate, RoutingQuery
 
 if TYPE_CHECKING:
     from planner.replay.fleet_sim import Fleet

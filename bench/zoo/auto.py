@@ -37,8 +37,8 @@ from planner.replay.options import ReplayOptions
 from planner.replay.record import RequestEnd
 from planner.replay.spec import FleetSpec, GroupKind
 from planner.traces.access import LoggedRequest, arrived_s
-from policies import registry
-from policies.admission.admission import WaitQueueLimits
+from policies import policy_registry
+from policies.admission.admission_policy import WaitQueueLimits
 from policies.admission.fairness import FairShares
 from policies.auto.decider import Action, PolicyDecider
 from policies.auto.estimates import PolicyMember
@@ -230,7 +230,7 @@ def _run(case: Case, load: float, start: str, portfolio: Sequence[str]) -> tuple
     options = ReplayOptions(
         seed=case.arrivals, learns_lengths=True, standard=case.slo, horizon_s=case.horizon_s
     )
-    fleet = LoggedFleet(case.fleet, traffic, registry.build(start, {}), None, options)
+    fleet = LoggedFleet(case.fleet, traffic, policy_registry.build(start, {}), None, options)
     fleet.lines = []
     chooser = _Chooser(case, fleet, start, portfolio, span_s / INTERVALS)
     if portfolio:
@@ -295,7 +295,7 @@ class _Chooser:
         if decision.action is Action.SWITCH:
             self._decider.on_switched(virtual_s, self.policy)
             self.policy, self._since_s = decision.member, now
-            self._fleet.gateway.policy = registry.build(decision.member, {})
+            self._fleet.gateway.policy = policy_registry.build(decision.member, {})
         self.cpu_s += process_time() - began
 
 

@@ -10,8 +10,8 @@ from bench.zoo.space import SPANS, Workload
 from mockgpu.timing.roofline import StepWork
 from planner.replay.spec import FleetSpec, GroupKind, validate
 from planner.traces.recorded_request import TraceRequest
-from policies.model import Role, Slo
 from policies.pricing.split import SplitRule
+from policies.routing_types import Role, Slo
 
 KINDS: dict[str, tuple[tuple[str, int], ...]] = {
     # The first GPU is the usual one; the others appear in unequal fleets.

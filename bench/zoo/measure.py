@@ -28,8 +28,8 @@ from bench.zoo.space import SPANS, Workload, draw
 from planner.replay import ReplayOptions, Traffic, replay, users
 from planner.replay.results import figures
 from planner.replay.spec import FleetSpec
-from policies import registry
-from policies.model import Slo
+from policies import policy_registry
+from policies.routing_types import Slo
 
 STEP = 1.04
 """Ratio of two adjacent loads of the grid; capacities are interpolated between them."""
@@ -169,7 +169,7 @@ class Attainments:
         options = ReplayOptions(
             seed=case.arrivals, learns_lengths=True, standard=case.slo, horizon_s=horizon_s
         )
-        policy = registry.build(self._policy, self._parameters)
+        policy = policy_registry.build(self._policy, self._parameters)
         run = replay(case.fleet, case.at(load), policy, None, options)
         if horizon_s is not None:
             return figures(run, COLD_SESSIONS * horizon_s, horizon_s).attainment

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from policies.model import Candidate, Role
+from policies.routing_types import Candidate, Role
 
 if TYPE_CHECKING:
     from gateway.route import Gateway, Route, Snapshot

@@ -1,7 +1,8 @@
 """Admission control: a wait queue per pool, memory for request bodies, and the retry budget.
 
-policies.admission.admission and policies.health.retry make the decisions; this module has the
-futures on which requests wait. A request releases all that it has taken by leaving a `with` block.
+policies.admission.admission_policy and policies.health.retry_budget make the decisions; this module
+has the futures on which requests wait. A request releases all that it has taken by leaving a `with`
+block.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from gateway.fleet.outgoing_updates import OutgoingUpdates
 from gateway.http.eager_task import timeout_after
 from gateway.http.large_bodies import LargeBodies
 from gateway.protocol.errors import Failure, GatewayError
-from policies.admission import admission
+from policies.admission import admission_policy
 from policies.admission import wait_queue as waiting
-from policies.admission.admission import (
+from policies.admission.admission_policy import (
     Admission,
     Admit,
     CapAdmission,
@@ -34,9 +35,9 @@ from policies.admission.fairness import FairShares, billable_tokens
 from policies.admission.priced import PricedAdmission
 from policies.admission.session_limit import SessionCap
 from policies.admission.sessions import WorkingSet
-from policies.health.retry import RetryBudget, RetryLimits
-from policies.load import EndpointLoad
-from policies.model import Candidate, Pick, Request, RoutingQuery
+from policies.endpoint_load import EndpointLoad
+from policies.health.retry_budget import RetryBudget, RetryLimits
+from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 
 RETRY_WAIT_S = 5.0
 
@@ -107,7 +108,7 @@ class PoolQueue:
 
         leaving  endpoints that are no longer candidates but still serve older requests
         """
-        self._queue.limits = admission.WaitQueueLimits(limits.size, limits.timeout)
+        self._queue.limits = admission_policy.WaitQueueLimits(limits.size, limits.timeout)
         self._candidates, self._leaving = candidates, leaving
         self.refresh()
 

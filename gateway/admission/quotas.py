@@ -13,7 +13,7 @@ from gateway.config import Tenant
 from gateway.fleet.outgoing_updates import OutgoingUpdates
 from gateway.protocol.errors import Failure, GatewayError
 from policies.admission.quota import Quota, QuotaLimits, QuotaRefusal
-from policies.model import Request
+from policies.routing_types import Request
 
 
 class Quotas:

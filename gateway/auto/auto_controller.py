@@ -25,7 +25,7 @@ from gateway.config import AutoPolicy
 from gateway.metrics.auto_metrics import AutoMetrics
 from policies.auto.decider import Action, PolicyDecision
 from policies.auto.estimates import PoolEstimate
-from policies.auto.job import ReplayAnswer, ReplayJob
+from policies.auto.replay_messages import ReplayAnswer, ReplayJob
 
 log = logging.getLogger("penstock")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gateway.auto.pool_state import PoolState, member_of
 from gateway.config import AutoPolicy, Config, Pool
-from policies.auto.job import PoolJob, ReplayJob
+from policies.auto.replay_messages import PoolJob, ReplayJob
 
 ENDPOINT_FIELDS = ("role", "layout", "labels", "max_concurrency", "kv_tokens")
 

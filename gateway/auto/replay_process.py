@@ -12,7 +12,7 @@ from asyncio.subprocess import DEVNULL, PIPE
 
 import msgspec
 
-from policies.auto.job import ReplayAnswer, ReplayJob
+from policies.auto.replay_messages import ReplayAnswer, ReplayJob
 
 LIMIT_S = 3600.0
 """Maximum duration of one comparison of policies in seconds; after that it is cancelled."""

@@ -31,7 +31,7 @@ from gateway.batch.schedule import RequestTimes, Schedule
 from gateway.batch.storage import BatchJournal, BatchStorage, ClaimedBatch, LeaseLostError
 from gateway.batch.threads import StorageThreads
 from gateway.batch.usage import UsageSum
-from policies.admission.window_reserve import WindowDemand
+from policies.admission.batch_reserve import WindowDemand
 
 log = logging.getLogger("penstock")
 

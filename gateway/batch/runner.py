@@ -35,7 +35,7 @@ from gateway.batch.threads import StorageThreads
 from gateway.config import BatchApi
 from gateway.metrics.catalogue import Metrics
 from gateway.route import Gateway
-from policies.admission.window_reserve import WindowPlan
+from policies.admission.batch_reserve import WindowPlan
 
 log = logging.getLogger("penstock")
 

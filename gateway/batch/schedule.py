@@ -1,6 +1,6 @@
 """Decides which batches are short of time before their completion windows end.
 
-The module measures how long the requests of a batch take. policies/admission/window_reserve.py
+The module measures how long the requests of a batch take. policies/admission/batch_reserve.py
 decides. No I/O.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from math import exp
 
-from policies.admission.window_reserve import WindowDemand, WindowPlan, WindowPlanner
+from policies.admission.batch_reserve import WindowDemand, WindowPlan, WindowPlanner
 
 log = logging.getLogger("penstock")
 

@@ -11,7 +11,7 @@ from gateway.cli.doctor.engine_checks import engine_kind_of
 from gateway.cli.doctor.engine_probe import METRICS_PATHS, EngineConnection, ProbeResponse
 from gateway.config import EndpointSpec, LoadedConfig
 from gateway.http.outgoing_tls import ClientContexts
-from policies.model import EngineKind
+from policies.routing_types import EngineKind
 
 TIMEOUT_S = 2.0
 """Seconds that an engine has for each response; an engine that is not up yet delays the start."""

@@ -21,7 +21,7 @@ from gateway.config.s3_section import S3_SECRETS
 from gateway.config.tree import Slos
 from gateway.config.values import engine_url, without_scheme
 from gateway.config.yaml_source import Substituted, numbers_if_substituted
-from policies import admission_registry, registry
+from policies import admission_registry, policy_registry
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
@@ -467,7 +467,7 @@ class _Registry(msgspec.Struct, frozen=True):
     params_type: Callable[[str], type[msgspec.Struct]]
 
 
-_POLICIES = _Registry("policy", registry.names, registry.params_type)
+_POLICIES = _Registry("policy", policy_registry.names, policy_registry.params_type)
 _ADMISSIONS = _Registry("admission", admission_registry.names, admission_registry.params_type)
 
 

@@ -26,7 +26,7 @@ from gateway.config.values import (
     without_scheme,
 )
 from policies.engine_kinds import ENGINE_TRAITS
-from policies.model import SLOTS_LABEL, EngineKind, Role
+from policies.routing_types import SLOTS_LABEL, EngineKind, Role
 
 
 class LayoutSpec(Section):

@@ -1,6 +1,6 @@
 """Configuration sections in which a pool names its routing policies and its admission policy.
 
-The policies themselves are in policies/registry.py.
+The policies themselves are in policies/policy_registry.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.reservation import Reservation
 from gateway.protocol.response.relay import UpstreamError
 from kvtransfer.dialects import DecodeRequest, parse_response
-from policies import run
+from policies import routing_algorithm
 from policies.pricing.split import EndpointPair, PairGroup
 
 # A decoder answers so when it could not load the KV (vLLM's kv_load_failure_policy: fail). Whether
@@ -96,7 +96,7 @@ def reserve_other_decode(attempt: AttemptState) -> bool:
     decodes = _group_of(attempt).decodes
     others = [candidate for candidate in decodes if candidate is not pair.prefill.candidate]
     query = endpoints.build_query(request, context.fingerprint, exchange.retries)
-    pick = run.pick(context.split.splitter.decode, query, others)
+    pick = routing_algorithm.pick(context.split.splitter.decode, query, others)
     if pick is None or not context.gateway.count_unsent(exchange, problem):
         return False
     attempt.decode_reservation.__exit__()

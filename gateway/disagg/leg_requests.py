@@ -46,8 +46,8 @@ from kvtransfer.dialects import (
     encode_members,
     known_members,
 )
-from policies.model import Endpoint, EngineKind, Request
 from policies.prefix.fingerprint import Fingerprint
+from policies.routing_types import Endpoint, EngineKind, Request
 
 # A release request asks for one token, like a prefill request, whatever the client asked for: a
 # body that the prefiller accepted so is valid for the decoder too.

@@ -34,7 +34,7 @@ from kvtransfer.dialects import (
     UnusableResponse,
     parse_response,
 )
-from policies.model import RoutingQuery
+from policies.routing_types import RoutingQuery
 
 log = logging.getLogger("penstock")
 

@@ -16,9 +16,8 @@ from gateway.config import Model
 from gateway.fleet.model_names import engine_name
 from kvtransfer import dialects
 from kvtransfer.dialects import BootstrapAddress, Dialect, Prerequisite
-from policies.contract import Policy
 from policies.filters import applicable
-from policies.model import Candidate, Role
+from policies.policy_types import Policy
 from policies.pricing.split import (
     PairGroup,
     SplitPools,
@@ -27,6 +26,7 @@ from policies.pricing.split import (
     build_splitter,
     kv_compatibility_key,
 )
+from policies.routing_types import Candidate, Role
 
 NEED_BOOTSTRAP = (Prerequisite.ADDRESS, Prerequisite.QUERY)
 

@@ -22,14 +22,14 @@ from gateway.http.outgoing_tls import ClientContexts
 from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
 from gateway.util.tls import Encryption
+from policies.endpoint_load import EndpointLoad, LoadChanges
 from policies.engine.output_length import RecentLengths
 from policies.engine.step_time import SpeedBelief, shape_for
 from policies.engine_kinds import ENGINE_TRAITS
-from policies.health.health import Health, HealthState
-from policies.health.speed_record import SpeedRecord, SpeedVerdict
+from policies.health.endpoint_health import Health, HealthState
+from policies.health.speed_samples import SpeedRecord, SpeedVerdict
 from policies.health.stall import is_doubted
-from policies.load import EndpointLoad, LoadChanges
-from policies.model import Candidate, Endpoint, Role, TokenPrice, endpoint_key
+from policies.routing_types import Candidate, Endpoint, Role, TokenPrice, endpoint_key
 from policies.sizing.parallel_layout import Layout
 
 log = logging.getLogger("penstock")

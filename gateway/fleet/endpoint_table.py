@@ -1,6 +1,7 @@
 """The endpoint table: every endpoint with its live load, health and connections.
 
-The table is the only writer of EndpointLoad, and applies the verdicts of policies.health.health.
+The table is the only writer of EndpointLoad, and applies the verdicts of
+policies.health.endpoint_health.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from gateway.protocol.upstream_error import (
     UpstreamError,
     health_event,
 )
-from policies import ledger
-from policies.health import health, slow_start, stall
-from policies.health.health import Health, HealthEvent, HealthLimits, HealthState
+from policies import load_ledger
+from policies.endpoint_load import NO_SOFT_CAP, EndpointLoad
+from policies.health import endpoint_health, slow_start, stall
+from policies.health.endpoint_health import Health, HealthEvent, HealthLimits, HealthState
 from policies.health.speed_outlier import SlowLimits
-from policies.health.speed_record import SpeedVerdict
-from policies.load import NO_SOFT_CAP, EndpointLoad
-from policies.model import Candidate, Pick, Request, Role, RoutingQuery
+from policies.health.speed_samples import SpeedVerdict
 from policies.prefix.fingerprint import Fingerprint
 from policies.prefix.sampled_keys import Keys
+from policies.routing_types import Candidate, Pick, Request, Role, RoutingQuery
 
 log = logging.getLogger("penstock")
 
@@ -52,7 +53,7 @@ log = logging.getLogger("penstock")
 PREFILL_TOKENS_PER_S = 10_000
 PREFILL_MARGIN = 3
 
-OUT_OF_ROTATION = (health.HealthState.EJECTED, health.HealthState.DEAD)
+OUT_OF_ROTATION = (endpoint_health.HealthState.EJECTED, endpoint_health.HealthState.DEAD)
 
 
 class EndpointTable:
@@ -143,7 +144,7 @@ class EndpointTable:
     def set_beliefs_enabled(self, pool: str, is_enabled: bool) -> None:
         """Turn latency predictions on or off for the endpoints of a pool."""
         for candidate in self._pools[pool]:
-            ledger.set_modelled(candidate.load, is_enabled, monotonic())
+            load_ledger.set_modelled(candidate.load, is_enabled, monotonic())
 
     def release(self, live: LiveEndpoint) -> None:
         """Close the connections of an endpoint that left the configuration, and free its slot.
@@ -374,7 +375,7 @@ class EndpointTable:
         """Store the load that the engine reported in a scrape of its metrics."""
         load, now = live.load, monotonic()
         running, waiting = reading.running, reading.waiting
-        ledger.record_scrape(load, running, waiting, reading.kv_usage, reading.kv_tokens, now)
+        load_ledger.record_scrape(load, running, waiting, reading.kv_usage, reading.kv_tokens, now)
         if (
             reading.generated_tokens is not None
             and reading.generated_tokens != live.generated_tokens
@@ -391,14 +392,14 @@ class EndpointTable:
         If its state changes, update its availability.
         """
         before = live.health
-        after = health.next_health(before, event, monotonic(), self.rng, self._limits)
+        after = endpoint_health.next_health(before, event, monotonic(), self.rng, self._limits)
         if after is before:
             return
         live.health = after
-        live.load.is_proven = health.is_proven(after)
+        live.load.is_proven = endpoint_health.is_proven(after)
         if after.state is not before.state:
             self._on_state_change(live, before, after)
-        elif health.is_unreachable(after) and not health.is_unreachable(before):
+        elif endpoint_health.is_unreachable(after) and not endpoint_health.is_unreachable(before):
             self._update_availability(live.endpoint.pool)
             self.on_change()
 
@@ -416,7 +417,7 @@ class EndpointTable:
             self.prefixes.index.forget(live.load.slot)
             live.load.prefix_cache_tokens = live.load.eviction_regret = 0.0
             live.load.mark_changed()
-        if after.state is health.HealthState.DEAD:
+        if after.state is endpoint_health.HealthState.DEAD:
             live.upstream.fail_all("ejected", "the engine is dead")
         if before.state in OUT_OF_ROTATION and after.state not in OUT_OF_ROTATION:
             accept_returned(live, before, self.find_peer(live))
@@ -424,8 +425,8 @@ class EndpointTable:
         if live.is_leaving:
             # It is probed no longer, and it belongs to no pool whose last endpoint it could be.
             live.load.is_available = after.state in (
-                health.HealthState.UP,
-                health.HealthState.RETURNING,
+                endpoint_health.HealthState.UP,
+                endpoint_health.HealthState.RETURNING,
             )
         else:
             self._update_availability(live.endpoint.pool)
@@ -446,7 +447,9 @@ class EndpointTable:
             else:
                 by_role.setdefault(live.endpoint.role, []).append(live)
         for peers in by_role.values():
-            verdicts = health.available_endpoints([live.health for live in peers], self._limits)
+            verdicts = endpoint_health.available_endpoints(
+                [live.health for live in peers], self._limits
+            )
             for live, is_available in zip(peers, verdicts, strict=True):
                 _set_available(live.load, is_available=is_available)
 
@@ -548,7 +551,7 @@ class EndpointTable:
             if live.slow_start_at is not None:
                 self._raise_slow_start_cap(live, live.slow_start_at, now)
             live.upstream.sweep(now)
-            if live.health.state is health.HealthState.DEAD:
+            if live.health.state is endpoint_health.HealthState.DEAD:
                 # Requests whose connection was still being opened when the engine died.
                 live.upstream.fail_all("ejected", "the engine is dead")
             if live.upstream.silence_duration_s(now) < 1.0:

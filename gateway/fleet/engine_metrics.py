@@ -12,7 +12,7 @@ from math import isfinite
 
 import msgspec
 
-from policies.model import EngineKind
+from policies.routing_types import EngineKind
 
 
 class MetricNames(msgspec.Struct, frozen=True):

@@ -36,8 +36,8 @@ from gateway.protocol.response_store_probe import shows_store, store_request
 from gateway.protocol.translate.translation_table import TRANSLATIONS
 from kvtransfer.dialects import standalone_members
 from policies.engine_kinds import ENGINE_TRAITS, MODELS_PATH
-from policies.health.health import is_probe_due
-from policies.model import Role
+from policies.health.endpoint_health import is_probe_due
+from policies.routing_types import Role
 
 log = logging.getLogger("penstock")
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from gateway.config import Config, Model
-from policies.model import Candidate, Endpoint
+from policies.routing_types import Candidate, Endpoint
 
 # The most names in a message, and the most characters of each.
 MOST_NAMES = 8

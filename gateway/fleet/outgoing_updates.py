@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from policies.model import Endpoint
 from policies.prefix.fingerprint import Fingerprint
+from policies.routing_types import Endpoint
 
 
 class OutgoingUpdates:

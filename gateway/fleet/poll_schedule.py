@@ -11,7 +11,7 @@ from math import inf
 from gateway.config import Config
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from policies.engine_kinds import ENGINE_TRAITS
-from policies.health.health import HealthState
+from policies.health.endpoint_health import HealthState
 
 QUIET_PROBES_PER_S = 256
 """Maximum number of probes per second, in total, to endpoints that are up and have no requests.

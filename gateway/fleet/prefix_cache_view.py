@@ -11,11 +11,11 @@ from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.kv_events.tokenization import UnreadPrompt, can_tokenize
 from gateway.protocol.request.request_body import Call
 from gateway.protocol.request.sessions import session_key
-from policies.model import INFERRED_SESSION
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.prefix.growing_prefix import GrowingPrefixes
 from policies.prefix.prefix_index import PrefixIndex
 from policies.prefix.prefix_match import PrefixMatch
+from policies.routing_types import INFERRED_SESSION
 
 
 class PrefixCacheView:

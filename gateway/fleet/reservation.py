@@ -1,7 +1,7 @@
 """Reservations: capacity reserved at an endpoint for one request, from the pick to the last byte.
 
-policies/ledger.py changes the endpoint's load; fleet/endpoint_table.py changes its health and the
-prefix index.
+policies/load_ledger.py changes the endpoint's load; fleet/endpoint_table.py changes its health and
+the prefix index.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from gateway.fleet.kv_events.endpoint_events import CacheExpectation
 from gateway.http.upstream import ConnectionPool
 from gateway.protocol.response.stream_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
-from policies import ledger
-from policies.health.health import HealthEvent, HealthState
-from policies.ledger import LoadReservation
-from policies.load import EndpointLoad
-from policies.model import Pick, Request
+from policies import load_ledger
+from policies.endpoint_load import EndpointLoad
+from policies.health.endpoint_health import HealthEvent, HealthState
+from policies.load_ledger import LoadReservation
 from policies.prefix.fingerprint import Fingerprint
+from policies.routing_types import Pick, Request
 
 
 class DropSink(Protocol):
@@ -54,7 +54,8 @@ class EvidenceSink(Protocol):
 class Reservation:
     """Capacity reserved at an endpoint for one request; leaving the context releases it.
 
-    entry              the entry in policies/ledger.py: what is reserved, and what was predicted
+    entry              the entry in policies/load_ledger.py: what is reserved, and what was
+                       predicted
     expected_cache     number of cached tokens that the answer must report; None without KV events
     queued_tokens      prompt tokens that the endpoint had to compute when the reservation was
                        made, its own included
@@ -79,7 +80,7 @@ class Reservation:
         ),
     )
     _add_load: Callable[[EndpointLoad, Request, int, float, bool], LoadReservation] = staticmethod(
-        ledger.reserve
+        load_ledger.reserve
     )
     _prefills = True
 
@@ -207,7 +208,7 @@ class DecodeReservation(Reservation):
     """
 
     __slots__ = ()
-    _add_load = staticmethod(ledger.reserve_decode)
+    _add_load = staticmethod(load_ledger.reserve_decode)
     _prefills = False
 
     def on_recompute(self) -> None:

@@ -12,11 +12,11 @@ from typing import Protocol
 from gateway.fleet.endpoint_registry import LiveEndpoint, step_tokens
 from gateway.protocol.response.relay import Relay
 from policies.health import speed_outlier, stall
-from policies.health.health import HealthState
+from policies.health.endpoint_health import HealthState
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits
-from policies.health.speed_record import Measure, Slowness, SpeedVerdict
+from policies.health.speed_samples import Measure, Slowness, SpeedVerdict
 from policies.health.stall import Expectations
-from policies.model import Candidate, Endpoint, Request
+from policies.routing_types import Candidate, Endpoint, Request
 
 REVIEW_S = 1.0
 STALL_CHECK_S = 0.05

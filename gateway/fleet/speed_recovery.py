@@ -18,8 +18,8 @@ import msgspec
 
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from policies import saved_state
-from policies.health.health import Health, HealthEvent
-from policies.health.speed_record import Measure, Slowness
+from policies.health.endpoint_health import Health, HealthEvent
+from policies.health.speed_samples import Measure, Slowness
 
 log = logging.getLogger("penstock")
 

@@ -26,7 +26,7 @@ from gateway.protocol.response.rewrite import ANY_NAME, ModelNameRewriter, versi
 from gateway.protocol.trace_context import propagated_headers
 from gateway.protocol.upstream_error import MODEL_GONE
 from kvtransfer.dialects import known_members
-from policies.model import EngineKind
+from policies.routing_types import EngineKind
 
 # Local names: Enum attribute access is slow before Python 3.12.
 TRTLLM, OPENAI = EngineKind.TRTLLM, EngineKind.OPENAI

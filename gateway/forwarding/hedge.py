@@ -39,10 +39,10 @@ from gateway.http.client_interface import Client
 from gateway.http.upstream import UpstreamConnection
 from gateway.protocol.upstream_error import UpstreamError
 from gateway.telemetry.accounting import Accounting
-from policies.health.speed_record import SpeedVerdict
+from policies.health.speed_samples import SpeedVerdict
 from policies.health.stall import LEAST_LATE_S
-from policies.model import Candidate, Endpoint, Pick
-from policies.run import repick
+from policies.routing_algorithm import repick
+from policies.routing_types import Candidate, Endpoint, Pick
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ class AutoMetrics:
     """
 
     def __init__(self, registry: MetricRegistry) -> None:
-        auto = registry.section(Row.CONFIGURATION, "auto/controller.py")
+        auto = registry.section(Row.CONFIGURATION, "auto/auto_controller.py")
         self.comparisons: MetricFamily[Counter] = auto.counter(
             "penstock_auto_comparisons_total",
             "Comparisons of a pool's routing policies by replay, by result: keep, advise, switch, "

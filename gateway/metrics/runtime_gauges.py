@@ -20,12 +20,12 @@ from gateway.metrics.metric_types import (
     PoolByLabel,
 )
 from gateway.util.version import is_compiled, program_version
-from policies.health.health import HealthState
+from policies.health.endpoint_health import HealthState
 
 if TYPE_CHECKING:
-    from policies.health.health import Health
-    from policies.load import EndpointLoad
-    from policies.model import Endpoint
+    from policies.endpoint_load import EndpointLoad
+    from policies.health.endpoint_health import Health
+    from policies.routing_types import Endpoint
 
 ENDPOINT_STATE = "penstock_endpoint_state"
 STATE = Label("state", len(HealthState) + 1)
@@ -99,7 +99,7 @@ class RuntimeGauges:
             .labels()
         )
         self.trace_spans_total: MetricFamily[Counter] = registry.section(
-            Row.PROCESS, "telemetry/otlp.py"
+            Row.PROCESS, "telemetry/span_exporter.py"
         ).counter(
             "penstock_trace_spans_total",
             "Spans of traced requests by result: exported, dropped (the queue was full), failed "

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from policies.admission.peer_quota import QuotaUsage
+from policies.admission.quota_exchange import QuotaUsage
 from policies.admission.sessions import SessionUpdate
 from policies.engine.peer_load import PeerShare
 

@@ -28,10 +28,10 @@ from gateway.peers.usage_sync import MAX_ROWS, UsageSync, batches
 from gateway.peers.warm_up import WarmUp
 from gateway.peers.warm_up import WarmUpState as Warmth
 from policies.engine.peer_load import NOTHING, PeerShare
-from policies.health.health import HealthState
-from policies.ledger import own_load, set_peer_load
-from policies.model import Endpoint
+from policies.health.endpoint_health import HealthState
+from policies.load_ledger import own_load, set_peer_load
 from policies.prefix.sampled_keys import pack, unpack
+from policies.routing_types import Endpoint
 
 Frame = tuple[bytes, bytes]
 """A frame to send: (recipient, frame bytes with an authentication tag)."""

@@ -15,7 +15,7 @@ from gateway.admission.admission_controller import AdmissionController
 from gateway.config import Tenant
 from gateway.fleet.outgoing_updates import OutgoingUpdates
 from gateway.peers import peer_messages
-from policies.admission.peer_quota import apply_peer_usage, quota_usage
+from policies.admission.quota_exchange import apply_peer_usage, quota_usage
 from policies.admission.sessions import SessionUpdate
 
 MAX_ROWS = 1000

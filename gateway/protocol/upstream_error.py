@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policies.health.health import HealthEvent
+from policies.health.endpoint_health import HealthEvent
 
 SHUTDOWN = "shutdown"
 """The kind of failure of requests that end because the gateway stops."""

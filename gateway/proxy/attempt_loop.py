@@ -21,8 +21,8 @@ from gateway.protocol.response.relay import SHUTDOWN, UpstreamError
 from gateway.protocol.upstream_error import MODEL_GONE
 from gateway.route import Gateway, Route
 from policies.filters import serves_tenant
-from policies.model import Candidate, Pick, Request, RoutingQuery
 from policies.pricing.split import EndpointPair
+from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 
 ChoiceT = TypeVar("ChoiceT", bound=Pick | EndpointPair)
 

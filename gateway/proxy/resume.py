@@ -23,9 +23,9 @@ from gateway.protocol.response.resume_eligibility import call_with_token_ids, co
 from gateway.protocol.response.token_ledger import DIVERGED, Ledger, LedgerRecorder
 from gateway.proxy.attempt_loop import attempts, end_stream_with_error
 from gateway.route import Gateway, Route
-from policies import run
+from policies import routing_algorithm
 from policies.engine_kinds import ENGINE_TRAITS
-from policies.model import Pick
+from policies.routing_types import Pick
 
 RESUMED, CLOSED, BROKE = "resumed", "closed", "broke"
 
@@ -148,10 +148,10 @@ class RestPlan:
             for candidate in serving
             if ENGINE_TRAITS[candidate.endpoint.engine].can_continue
         ]
-        pick = run.pick(route.policy, query, eligible)
+        pick = routing_algorithm.pick(route.policy, query, eligible)
         if pick is None and split is not None:
             # Pairs take two places for one permit, so all endpoints may be at their caps.
-            pick = run.pick(split.splitter.crowded, query, eligible)
+            pick = routing_algorithm.pick(split.splitter.crowded, query, eligible)
         return pick
 
     async def attempt(self, pick: Pick) -> UpstreamError | None:

@@ -22,9 +22,9 @@ from gateway.protocol.response.relay import UpstreamError
 from gateway.proxy.attempt_loop import AttemptPlan, no_endpoint_error, permit_retry
 from gateway.proxy.whole_request import WholePlan, pick_longest
 from gateway.route import Gateway, Route
-from policies import run
-from policies.model import Pick, RoutingQuery
+from policies import routing_algorithm
 from policies.pricing.split import EndpointPair, SplitDecision, SplitReason, SplitShape
+from policies.routing_types import Pick, RoutingQuery
 
 SplitAttempts = AttemptPlan[Pick | EndpointPair]
 """The type of a SplitPlan for the attempt loop: it picks one endpoint or a pair of them.
@@ -109,7 +109,7 @@ class SplitPlan:
         # context.
         context, policy = self._context, self._route.policy
         alone = context.split.pools.alone
-        pick = run.pick(policy, query, alone) or run.pick(
+        pick = routing_algorithm.pick(policy, query, alone) or routing_algorithm.pick(
             context.split.splitter.crowded, query, alone
         )
         return pick or pick_longest(policy, query, alone, context.call)

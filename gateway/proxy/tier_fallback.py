@@ -14,8 +14,8 @@ from gateway.fleet.endpoint_table import EndpointTable
 from gateway.protocol.request.request_body import Call
 from gateway.proxy.attempt_loop import limits_output
 from gateway.route import Route
-from policies.model import RoutingQuery
 from policies.pricing.model_tiers import ModelTier, alternatives
+from policies.routing_types import RoutingQuery
 
 # Estimated tokens may be this many percent of the context that exact counts leave free.
 _ESTIMATE_PERCENT = 115

@@ -15,10 +15,10 @@ from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.relay import UpstreamError
 from gateway.proxy.attempt_loop import is_too_long, no_endpoint_error, permit_retry
 from gateway.route import Gateway, Route
-from policies import run
-from policies.contract import Policy
+from policies import routing_algorithm
 from policies.filters import below_cap, fits_context, serves_tenant
-from policies.model import Candidate, Pick, RoutingQuery
+from policies.policy_types import Policy
+from policies.routing_types import Candidate, Pick, RoutingQuery
 
 # An admitted request may find an endpoint above its limit after a refusal by one of these filters.
 # Endpoints with free places may fail the first two where one without free places passes them.
@@ -50,7 +50,7 @@ class WholePlan:
         request, fingerprint, order = self.call.request, self.exchange.fingerprint, self.route.order
         if order is None:
             query = self.query = endpoints.build_query(request, fingerprint, left_out)
-            pick = run.pick(route.policy, query, route.candidates)
+            pick = routing_algorithm.pick(route.policy, query, route.candidates)
         else:
             query = self.query = endpoints.build_query(
                 request, fingerprint, left_out, in_order=True
@@ -136,7 +136,7 @@ class UncountedPlan(WholePlan):
         # The queue must not count a request that it did not admit.
         self.exchange.first_query = query
         filters = tuple(keep for keep in policy.filters if keep is not below_cap)
-        return run.pick(replace(policy, filters=filters), query, route.candidates)
+        return routing_algorithm.pick(replace(policy, filters=filters), query, route.candidates)
 
 
 def pick_over_cap(route: Route, query: RoutingQuery, call: Call) -> Pick | None:
@@ -154,10 +154,10 @@ def pick_over_cap(route: Route, query: RoutingQuery, call: Call) -> Pick | None:
     filter left no candidate.
     """
     policy, candidates = route.policy, route.candidates
-    if run.rejecting_filter(policy, query, candidates) not in _OVERRULED:
+    if routing_algorithm.rejecting_filter(policy, query, candidates) not in _OVERRULED:
         return None
     filters = tuple(keep for keep in policy.filters if keep is not below_cap)
-    pick = run.pick(replace(policy, filters=filters), query, candidates)
+    pick = routing_algorithm.pick(replace(policy, filters=filters), query, candidates)
     return pick or pick_longest(policy, query, candidates, call)
 
 
@@ -177,6 +177,6 @@ def pick_longest(
     eligible = [candidate for candidate in serving if candidate.endpoint.context_tokens == longest]
     filters = tuple(keep for keep in policy.filters if keep is not fits_context)
     over_cap = tuple(keep for keep in filters if keep is not below_cap)
-    return run.pick(replace(policy, filters=filters), query, eligible) or run.pick(
-        replace(policy, filters=over_cap), query, eligible
-    )
+    return routing_algorithm.pick(
+        replace(policy, filters=filters), query, eligible
+    ) or routing_algorithm.pick(replace(policy, filters=over_cap), query, eligible)

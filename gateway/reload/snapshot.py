@@ -30,14 +30,14 @@ from gateway.route import CanaryRoute, ModelScope, PoolTrials, Route, Snapshot
 from gateway.trials import shadow
 from gateway.trials.canary import CanaryArms, create_sampler
 from gateway.trials.shadow import Shadows
-from policies import admission_registry, registry
-from policies.admission.admission import Admission
+from policies import admission_registry, policy_registry
+from policies.admission.admission_policy import Admission
 from policies.candidate_order import create_order
-from policies.contract import Policy
+from policies.endpoint_load import LoadChanges
 from policies.engine_kinds import ENGINE_TRAITS
 from policies.filters import applicable
-from policies.load import LoadChanges
-from policies.model import Candidate
+from policies.policy_types import Policy
+from policies.routing_types import Candidate
 
 
 class PoolAdmissionPlan(msgspec.Struct, frozen=True):
@@ -106,7 +106,7 @@ def build_plan(
                 changed is taken from it with its state
 
     A model that no endpoint of its pool lists gets no route. Raises
-    policies.registry.PolicyConfigError for a policy that cannot be built.
+    policies.policy_registry.PolicyConfigError for a policy that cannot be built.
     """
     policies = _policies(config, before)
     trials = {
@@ -265,7 +265,7 @@ def _policies(config: Config, before: Snapshot | None) -> dict[str, Policy]:
 
 
 def _policy(spec: PolicySpec) -> Policy:
-    return registry.build(spec.name, spec.params)
+    return policy_registry.build(spec.name, spec.params)
 
 
 def _with_applicable_filters(policy: Policy, members: tuple[Candidate, ...]) -> Policy:

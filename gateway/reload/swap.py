@@ -23,8 +23,8 @@ from gateway.reload.reachability import find_unreachable_pool
 from gateway.reload.snapshot import SnapshotPlan, build_plan
 from gateway.reload.snapshot_gc import SnapshotGc
 from gateway.route import Gateway, Snapshot
-from policies import run
-from policies.model import Request, RoutingQuery
+from policies import routing_algorithm
+from policies.routing_types import Request, RoutingQuery
 
 log = logging.getLogger("penstock")
 
@@ -282,7 +282,7 @@ def dry_run(plan: SnapshotPlan, before: Snapshot) -> None:
             continue
         query = RoutingQuery(TRIAL_REQUEST, monotonic(), Random(0))
         try:
-            run.pick(policy, query, plan.adoption.pools[pool])
+            routing_algorithm.pick(policy, query, plan.adoption.pools[pool])
         except Exception as error:  # a policy may be third-party code
             message = f"{policy.name} failed at a trial pick: {error!r}"
             raise ConfigRejectedError(("pools", pool, "policy"), message) from error

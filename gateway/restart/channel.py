@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from policies.engine.peer_load import PeerShare
-from policies.health.health import Health
+from policies.health.endpoint_health import Health
 from policies.saved_state import (
     AdmissionState,
     BeliefState,

@@ -24,8 +24,8 @@ from policies import saved_state
 from policies.admission.priced import PricedAdmission
 from policies.admission.session_limit import SessionCap
 from policies.engine.peer_load import NOTHING, PeerShare
-from policies.health.health import HealthState as HealthState
-from policies.ledger import own_load
+from policies.health.endpoint_health import HealthState as HealthState
+from policies.load_ledger import own_load
 from policies.saved_state import AdmissionState, Blocks, DriftState, SessionTurns
 
 if TYPE_CHECKING:

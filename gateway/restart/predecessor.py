@@ -25,7 +25,7 @@ from gateway.restart.channel import (
     receive_offer,
 )
 from gateway.restart.learned_state import Restorer, endpoint_key
-from policies.ledger import set_peer_load
+from policies.load_ledger import set_peer_load
 
 if TYPE_CHECKING:
     from asyncio import StreamReader, StreamWriter

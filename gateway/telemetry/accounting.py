@@ -23,9 +23,9 @@ from gateway.telemetry.pick_explanation import RecentExchanges, snapshot_pick
 from gateway.telemetry.request_shapes import ShapeRecorder
 from gateway.telemetry.slo_outcomes import REGRET_SAMPLE_EVERY, SloTracker, effective_usage
 from gateway.telemetry.span_exporter import SpanExporter
-from policies.contract import Policy
-from policies.model import Pick, RoutingQuery, TokenPrice
+from policies.policy_types import Policy
 from policies.prefix.block_ids import BlockIds
+from policies.routing_types import Pick, RoutingQuery, TokenPrice
 
 log = logging.getLogger("penstock")
 

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from gateway.metrics.catalogue import Metrics
-from policies.ledger import LoadReservation
+from policies.load_ledger import LoadReservation
 from policies.sizing.cost_meter import CostMeter, EngineUse
 from policies.sizing.token_cost import decode_weight
 
 if TYPE_CHECKING:
-    from policies.load import EndpointLoad
-    from policies.model import Endpoint
+    from policies.endpoint_load import EndpointLoad
+    from policies.routing_types import Endpoint
 
 # Tokens that the KV cache is assumed to hold while its size is unknown.
 UNKNOWN_KV_TOKENS = 1 << 20

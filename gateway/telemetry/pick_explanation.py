@@ -2,7 +2,7 @@
 
 Records the state at the pick and at the end of a request, and builds the explanation of one request
 as plain values. HTTP is in admin/. The policy defines the terms of a score
-(policies.contract.PriceTermsFunction).
+(policies.policy_types.PriceTermsFunction).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import msgspec
 
 from gateway.exchange import Exchange
 from gateway.protocol.response.stream_search import TokenUsage
-from policies.contract import Policy, PriceTermsFunction
-from policies.load import LOAD_FIELDS, EndpointLoad
-from policies.model import Candidate, Pick, RoutingQuery
+from policies.endpoint_load import LOAD_FIELDS, EndpointLoad
+from policies.policy_types import Policy, PriceTermsFunction
+from policies.routing_types import Candidate, Pick, RoutingQuery
 
 EndedExchange = tuple[Exchange, TokenUsage, int, float]
 """An ended exchange, with the engine's token counts, the number of the response's events, and the

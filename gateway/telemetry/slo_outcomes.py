@@ -13,12 +13,12 @@ from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.stream_search import TokenUsage
-from policies.admission.admission import RequestOutcome
+from policies.admission.admission_policy import RequestOutcome
 from policies.admission.prompt_length import PromptLengths, is_text
 from policies.engine.output_length import OutputLengths
-from policies.latency.latency import ttfts
-from policies.model import Pick, RoutingQuery, Slo
+from policies.latency.expected_latency import ttfts
 from policies.prefix.prefix_match import longest_match
+from policies.routing_types import Pick, RoutingQuery, Slo
 
 FAILED = "failed"
 TRUNCATED_REASONS = frozenset(

@@ -17,7 +17,7 @@ from gateway.config.policy_choice import Canary
 from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.quantile_sketch import BucketCounts, quantile, round_seconds
-from policies.model import Request
+from policies.routing_types import Request
 
 HASH_RANGE = 1 << 64
 MET = "met"

@@ -23,10 +23,10 @@ from gateway.fleet.endpoint_table import EndpointTable
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.request.request_body import Call
 from gateway.telemetry.pick_explanation import load_values, restore_load
-from policies import run
-from policies.contract import Policy
-from policies.latency.latency import ttft_s
-from policies.model import Candidate, Pick, RoutingQuery
+from policies import routing_algorithm
+from policies.latency.expected_latency import ttft_s
+from policies.policy_types import Policy
+from policies.routing_types import Candidate, Pick, RoutingQuery
 
 log = logging.getLogger("penstock")
 
@@ -100,7 +100,7 @@ def evaluate(
 
     `candidates` have the load that they had before the capacity reservation.
     """
-    other = run.pick(policy, query, candidates)
+    other = routing_algorithm.pick(policy, query, candidates)
     if other is None:
         return ShadowResult("no_endpoint")
     choice, actual = other.candidate, pick.candidate

@@ -22,8 +22,8 @@ from planner.replay.options import ReplayOptions
 from planner.replay.record import ReplayRecord
 from planner.replay.traffic import Traffic
 from planner.traces.access import LoggedRequest, arrived_s
-from policies.contract import Picker, Policy, WeightedScorer
-from policies.model import Candidate, Role, RoutingQuery
+from policies.policy_types import Picker, Policy, WeightedScorer
+from policies.routing_types import Candidate, Role, RoutingQuery
 from policies.scorers import constant
 
 LEAST_SAMPLES = 20

@@ -26,7 +26,7 @@ from planner.replay.record import ReplayRecord
 from planner.replay.traffic import Traffic
 from planner.traces.access import LoggedRequest, arrived_s
 from planner.traces.recorded_request import TraceRequest
-from policies import registry
+from policies import policy_registry
 from policies.auto.estimates import MemberEstimate, PolicyMember, PoolEstimate
 
 JITTER_S = 0.005
@@ -140,7 +140,7 @@ class _Runs:
             run = replay(
                 case.fleet,
                 Traffic(arrivals=self._arrivals(seed)),
-                registry.build(member.policy, member.parameters),
+                policy_registry.build(member.policy, member.parameters),
                 case.admission(),
                 ReplayOptions(
                     seed, learns_lengths=True, standard=case.standard, classes=case.classes

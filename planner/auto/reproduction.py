@@ -15,7 +15,7 @@ import msgspec
 from planner.auto.mean_error import error_of_mean, in_blocks
 from planner.replay.record import ReplayRecord
 from planner.traces.access import LoggedRequest
-from policies.model import Slo
+from policies.routing_types import Slo
 
 LEAST_LINES = 50
 """Minimum number of logged requests from which a replay can be judged."""

@@ -17,7 +17,7 @@ from planner.plan.pool_case import PoolCaseError, cases
 from planner.plan.recent import RecentTraffic, recent
 from planner.traces.recorded_request import TraceError
 from policies.auto.estimates import PoolEstimate
-from policies.auto.job import PoolJob, ReplayAnswer, ReplayJob
+from policies.auto.replay_messages import PoolJob, ReplayAnswer, ReplayJob
 
 TAIL_BYTES = 32 << 20
 """Maximum bytes of the access log that are read, counted from its end."""

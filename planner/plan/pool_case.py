@@ -13,12 +13,12 @@ import msgspec
 
 from planner.replay.options import ReplayOptions
 from planner.replay.spec import FleetError, FleetSpec, GroupKind, validate
-from policies import admission_registry, registry
-from policies.admission.admission import Admission, WaitQueueLimits
+from policies import admission_registry, policy_registry
+from policies.admission.admission_policy import Admission, WaitQueueLimits
 from policies.admission.fairness import FairShares
-from policies.contract import Policy
-from policies.model import SLOTS_LABEL, Role, Slo
+from policies.policy_types import Policy
 from policies.pricing.split import SplitRule
+from policies.routing_types import SLOTS_LABEL, Role, Slo
 from policies.sizing.gpus import GPUS
 from policies.sizing.model_shapes import MODELS
 
@@ -175,7 +175,7 @@ class PoolCase(msgspec.Struct, frozen=True):
 
         Each replay needs its own, because policies learn.
         """
-        return registry.build(self.policy_name, self.policy_params)
+        return policy_registry.build(self.policy_name, self.policy_params)
 
     def admission(self) -> Admission:
         """Return a new admission policy for the pool, with the tenants' weights if it uses them."""

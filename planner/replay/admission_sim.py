@@ -2,7 +2,7 @@
 then.
 
 Clients retry or give up. Wait queue and admission are the gateway's own (wait_queue.py,
-policies/admission/admission.py). fleet_sim.py serves admitted requests.
+policies/admission/admission_policy.py). fleet_sim.py serves admitted requests.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from random import Random
 from planner.replay.fleet_port import FleetPort
 from planner.replay.inflight import InflightRequest
 from planner.replay.record import ReplayRecord, RequestEnd
-from policies.admission.admission import Admit, RequestOutcome, Shed
+from policies.admission.admission_policy import Admit, RequestOutcome, Shed
 from policies.admission.wait_queue import WaitQueue
-from policies.model import Pick, RoutingQuery
+from policies.routing_types import Pick, RoutingQuery
 
 TICK_S = 0.1
 NO_RETRY_AFTER = Shed("no_capacity", 1.0)

@@ -10,7 +10,7 @@ import msgspec
 
 from planner.replay.options import CacheView, GroupFault, GroupFaultKind, ReplayOptions
 from planner.replay.spec import FleetSpec
-from policies.model import STANDARD, Slo
+from policies.routing_types import STANDARD, Slo
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}

@@ -23,9 +23,9 @@ from planner.replay.spec import FleetError, FleetSpec, preset, read_fleet
 from planner.replay.sweep import Comparison, ComparisonResult, UnknownCapacity, compare
 from planner.replay.tables import figure_tables, table
 from planner.traces import READERS, TraceError, TraceRequest, read_trace, slice_span
-from policies import registry
+from policies import policy_registry
 from policies.admission_registry import build_admission
-from policies.registry import PolicyConfigError
+from policies.policy_registry import PolicyConfigError
 
 _EXPECTED = 350
 
@@ -244,7 +244,7 @@ def _requests(trace: Path, kind: str | None, from_: str, to: str | None) -> list
 def _policy_names(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     for name in names:
-        registry.build(name, {})
+        policy_registry.build(name, {})
     if not names:
         raise arguments.ArgumentError("--policy needs at least one name")
     return names

@@ -17,9 +17,8 @@ from planner.replay.fleet_port import FleetPort
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
 from planner.traces.recorded_request import TraceRequest
-from policies import ledger
-from policies.contract import Policy
-from policies.model import Role, RoutingQuery
+from policies import load_ledger
+from policies.policy_types import Policy
 from policies.pricing.split import (
     EndpointPair,
     SplitPools,
@@ -33,6 +32,7 @@ from policies.pricing.split import (
 )
 from policies.pricing.split import PairGroup as Fits
 from policies.pricing.transfer_time import TransferTimes
+from policies.routing_types import Role, RoutingQuery
 
 _WHOLE = SplitShape()
 _NOWHERE = AgentPeer("")
@@ -111,12 +111,12 @@ class DisaggSim:
         request, record = inflight.request, inflight.record
         self._fleet.admission.on_reserved(query, prefill)
         short = msgspec.structs.replace(request, output_tokens=1)
-        inflight.prefill_reservation = ledger.reserve(
+        inflight.prefill_reservation = load_ledger.reserve(
             prefill_group.load, short, prefill.cached_tokens, now
         )
         after_s = transfer_s(self._splitter.rule, query, prefill.candidate, decode, self._transfers)
         after_s += decode_wait_s(query, decode)
-        inflight.reservation = ledger.reserve_decode(
+        inflight.reservation = load_ledger.reserve_decode(
             decode_group.load, request, decode.cached_tokens, now
         )
         computed_s = inflight.prefill_reservation.predicted_ttft_s

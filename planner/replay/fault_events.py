@@ -10,7 +10,7 @@ from planner.replay.engine_sim import EngineMetrics
 from planner.replay.fleet_port import FleetPort
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.options import GroupFault, GroupFaultKind
-from policies import ledger
+from policies import load_ledger
 from policies.health.slow_start import soft_cap
 
 Reading = tuple[ReplayGroup, EngineMetrics]
@@ -130,4 +130,4 @@ class FaultEvents:
         #
         # External requests are computed against in_flight at delivery.
         for group, metrics in readings:
-            ledger.record_scrape(group.load, *metrics, group.capacity_tokens, now)
+            load_ledger.record_scrape(group.load, *metrics, group.capacity_tokens, now)

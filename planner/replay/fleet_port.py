@@ -14,7 +14,7 @@ from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
 from planner.replay.options import ReplayOptions
 from planner.replay.record import RequestEnd
-from policies.model import Pick, RoutingQuery
+from policies.routing_types import Pick, RoutingQuery
 
 
 class AdmissionPort(Protocol):

@@ -32,12 +32,12 @@ from planner.replay.spec import FleetSpec
 from planner.replay.speed_monitor_sim import SpeedMonitorSim
 from planner.replay.traffic import Traffic
 from planner.traces.recorded_request import TraceRequest
-from policies import ledger
-from policies.admission.admission import Admission, WaitQueueLimits
+from policies import load_ledger
+from policies.admission.admission_policy import Admission, WaitQueueLimits
 from policies.admission.fairness import FairShares
 from policies.admission.wait_queue import WaitQueue
-from policies.contract import Policy
-from policies.model import Candidate, Pick, Role, RoutingQuery
+from policies.policy_types import Policy
+from policies.routing_types import Candidate, Pick, Role, RoutingQuery
 
 MOST_TRIES = 3
 """Maximum number of attempts of one request before its first token, as with the gateway's
@@ -211,7 +211,9 @@ class Fleet:
         inflight.record.group = group.name
 
     def start(self, now: float, inflight: InflightRequest, group: ReplayGroup, pick: Pick) -> None:
-        inflight.reservation = ledger.reserve(group.load, inflight.request, pick.cached_tokens, now)
+        inflight.reservation = load_ledger.reserve(
+            group.load, inflight.request, pick.cached_tokens, now
+        )
         inflight.believed_tokens = pick.cached_tokens
         inflight.ahead_tokens, inflight.sent_s = group.load.prefill_tokens, now
         inflight.is_overtaken = False

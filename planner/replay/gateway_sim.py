@@ -18,14 +18,14 @@ from planner.replay.record import ReplayRecord
 from planner.replay.trace_fingerprint import fingerprint_of_chain
 from planner.text_generator import BYTES_PER_TOKEN
 from planner.traces.recorded_request import TraceRequest
-from policies import run
+from policies import routing_algorithm
 from policies.candidate_order import create_order
-from policies.contract import Policy
+from policies.endpoint_load import LoadChanges
 from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengths
-from policies.load import LoadChanges
-from policies.model import Candidate, Pick, Request, RoutingQuery
+from policies.policy_types import Policy
 from policies.prefix.fingerprint import Fingerprint
 from policies.prefix.prefix_index import PrefixIndex
+from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 
 INDEX_BYTES = 256 << 20
 
@@ -150,7 +150,7 @@ class GatewaySim:
         if self._order is not None and candidates is self.candidates:
             pick = self._order.pick(query)
         else:
-            pick = run.pick(self.policy, query, candidates)
+            pick = routing_algorithm.pick(self.policy, query, candidates)
         self.pick_s += self.clock() - began
         self.picks += 1
         return pick

@@ -18,11 +18,11 @@ from planner.replay.rank_choice import HiddenRanks, RankChoice
 from planner.replay.record import GroupTotals
 from planner.replay.spec import FleetSpec, GroupKind
 from planner.replay.step_clock import StepClock
+from policies.endpoint_load import EndpointLoad
 from policies.engine.output_length import RecentLengths
 from policies.engine.step_time import SpeedBelief, StepCosts, shape_for
-from policies.health.speed_record import SpeedRecord
-from policies.load import EndpointLoad
-from policies.model import Candidate, Endpoint
+from policies.health.speed_samples import SpeedRecord
+from policies.routing_types import Candidate, Endpoint
 
 UNCAPPED = 1 << 30
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from planner.replay.fleet_port import FleetPort
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
-from policies.model import Pick
+from policies.routing_types import Pick
 
 CREDIT, MOST_SAVED = 200, 50.0  # as in gateway/forwarding/hedge.py
 

@@ -9,10 +9,10 @@ from mockgpu.job import Job
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.record import ReplayRecord
 from planner.traces.recorded_request import TraceRequest
-from policies.ledger import LoadReservation
-from policies.model import Request
+from policies.load_ledger import LoadReservation
 from policies.prefix.fingerprint import Fingerprint
 from policies.pricing.split import EndpointPair
+from policies.routing_types import Request
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from policies.model import STANDARD, Slo
+from policies.routing_types import STANDARD, Slo
 
 
 class CacheView(StrEnum):

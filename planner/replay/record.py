@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from policies.model import Slo
+from policies.routing_types import Slo
 
 
 class RequestEnd(StrEnum):

@@ -17,8 +17,8 @@ from mockgpu.timing.layout_times import (
 from mockgpu.timing.roofline import Profile, StepTimes, profile_named
 from planner.replay.rank_choice import RankChoice
 from planner.text_generator import BLOCK_TOKENS
-from policies.model import Role
 from policies.pricing.split import SplitRule
+from policies.routing_types import Role
 from policies.sizing.gpu_memory import Demand, check_memory
 from policies.sizing.gpus import Gpu, gpu_named
 from policies.sizing.known_models import facts_of

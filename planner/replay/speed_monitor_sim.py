@@ -1,7 +1,7 @@
 """Detects slow groups in a replay, by the gateway's own comparison of speeds.
 
 Slow groups get fewer requests, are ejected and return after a probe. Samples and verdicts come from
-speed_record.py, speed_outlier.py and stall.py in policies/health. Late requests at a suspect group
+speed_samples.py, speed_outlier.py and stall.py in policies/health. Late requests at a suspect group
 are moved, and so are all that wait at an ejected group. Late requests at other groups are hedged
 (hedge_sim.py). The retry budget is left out.
 """
@@ -14,9 +14,10 @@ from mockgpu.job import Job
 from planner.replay.fleet_port import FleetPort
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
+from policies.endpoint_load import NO_SOFT_CAP
 from policies.health import speed_outlier
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits
-from policies.health.speed_record import Measure, SpeedVerdict
+from policies.health.speed_samples import Measure, SpeedVerdict
 from policies.health.stall import (
     DOUBT_S,
     LEAST_LATE_S,
@@ -27,7 +28,6 @@ from policies.health.stall import (
     is_doubted,
     raised_ceiling,
 )
-from policies.load import NO_SOFT_CAP
 from policies.saved_state import belief_state, restore_belief
 
 REVIEW_S, SWEEP_S, STALL_CHECK_S, PROBE_S = 1.0, 0.25, 0.05, 1.0

@@ -18,7 +18,7 @@ from planner.replay.spec import FleetSpec
 from planner.replay.traffic import Traffic, traffic, users
 from planner.traces.mix import scale_rate
 from planner.traces.recorded_request import TraceRequest
-from policies import registry
+from policies import policy_registry
 from policies.admission_registry import build_admission
 
 Progress = Callable[[str, float], None]
@@ -135,7 +135,7 @@ def one_run(
     return replay(
         comparison.fleet,
         load_of(comparison, load),
-        registry.build(policy, {}),
+        policy_registry.build(policy, {}),
         gate,
         comparison.options,
         watch=watch,

@@ -12,8 +12,8 @@ from math import exp
 
 import msgspec
 
-from policies.model import Request
 from policies.param_types import Positive, PositiveCount
+from policies.routing_types import Request
 
 FORGIVEN = 1e-3
 """A tenant with fewer tokens of past usage than this counts as having used nothing.

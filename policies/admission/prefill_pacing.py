@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.load import EndpointLoad
-from policies.model import Candidate
+from policies.endpoint_load import EndpointLoad
+from policies.routing_types import Candidate
 
 LEAST_SHARE = 0.2
 """Share of an endpoint's time (0 to 1) that prefill may always take.

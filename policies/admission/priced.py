@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import expm1, inf, pow
 
-from policies.admission.admission import (
+from policies.admission.admission_policy import (
     ADMIT,
     Admission,
     AdmissionParams,
@@ -26,14 +26,13 @@ from policies.admission.admission import (
     shed_past_deadline,
     shed_until,
 )
-from policies.admission.full_rate import FullLoadRate
+from policies.admission.full_pool_rate import FullLoadRate
 from policies.admission.prefill_pacing import PrefillPace
 from policies.admission.retry_after import ReturnSchedule, ReturnTimes, request_key
 from policies.admission.session_limit import SessionLimit
 from policies.admission.sessions import SessionGate, WorkingSet, fleet_kv_tokens, is_continuation
-from policies.admission.tenant_usage import TenantUsage
-from policies.latency.latency import prefill_s
-from policies.model import STANDARD, Candidate, Pick, Request, RoutingQuery
+from policies.admission.tenant_overuse import TenantUsage
+from policies.latency.expected_latency import prefill_s
 from policies.param_types import Exponent, Fraction, NonNegative, Positive
 from policies.pricing.cost_estimate import (
     CostEstimate,
@@ -41,6 +40,7 @@ from policies.pricing.cost_estimate import (
     estimate_cost,
     remaining_ttft_s,
 )
+from policies.routing_types import STANDARD, Candidate, Pick, Request, RoutingQuery
 
 LEARN = 0.02
 """Weight (0 to 1) of one new admitted request in the running means over admitted requests."""

@@ -2,8 +2,8 @@
 
 A Quota consists of two token buckets (Turner 1986, as in most API rate limits). A bucket is full at
 first, holds at most one minute's worth, and is refilled evenly. Each gateway has its own buckets
-and subtracts the usage that other gateways report (peer_quota.py). Shares of a contended pool are
-in fairness.py. The gateway sends refusals to clients.
+and subtracts the usage that other gateways report (quota_exchange.py). Shares of a contended pool
+are in fairness.py. The gateway sends refusals to clients.
 """
 
 from __future__ import annotations

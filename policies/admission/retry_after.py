@@ -5,7 +5,7 @@ would make the retry a lottery. ReturnSchedule therefore places retries one afte
 measured capacity. A client that retries on time is admitted before new ones. One that retries too
 early gets the same time again. When the schedule is full for `latest_s`, a client should not retry
 at all. A pool that becomes faster has unreserved capacity beside the times that were given before,
-and the next retries use it. Capacity and refusals are in admission.py and priced.py.
+and the next retries use it. Capacity and refusals are in admission_policy.py and priced.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from math import inf
 
 import msgspec
 
-from policies.model import RoutingQuery
 from policies.param_types import NonNegative, Positive, PositiveCount
+from policies.routing_types import RoutingQuery
 
 Key = tuple[int, int]
 

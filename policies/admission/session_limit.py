@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.admission.admission import (
+from policies.admission.admission_policy import (
     Admission,
     AdmissionParams,
     CapAdmission,
@@ -18,8 +18,8 @@ from policies.admission.admission import (
     WaitQueueView,
 )
 from policies.admission.sessions import SessionGate, WorkingSet, fleet_kv_tokens, is_continuation
-from policies.model import Candidate, Pick, Request, RoutingQuery
 from policies.prefix.prefix_match import longest_match
+from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 
 ON_EVIDENCE = SessionGate(start=None, memory_s=60.0, shortest_s=20.0)
 """Parameters of a limit on sessions that begins only once evicted contexts do harm.

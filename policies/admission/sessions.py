@@ -15,9 +15,9 @@ from typing import Annotated
 
 import msgspec
 
-from policies.admission.admission import DrainRate
-from policies.model import Candidate, SessionHints
+from policies.admission.admission_policy import DrainRate
 from policies.param_types import Fraction, Positive, PositiveCount
+from policies.routing_types import Candidate, SessionHints
 
 CONTINUING_SHARE = 0.5
 """A request that names no session counts as a continued one if this share of its prompt is cached.

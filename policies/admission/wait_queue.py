@@ -2,7 +2,7 @@
 
 WaitQueue does no I/O and reads no clock. A waiting request is known by a ticket, any hashable value
 of the caller. Time is an argument, and due verdicts are returned as a list. An Admission
-(admission.py) decides whether a request may enter at all.
+(admission_policy.py) decides whether a request may enter at all.
 
 The order is: first a request that has waited past the starvation bound, though at most every fourth
 turn, so that one tenant cannot take all turns. Then comes the tenant with the lowest usage counter
@@ -20,8 +20,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from policies.admission import admission as verdicts
-from policies.admission.admission import (
+from policies.admission import admission_policy as verdicts
+from policies.admission.admission_policy import (
     Admission,
     Admit,
     DrainRate,
@@ -32,10 +32,10 @@ from policies.admission.admission import (
     WaitQueueLimits,
 )
 from policies.admission.fairness import FairShares, TenantCounters, billable_tokens
-from policies.admission.full_rate import FullLoadRate
-from policies.load import EndpointLoad
-from policies.model import Candidate, Pick, Request, RoutingQuery
+from policies.admission.full_pool_rate import FullLoadRate
+from policies.endpoint_load import EndpointLoad
 from policies.pricing.cost_estimate import estimate_cost
+from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 
 T = TypeVar("T", bound=Hashable)
 

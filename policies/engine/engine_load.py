@@ -1,7 +1,7 @@
 """The part of an endpoint's live load that the engine model reads and writes.
 
-EngineLoad is the base class of EndpointLoad (load.py). It has its own module so that the engine
-model need not import EndpointLoad.
+EngineLoad is the base class of EndpointLoad (endpoint_load.py). It has its own module so that the
+engine model need not import EndpointLoad.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 class EngineLoad:
     """The reserved requests, learned speed and load forecast of one engine.
 
-    Written by ledger.py:
+    Written by load_ledger.py:
 
     answers            reserved requests that expect more than one output token; not the prefill
                        half of a split request
     expected_tokens    expected output tokens of all reserved requests, subtracted again when each
                        of them ends
     external_requests  requests that came to the engine from outside the gateway fleet. The smaller
-                       `unexplained_requests` (load.py) of the last two scrapes, because a single
-                       scrape may be out of step with the gateway's own count
+                       `unexplained_requests` (endpoint_load.py) of the last two scrapes, because a
+                       single scrape may be out of step with the gateway's own count
     kv_tokens          KV capacity in tokens; None while unknown
     slots              maximum number of sequences that the engine runs at a time; inf until prompts
                        have waited for one while KV was free

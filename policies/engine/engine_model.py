@@ -3,7 +3,7 @@
 EngineModel simulates the chunked-prefill scheduler of the engine with learned step times, and
 corrects itself at every observed first token. calibration.py learns from first tokens,
 load_forecast.py computes the forecast for a new request, step_time.py holds the step times, and
-ledger.py holds the reserved requests.
+load_ledger.py holds the reserved requests.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 EngineTimeline translates events into changes of the base class EngineModel (engine_model.py).
 calibration.py learns from first tokens, load_forecast.py computes the forecast, step_time.py holds
-the step times, and ledger.py sends the events.
+the step times, and load_ledger.py sends the events.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STALE_S = 0.002
 
 
 class EngineTimeline(EngineModel):
-    """An engine model that ledger.py keeps up to date with the events of reserved requests.
+    """An engine model that load_ledger.py keeps up to date with the events of reserved requests.
 
     arrivals  running averages of the prompts recently sent to the endpoint
     """

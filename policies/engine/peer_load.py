@@ -1,8 +1,8 @@
 """The part of an endpoint's load that other gateways have reserved, with one share per gateway.
 
-ledger.py adds the shares to the numbers of EndpointLoad, so that caps, scorers and the count of
-external requests cover all gateways. Their sum is kept here, so that this gateway's own part can be
-computed. The gateway's package `peers` transports the shares.
+load_ledger.py adds the shares to the numbers of EndpointLoad, so that caps, scorers and the count
+of external requests cover all gateways. Their sum is kept here, so that this gateway's own part can
+be computed. The gateway's package `peers` transports the shares.
 """
 
 from __future__ import annotations

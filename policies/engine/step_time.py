@@ -1,8 +1,8 @@
 """Learns the step times of one endpoint: a roofline estimate, corrected by observations.
 
 Contains the analytic cost of an engine step (StepCosts), its initial estimate for a GPU type and
-parallel layout (shape_for), and the online correction (SpeedBelief). latency.py derives the times
-of one request; calibration.py provides the observations.
+parallel layout (shape_for), and the online correction (SpeedBelief). expected_latency.py derives
+the times of one request; calibration.py provides the observations.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from policies.load import NO_SOFT_CAP
+from policies.endpoint_load import NO_SOFT_CAP
 
 LEAST = 0.1
 

@@ -1,6 +1,6 @@
 """Detects speed outliers: endpoints that take much longer than their peers for the same work.
 
-The function `review` compares each endpoint with the peers of its pool. speed_record.py holds the
+The function `review` compares each endpoint with the peers of its pool. speed_samples.py holds the
 samples and the verdict with its hysteresis; the gateway acts on verdicts. These times are compared:
 
     TTFT    seconds of one prefill step, binned by its prompt tokens. Waiting behind other prompts
@@ -25,7 +25,7 @@ from math import ceil
 import msgspec
 
 from policies.engine.step_time import NEUTRAL, StepCosts
-from policies.health.speed_record import (
+from policies.health.speed_samples import (
     BINS,
     RECENT,
     Measure,

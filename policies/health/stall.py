@@ -2,18 +2,18 @@
 
 A review (speed_outlier.py) compares completed work once a second. A stall is visible earlier, in
 the age of one running step. It is weak evidence: requests that wait there are hedged, and an
-endpoint in doubt gets no new ones until the next review. speed_record.py measures the age of a
-step; speed_outlier.py and health.py eject endpoints.
+endpoint in doubt gets no new ones until the next review. speed_samples.py measures the age of a
+step; speed_outlier.py and endpoint_health.py eject endpoints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from policies.endpoint_load import NO_SOFT_CAP, EndpointLoad
 from policies.health import speed_outlier
 from policies.health.speed_outlier import PeerTimes, PeerTimesByKind, ReviewedEndpoint
-from policies.health.speed_record import LEAST_PACED, Measure, SpeedRecord, SpeedVerdict
-from policies.load import NO_SOFT_CAP, EndpointLoad
+from policies.health.speed_samples import LEAST_PACED, Measure, SpeedRecord, SpeedVerdict
 
 LEAST_LATE_S = 0.1
 """Minimum duration, in seconds, of a step or request that counts as late.

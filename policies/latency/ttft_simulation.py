@@ -10,7 +10,7 @@ from collections import deque
 from math import ceil
 from typing import TYPE_CHECKING
 
-from policies.latency import latency
+from policies.latency import expected_latency
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -244,7 +244,7 @@ def simulate_ttft_s(
         )
         > MOST_STEPS
     ):
-        return latency.ttft_s(load, prompt.remaining_tokens, prompt.computed_tokens, now)
+        return expected_latency.ttft_s(load, prompt.remaining_tokens, prompt.computed_tokens, now)
     return run_simulation(timeline, load, prompt, now)
 
 

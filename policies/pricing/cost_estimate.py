@@ -11,8 +11,8 @@ from math import inf
 
 import msgspec
 
-from policies.load import EndpointLoad
-from policies.model import Candidate, RoutingQuery
+from policies.endpoint_load import EndpointLoad
+from policies.routing_types import Candidate, RoutingQuery
 
 
 class CostEstimate(msgspec.Struct, frozen=True):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import msgspec
 
 from policies.filters import fits_context, serves_tenant
-from policies.model import Candidate, RoutingQuery
 from policies.pricing.cost_estimate import estimate_cost, remaining_ttft_s
+from policies.routing_types import Candidate, RoutingQuery
 
 
 class ModelTier(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """The price of serving a request at an endpoint: the expected loss in SLO attainment.
 
 Contains the terms of the price, the policy `priced` that picks the cheapest endpoint, and prices of
-single phases, which splitting adds up (split.py). Time estimates are in latency.py and
+single phases, which splitting adds up (split.py). Time estimates are in expected_latency.py and
 engine_timeline.py. docs/how-the-price-works.md explains the price without code.
 """
 
@@ -14,13 +14,13 @@ from operator import attrgetter, neg
 import msgspec
 
 from policies import pickers
-from policies.contract import WHOLE_REQUEST, PhaseShare, Policy, Ranking, WeightedScorer
+from policies.endpoint_load import EndpointLoad
 from policies.engine.step_time import SpeedFactor, UsualSpeeds
-from policies.latency.latency import backlog_s, is_first_token_late, room_s
-from policies.load import EndpointLoad
-from policies.model import Candidate, Request, RoutingQuery
+from policies.latency.expected_latency import backlog_s, is_first_token_late, room_s
 from policies.param_types import Factor, NonNegative
+from policies.policy_types import WHOLE_REQUEST, PhaseShare, Policy, Ranking, WeightedScorer
 from policies.presets import DEFAULT_FILTERS, PolicyParams
+from policies.routing_types import Candidate, Request, RoutingQuery
 
 LEAST_BUDGET = 0.05
 """Smallest share of the TTFT budget (0 to 1) that prices assume to be left, however long the

@@ -13,13 +13,20 @@ from enum import StrEnum
 
 import msgspec
 
-from policies import pickers, run
-from policies.contract import DECODE_PHASE, Filter, PhasePrices, PhaseShare, Policy, WeightedScorer
+from policies import pickers, routing_algorithm
 from policies.filters import below_cap
-from policies.latency.latency import ttft_s
-from policies.model import Candidate, Pick, RoutingQuery
+from policies.latency.expected_latency import ttft_s
+from policies.policy_types import (
+    DECODE_PHASE,
+    Filter,
+    PhasePrices,
+    PhaseShare,
+    Policy,
+    WeightedScorer,
+)
 from policies.presets import DecodeLoad
 from policies.pricing.transfer_time import TransferTimes
+from policies.routing_types import Candidate, Pick, RoutingQuery
 
 DECODERS_TRIED = 3
 """Number of the cheapest decode endpoints of a group for which a prefill partner is priced."""
@@ -306,7 +313,7 @@ class Splitter(msgspec.Struct, frozen=True):
         if not groups:
             return None
         group, several = groups[0], len(groups) > 1
-        decode = run.pick(
+        decode = routing_algorithm.pick(
             self.decode, query, _decode_candidates(groups) if several else group.decodes
         )
         if decode is None:
@@ -317,9 +324,9 @@ class Splitter(msgspec.Struct, frozen=True):
         prefills: Sequence[Candidate] = group.prefills
         if chosen in prefills:
             prefills = [candidate for candidate in prefills if candidate is not chosen]
-        prefill = run.pick(self.prefill, query, prefills)
+        prefill = routing_algorithm.pick(self.prefill, query, prefills)
         if prefill is None and not _has_candidate(pools.alone, query):
-            prefill = run.pick(self.crowded, query, prefills)
+            prefill = routing_algorithm.pick(self.crowded, query, prefills)
         return None if prefill is None else EndpointPair(prefill, decode)
 
     def _pays_off(
@@ -358,7 +365,7 @@ class PricedSplitter(Splitter, frozen=True):
         why = unsplittable_reason(shape)
         if why is not None:
             return SplitDecision(None, why, splitting)
-        whole = run.pick(self.prefill, query, pools.alone)
+        whole = routing_algorithm.pick(self.prefill, query, pools.alone)
         if whole is not None and shape.max_tokens is not None and shape.max_tokens <= 1:
             return SplitDecision(None, SplitReason.ONE_TOKEN, splitting)
         pair = self.choose_pair(pools, query, transfers)
@@ -393,7 +400,7 @@ class PricedSplitter(Splitter, frozen=True):
         query: RoutingQuery,
         transfers: TransferTimes | None,
     ) -> Iterator[EndpointPair]:
-        cheapest = run.pick(self.decode, query, group.decodes)
+        cheapest = routing_algorithm.pick(self.decode, query, group.decodes)
         if cheapest is None:
             return
         ranked = sorted(
@@ -401,7 +408,7 @@ class PricedSplitter(Splitter, frozen=True):
         )
         others = [each for _, each in ranked if each is not cheapest.candidate]
         for candidate in (cheapest.candidate, *others[: DECODERS_TRIED - 1]):
-            decode = run.repick(cheapest, candidate, query.cached_by_slot)
+            decode = routing_algorithm.repick(cheapest, candidate, query.cached_by_slot)
             pair = self._pair_with(decode, group, pools, query, transfers)
             if pair is not None:
                 yield pair
@@ -434,10 +441,10 @@ class PricedSplitter(Splitter, frozen=True):
             pickers.best,
             reads_prefix=True,
         )
-        prefill = run.pick(policy, query, prefills)
+        prefill = routing_algorithm.pick(policy, query, prefills)
         if prefill is None and not _has_candidate(pools.alone, query):
             crowded = msgspec.structs.replace(policy, filters=self.crowded.filters)
-            prefill = run.pick(crowded, query, prefills)
+            prefill = routing_algorithm.pick(crowded, query, prefills)
         return None if prefill is None else EndpointPair(prefill, decode, wait_s)
 
 

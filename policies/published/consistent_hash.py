@@ -9,10 +9,10 @@ from hashlib import blake2b
 from math import ceil
 
 from policies import scorers
-from policies.contract import Policy, WeightedScorer
-from policies.model import Candidate, RoutingQuery
 from policies.param_types import Factor
+from policies.policy_types import Policy, WeightedScorer
 from policies.presets import DEFAULT_FILTERS, PolicyParams
+from policies.routing_types import Candidate, RoutingQuery
 
 _WORD = (1 << 64) - 1
 _MULTIPLIER = 0x9E3779B97F4A7C15

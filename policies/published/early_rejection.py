@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.admission.admission import (
+from policies.admission.admission_policy import (
     Admission,
     AdmissionParams,
     CapAdmission,
@@ -16,10 +16,10 @@ from policies.admission.admission import (
     occupancy_text,
     shed_no_capacity,
 )
-from policies.latency.latency import tpot_s
-from policies.model import Candidate, RoutingQuery
+from policies.latency.expected_latency import tpot_s
 from policies.param_types import NonNegative
 from policies.pricing.cost_estimate import estimate_cost
+from policies.routing_types import Candidate, RoutingQuery
 
 
 class EarlyRejection(AdmissionParams, frozen=True):

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from policies import pickers
-from policies.contract import Filter, Policy, Scorer, WeightedScorer
-from policies.latency.latency import tpot_s
-from policies.model import STANDARD, Candidate, RoutingQuery
+from policies.latency.expected_latency import tpot_s
 from policies.param_types import Fraction, NonNegative
+from policies.policy_types import Filter, Policy, Scorer, WeightedScorer
 from policies.presets import DEFAULT_FILTERS, PolicyParams
-from policies.published.view import cached_tokens, ttfts
+from policies.published.rule_inputs import cached_tokens, ttfts
+from policies.routing_types import STANDARD, Candidate, RoutingQuery
 
 _BOTH_LATE, _TTFT_LATE, _TPOT_LATE, _IN_TIME = 0, 1, 2, 3
 

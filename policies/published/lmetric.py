@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import pickers
-from policies.contract import Policy, WeightedScorer
-from policies.model import Candidate, RoutingQuery
+from policies.policy_types import Policy, WeightedScorer
 from policies.presets import DEFAULT_FILTERS, PolicyParams
-from policies.published.view import cached_tokens
+from policies.published.rule_inputs import cached_tokens
+from policies.routing_types import Candidate, RoutingQuery
 
 
 class LMetric(PolicyParams, frozen=True):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from policies import pickers, scorers
-from policies.contract import Policy, WeightedScorer
 from policies.param_types import NonNegative
+from policies.policy_types import Policy, WeightedScorer
 from policies.presets import DEFAULT_FILTERS, PolicyParams
 
 

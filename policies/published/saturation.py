@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.admission.admission import (
+from policies.admission.admission_policy import (
     Admission,
     AdmissionParams,
     CapAdmission,
@@ -18,9 +18,9 @@ from policies.admission.admission import (
     occupancy_text,
     shed_no_capacity,
 )
-from policies.model import Candidate, RoutingQuery
 from policies.param_types import Exponent, NonNegative, Positive
-from policies.published.view import is_fresh, kv_used, queued_requests
+from policies.published.rule_inputs import is_fresh, kv_used, queued_requests
+from policies.routing_types import Candidate, RoutingQuery
 
 BEYOND = 1e3
 """Upper limit of the saturation, so that its powers stay finite."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from policies.admission.admission import (
+from policies.admission.admission_policy import (
     Admission,
     AdmissionParams,
     CapAdmission,
@@ -15,8 +15,8 @@ from policies.admission.admission import (
     Verdict,
     WaitQueueView,
 )
-from policies.model import Candidate, Pick, Request, RoutingQuery
 from policies.param_types import NonNegative, NonNegativeCount, Positive, PositiveCount
+from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 
 
 class SessionPause(AdmissionParams, frozen=True):

@@ -72,7 +72,7 @@ def test_a_build_is_known_by_all_that_is_copied_into_it(
 ) -> None:
     names = (
         "gateway/page.html",
-        "policies/model.py",
+        "policies/routing_types.py",
         "pyproject.toml",
         "tools/compile/compile.py",
         "gateway/model.so",

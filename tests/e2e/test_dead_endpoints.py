@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from gateway.fleet.health_checks import RECOVERY_S
-from policies.registry import names
+from policies.policy_registry import names
 from tests.e2e.engine_fleet import Fleet, Mode, fleet
 
 DEAD = (Mode.REFUSES, Mode.RESETS)

@@ -21,7 +21,7 @@ from planner.replay import (
 from planner.replay.record import ReplayRecord
 from planner.traces import scale_rate
 from planner.traces.b2b import b2b
-from policies import registry
+from policies import policy_registry
 from tests.sim.conversation import conversation
 
 H100 = GroupKind("llama-3.1-70b-fp8", "h100", 4, count=4)
@@ -36,7 +36,7 @@ def ran(*kinds: GroupKind, speed: float) -> ReplayRun:
     return replay(
         fleet,
         traffic(requests),
-        registry.build("prefix_aware", {}),
+        policy_registry.build("prefix_aware", {}),
         options=ReplayOptions(scrape_s=None),
     )
 
@@ -90,7 +90,9 @@ def test_a_group_slower_than_its_gpu_label_is_detected() -> None:
 
 def test_a_shared_prefix_needs_kv_once_not_per_sequence() -> None:
     fleet = FleetSpec("two", (GroupKind("qwen3-32b", "h100", 2, count=2, kv_tokens=307_000),))
-    run = replay(fleet, traffic(b2b(3.0, 100.0, 1, prompts=30)), registry.build("prefix_aware", {}))
+    run = replay(
+        fleet, traffic(b2b(3.0, 100.0, 1, prompts=30)), policy_registry.build("prefix_aware", {})
+    )
     matches = [
         error(record)
         for record in run.records

@@ -18,7 +18,7 @@ from planner.replay import (
 )
 from planner.replay.block_chain import keys_of
 from planner.traces import TraceRequest
-from policies import registry
+from policies import policy_registry
 
 FOUR = FleetSpec("four", (GroupKind("llama-3.1-70b-fp8", "h200", 4, count=4),))
 DRAINED_S, BLOCK = 150.0, FOUR.block_tokens
@@ -79,7 +79,10 @@ def test_the_first_pick_after_a_drain_inherits_the_prefix(
     requests = families(*shape)
     faults = (GroupFault(DRAINED_S, 0, GroupFaultKind.DRAIN),)
     run = replay(
-        FOUR, traffic(requests), registry.build(policy, {}), options=ReplayOptions(faults=faults)
+        FOUR,
+        traffic(requests),
+        policy_registry.build(policy, {}),
+        options=ReplayOptions(faults=faults),
     )
     share = hit_share(requests, run)
     print(f"{policy}, {shape}: {share:.4f}")

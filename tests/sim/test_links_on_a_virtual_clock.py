@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, ReplayRun, replay, traffic
 from planner.traces.recorded_request import PRIVATE, TraceRequest
-from policies import registry
-from policies.model import Slo
+from policies import policy_registry
 from policies.pricing.split import SplitRule
+from policies.routing_types import Slo
 
 KIND = GroupKind("llama-3.1-70b-fp8", "h100", 4, count=4)
 RATE_PER_S, REQUESTS, COLD = 11.0, 400, 100
@@ -39,7 +39,9 @@ def run(link_gb_s: float | None, seed: int) -> ReplayRun:
     pairs = link_gb_s is not None
     spec = FleetSpec("links", (kind,), pairs=pairs, split=SplitRule(1))
     options = ReplayOptions(standard=Slo("tight", 3.0, 0.05), expected_output=None)
-    return replay(spec, traffic(requests(seed)), registry.build("priced", {}), options=options)
+    return replay(
+        spec, traffic(requests(seed)), policy_registry.build("priced", {}), options=options
+    )
 
 
 def split_share(link_gb_s: float) -> float:

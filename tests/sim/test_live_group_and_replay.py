@@ -16,7 +16,7 @@ from mockgpu.job import Job
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, ReplayRecord, replay, traffic
 from planner.replay.block_chain import keys_of
 from planner.traces import TraceRequest
-from policies import registry
+from policies import policy_registry
 from tests.sim.conversation import conversation
 from tests.sim.jumping_loop import JumpingLoop, Stamps
 
@@ -61,7 +61,7 @@ def replayed(
     requests: list[TraceRequest], merges_steps: bool, kind: GroupKind = KIND
 ) -> list[ReplayRecord]:
     spec = FleetSpec("twin", (kind,), block_tokens=16)
-    policy = registry.build("round_robin", {})
+    policy = policy_registry.build("round_robin", {})
     return replay(
         spec, traffic(requests), policy, options=ReplayOptions(merges_steps=merges_steps)
     ).records

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from policies import registry
+from policies import policy_registry
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 
 
@@ -56,7 +56,8 @@ async def test_least_loaded_balances_requests_whose_sizes_vary_a_hundredfold() -
 
 
 @pytest.mark.parametrize(
-    "policy", [name for name in registry.names() if name not in ("round_robin", "least_loaded")]
+    "policy",
+    [name for name in policy_registry.names() if name not in ("round_robin", "least_loaded")],
 )
 async def test_every_other_policy_serves_over_http_and_cache_aware_ones_keep_conversations_in_place(
     policy: str,
@@ -78,4 +79,4 @@ async def test_every_other_policy_serves_over_http_and_cache_aware_ones_keep_con
             names = [answer.headers["x-penstock-endpoint"] for answer in places]
             moved += sum(now != then for now, then in pairwise(names))
         await fleet.at_rest()
-    assert moved <= 12 if registry.build(policy, {}).reads_prefix else moved > 12
+    assert moved <= 12 if policy_registry.build(policy, {}).reads_prefix else moved > 12

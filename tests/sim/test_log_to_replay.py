@@ -11,7 +11,7 @@ import pytest
 
 from planner.replay import FleetSpec, GroupKind, replay, traffic
 from planner.traces import read_trace
-from policies import registry
+from policies import policy_registry
 from tests.chaos.gateway_fleet import gateway_fleet
 
 
@@ -40,7 +40,9 @@ async def test_a_replayed_log_with_blocks_has_the_cache_hits_of_the_original(
     assert len(beginnings) == 1
     assert len({request.blocks[-1] for request in requests}) == 3
     run = replay(
-        FleetSpec("one", (GroupKind(),)), traffic(requests), registry.build("prefix_aware", {})
+        FleetSpec("one", (GroupKind(),)),
+        traffic(requests),
+        policy_registry.build("prefix_aware", {}),
     )
     cached = sum(record.cached_tokens for record in run.records)
     assert cached == pytest.approx(
@@ -48,7 +50,7 @@ async def test_a_replayed_log_with_blocks_has_the_cache_hits_of_the_original(
     )
 
 
-@pytest.mark.parametrize("policy", registry.names())
+@pytest.mark.parametrize("policy", policy_registry.names())
 async def test_every_policy_logs_the_blocks_of_prompts_when_asked_to(
     tmp_path: Path, policy: str
 ) -> None:

@@ -22,7 +22,7 @@ from bench.load.overload_plan import (
 )
 from planner.replay import ClientBehaviour, FleetSpec, ReplayOptions, ReplayRun, replay, traffic
 from planner.traces.recorded_request import PRIVATE
-from policies import registry
+from policies import policy_registry
 from policies.admission_registry import build_admission
 
 STREAMS, CAPACITY_PER_S = 150, 7.6  # a quarter of the live ones, as of the groups
@@ -45,7 +45,7 @@ def spike() -> ReplayRun:
     options = ReplayOptions(
         expected_output=None, standard=SLO, horizon_s=200.0, clients=ClientBehaviour(retries=1)
     )
-    policy, admission = registry.build(POLICY, {}), build_admission("priced", {})
+    policy, admission = policy_registry.build(POLICY, {}), build_admission("priced", {})
     return replay(spec, traffic([*streams, *requests]), policy, admission, options)
 
 

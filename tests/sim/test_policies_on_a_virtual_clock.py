@@ -15,7 +15,7 @@ from planner.replay import (
 )
 from planner.replay.results import ReplayFigures, figures
 from planner.traces import TraceRequest
-from policies import registry
+from policies import policy_registry
 from tests.sim.conversation import conversation, shared_cache_hit_ratio
 
 GROUP = GroupKind("llama-3.1-70b-fp8", "h200", 4, count=4)
@@ -25,7 +25,9 @@ HOUSE = ("round_robin", "least_loaded", "prefix_aware")
 
 
 def ran(policy: str, requests: list[TraceRequest]) -> ReplayRun:
-    return replay(FOUR, traffic(requests), registry.build(policy, {}), options=ReplayOptions())
+    return replay(
+        FOUR, traffic(requests), policy_registry.build(policy, {}), options=ReplayOptions()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def ttft_s(one: ReplayFigures) -> float:
     return one.ttft.mean
 
 
-@pytest.mark.parametrize("policy", registry.names())
+@pytest.mark.parametrize("policy", policy_registry.names())
 def test_every_request_is_served_by_every_policy(policy: str) -> None:
     run = ran(policy, conversation(200))
     assert {record.end for record in run.records} == {RequestEnd.SERVED}

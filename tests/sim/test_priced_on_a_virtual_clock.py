@@ -19,8 +19,8 @@ from planner.replay.results import ReplayFigures, figures
 from planner.traces.b2b import b2b
 from planner.traces.mix import scale_rate
 from planner.traces.recorded_request import PRIVATE, TraceRequest
-from policies import registry
-from policies.model import STANDARD
+from policies import policy_registry
+from policies.routing_types import STANDARD
 from tests.sim import conversation as excerpt
 
 H100 = GroupKind("llama-3.1-70b-fp8", "h100", 4, count=4, kv_tokens=600_000)
@@ -35,7 +35,7 @@ def ran(
     policy: str, requests: tuple[TraceRequest, ...], spec: FleetSpec, tpot_s: float = 0.1
 ) -> ReplayRun:
     options = ReplayOptions(standard=msgspec.structs.replace(STANDARD, tpot_s=tpot_s))
-    return replay(spec, traffic(requests), registry.build(policy, {}), options=options)
+    return replay(spec, traffic(requests), policy_registry.build(policy, {}), options=options)
 
 
 def fared(
@@ -86,7 +86,7 @@ def test_an_unobserved_endpoint_of_a_slow_fleet_is_not_flooded() -> None:
     run = replay(
         FleetSpec("slow", (GROUP,), block_tokens=16),
         traffic(requests),
-        registry.build("priced", {}),
+        policy_registry.build("priced", {}),
         options=options,
     )
     assert figures(run).attainment > 0.98

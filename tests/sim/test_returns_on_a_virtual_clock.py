@@ -15,7 +15,7 @@ from bench.load.overload_plan import GROUP, POLICY, SLO, Phase, arrivals, trace_
 from planner.replay import ClientBehaviour, FleetSpec, ReplayOptions, ReplayRun, replay, traffic
 from planner.replay.record import ReplayRecord
 from planner.traces.recorded_request import PRIVATE
-from policies import registry
+from policies import policy_registry
 from policies.admission_registry import build_admission
 
 SURGE = 60.0, 180.0
@@ -53,7 +53,7 @@ def surge(admission: str) -> ReplayRun:
         clients=ClientBehaviour(retries=3),
     )
     spec = FleetSpec("one group", (kind,), block_tokens=16)
-    policy = registry.build(POLICY, {})
+    policy = policy_registry.build(POLICY, {})
     return replay(spec, traffic(requests), policy, build_admission(admission, {}), options)
 
 

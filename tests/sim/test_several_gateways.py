@@ -22,11 +22,11 @@ from planner.replay.gateway_sim import INDEX_BYTES
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
 from planner.replay.results import figures
-from policies import registry
-from policies.ledger import own_load, set_peer_load
-from policies.model import Candidate, Pick, RoutingQuery
+from policies import policy_registry
+from policies.load_ledger import own_load, set_peer_load
 from policies.prefix.fingerprint import Fingerprint
 from policies.prefix.prefix_index import PrefixIndex
+from policies.routing_types import Candidate, Pick, RoutingQuery
 from tests.sim.conversation import conversation
 from tests.sim.test_policies_on_a_virtual_clock import GROUP
 
@@ -72,7 +72,7 @@ class Gateways(Fleet):
                 arrival, arrival_s=arrival.arrival_s + JITTER_S * rng.random()
             )
         options = ReplayOptions(expected_output=None, scrape_s=None)
-        policy = registry.build("prefix_aware", {})
+        policy = policy_registry.build("prefix_aware", {})
         super().__init__(FleetSpec("several", (GROUP,)), traffic(arrivals), policy, None, options)
         self._known = [Known(bytes([index]), self.groups) for index in range(count)]
         self._turn(self._known[0])

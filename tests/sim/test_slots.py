@@ -10,7 +10,7 @@ import pytest
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, Traffic
 from planner.replay.fleet_sim import Fleet
 from planner.traces.recorded_request import TraceRequest
-from policies import registry
+from policies import policy_registry
 
 GROUP = GroupKind(kv_tokens=600_000, max_num_seqs=32, count=2)
 SMALL = GroupKind("llama-3.1-8b", "a100", 1, max_num_seqs=64, count=2)
@@ -26,7 +26,7 @@ def run(policy: str) -> tuple[Fleet, float]:
     fleet = Fleet(
         FleetSpec("slots", (GROUP,)),
         Traffic(arrivals),
-        registry.build(policy, {}),
+        policy_registry.build(policy, {}),
         None,
         options,
     )
@@ -61,7 +61,7 @@ def run_load(kind: GroupKind, rate: float, answer: int, count: int) -> Fleet:
         at_s += rng.expovariate(rate)
         arrivals.append(TraceRequest(at_s, rng.randint(40, 160), rng.randint(answer // 2, answer)))
     options = ReplayOptions(seed=1, learns_lengths=True)
-    policy = registry.build("priced", {})
+    policy = policy_registry.build("priced", {})
     fleet = Fleet(FleetSpec("slots", (kind,)), Traffic(arrivals), policy, None, options)
     fleet.run()
     return fleet

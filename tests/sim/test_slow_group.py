@@ -18,7 +18,7 @@ from planner.replay.fleet_sim import Fleet
 from planner.replay.options import GroupFault, GroupFaultKind
 from planner.replay.record import ReplayRun
 from planner.traces import TraceRequest
-from policies import registry
+from policies import policy_registry
 
 GROUP = GroupKind("llama-3.1-70b-fp8", "h200", 4, kv_tokens=600_000)
 KEPT_S = 10.0
@@ -63,7 +63,7 @@ def ran(
     fleet = Fleet(
         spec,
         traffic(requests(seed, seconds, *(load or Load()))),
-        registry.build(policy, {}),
+        policy_registry.build(policy, {}),
         None,
         options,
     )
@@ -75,7 +75,9 @@ def hedges(kinds: tuple[GroupKind, ...], policy: str, seed: int, per_s: float) -
         traffic(requests(seed, 60.0, per_s)),
         ReplayOptions(slow_factor=2.5, hedge_share=HEDGES),
     )
-    fleet = Fleet(FleetSpec("pool", kinds), result, registry.build(policy, {}), None, options)
+    fleet = Fleet(
+        FleetSpec("pool", kinds), result, policy_registry.build(policy, {}), None, options
+    )
     run = fleet.run()
     assert fleet.speed_monitor.ejected == []
     return len(fleet.hedges.sent) / len(run.records)
@@ -92,7 +94,7 @@ def p99_s(run: ReplayRun) -> float:
     ]
 
 
-@pytest.mark.parametrize("policy", registry.names())
+@pytest.mark.parametrize("policy", policy_registry.names())
 def test_a_group_ten_times_slower_gets_almost_no_requests_after_ten_seconds(policy: str) -> None:
     run, _ = ran(policy, 4, 1, 60.0, GroupFault(0.0, 0, GroupFaultKind.SLOW, factor=10.0))
     assert all(record.first_s is not None for record in run.records)
@@ -118,7 +120,7 @@ def test_streams_that_pause_for_an_abandoned_step_are_no_evidence() -> None:
     assert hedges(kinds, "priced", 703, 8.8) <= HEDGES
 
 
-@pytest.mark.parametrize("policy", registry.names())
+@pytest.mark.parametrize("policy", policy_registry.names())
 def test_the_first_seconds_with_a_slow_group_are_as_with_the_other_three_alone(policy: str) -> None:
     # 45 s of short prompts. Even five requests that wait for the slow engine would be too many.
     three, _ = ran(policy, 3, 1, 45.0, load=SHORT)

@@ -10,7 +10,7 @@ from planner.replay import FleetSpec, GroupKind, ReplayOptions, replay, traffic
 from planner.replay.options import GroupFault
 from planner.replay.record import ReplayRun
 from planner.traces import scale_rate, slice_span
-from policies import registry
+from policies import policy_registry
 from policies.admission_registry import build_admission
 from tests.sim.conversation import conversation
 
@@ -26,7 +26,11 @@ def run(policy: str, slow_start_s: float) -> ReplayRun:
     options = ReplayOptions(slow_start_s=slow_start_s, faults=faults)
     door = build_admission("cap", {})
     return replay(
-        FleetSpec("one", (kind,)), traffic(requests), registry.build(policy, {}), door, options
+        FleetSpec("one", (kind,)),
+        traffic(requests),
+        policy_registry.build(policy, {}),
+        door,
+        options,
     )
 
 

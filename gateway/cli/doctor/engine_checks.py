@@ -20,7 +20,7 @@ from gateway.cli.doctor.findings import (
 from gateway.fleet import engine_metrics
 from gateway.fleet.health_checks import NO_PAGE
 from policies.engine_kinds import ENGINE_TRAITS
-from policies.model import Endpoint, EngineKind
+from policies.routing_types import Endpoint, EngineKind
 
 CONNECTOR_METRICS: Mapping[EngineKind, tuple[bytes, ...]] = MappingProxyType(
     {

@@ -18,7 +18,7 @@ from gateway.fleet.kv_events.addresses import (
     described_by_vllm,
 )
 from gateway.fleet.kv_events.tokenization import TOKENIZE_PATH
-from policies.model import Endpoint, EngineKind
+from policies.routing_types import Endpoint, EngineKind
 
 _CHECK = "KV events"
 

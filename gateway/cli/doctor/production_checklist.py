@@ -21,7 +21,7 @@ from gateway.cli.doctor.findings import (
 )
 from gateway.config import Config, Hardware
 from gateway.fleet import engine_metrics
-from policies.model import Endpoint
+from policies.routing_types import Endpoint
 from policies.sizing.gpu_memory import Demand, check_memory
 from policies.sizing.gpus import GPUS, Gpu
 from policies.sizing.model_shapes import MODELS, Llm

@@ -31,7 +31,7 @@ from gateway.fleet.kv_events.subscription import Subscription
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.response.http_framing import FramingError
-from policies.model import EngineKind
+from policies.routing_types import EngineKind
 
 log = logging.getLogger("penstock")
 

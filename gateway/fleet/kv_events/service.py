@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.kv_events.prompt_learner import PromptLearner, Tokenizer
 from gateway.metrics.catalogue import Metrics
-from policies.model import Endpoint
+from policies.routing_types import Endpoint
 
 if TYPE_CHECKING:
     from gateway.fleet.kv_events.reader import KvEventReader

@@ -47,7 +47,7 @@ from gateway.protocol.request.service_class import MAX_PRIORITY, RequestPreferen
 from gateway.protocol.request.sessions import SESSION_MEMBERS, with_body_session
 from policies.admission.prompt_length import PromptLengths
 from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengths
-from policies.model import Request, Slo
+from policies.routing_types import Request, Slo
 
 # Members that make an engine read, write or wait for another request's KV cache, or that pin its
 # scheduling. Engines trust them, and a malformed one can crash them (engines.md B.0), so a client

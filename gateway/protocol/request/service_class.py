@@ -21,7 +21,7 @@ from gateway.protocol.request.sessions import (
     read_header_session,
     session_key,
 )
-from policies.model import SessionHints, Slo
+from policies.routing_types import SessionHints, Slo
 
 CLASS_HEADER = "x-slo-class"
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from gateway.protocol.stored_response_ids import conversation_of
-from policies.model import Request, SessionHints
+from policies.routing_types import Request, SessionHints
 
 SESSION_HEADER = "x-session-id"
 SESSION_HEADERS: Mapping[str, str] = {

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect
 
-from policies.registry import PolicyConfigError
+from policies.policy_registry import PolicyConfigError
 
 T = TypeVar("T")
 

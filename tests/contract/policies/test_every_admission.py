@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from policies import admission_registry
-from policies.admission.admission import (
+from policies.admission.admission_policy import (
     Admission,
     Admit,
     DrainRate,
@@ -19,7 +19,7 @@ from policies.admission.admission import (
     Wait,
     total_capacity,
 )
-from policies.model import Candidate, Pick, Request, RoutingQuery, Slo
+from policies.routing_types import Candidate, Pick, Request, RoutingQuery, Slo
 from tests.contract.policies.extremes import builds
 from tests.contract.policies.test_every_policy import cases, snapshot
 from tests.unit.policies.builders import View

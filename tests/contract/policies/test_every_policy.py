@@ -11,17 +11,17 @@ from random import Random
 
 import pytest
 
-from policies import registry
-from policies.load import LOAD_FIELDS, EndpointLoad
-from policies.model import STANDARD, Candidate, Endpoint, Request, RoutingQuery, Slo
+from policies import policy_registry
+from policies.endpoint_load import LOAD_FIELDS, EndpointLoad
 from policies.prefix.fingerprint import Fingerprinter
-from policies.run import pick, rejecting_filter
+from policies.routing_algorithm import pick, rejecting_filter
+from policies.routing_types import STANDARD, Candidate, Endpoint, Request, RoutingQuery, Slo
 from tests.contract.policies.extremes import builds
 
 LIVE = [name for name in LOAD_FIELDS if name not in ("slot", "belief", "changes", "timeline")]
 PRINTS = Fingerprinter(b"sixteen bytes at least")
 TEXT = Random(1).randbytes(20 * PRINTS.block_bytes)
-pytestmark = pytest.mark.parametrize("name", registry.names())
+pytestmark = pytest.mark.parametrize("name", policy_registry.names())
 
 
 def live(slot: int, rng: Random) -> EndpointLoad:
@@ -117,7 +117,7 @@ def snapshot(candidates: Sequence[Candidate]) -> list[list[object]]:
 
 
 def test_a_pick_is_one_of_the_allowed_candidates(name: str) -> None:
-    policy = registry.build(name, {})
+    policy = policy_registry.build(name, {})
     for number, ask, candidates in cases():
         picked = pick(policy, ask, candidates)
         if picked is not None:
@@ -128,7 +128,7 @@ def test_a_pick_is_one_of_the_allowed_candidates(name: str) -> None:
 
 
 def test_a_candidate_is_picked_whenever_one_is_allowed(name: str) -> None:
-    policy = registry.build(name, {})
+    policy = policy_registry.build(name, {})
     for number, ask, candidates in cases():
         assert (pick(policy, ask, candidates) is None) == (not able(ask, candidates)), number
         if not able(ask, candidates):
@@ -141,7 +141,7 @@ def test_a_candidate_is_picked_whenever_one_is_allowed(name: str) -> None:
 
 
 def test_a_policy_changes_nothing_it_is_given(name: str) -> None:
-    policy = registry.build(name, {})
+    policy = policy_registry.build(name, {})
     for number, ask, candidates in cases():
         before, order, cached = snapshot(candidates), list(candidates), list(ask.cached_by_slot)
         pick(policy, ask, candidates)
@@ -152,7 +152,7 @@ def test_a_policy_changes_nothing_it_is_given(name: str) -> None:
 
 def test_the_same_seed_makes_the_same_choices(name: str) -> None:
     def choices() -> list[str | None]:
-        policy, rng, names = registry.build(name, {}), Random(7), []
+        policy, rng, names = policy_registry.build(name, {}), Random(7), []
         for _, ask, candidates in cases():
             question = RoutingQuery(
                 ask.request, ask.now, rng, ask.cached_by_slot, ask.failed_endpoints, ask.fingerprint
@@ -165,7 +165,7 @@ def test_the_same_seed_makes_the_same_choices(name: str) -> None:
 
 
 def test_scorers_rate_every_candidate_with_a_finite_number(name: str) -> None:
-    policy = registry.build(name, {})
+    policy = policy_registry.build(name, {})
     for number, ask, candidates in cases():
         if candidates:
             for part in policy.scorers:
@@ -175,7 +175,7 @@ def test_scorers_rate_every_candidate_with_a_finite_number(name: str) -> None:
 
 
 def test_any_parameters_rate_all_candidates_and_pick_one(name: str) -> None:
-    for policy in builds(registry.build, name, registry.params_type(name)):
+    for policy in builds(policy_registry.build, name, policy_registry.params_type(name)):
         for number, ask, candidates in cases():
             for part in policy.scorers if candidates else ():
                 assert all(abs(score) < inf for score in part.scorer(ask, candidates)), number
@@ -184,11 +184,11 @@ def test_any_parameters_rate_all_candidates_and_pick_one(name: str) -> None:
 
 def test_a_policy_accepts_an_empty_candidate_list(name: str) -> None:
     request = Request("id", "model", "tenant", 10, 10)
-    assert pick(registry.build(name, {}), RoutingQuery(request, 0.0, Random(1)), ()) is None
+    assert pick(policy_registry.build(name, {}), RoutingQuery(request, 0.0, Random(1)), ()) is None
 
 
 def test_equal_idle_endpoints_share_requests_evenly(name: str) -> None:
-    policy, rng = registry.build(name, {}), Random(3)
+    policy, rng = policy_registry.build(name, {}), Random(3)
     candidates = [
         Candidate(Endpoint(f"tp{slot}", "u", "p", "m"), EndpointLoad(slot)) for slot in range(4)
     ]
@@ -201,7 +201,7 @@ def test_equal_idle_endpoints_share_requests_evenly(name: str) -> None:
 
 
 def test_one_of_sixty_four_is_picked_with_any_knowledge(name: str) -> None:
-    policy, rng = registry.build(name, {}), Random(5)
+    policy, rng = policy_registry.build(name, {}), Random(5)
     fleet = [
         Candidate(Endpoint(f"tp{slot}", "u", "p", "m"), EndpointLoad(slot)) for slot in range(64)
     ]
@@ -229,14 +229,14 @@ def test_one_of_sixty_four_is_picked_with_any_knowledge(name: str) -> None:
 
 
 def test_only_policies_that_read_prefixes_depend_on_them(name: str) -> None:
-    policy = registry.build(name, {})
+    policy = policy_registry.build(name, {})
     fleet = [
         Candidate(Endpoint(f"tp{slot}", "u", "p", "m"), EndpointLoad(slot)) for slot in range(4)
     ]
     request = Request("id", "m", "t", 8000, 300)
 
     def choices(cached: Sequence[int]) -> list[int]:
-        own = registry.build(name, {})
+        own = policy_registry.build(name, {})
         return [
             picks.candidate.load.slot
             for seed in range(20)

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from policies import admission_registry, ledger, registry
-from policies.model import Candidate, RoutingQuery
-from policies.run import pick
+from policies import admission_registry, load_ledger, policy_registry
+from policies.routing_algorithm import pick
+from policies.routing_types import Candidate, RoutingQuery
 from tests.contract.policies.test_every_admission import view
 from tests.contract.policies.test_every_policy import cases
 
@@ -34,20 +34,20 @@ READERS = {"priced", "dualmap", "llmd_predictor", "llmd_token", "llumnix", "moon
 def randomize_forecasts(candidates: list[Candidate], seed: int) -> None:
     rng = Random(seed)
     for candidate in candidates:
-        ledger.set_modelled(candidate.load, False, 1.0)
+        load_ledger.set_modelled(candidate.load, False, 1.0)
         for name in OUTLOOK:
             setattr(candidate.load, name, 1000 * rng.random())
 
 
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("name", policy_registry.names())
 def test_a_policy_that_reads_no_beliefs_picks_the_same_whatever_they_are(name: str) -> None:
-    policy = registry.build(name, {})
+    policy = policy_registry.build(name, {})
     assert policy.reads_forecast == (name in READERS)
     if policy.reads_forecast:
         return
     results = []
     for seed in (1, 2):
-        policy = registry.build(name, {})
+        policy = policy_registry.build(name, {})
         for _, ask, candidates in cases():
             randomize_forecasts(candidates, seed)
             chosen = pick(policy, ask, candidates)
@@ -81,4 +81,4 @@ def test_an_admission_that_reads_no_beliefs_judges_the_same_whatever_they_are(na
 
 
 def test_token_routing_with_a_given_rate_needs_no_belief_of_it() -> None:
-    assert not registry.build("llmd_token", {"peak_tokens_per_s": 10_000.0}).reads_forecast
+    assert not policy_registry.build("llmd_token", {"peak_tokens_per_s": 10_000.0}).reads_forecast

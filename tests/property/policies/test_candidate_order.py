@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from policies import ledger, registry, run
+from policies import load_ledger, policy_registry, routing_algorithm
 from policies.candidate_order import CandidateOrder, create_order
-from policies.contract import Policy
-from policies.ledger import LoadReservation
-from policies.load import NO_SOFT_CAP, LoadChanges
-from policies.model import Candidate, Pick, Request, RoutingQuery
+from policies.endpoint_load import NO_SOFT_CAP, LoadChanges
+from policies.load_ledger import LoadReservation
 from policies.pickers import Rotation
+from policies.policy_types import Policy
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.prefix.prefix_index import PrefixIndex
+from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 from tests.unit.policies.builders import candidate
 
 PRINTS = Fingerprinter(b"0123456789abcdef", block_bytes=8)
@@ -35,7 +35,7 @@ class Pool:
         self.rng, self.policy, self.now = rng, policy, 100.0
         self.candidates = [candidate(slot, cap=rng.choice((2, 8, 1000))) for slot in range(size)]
         for member in self.candidates:
-            ledger.set_modelled(member.load, policy.reads_forecast, self.now)
+            load_ledger.set_modelled(member.load, policy.reads_forecast, self.now)
         assert policy.ranking is not None
         self.order = CandidateOrder(policy, policy.ranking, self.candidates, LoadChanges())
         self.index = PrefixIndex(1 << 22)
@@ -53,7 +53,7 @@ class Pool:
             reading = (load.in_flight, 0, 0.2)
             if self.has_external:
                 reading = rng.randrange(4), rng.randrange(3), rng.choice((0.2, 0.95))
-            ledger.record_scrape(load, *reading, 50_000, self.now)
+            load_ledger.record_scrape(load, *reading, 50_000, self.now)
         elif event == 3:
             load.is_available = rng.random() < 0.8
             load.mark_changed()
@@ -78,7 +78,7 @@ class Pool:
     def reserve(self, pick: Pick, request: Request, fingerprint: Fingerprint) -> None:
         load = pick.candidate.load
         self.index.insert(fingerprint, load.slot, request.prompt_tokens)
-        self.reservations.append(ledger.reserve(load, request, pick.cached_tokens, self.now))
+        self.reservations.append(load_ledger.reserve(load, request, pick.cached_tokens, self.now))
 
 
 def eligible(pool: Pool, query: RoutingQuery) -> list[Candidate]:
@@ -94,7 +94,7 @@ def eligible(pool: Pool, query: RoutingQuery) -> list[Candidate]:
 def test_no_endpoint_scores_better_than_the_one_picked_in_order(
     name: str, seed: int, size: int
 ) -> None:
-    pool = Pool(registry.build(name, {}), size, Random(seed))
+    pool = Pool(policy_registry.build(name, {}), size, Random(seed))
     for _ in range(80):
         pool.act()
         query, sparse, fingerprint = pool.ask()
@@ -115,7 +115,7 @@ def test_no_endpoint_scores_better_than_the_one_picked_in_order(
 @given(seed=st.integers(0, 1 << 32), size=st.integers(1, 90))
 @settings(max_examples=40, deadline=None)
 def test_a_rotation_in_order_gives_the_turn_to_whom_it_is_due(seed: int, size: int) -> None:
-    pool = Pool(registry.build("round_robin", {}), size, Random(seed))
+    pool = Pool(policy_registry.build("round_robin", {}), size, Random(seed))
     rotation = pool.policy.picker
     assert isinstance(rotation, Rotation)
     for _ in range(120):
@@ -139,7 +139,7 @@ def test_picks_in_order_are_as_good_as_those_of_scans_but_for_noise(
 ) -> None:
     lost = paid = 0.0
     for seed in range(12):
-        pool = Pool(registry.build(name, {}), 60, Random(seed), has_external=has_external)
+        pool = Pool(policy_registry.build(name, {}), 60, Random(seed), has_external=has_external)
         for _ in range(120):
             pool.act()
             query, sparse, fingerprint = pool.ask()
@@ -156,20 +156,20 @@ def test_picks_in_order_are_as_good_as_those_of_scans_but_for_noise(
 
 
 def test_engines_whose_first_token_is_late_lose_their_place_without_an_event() -> None:
-    pool = Pool(registry.build("priced", {}), 60, Random(2))
+    pool = Pool(policy_registry.build("priced", {}), 60, Random(2))
     now, request = pool.now, Request("id", "m", "t", 400, 400, stream=True)
     waiting, decoding = pool.candidates[:20], pool.candidates[20:]
     for member in decoding:
         for _ in range(2):
-            ledger.reserve(member.load, request, 0, now).on_first_token(now + 0.01)
+            load_ledger.reserve(member.load, request, 0, now).on_first_token(now + 0.01)
     for member in waiting:
-        ledger.reserve(member.load, request, 0, now)
+        load_ledger.reserve(member.load, request, 0, now)
     now += 0.02
     first = pool.order.pick(RoutingQuery(request, now, pool.rng))
     assert first is not None
     assert first.candidate in waiting
     later = RoutingQuery(request, now + 10.0, pool.rng)
-    scan, pick = run.pick(pool.policy, later, pool.candidates), pool.order.pick(later)
+    scan, pick = routing_algorithm.pick(pool.policy, later, pool.candidates), pool.order.pick(later)
     assert scan is not None
     assert scan.candidate in decoding
     assert pick is not None
@@ -183,7 +183,7 @@ def test_engines_whose_first_token_is_late_lose_their_place_without_an_event() -
 def test_no_endpoint_that_has_not_failed_scores_better_than_the_one_picked_for_a_retry(
     name: str, seed: int, size: int, failures: int
 ) -> None:
-    pool = Pool(registry.build(name, {}), size, Random(seed))
+    pool = Pool(policy_registry.build(name, {}), size, Random(seed))
     for _ in range(40):
         pool.act()
         pool.rng.choice(pool.candidates).load.is_proven = pool.rng.random() < 0.7
@@ -205,7 +205,7 @@ def test_no_endpoint_that_has_not_failed_scores_better_than_the_one_picked_for_a
 
 @pytest.mark.parametrize("name", [*EXACT, "round_robin", "priced"])
 def test_a_retry_scores_few_endpoints_of_a_large_pool(name: str) -> None:
-    pool = Pool(registry.build(name, {}), 500, Random(3))
+    pool = Pool(policy_registry.build(name, {}), 500, Random(3))
     for _ in range(50):
         pool.act()
         query, sparse, fingerprint = pool.ask()
@@ -222,7 +222,7 @@ def test_a_retry_scores_few_endpoints_of_a_large_pool(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*EXACT, "round_robin", "priced"])
 def test_a_retry_scans_all_endpoints_that_have_not_failed(name: str) -> None:
-    pool = Pool(registry.build(name, {}), 30, Random(1))
+    pool = Pool(policy_registry.build(name, {}), 30, Random(1))
     query, _, _ = pool.ask()
     failed = frozenset(member.endpoint.name for member in pool.candidates[1:])
     again = RoutingQuery(query.request, query.now, pool.rng, failed_endpoints=failed)
@@ -232,12 +232,12 @@ def test_a_retry_scans_all_endpoints_that_have_not_failed(name: str) -> None:
 
 
 def test_an_order_that_missed_more_changes_than_are_kept_ranks_all_again() -> None:
-    pool = Pool(registry.build("least_loaded", {}), 30, Random(1))
+    pool = Pool(policy_registry.build("least_loaded", {}), 30, Random(1))
     query, _, _ = pool.ask()
     assert pool.order.pick(query) is not None
     for _ in range(2000):
         for member in pool.candidates[1:]:
-            ledger.reserve(member.load, query.request, 0, pool.now)
+            load_ledger.reserve(member.load, query.request, 0, pool.now)
     pick = pool.order.pick(query)
     assert pick is not None
     assert pick.candidate is pool.candidates[0]
@@ -247,13 +247,13 @@ def test_an_order_that_missed_more_changes_than_are_kept_ranks_all_again() -> No
 @pytest.mark.parametrize(("name", "size"), [("round_robin", 4), ("power_of_two", 1000)])
 def test_a_small_pool_and_a_policy_without_a_ranking_have_no_order(name: str, size: int) -> None:
     members = [candidate(slot) for slot in range(size)]
-    assert create_order(registry.build(name, {}), members, LoadChanges()) is None
+    assert create_order(policy_registry.build(name, {}), members, LoadChanges()) is None
 
 
 def test_the_considered_endpoints_are_counted_and_not_the_shortlist() -> None:
-    pool = Pool(registry.build("least_loaded", {}), 60, Random(3))
+    pool = Pool(policy_registry.build("least_loaded", {}), 60, Random(3))
     query, _, _ = pool.ask()
-    pick, scan = pool.order.pick(query), run.pick(pool.policy, query, pool.candidates)
+    pick, scan = pool.order.pick(query), routing_algorithm.pick(pool.policy, query, pool.candidates)
     assert pick is not None
     assert scan is not None
     assert pick.candidate_count == scan.candidate_count == 60

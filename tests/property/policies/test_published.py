@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from policies import pickers
 from policies.engine.step_time import SpeedBelief, StepCosts
-from policies.model import Slo
 from policies.published.dualmap import DualMap, HotPrefixes, TwoHashPicker
 from policies.published.dynamo import DynamoKv, blocks
 from policies.published.llmd_blend import ColdTurns, short_queue
 from policies.published.llmd_predictor import latency
 from policies.published.preble import SentWindow, SentWork
+from policies.routing_types import Slo
 from tests.unit.policies.builders import ask, candidate
 from tests.unit.policies.published.test_published import PACE, asked, prompt
 

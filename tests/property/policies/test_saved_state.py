@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.health.health import (
+from policies.health.endpoint_health import (
     Health,
     HealthEvent,
     HealthLimits,
@@ -17,7 +17,7 @@ from policies.health.health import (
     is_unreachable,
     next_health,
 )
-from policies.health.retry import RetryBudget, RetryLimits
+from policies.health.retry_budget import RetryBudget, RetryLimits
 
 LIMITS = HealthLimits()
 steps = st.lists(st.tuples(st.sampled_from(HealthEvent), st.floats(0, 100)), max_size=40)

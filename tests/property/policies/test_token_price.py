@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.model import TokenPrice
+from policies.routing_types import TokenPrice
 
 DOLLARS = st.floats(0, 1000)
 TOKENS = st.integers(0, 1_000_000)

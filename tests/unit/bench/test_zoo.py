@@ -15,7 +15,7 @@ from bench.zoo.requests import LONGEST_ANSWER, LONGEST_PROMPT, SHORTEST_ANSWER
 from bench.zoo.results import LEAST, Result
 from bench.zoo.space import MOST_REQUESTS, draw
 from bench.zoo.summary import attainment_gap, best_rule_ratio, geometric_mean, page, ratio
-from policies.model import Role
+from policies.routing_types import Role
 
 WORKLOADS = [draw("test", number) for number in range(100)]
 

@@ -30,8 +30,8 @@ from gateway.metrics.catalogue import Metrics
 from gateway.metrics.exposition import render_page
 from gateway.workers.supervisor_metrics import SupervisorMetrics
 from kvtransfer.store.__main__ import parser
-from policies import admission_registry, registry
-from policies.run import pick
+from policies import admission_registry, policy_registry
+from policies.routing_algorithm import pick
 from tests.authority import Authority
 from tests.unit.policies.builders import ask, candidate
 from tools.docgen import generated_files as made
@@ -388,7 +388,7 @@ def test_the_example_of_a_policy_fills_one_endpoint_up_to_its_share_and_then_the
 DEFAULTS = {
     match[1]: match[2]
     for match in re.finditer(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", PAGES["docs/policies.md"], re.M)
-    if match[1] in {*registry.names(), *admission_registry.names()} and "`" in match[2]
+    if match[1] in {*policy_registry.names(), *admission_registry.names()} and "`" in match[2]
 }
 """A regular expression for the cells at the end of a row in tables of rules: parameters with their
 defaults.
@@ -399,7 +399,7 @@ defaults.
 def test_a_table_has_the_defaults_of_a_policy(rule: str) -> None:
     kinds = [
         source.params_type(rule)
-        for source in (registry, admission_registry)
+        for source in (policy_registry, admission_registry)
         if rule in source.names()
     ]
     defaults = {
@@ -429,4 +429,4 @@ def test_a_table_of_parameters_has_all_of_them_and_their_defaults(
         name: float(value)
         for name, value in re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", part[0], re.M)
     }
-    assert documented == msgspec.structs.asdict(registry.params_type(rule)())
+    assert documented == msgspec.structs.asdict(policy_registry.params_type(rule)())

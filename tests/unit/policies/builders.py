@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from policies.admission.admission import DrainRate, Shed, Verdict, WaitQueueLimits
-from policies.load import EndpointLoad
-from policies.model import Candidate, Endpoint, Request, RoutingQuery
+from policies.admission.admission_policy import DrainRate, Shed, Verdict, WaitQueueLimits
+from policies.endpoint_load import EndpointLoad
+from policies.routing_types import Candidate, Endpoint, Request, RoutingQuery
 
 
 def candidate(slot: int, cap: int = 1000, **load: object) -> Candidate:

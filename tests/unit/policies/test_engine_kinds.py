@@ -7,7 +7,7 @@ import pytest
 from gateway.fleet.engine_metrics import METRIC_NAMES
 from gateway.protocol.api_table import APIS
 from policies.engine_kinds import ENGINE_TRAITS
-from policies.model import EngineKind
+from policies.routing_types import EngineKind
 
 
 def test_every_kind_of_engine_is_in_the_table() -> None:

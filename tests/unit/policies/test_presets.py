@@ -8,23 +8,26 @@ from random import Random
 
 import pytest
 
-from policies import registry
+from policies import policy_registry
+from policies.endpoint_load import EndpointLoad
 from policies.filters import available, prefer_proven, untried
-from policies.load import EndpointLoad
-from policies.model import Candidate
 from policies.presets import LeastLoaded
-from policies.run import pick, rejecting_filter
+from policies.routing_algorithm import pick, rejecting_filter
+from policies.routing_types import Candidate
 from tests.unit.policies.builders import ask, candidate
 
 
 def chosen(policy: str, candidates: list[Candidate], seed: int = 1, **question: object) -> str:
-    picked = pick(registry.build(policy, {}), ask(seed=seed, **question), candidates)  # type: ignore[arg-type]
+    picked = pick(policy_registry.build(policy, {}), ask(seed=seed, **question), candidates)  # type: ignore[arg-type]
     assert picked is not None
     return picked.candidate.endpoint.name
 
 
 def test_round_robin_is_exact_to_one_over_a_thousand_requests() -> None:
-    policy, candidates = registry.build("round_robin", {}), [candidate(slot) for slot in range(7)]
+    policy, candidates = (
+        policy_registry.build("round_robin", {}),
+        [candidate(slot) for slot in range(7)],
+    )
     rng_of_each = [ask(seed=number) for number in range(1000)]
     counts = Counter(
         pick(policy, question, candidates).candidate.endpoint.name for question in rng_of_each
@@ -34,7 +37,10 @@ def test_round_robin_is_exact_to_one_over_a_thousand_requests() -> None:
 
 
 def test_round_robin_stays_even_among_those_present_while_one_comes_and_goes() -> None:
-    policy, candidates = registry.build("round_robin", {}), [candidate(slot) for slot in range(4)]
+    policy, candidates = (
+        policy_registry.build("round_robin", {}),
+        [candidate(slot) for slot in range(4)],
+    )
     counts: Counter[int] = Counter()
     for number in range(1000):
         candidates[3].load.is_available = number % 3 == 0
@@ -87,7 +93,7 @@ def test_own_requests_that_ended_since_the_scrape_are_not_external() -> None:
 
 def test_a_retry_goes_over_a_cap_rather_than_nowhere() -> None:
     full = [candidate(0), candidate(1, cap=2, in_flight=2)]
-    policy = registry.build("least_loaded", {})
+    policy = policy_registry.build("least_loaded", {})
     assert pick(policy, ask(tried=["tp0"]), full).candidate.endpoint.name == "tp1"  # type: ignore[union-attr]
 
 
@@ -95,7 +101,10 @@ def test_least_loaded_keeps_groups_even_with_sizes_that_vary_hundredfold() -> No
     # Work arrives at 80 % of the speed of four simulated engines.
     #
     # Each serves its requests concurrently, at a fixed total rate of tokens.
-    policy, candidates = registry.build("least_loaded", {}), [candidate(slot) for slot in range(4)]
+    policy, candidates = (
+        policy_registry.build("least_loaded", {}),
+        [candidate(slot) for slot in range(4)],
+    )
     rng, served, ends, now = Random(5), [0] * 4, list[tuple[float, int, int]](), 0.0
     for _ in range(3000):
         now += rng.expovariate(0.8 * 4 / 2030)
@@ -167,7 +176,9 @@ def test_prefix_aware_shuns_an_engine_whose_memory_is_full() -> None:
 
 def test_a_pick_records_candidates_and_scores() -> None:
     picked = pick(
-        registry.build("prefix_aware", {}), ask(cached=[0, 600]), [candidate(0), candidate(1)]
+        policy_registry.build("prefix_aware", {}),
+        ask(cached=[0, 600]),
+        [candidate(0), candidate(1)],
     )
     assert picked is not None
     assert (picked.cached_tokens, picked.candidate_count, picked.reason, picked.score) == (
@@ -190,14 +201,14 @@ def test_a_pick_records_candidates_and_scores() -> None:
 def test_a_refusal_names_the_filter_that_removed_the_last_candidate(
     candidates: list[Candidate], tried: tuple[str, ...], reason: str
 ) -> None:
-    policy, question = registry.build("least_loaded", {}), ask(tried=tried)
+    policy, question = policy_registry.build("least_loaded", {}), ask(tried=tried)
     assert pick(policy, question, candidates) is None
     assert rejecting_filter(policy, question, candidates) == reason
 
 
 def test_rejecting_filter_raises_if_a_candidate_passes() -> None:
     with pytest.raises(ValueError, match="keep a candidate"):
-        rejecting_filter(registry.build("least_loaded", {}), ask(), [candidate(0)])
+        rejecting_filter(policy_registry.build("least_loaded", {}), ask(), [candidate(0)])
 
 
 def test_a_retry_goes_to_an_endpoint_with_a_success_since_its_last_failure() -> None:

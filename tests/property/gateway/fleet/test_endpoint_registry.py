@@ -19,7 +19,7 @@ from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.fleet.reservation import Reservation
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
-from policies.model import Pick, Request
+from policies.routing_types import Pick, Request
 
 URLS = [f"http://127.0.0.1:{9000 + number}" for number in range(5)]
 

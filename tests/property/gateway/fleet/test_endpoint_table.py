@@ -23,8 +23,8 @@ from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.response.relay import UpstreamError
 from gateway.protocol.response.stream_search import TokenUsage
-from policies.health.health import HealthEvent, is_unreachable
-from policies.model import Candidate, Pick, Request
+from policies.health.endpoint_health import HealthEvent, is_unreachable
+from policies.routing_types import Candidate, Pick, Request
 
 KINDS = [
     "reset",

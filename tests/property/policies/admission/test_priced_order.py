@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from policies.admission.prefill_pacing import PrefillPace
 from policies.admission.retry_after import ReturnSchedule, ReturnTimes
 from policies.admission.sessions import WorkingSet
-from policies.admission.tenant_usage import NEARLY, TenantUsage
+from policies.admission.tenant_overuse import NEARLY, TenantUsage
 from tests.unit.policies.builders import ask, candidate
 
 LATEST_S = 58.0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from policies.admission.admission import (
+from policies.admission.admission_policy import (
     Admit,
     CapAdmission,
     RequestOutcome,
@@ -19,7 +19,7 @@ from policies.admission.admission import (
 )
 from policies.admission.fairness import FairShares, TenantCounters
 from policies.admission.wait_queue import WaitQueue
-from policies.model import Request, RoutingQuery, Slo
+from policies.routing_types import Request, RoutingQuery, Slo
 from tests.unit.policies.builders import candidate
 
 LIMITS = WaitQueueLimits(size=5, timeout_s=8.0, starvation_s=4.0)

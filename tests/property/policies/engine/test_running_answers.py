@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import ledger
+from policies import load_ledger
+from policies.endpoint_load import EndpointLoad
 from policies.engine.running_answers import LEAST_TOKENS
-from policies.ledger import LoadReservation
-from policies.load import EndpointLoad
+from policies.load_ledger import LoadReservation
 from tests.unit.policies.builders import ask
 
 events = st.lists(
@@ -32,7 +32,7 @@ def test_the_groups_count_every_answer_once_whatever_happens(
     for event, index, passed_s, tokens in events:
         now += passed_s
         if event == "send":
-            running.append(ledger.reserve(load, ask(2000, tokens).request, 0, now))
+            running.append(load_ledger.reserve(load, ask(2000, tokens).request, 0, now))
         elif running:
             chosen = running[index % len(running)]
             if event == "token":

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.contract import DECODE_PHASE, WHOLE_REQUEST, PhaseShare
-from policies.load import EndpointLoad
-from policies.model import Candidate, Endpoint, Request, RoutingQuery, Slo
+from policies.endpoint_load import EndpointLoad
+from policies.policy_types import DECODE_PHASE, WHOLE_REQUEST, PhaseShare
 from policies.pricing.price import PricedPolicy, PriceScorer
+from policies.routing_types import Candidate, Endpoint, Request, RoutingQuery, Slo
 
 share = st.floats(0.0, 1.0)
 tokens = st.integers(0, 200_000)

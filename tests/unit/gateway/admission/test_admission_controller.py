@@ -15,8 +15,8 @@ from gateway.config import Config, WaitingRoom
 from gateway.exchange import Exchange
 from gateway.protocol import api_table
 from gateway.protocol.errors import GatewayError
-from policies.load import EndpointLoad
-from policies.model import Candidate, Endpoint, Request, RoutingQuery
+from policies.endpoint_load import EndpointLoad
+from policies.routing_types import Candidate, Endpoint, Request, RoutingQuery
 
 
 def candidate(slot: int, cap: int) -> Candidate:

@@ -19,7 +19,7 @@ from gateway.config.diff import diff
 from gateway.metrics.auto_metrics import AutoMetrics
 from gateway.metrics.metric_types import MetricRegistry
 from policies.auto.estimates import MemberEstimate, PoolEstimate
-from policies.auto.job import ReplayAnswer, ReplayJob
+from policies.auto.replay_messages import ReplayAnswer, ReplayJob
 
 TEXT = """version: 1
 observability: {access_log: /tmp/access.jsonl}

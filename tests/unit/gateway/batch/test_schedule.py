@@ -16,7 +16,7 @@ from gateway.batch.schedule import (
     Schedule,
     ScheduleLog,
 )
-from policies.admission.window_reserve import WindowDemand
+from policies.admission.batch_reserve import WindowDemand
 
 TIGHT = WindowDemand("batch_1", 100.0, 280.0, 10.0)  # needs three places to end in time at all
 LOOSE = WindowDemand("batch_1", 1000.0, 280.0, 10.0)

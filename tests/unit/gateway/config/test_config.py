@@ -22,8 +22,8 @@ from gateway.config import (
     load_with_warnings,
 )
 from policies.admission_registry import build_admission
-from policies.model import EngineKind, Role
 from policies.prefix.prefix_index import PrefixIndex
+from policies.routing_types import EngineKind, Role
 
 ROOT = Path(__file__).parents[4]
 SHORTEST = "version: 1\npools:\n  chat:\n    endpoints:\n      - url: http://127.0.0.1:9000\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.fleet.engine_metrics import ScrapedLoad, parse_scrape
-from policies.model import EngineKind
+from policies.routing_types import EngineKind
 
 VLLM = b"""\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -11,8 +11,8 @@ from gateway.config import Config
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.poll_schedule import QUIET_PROBES_PER_S, UNPROBED_POLLS, PollPlan
-from policies.health.health import HealthEvent
-from policies.model import EngineKind
+from policies.health.endpoint_health import HealthEvent
+from policies.routing_types import EngineKind
 from tests.unit.gateway.fleet.tables import table_of
 
 

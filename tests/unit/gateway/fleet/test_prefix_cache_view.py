@@ -9,7 +9,7 @@ from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.protocol import api_table
 from gateway.protocol.request.request_body import Call, CallContext, parse_call
 from gateway.protocol.request.service_class import NO_PREFERENCES
-from policies.model import INFERRED_SESSION
+from policies.routing_types import INFERRED_SESSION
 from tests.unit.gateway.protocol.request.test_request_body import Model
 
 MESSAGES = [

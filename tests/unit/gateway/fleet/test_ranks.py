@@ -11,7 +11,7 @@ from gateway.fleet.endpoint_registry import EndpointRegistry, to_endpoint
 from gateway.fleet.engine_metrics import parse_scrape
 from gateway.fleet.kv_events.addresses import SourceAddress, SourceError, of_rank
 from gateway.http.write_queue import WriteQueue
-from policies.model import EngineKind
+from policies.routing_types import EngineKind
 from tests.replaced import stand_in
 
 METRICS = b"""# TYPE vllm:num_requests_running gauge

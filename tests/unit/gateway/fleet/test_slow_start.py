@@ -9,8 +9,8 @@ from time import monotonic
 
 import msgspec
 
-from policies.health.health import HealthEvent
-from policies.load import NO_SOFT_CAP
+from policies.endpoint_load import NO_SOFT_CAP
+from policies.health.endpoint_health import HealthEvent
 from tests.unit.gateway.reload.running import running
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.speed_recovery import SpeedRecovery
-from policies.health.speed_record import Measure, Slowness, SpeedRecord
+from policies.health.speed_samples import Measure, Slowness, SpeedRecord
 from tests.replaced import replace_method
 from tests.unit.gateway.fleet.tables import table_of
 

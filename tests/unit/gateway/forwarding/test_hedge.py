@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from gateway.forwarding.hedge import INITIAL_REQUESTS
-from policies.health.health import HealthEvent, HealthState
-from policies.health.speed_record import JOIN_S, SpeedVerdict
+from policies.endpoint_load import NO_SOFT_CAP
+from policies.health.endpoint_health import HealthEvent, HealthState
+from policies.health.speed_samples import JOIN_S, SpeedVerdict
 from policies.health.stall import DOUBT_S, SUSPECT_CEILING
-from policies.load import NO_SOFT_CAP
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,

@@ -7,10 +7,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from gateway.metrics.catalogue import Metrics
+from policies.endpoint_load import EndpointLoad
 from policies.engine.peer_load import PeerShare
-from policies.health.health import HealthState
-from policies.ledger import set_peer_load
-from policies.load import EndpointLoad
+from policies.health.endpoint_health import HealthState
+from policies.load_ledger import set_peer_load
 
 
 def test_gauges_leave_out_tokens_that_other_gateways_reserved() -> None:

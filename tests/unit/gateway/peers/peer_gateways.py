@@ -15,8 +15,8 @@ from gateway.metrics.catalogue import Metrics
 from gateway.peers.frame_auth import FrameAuth
 from gateway.peers.peer_view import Frame, PeerView
 from gateway.reload.snapshot import build_plan
-from policies.model import Candidate, Pick, Request, RoutingQuery
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
+from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 
 SECRET = b"a secret of sixteen bytes or more"
 BLOCK_BYTES = 64

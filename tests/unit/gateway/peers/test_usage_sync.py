@@ -10,8 +10,8 @@ import msgspec
 from gateway.peers.members import EXPIRY_S
 from gateway.peers.usage_sync import MAX_ROWS
 from gateway.protocol.errors import GatewayError
-from policies.admission.admission import RequestOutcome
-from policies.model import Pick, Request
+from policies.admission.admission_policy import RequestOutcome
+from policies.routing_types import Pick, Request
 from tests.unit.gateway.peers.peer_gateways import SECRET, Gateway, run, turn, warm
 
 LIMITS = {"requests_per_minute": 10, "tokens_per_minute": 100_000}

@@ -16,7 +16,7 @@ from gateway.protocol.request.request_body import Call, CallContext, parse_call
 from gateway.protocol.request.request_head import read_head
 from gateway.protocol.request.service_class import NO_PREFERENCES
 from gateway.protocol.response.resume_eligibility import continuation_terms
-from policies.model import STANDARD, Slo
+from policies.routing_types import STANDARD, Slo
 
 TEXT = "How deep is the reservoir behind the dam?"
 AUDIO = {"file": TEXT}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from policies.health.health import HealthState
+from policies.health.endpoint_health import HealthState
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     TEXT,

@@ -17,9 +17,9 @@ from gateway.protocol.api_table import CHAT
 from gateway.protocol.request.request_body import Call
 from gateway.proxy.tier_fallback import pick_tier
 from gateway.route import Route
-from policies import registry
-from policies.admission.admission import CapAdmission, Verdict, WaitQueueView
-from policies.model import Candidate, RoutingQuery
+from policies import policy_registry
+from policies.admission.admission_policy import CapAdmission, Verdict, WaitQueueView
+from policies.routing_types import Candidate, RoutingQuery
 from tests.replaced import stand_in
 from tests.unit.policies.builders import ask, candidate
 
@@ -42,7 +42,7 @@ def route(name: str, judge: CapAdmission, **fields: Any) -> Route:
     room, candidates = PoolQueue(name), (candidate(0, 1),)
     room.set_admission(judge, {})
     room.configure(WaitingRoom(), candidates)
-    policy = registry.build("round_robin", {})
+    policy = policy_registry.build("round_robin", {})
     return Route(name, name, None, policy, candidates, room, forward.prepare, **fields)
 
 

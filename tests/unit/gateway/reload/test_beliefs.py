@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from time import monotonic
 
-from policies import ledger
-from policies.model import Request
+from policies import load_ledger
+from policies.routing_types import Request
 from tests.unit.gateway.reload.running import running
 
 PLAIN, PRICED = "policy: prefix_aware", "policy: priced"
@@ -33,8 +33,8 @@ async def test_after_a_reload_to_priced_the_latency_model_starts_from_its_prior_
     async with running(tmp_path) as harness:
         table = harness.app.gateway.endpoints
         load = table.all()[0].load
-        waits = ledger.reserve(load, Request("1", "demo-8b", "t", 8000, 100), 0, monotonic())
-        decodes = ledger.reserve(load, Request("2", "demo-8b", "t", 3000, 100), 0, monotonic())
+        waits = load_ledger.reserve(load, Request("1", "demo-8b", "t", 8000, 100), 0, monotonic())
+        decodes = load_ledger.reserve(load, Request("2", "demo-8b", "t", 3000, 100), 0, monotonic())
         decodes.on_first_token(monotonic())
         assert (waits.predicted_ttft_s, waits.predicted_tpot_s) == (None, None)
         assert (await harness.put(harness.text().replace(PLAIN, PRICED)))[0] == 200

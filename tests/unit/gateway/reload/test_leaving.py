@@ -14,7 +14,7 @@ import pytest
 
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from mockgpu.group import TpGroup
-from policies.health.health import HealthEvent, HealthState
+from policies.health.endpoint_health import HealthEvent, HealthState
 from tests.scraped import series, total
 from tests.unit.gateway.reload.running import Running, running
 

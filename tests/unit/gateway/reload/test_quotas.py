@@ -10,7 +10,7 @@ import pytest
 from gateway.admission.quotas import Quotas
 from gateway.protocol.request.media import MEDIA_TOKENS
 from policies.admission.quota import Quota, QuotaLimits
-from policies.model import Request
+from policies.routing_types import Request
 from tests.unit.gateway.reload.running import Running, running
 
 TENANTS = "tenants:\n  - {{name: a, key: sk-a, limits: {{{}}}}}\n  - {{name: b, key: sk-b}}\n"

@@ -8,9 +8,9 @@ import pytest
 
 from gateway.metrics.catalogue import Metrics
 from gateway.telemetry.cost_counter import LiveCost
-from policies import ledger
-from policies.load import EndpointLoad
-from policies.model import Endpoint, Request
+from policies import load_ledger
+from policies.endpoint_load import EndpointLoad
+from policies.routing_types import Endpoint, Request
 from policies.sizing.parallel_layout import Layout
 
 ENDPOINT = Endpoint("g", "http://g", "main", "m", layout=Layout(4), labels={"gpu": "h100"})
@@ -43,8 +43,8 @@ def test_an_hour_of_an_idle_group_is_its_price() -> None:
 
 def test_tenants_pay_for_their_requests_and_the_sum_is_the_price() -> None:
     engine = live()
-    ledger.reserve(engine.load, request("a"), 0, 0.0)
-    entries = [ledger.reserve(engine.load, request("b"), 0, 0.0) for _ in range(4)]
+    load_ledger.reserve(engine.load, request("a"), 0, 0.0)
+    entries = [load_ledger.reserve(engine.load, request("b"), 0, 0.0) for _ in range(4)]
     for entry in entries:
         entry.on_first_token(0.0)
     usd, idle = swept(engine, PRICES)
@@ -58,7 +58,7 @@ def test_tenants_pay_for_their_requests_and_the_sum_is_the_price() -> None:
 def test_without_the_tenant_label_all_tenants_are_one() -> None:
     engine = live()
     for tenant in "ab":
-        ledger.reserve(engine.load, request(tenant), 0, 0.0)
+        load_ledger.reserve(engine.load, request(tenant), 0, 0.0)
     usd, _ = swept(engine, PRICES, has_tenants=False)
     assert {key[2]: value for key, value in usd.items()} == {"": pytest.approx(10.0)}
 
@@ -66,5 +66,5 @@ def test_without_the_tenant_label_all_tenants_are_one() -> None:
 @pytest.mark.parametrize("prices", [{}, {"h200": 3.0}])
 def test_without_a_price_nothing_is_counted(prices: dict[str, float]) -> None:
     engine = live()
-    ledger.reserve(engine.load, request("a"), 0, 0.0)
+    load_ledger.reserve(engine.load, request("a"), 0, 0.0)
     assert swept(engine, prices) == ({}, 0.0)

@@ -28,12 +28,12 @@ from gateway.telemetry.slo_outcomes import (
     whole_outcome,
 )
 from gateway.telemetry.span_exporter import SpanExporter
-from policies import run
-from policies.load import EndpointLoad
-from policies.model import Candidate, Endpoint, Pick, Request, RoutingQuery, Slo
+from policies import routing_algorithm
+from policies.endpoint_load import EndpointLoad
 from policies.prefix.fingerprint import Fingerprinter
 from policies.presets import LeastLoaded
 from policies.pricing.price import PricedPolicy
+from policies.routing_types import Candidate, Endpoint, Pick, Request, RoutingQuery, Slo
 
 SLO = Slo("interactive", 1.0, 0.05, 4.0)
 
@@ -213,7 +213,7 @@ def test_a_page_lists_candidates_best_first_with_the_terms_at_the_pick() -> None
     x, ring = exchange(stream=True), RecentExchanges(1)
     assert x.call is not None
     x.first_query = RoutingQuery(x.call.request, 0.0, Random(1), (0, 0, 0))
-    x.pick = run.pick(policy, x.first_query, members)
+    x.pick = routing_algorithm.pick(policy, x.first_query, members)
     assert x.pick is not None
     x.pick_snapshot = snapshot_pick(policy, x.pick)
     x.parsed_at, x.admitted_at = 0.0, 0.5
@@ -234,7 +234,9 @@ def test_a_page_lists_candidates_best_first_with_the_terms_at_the_pick() -> None
 
 def test_a_policy_without_terms_is_recorded_without_them() -> None:
     policy, members = LeastLoaded().build(), [candidate(0, 50), candidate(1)]
-    pick = run.pick(policy, RoutingQuery(Request("r", "demo", "", 10, 10), 0.0, Random(1)), members)
+    pick = routing_algorithm.pick(
+        policy, RoutingQuery(Request("r", "demo", "", 10, 10), 0.0, Random(1)), members
+    )
     assert pick is not None
     assert snapshot_pick(policy, pick) is None
     assert runner_up(pick) is members[0]

@@ -15,7 +15,7 @@ from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol import api_table
 from gateway.trials.canary import CanaryArms, CanarySampler, create_sampler
-from policies.model import Request
+from policies.routing_types import Request
 from tests.unit.gateway.reload.running import running
 
 PLAIN = "    policy: prefix_aware\n"

@@ -20,13 +20,13 @@ from gateway.protocol import api_table
 from gateway.protocol.request.request_body import Call
 from gateway.trials import shadow
 from gateway.trials.shadow import MIN_COMPARED, NamedPolicy, Shadows, evaluate, name_policies
-from policies import ledger, registry, run
-from policies.contract import Policy, WeightedScorer
+from policies import load_ledger, policy_registry, routing_algorithm
+from policies.endpoint_load import EndpointLoad
 from policies.filters import available
-from policies.load import EndpointLoad
-from policies.model import Candidate, Endpoint, Pick, Request, RoutingQuery
 from policies.pickers import best
+from policies.policy_types import Policy, WeightedScorer
 from policies.prefix.fingerprint import Fingerprinter
+from policies.routing_types import Candidate, Endpoint, Pick, Request, RoutingQuery
 from tests.replaced import stand_in
 from tests.unit.gateway.reload.running import running
 
@@ -63,7 +63,7 @@ class Route:
         self.candidates = tuple(
             Candidate(each, EndpointLoad(slot)) for slot, each in enumerate(results)
         )
-        ledger.reserve(
+        load_ledger.reserve(
             self.candidates[1].load, Request("first", "demo", "", 500, 50), 0, monotonic()
         )  # no ties
 
@@ -84,7 +84,9 @@ def exchange(ask: RoutingQuery, took_s: float) -> Exchange:
 def made(*policies: Policy, primary: str = "least_loaded") -> tuple[Shadows, Metrics]:
     matches = [NamedPolicy(f"{each.name}-{index}", each) for index, each in enumerate(policies)]
     shadows, metrics = (
-        Shadows("main", matches, stand_in(EndpointTable, Table()), registry.build(primary, {})),
+        Shadows(
+            "main", matches, stand_in(EndpointTable, Table()), policy_registry.build(primary, {})
+        ),
         Metrics(),
     )
     shadows.count_in(metrics)
@@ -92,7 +94,7 @@ def made(*policies: Policy, primary: str = "least_loaded") -> tuple[Shadows, Met
 
 
 def picked(shadows: Shadows, route: Route, ask: RoutingQuery, took_s: float = 1.0) -> Pick:
-    pick = run.pick(registry.build("least_loaded", {}), ask, route.candidates)
+    pick = routing_algorithm.pick(policy_registry.build("least_loaded", {}), ask, route.candidates)
     assert pick is not None
     shadows.on_pick(exchange(ask, took_s), route, ask, pick)
     return pick
@@ -113,19 +115,19 @@ def failing() -> Policy:
 async def test_a_shadow_sees_the_load_as_it_was_before_the_reservation_and_agrees_with_itself() -> (
     None
 ):
-    shadows, metrics = made(registry.build("least_loaded", {}))
+    shadows, metrics = made(policy_registry.build("least_loaded", {}))
     route = Route()
     for number in range(20):
         ask = asked(number)
         pick = picked(shadows, route, ask)
-        ledger.reserve(pick.candidate.load, ask.request, 0, ask.now)
+        load_ledger.reserve(pick.candidate.load, ask.request, 0, ask.now)
         await turns()
     assert metrics.trial_metrics.picks.labels("main", "least_loaded-0", "agreed").value == 20
     assert [each.load.in_flight for each in route.candidates] == [10, 11]
 
 
 async def test_records_of_a_removed_shadow_are_not_counted() -> None:
-    shadows, metrics = made(registry.build("least_loaded", {}))
+    shadows, metrics = made(policy_registry.build("least_loaded", {}))
     route = Route()
     picked(shadows, route, asked(1))
     await turns()
@@ -138,14 +140,14 @@ async def test_records_of_a_removed_shadow_are_not_counted() -> None:
 async def test_the_gain_of_a_shadow_is_counted_in_seconds_and_tokens() -> None:
     route, ask = Route(), asked(cached=(0, 800))
     busy = route.candidates[0].load
-    ledger.reserve(busy, Request("other", "demo", "", 4000, 100), 0, ask.now)
+    load_ledger.reserve(busy, Request("other", "demo", "", 4000, 100), 0, ask.now)
     pick = Pick(route.candidates[0], 0, 0.0, 2, "by hand")
-    verdict = evaluate(registry.build("prefix_aware", {}), ask, pick, route.candidates)
+    verdict = evaluate(policy_registry.build("prefix_aware", {}), ask, pick, route.candidates)
     assert (verdict.result, verdict.extra_cached_tokens) == ("differed", 800)
     assert verdict.ttft_gain_s is not None
     assert verdict.ttft_gain_s > 0
     back = evaluate(
-        registry.build("round_robin", {}),
+        policy_registry.build("round_robin", {}),
         ask,
         Pick(route.candidates[1], 800, 0.0, 2, "by hand"),
         route.candidates,
@@ -157,9 +159,9 @@ async def test_the_gain_of_a_shadow_is_counted_in_seconds_and_tokens() -> None:
 async def test_without_latency_models_there_is_no_gain_in_seconds() -> None:
     route, ask = Route(), asked(cached=(0, 800))
     for each in route.candidates:
-        ledger.set_modelled(each.load, False, ask.now)
+        load_ledger.set_modelled(each.load, False, ask.now)
     verdict = evaluate(
-        registry.build("prefix_aware", {}),
+        policy_registry.build("prefix_aware", {}),
         ask,
         Pick(route.candidates[0], 0, 0.0, 2, ""),
         route.candidates,
@@ -168,7 +170,7 @@ async def test_without_latency_models_there_is_no_gain_in_seconds() -> None:
 
 
 async def test_a_failing_shadow_is_counted_and_the_next_one_is_evaluated() -> None:
-    shadows, metrics = made(failing(), registry.build("round_robin", {}))
+    shadows, metrics = made(failing(), policy_registry.build("round_robin", {}))
     picked(shadows, Route(), asked())
     await turns()
     trials = metrics.trial_metrics
@@ -180,7 +182,7 @@ async def test_a_failing_shadow_is_counted_and_the_next_one_is_evaluated() -> No
 
 
 async def test_a_pick_is_evaluated_in_a_later_turn_after_its_request_was_sent() -> None:
-    shadows, _ = made(registry.build("least_loaded", {}))
+    shadows, _ = made(policy_registry.build("least_loaded", {}))
     order: list[str] = []
     score = shadows._evaluate
     shadows._evaluate = lambda note: (order.append("scored"), score(note))[1]  # type: ignore[method-assign,func-returns-value]
@@ -200,7 +202,7 @@ async def test_evaluations_take_a_tenth_of_the_time_of_picks(
     monkeypatch.setattr(
         shadow, "perf_counter", lambda: 0.001 * next(clock)
     )  # four clock readings: 3 ms of evaluation
-    shadows, _ = made(registry.build("least_loaded", {}))
+    shadows, _ = made(policy_registry.build("least_loaded", {}))
     route = Route()
     for number in range(3000):
         picked(shadows, route, asked(number), took_s=0.001)
@@ -213,7 +215,7 @@ async def test_evaluations_take_a_tenth_of_the_time_of_picks(
 async def test_prompts_are_fingerprinted_for_shadows_if_the_serving_policy_reads_no_prefixes() -> (
     None
 ):
-    shadows, metrics = made(registry.build("prefix_aware", {}), primary="least_loaded")
+    shadows, metrics = made(policy_registry.build("prefix_aware", {}), primary="least_loaded")
     route = Route()
     pick = picked(shadows, route, asked())
     assert shadows._endpoints.taught == []  # type: ignore[attr-defined]
@@ -223,7 +225,7 @@ async def test_prompts_are_fingerprinted_for_shadows_if_the_serving_policy_reads
 
 
 async def test_a_prompt_is_fingerprinted_once() -> None:
-    shadows, _ = made(registry.build("prefix_aware", {}), primary="least_loaded")
+    shadows, _ = made(policy_registry.build("prefix_aware", {}), primary="least_loaded")
     ask = msgspec.structs.replace(
         asked(), fingerprint=Fingerprinter(b"sixteen bytes or more").fingerprint(b"", b"a prompt")
     )
@@ -236,7 +238,7 @@ async def test_a_prompt_is_fingerprinted_once() -> None:
 async def test_a_shadow_with_too_few_evaluations_is_inconclusive(
     picks: int, conclusive: bool
 ) -> None:
-    shadows, _ = made(registry.build("round_robin", {}))
+    shadows, _ = made(policy_registry.build("round_robin", {}))
     for _ in range(picks):
         shadows._budget_s = 1.0
         picked(shadows, Route(), asked())
@@ -247,7 +249,7 @@ async def test_a_shadow_with_too_few_evaluations_is_inconclusive(
 
 
 def test_two_shadows_with_one_policy_are_named_by_their_parameters() -> None:
-    policy = registry.build("least_loaded", {})
+    policy = policy_registry.build("least_loaded", {})
     result = name_policies(
         [
             ("least_loaded", {}, policy),

@@ -16,7 +16,7 @@ from planner.plan.pool_case import PoolCase, cases
 from planner.plan.recent import RecentTraffic
 from planner.traces.access import LoggedRequest, arrived_s
 from policies.auto.estimates import PolicyMember
-from policies.auto.job import PoolJob, ReplayAnswer, ReplayJob
+from policies.auto.replay_messages import PoolJob, ReplayAnswer, ReplayJob
 from tests import auto_log
 
 ROUND_ROBIN, PREFIX_AWARE = PolicyMember("round_robin"), PolicyMember("prefix_aware")

@@ -24,7 +24,7 @@ from planner.replay.arguments import (
     parse_loads,
     parse_seconds,
 )
-from policies.model import STANDARD, Role, Slo
+from policies.routing_types import STANDARD, Role, Slo
 
 
 def test_times_and_loads() -> None:

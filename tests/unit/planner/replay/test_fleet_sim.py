@@ -24,10 +24,10 @@ from planner.replay import (
     traffic,
 )
 from planner.traces import TraceRequest
-from policies import registry
-from policies.admission.admission import WaitQueueLimits
+from policies import policy_registry
+from policies.admission.admission_policy import WaitQueueLimits
 from policies.admission_registry import build_admission
-from policies.model import Role
+from policies.routing_types import Role
 
 H100 = GroupKind("llama-3.1-70b-fp8", "h100", 4, kv_tokens=100_000)
 TWO = FleetSpec("two", (msgspec.structs.replace(H100, count=2),))
@@ -57,7 +57,9 @@ def ran(
 ) -> ReplayRun:
     load = requests if isinstance(requests, Traffic) else traffic(requests)
     gate = None if admission is None else build_admission(admission, {})
-    return replay(spec, load, registry.build(policy, {}), gate, ReplayOptions(**options), limits)  # type: ignore[arg-type]
+    return replay(
+        spec, load, policy_registry.build(policy, {}), gate, ReplayOptions(**options), limits
+    )  # type: ignore[arg-type]
 
 
 def told(run: ReplayRun) -> list[tuple[object, ...]]:
@@ -151,7 +153,9 @@ def test_leaping_and_stepping_give_the_same_run_within_a_thousandth() -> None:
 def test_loads_are_back_at_nothing_when_all_is_over() -> None:
     from planner.replay.fleet_sim import Fleet
 
-    fleet = Fleet(TWO, traffic(some()), registry.build("prefix_aware", {}), None, ReplayOptions())
+    fleet = Fleet(
+        TWO, traffic(some()), policy_registry.build("prefix_aware", {}), None, ReplayOptions()
+    )
     fleet.run()
     for group in fleet.groups:
         load = group.load

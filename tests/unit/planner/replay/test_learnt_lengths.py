@@ -10,13 +10,13 @@ from planner.replay import FleetError, FleetSpec, GroupKind, ReplayOptions, Traf
 from planner.replay.group_sim import build_engines
 from planner.replay.spec import validate
 from planner.traces.recorded_request import TraceRequest
-from policies import registry
+from policies import policy_registry
 from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS
-from policies.model import Candidate, RoutingQuery
+from policies.routing_types import Candidate, RoutingQuery
 
 
 def expected_lengths(options: ReplayOptions) -> list[int]:
-    policy = registry.build("least_loaded", {})
+    policy = policy_registry.build("least_loaded", {})
     seen: list[int] = []
 
     def note(query: RoutingQuery, candidates: list[Candidate]) -> list[Candidate]:

@@ -22,8 +22,8 @@ from planner.replay import (
 from planner.replay.rank_choice import RankChoice
 from planner.replay.spec import validate
 from planner.traces import TraceRequest
-from policies import registry
-from policies.model import Role
+from policies import policy_registry
+from policies.routing_types import Role
 
 KIND = GroupKind("deepseek-v3", "h200", 1, kv_tokens=100_000, ep=8, ranks=8)
 
@@ -49,7 +49,7 @@ def ran(
     **options: object,
 ) -> ReplayRun:
     fleet = validate(FleetSpec("ranks", (msgspec.structs.replace(kind, count=count),)))
-    built = registry.build(policy, {})
+    built = policy_registry.build(policy, {})
     return replay(fleet, traffic(requests), built, None, ReplayOptions(**options))  # type: ignore[arg-type]
 
 

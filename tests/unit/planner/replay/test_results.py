@@ -8,7 +8,7 @@ from planner.replay import ReplayRecord, ReplayRun, RequestEnd
 from planner.replay.capacity_search import capacity
 from planner.replay.record import GroupTotals
 from planner.replay.results import figures, jain, regret
-from policies.model import Slo
+from policies.routing_types import Slo
 
 FAST = Slo("fast", 1.0, 0.1)
 

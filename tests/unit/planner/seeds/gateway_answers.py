@@ -24,13 +24,13 @@ from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.reshard import plan_transfer
 from planner.seeds.collectives import collectives_share
 from planner.seeds.items import SeedItem
-from policies import registry
+from policies import policy_registry
+from policies.endpoint_load import EndpointLoad
 from policies.filters import fits_context
-from policies.load import EndpointLoad
-from policies.model import Candidate, Endpoint
 from policies.prefix.fingerprint import Fingerprinter
 from policies.prefix.prefix_index import PrefixIndex
-from policies.run import pick
+from policies.routing_algorithm import pick
+from policies.routing_types import Candidate, Endpoint
 from policies.sizing.gpus import gpu_named
 from policies.sizing.known_models import facts_of_name
 from policies.sizing.model_shapes import model_named
@@ -79,7 +79,7 @@ def _(_item: SeedItem) -> Outcome:
 
 @answer(23)
 def _(_item: SeedItem) -> Outcome:
-    policy = registry.build("least_loaded", {})
+    policy = policy_registry.build("least_loaded", {})
     busy, idle = candidate(0, prefill_tokens=5000, in_flight=3), candidate(1)
     choice = pick(policy, ask(), [busy, idle])
     assert choice is not None
@@ -118,7 +118,7 @@ def _(_item: SeedItem) -> Outcome:
 @answer(52)
 def _(_item: SeedItem) -> Outcome:
     names = {"round_robin", "least_loaded", "prefix_aware"}
-    return {"policies": len(names & set(registry.names()))}
+    return {"policies": len(names & set(policy_registry.names()))}
 
 
 @answer(53)

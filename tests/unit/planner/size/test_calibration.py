@@ -21,7 +21,7 @@ from planner.size.measured import MeasuredAnswer, phases_of, read_answers
 from planner.size.plan_draft import SizingError
 from planner.size.replica_times import ReplicaTimes
 from planner.traces.recorded_request import TraceRequest
-from policies import registry
+from policies import policy_registry
 from policies.sizing.gpus import Fit, Gpu, gpu_named
 from policies.sizing.model_shapes import model_named
 from policies.sizing.parallel_layout import Layout
@@ -69,7 +69,7 @@ def hour_of(seed: int, seconds: float = 3600.0) -> list[MeasuredAnswer]:
     run = replay(
         fleet,
         traffic(requests),
-        registry.build("least_loaded", {}),
+        policy_registry.build("least_loaded", {}),
         None,
         ReplayOptions(merges_steps=False),
     )

@@ -11,10 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from planner.replay.trace_fingerprint import fingerprint_of_chain
-from policies.admission.admission import Admit, DrainRate, RequestOutcome, Shed, Wait
+from policies.admission.admission_policy import Admit, DrainRate, RequestOutcome, Shed, Wait
 from policies.admission.priced import PricedAdmission, PricedAdmissionParams
 from policies.admission_registry import build_admission
-from policies.model import (
+from policies.policy_registry import PolicyConfigError
+from policies.routing_types import (
     INFERRED_SESSION,
     STANDARD,
     Candidate,
@@ -23,7 +24,6 @@ from policies.model import (
     SessionHints,
     Slo,
 )
-from policies.registry import PolicyConfigError
 from tests.unit.policies.builders import View, ask, candidate, draining, shed
 
 NOW = 100.0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from random import Random
 
-from policies.admission.admission import Admit, CapAdmission, RequestOutcome, Shed, Wait
+from policies.admission.admission_policy import Admit, CapAdmission, RequestOutcome, Shed, Wait
 from policies.admission.session_limit import ON_EVIDENCE, CapParams, SessionCap
 from policies.admission.sessions import SessionGate
 from policies.admission.wait_queue import WaitQueue, WaitQueueLimits
-from policies.model import Candidate, Pick, Request, RoutingQuery
+from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 from tests.unit.policies.builders import candidate
 
 LIMITED = SessionGate(start=0.7)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from policies.admission.sessions import SessionGate, WorkingSet, fleet_kv_tokens, is_continuation
-from policies.model import Candidate, SessionHints
+from policies.routing_types import Candidate, SessionHints
 from tests.unit.policies.builders import candidate
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from policies.admission.admission import (
+from policies.admission.admission_policy import (
     ADMIT,
     Admit,
     CapAdmission,
@@ -19,7 +19,7 @@ from policies.admission.admission import (
 )
 from policies.admission.fairness import FairShares
 from policies.admission.wait_queue import LOOK_AGAIN_S, WaitQueue
-from policies.model import Candidate, RoutingQuery
+from policies.routing_types import Candidate, RoutingQuery
 from tests.unit.policies.builders import ask, candidate
 
 

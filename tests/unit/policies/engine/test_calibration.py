@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
-from policies import ledger
+from policies import load_ledger
+from policies.endpoint_load import EndpointLoad
 from policies.engine import calibration
 from policies.engine.step_time import FILLS
-from policies.load import EndpointLoad
 from tests.unit.policies.builders import ask
 
 SPAN_S = 0.5
@@ -70,11 +70,11 @@ def test_a_speed_learnt_while_requests_arrive_is_in_the_forecast_for_the_next_on
     # Prices divide by the learnt factor, so a forecast with the speed of before makes a slow engine
     # seem a fast one.
     load = EndpointLoad(0)
-    first = ledger.reserve(load, ask(4000).request, 0, 100.0)
-    ledger.reserve(load, ask(8000).request, 0, 100.1)
+    first = load_ledger.reserve(load, ask(4000).request, 0, 100.0)
+    load_ledger.reserve(load, ask(8000).request, 0, 100.1)
     first.on_first_token(103.0)
     for at_s in (103.5, 103.51):
-        ledger.reserve(load, ask(4000).request, 0, at_s)
+        load_ledger.reserve(load, ask(4000).request, 0, at_s)
     assert load.belief.speeds.prefill.factor > 1.0
     seen_s = load.prefill_s_per_token
     load.timeline.refresh_forecast(load, 103.51)

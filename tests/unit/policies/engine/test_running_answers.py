@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from policies import ledger
+from policies import load_ledger
+from policies.endpoint_load import EndpointLoad
 from policies.engine.output_length import CLASSES, RecentLengths
 from policies.engine.peer_load import PeerShare
 from policies.engine.running_answers import LEAST_TOKENS, MOST_ENDED
-from policies.ledger import LoadReservation
-from policies.load import EndpointLoad
+from policies.load_ledger import LoadReservation
 from tests.unit.policies.builders import ask
 
 
@@ -23,7 +23,7 @@ def endpoint(*lengths: int) -> EndpointLoad:
 
 
 def begin(load: EndpointLoad, now: float, output: int = 100) -> LoadReservation:
-    reservation = ledger.reserve(load, ask(1000, output).request, 0, now)
+    reservation = load_ledger.reserve(load, ask(1000, output).request, 0, now)
     reservation.on_first_token(now + 0.1)
     return reservation
 
@@ -62,7 +62,7 @@ def test_an_answer_longer_than_all_earlier_ones_is_expected_to_double() -> None:
 def test_an_answer_ages_by_steps_while_prompts_are_computed_only_as_the_model_knows_them() -> None:
     load = endpoint(20, 20, 20, 20, 500)
     begin(load, 100.0)
-    ledger.reserve(load, ask(100_000, 100).request, 0, 100.11)
+    load_ledger.reserve(load, ask(100_000, 100).request, 0, 100.11)
     assert len(lengths(load, 100.1 + 30 * load.timeline.decode_s)) == 2 * CLASSES
 
 
@@ -80,7 +80,7 @@ def test_an_answer_has_a_least_length() -> None:
 
 def test_answers_that_wait_for_their_first_token_count_as_begun_now() -> None:
     load = endpoint(20, 500)
-    ledger.reserve(load, ask(1000, 100).request, 0, 100.0)
+    load_ledger.reserve(load, ask(1000, 100).request, 0, 100.0)
     assert sum(count for count, _ in lengths(load, 100.0)) == pytest.approx(1.0)
 
 
@@ -98,7 +98,7 @@ def test_ended_answers_and_prompts_of_one_token_do_not_count() -> None:
 def test_other_gateways_answers_are_distributed_like_the_own_ones() -> None:
     load = endpoint(20, 20, 20, 20, 500)
     begin(load, 100.0)
-    ledger.set_peer_load(load, b"other", PeerShare(in_flight=3, answers=3), 100.2)
+    load_ledger.set_peer_load(load, b"other", PeerShare(in_flight=3, answers=3), 100.2)
     later = 100.2 + 40 * load.timeline.decode_s
     assert lengths(load, later) == [(pytest.approx(4.0), pytest.approx(500.0))]
 
@@ -136,7 +136,7 @@ def test_an_endpoint_without_ended_answers_expects_the_lengths_that_others_of_it
 
 def test_lengths_are_kept_while_no_policy_reads_the_forecast() -> None:
     load = endpoint(20)
-    ledger.set_modelled(load, False, 100.0)
-    ledger.set_modelled(load, True, 101.0)
+    load_ledger.set_modelled(load, False, 100.0)
+    load_ledger.set_modelled(load, True, 101.0)
     begin(load, 102.0)
     assert {round(length) for _, length in lengths(load, 102.1)} == {20}

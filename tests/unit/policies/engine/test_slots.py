@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from math import inf
 
-from policies import ledger
-from policies.load import EndpointLoad
-from policies.model import Endpoint, Layout
+from policies import load_ledger
+from policies.endpoint_load import EndpointLoad
+from policies.routing_types import Endpoint, Layout
 from tests.unit.policies.builders import ask
 
 
@@ -20,7 +20,7 @@ def busy(
     load = EndpointLoad(0)
     load.kv_tokens = 600_000.0
     sent = [
-        ledger.reserve(load, ask(prompt_tokens).request, 0, 100.0)
+        load_ledger.reserve(load, ask(prompt_tokens).request, 0, 100.0)
         for _ in range(decoding + in_step + waiting)
     ]
     for reservation in sent[:decoding]:
@@ -33,7 +33,7 @@ def busy(
 def scrape(
     load: EndpointLoad, running: int, waiting: int, at_s: float, kv_usage: float = 0.4
 ) -> None:
-    ledger.record_scrape(load, running, waiting, kv_usage, 600_000, at_s)
+    load_ledger.record_scrape(load, running, waiting, kv_usage, 600_000, at_s)
 
 
 def test_a_prompt_that_waits_for_long_shows_the_slots() -> None:
@@ -52,7 +52,7 @@ def test_prompts_that_have_just_been_sent_may_wait_for_the_end_of_a_step() -> No
     # One waits at both scrapes, as at any busy engine, but not the same one.
     load = busy(decoding=64, in_step=0, waiting=0)
     for at_s in (102.0, 103.0, 104.0):
-        sent = ledger.reserve(load, ask(80).request, 0, at_s - 0.01)
+        sent = load_ledger.reserve(load, ask(80).request, 0, at_s - 0.01)
         scrape(load, 64, 1, at_s)
         sent.finish(at_s + 0.5, 20)
     assert load.slots == inf

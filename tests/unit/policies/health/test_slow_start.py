@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.endpoint_load import NO_SOFT_CAP
 from policies.filters import below_cap
 from policies.health.slow_start import soft_cap
-from policies.load import NO_SOFT_CAP
 from tests.unit.policies.builders import ask, candidate
 
 CAP = 24

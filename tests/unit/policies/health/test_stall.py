@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from policies.endpoint_load import NO_SOFT_CAP, EndpointLoad
 from policies.engine.step_time import shape_for
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits, review
-from policies.health.speed_record import Measure, Slowness, SpeedRecord, SpeedVerdict
+from policies.health.speed_samples import Measure, Slowness, SpeedRecord, SpeedVerdict
 from policies.health.stall import (
     LEAST_LATE_S,
     SUSPECT_CEILING,
@@ -17,7 +18,6 @@ from policies.health.stall import (
     raised_ceiling,
     remaining_wait_s,
 )
-from policies.load import NO_SOFT_CAP, EndpointLoad
 
 SHAPE = shape_for("h200", 4)
 STEP_S = 0.08

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from policies import ledger
+from policies import load_ledger
+from policies.endpoint_load import EndpointLoad
 from policies.engine.engine_load import EngineLoad
 from policies.engine.engine_timeline import EngineTimeline
 from policies.engine.output_length import RecentLengths
@@ -14,8 +15,7 @@ from policies.engine.shared_prefix_kv import SharedPrefixKv
 from policies.engine.step_time import SpeedBelief, shape_for
 from policies.latency import ttft_simulation
 from policies.latency.ttft_simulation import MOST_STEPS, idle_ttft_s, run_simulation
-from policies.load import EndpointLoad
-from policies.model import Request
+from policies.routing_types import Request
 
 SHAPE = shape_for("h100", 4, params_b=70.6, weight_bytes=1, request_s=0.0)
 
@@ -23,7 +23,7 @@ SHAPE = shape_for("h100", 4, params_b=70.6, weight_bytes=1, request_s=0.0)
 def load_of(kv_tokens: int | None = None) -> EndpointLoad:
     load = EndpointLoad(0, SpeedBelief(SHAPE))
     if kv_tokens is not None:
-        ledger.record_scrape(load, None, None, None, kv_tokens, 0.0)
+        load_ledger.record_scrape(load, None, None, None, kv_tokens, 0.0)
     return load
 
 
@@ -32,7 +32,7 @@ def request(prompt: int, output: int = 100) -> Request:
 
 
 def predicted_ttft(load: EndpointLoad, prompt: int, now: float, cached: int = 0) -> float:
-    entry = ledger.reserve(load, request(prompt), cached, now)
+    entry = load_ledger.reserve(load, request(prompt), cached, now)
     assert entry.predicted_ttft_s is not None
     entry.drop(now)
     return entry.predicted_ttft_s
@@ -54,7 +54,7 @@ def test_the_time_at_an_idle_engine_is_that_of_the_simulation(
 ) -> None:
     load = load_of()
     for number in range(arrivals):
-        ledger.reserve(load, request(500), 0, 0.05 * number).drop(0.05 * number)
+        load_ledger.reserve(load, request(500), 0, 0.05 * number).drop(0.05 * number)
     pairs = list[tuple[float, float]]()
 
     def compared(timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt) -> float:
@@ -71,8 +71,8 @@ def test_the_time_at_an_idle_engine_is_that_of_the_simulation(
 
 def test_a_prompt_that_comes_during_a_step_waits_for_its_end_and_not_for_those_behind() -> None:
     load = load_of()
-    ledger.reserve(load, request(5000), 0, 0.0)
-    ledger.record_scrape(load, None, None, None, None, 0.001)  # the first step is running
+    load_ledger.reserve(load, request(5000), 0, 0.0)
+    load_ledger.record_scrape(load, None, None, None, None, 0.001)  # the first step is running
     assert predicted_ttft(load, 2000, 0.01) == pytest.approx(
         step_s(5000) - 0.01 + step_s(2000), rel=0.01
     )
@@ -82,10 +82,10 @@ def test_prompts_that_usually_arrive_are_expected_in_the_step_that_completes_one
     busy, calm = load_of(), load_of()
     for number in range(200):
         now = 0.05 * number
-        ledger.reserve(busy, request(500), 0, now).drop(now)
+        load_ledger.reserve(busy, request(500), 0, now).drop(now)
     for load in (busy, calm):
-        ledger.reserve(load, request(8000), 0, 10.0)
-        ledger.record_scrape(load, None, None, None, None, 10.001)
+        load_ledger.reserve(load, request(8000), 0, 10.0)
+        load_ledger.record_scrape(load, None, None, None, None, 10.001)
     assert predicted_ttft(busy, 1000, 10.01) > 1.2 * predicted_ttft(calm, 1000, 10.01)
 
 
@@ -107,11 +107,11 @@ def test_a_burst_at_the_beginning_is_no_rate() -> None:
 def test_a_wait_for_kv_ends_with_an_answer_of_usual_length() -> None:
     load, now = load_of(50_000), 0.0
     for _ in range(100):  # answers of 200 tokens where 100 were expected
-        entry = ledger.reserve(load, request(100), 0, now)
+        entry = load_ledger.reserve(load, request(100), 0, now)
         entry.on_first_token(now + 0.03)
         now += 3.0
         entry.finish(now, 200)
-    ledger.reserve(load, request(40_000), 0, now).on_first_token(now + 3.0)
+    load_ledger.reserve(load, request(40_000), 0, now).on_first_token(now + 3.0)
     told_s = predicted_ttft(load, 20_000, now + 3.0)
     assert told_s == pytest.approx(
         200 * load.timeline.decode_s + predicted_ttft(load_of(), 20_000, 0.0), rel=0.15
@@ -121,10 +121,10 @@ def test_a_wait_for_kv_ends_with_an_answer_of_usual_length() -> None:
 def test_a_prompt_with_a_shared_prefix_needs_kv_for_the_rest_only() -> None:
     load, now = load_of(50_000), 0.0
     for _ in range(6):
-        ledger.reserve(load, request(8000), 7500, now).on_first_token(now + 0.1)
+        load_ledger.reserve(load, request(8000), 7500, now).on_first_token(now + 0.1)
         now += 0.1
     crowded = predicted_ttft(load, 8000, now, 7500)
-    ledger.record_scrape(load, None, None, (7500 + 6 * 500) / 50_000, None, now)
+    load_ledger.record_scrape(load, None, None, (7500 + 6 * 500) / 50_000, None, now)
     assert crowded > 5 * predicted_ttft(load, 8000, now, 7500)
 
 
@@ -132,9 +132,9 @@ def test_a_first_token_that_does_not_come_where_kv_is_full_is_taken_to_wait_for_
     None
 ):
     load = load_of(50_000)
-    answer = ledger.reserve(load, request(41_000), 0, 0.0)
+    answer = load_ledger.reserve(load, request(41_000), 0, 0.0)
     answer.on_first_token(3.0)
-    ledger.reserve(load, request(8000), 0, 3.0)
+    load_ledger.reserve(load, request(8000), 0, 3.0)
     timeline = load.timeline
     timeline.advance(load, 3.1)
     assert (timeline.is_busy, len(timeline.queue)) == (True, 0)
@@ -149,7 +149,7 @@ def test_a_first_token_that_does_not_come_where_kv_is_full_is_taken_to_wait_for_
 
 def test_a_prompt_that_lacks_less_kv_than_the_models_error_does_not_wait() -> None:
     load = load_of(50_000)
-    ledger.reserve(load, request(42_000), 0, 0.0).on_first_token(3.0)
+    load_ledger.reserve(load, request(42_000), 0, 0.0).on_first_token(3.0)
     alone_s = predicted_ttft(load_of(), 8000, 0.0)
     assert predicted_ttft(load, 8500, 3.0) == pytest.approx(alone_s, rel=0.15)
     assert predicted_ttft(load, 8900, 3.0) > 5 * alone_s
@@ -158,9 +158,9 @@ def test_a_prompt_that_lacks_less_kv_than_the_models_error_does_not_wait() -> No
 def test_a_first_token_despite_full_modelled_kv_corrects_kv_and_steps() -> None:
     load, now = load_of(50_000), 0.0
     for _ in range(6):  # all share one prefix, which no scrape has shown yet
-        ledger.reserve(load, request(8000), 7500, now).on_first_token(now + 0.1)
+        load_ledger.reserve(load, request(8000), 7500, now).on_first_token(now + 0.1)
         now += 0.1
-    entry = ledger.reserve(load, request(8000), 7500, now)
+    entry = load_ledger.reserve(load, request(8000), 7500, now)
     timeline = load.timeline
     timeline.advance(load, now + 0.05)
     steps, lacking = (
@@ -199,7 +199,7 @@ def test_steps_that_are_not_full_have_a_pace_of_their_own() -> None:
     load, now = load_of(), 0.0
     for number in range(300):
         tokens, slower = (8192, 1.0) if number % 2 else (2048, 1.15)
-        entry = ledger.reserve(load, request(tokens), 0, now)
+        entry = load_ledger.reserve(load, request(tokens), 0, now)
         prompts_s = slower * (step_s(tokens) - SHAPE.step_s) + SHAPE.step_s
         entry.on_first_token(now + prompts_s)
         entry.drop(now + 1.0)
@@ -213,15 +213,15 @@ def test_behind_a_very_long_queue_the_formula_is_close_to_the_simulation() -> No
     played, reckoned = load_of(), load_of()
     for load, prompts in ((played, MOST_STEPS), (reckoned, MOST_STEPS + 1)):
         for _ in range(prompts):
-            ledger.reserve(load, request(3000), 0, 0.0)
+            load_ledger.reserve(load, request(3000), 0, 0.0)
     longer_s = predicted_ttft(reckoned, 3000, 0.0) - predicted_ttft(played, 3000, 0.0)
     assert abs(longer_s) < 0.1 * predicted_ttft(played, 3000, 0.0)
 
 
 def test_a_prompt_that_fills_all_kv_alone_waits_for_no_other() -> None:
     load = load_of(kv_tokens=5000)
-    entry = ledger.reserve(load, request(5000), 0, 0.0)
-    ledger.record_scrape(load, None, None, None, None, 0.001)
+    entry = load_ledger.reserve(load, request(5000), 0, 0.0)
+    load_ledger.record_scrape(load, None, None, None, None, 0.001)
     entry.drop(500.0)
     assert load.timeline.kv_prompts == 0
     assert predicted_ttft(load, 5000, 501.0) == pytest.approx(step_s(5000), rel=0.01)
@@ -229,9 +229,9 @@ def test_a_prompt_that_fills_all_kv_alone_waits_for_no_other() -> None:
 
 def test_kv_computed_elsewhere_blocks_no_prompt_before_it_arrives() -> None:
     load = load_of(kv_tokens=10_000)
-    coming = ledger.reserve_decode(load, request(9000), 0, 0.0)
+    coming = load_ledger.reserve_decode(load, request(9000), 0, 0.0)
     assert predicted_ttft(load, 3000, 0.0) == pytest.approx(step_s(3000), rel=0.01)
-    whole = ledger.reserve(load, request(3000), 0, 0.0)
+    whole = load_ledger.reserve(load, request(3000), 0, 0.0)
     whole.on_first_token(step_s(3000))
     assert load.timeline.free_kv_tokens(load) == 7000
     assert load.free_kv_tokens < 0  # the forecast for picks includes what is expected

@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from policies.filters import applicable, fits_context, serves_tenant
-from policies.model import Candidate, Slo
 from policies.presets import DEFAULT_FILTERS
 from policies.pricing.model_tiers import ModelTier, alternatives
+from policies.routing_types import Candidate, Slo
 from tests.unit.policies.builders import ask, candidate
 
 

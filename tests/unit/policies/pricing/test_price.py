@@ -11,10 +11,9 @@ from random import Random
 import msgspec
 import pytest
 
-from policies import registry
-from policies.contract import DECODE_PHASE, WHOLE_REQUEST, PhaseShare
+from policies import policy_registry
 from policies.engine.step_time import PRIOR_VAR, SpeedFactor
-from policies.model import Candidate, Request, RoutingQuery, Slo
+from policies.policy_types import DECODE_PHASE, WHOLE_REQUEST, PhaseShare
 from policies.pricing.price import (
     PricedPolicy,
     PriceScorer,
@@ -22,7 +21,8 @@ from policies.pricing.price import (
     equalize_speeds,
     patience_s,
 )
-from policies.run import pick
+from policies.routing_algorithm import pick
+from policies.routing_types import Candidate, Request, RoutingQuery, Slo
 from tests.unit.policies.builders import ask, candidate
 
 PRICES = PriceScorer(PricedPolicy())
@@ -338,7 +338,7 @@ def test_halves_add_up_in_the_unrolled_form_as_well() -> None:
 def test_the_cheapest_price_is_that_of_the_pick() -> None:
     fleet = [outlook(slot, prefill_done_at=101.0 + slot) for slot in range(4)]
     question = ask(9000, 300)
-    picked = pick(registry.build("priced", {}), question, fleet)
+    picked = pick(policy_registry.build("priced", {}), question, fleet)
     assert picked is not None
     assert picked.candidate is fleet[0]
     assert min(PRICES.prices(question, fleet)) == pytest.approx(-picked.score)
@@ -373,9 +373,10 @@ def test_an_interactive_request_goes_where_a_batch_request_need_not() -> None:
 )
 def test_weights_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(
-        registry.PolicyConfigError, match=f"priced.{next(iter(wrong))}: Expected `float` [<>]="
+        policy_registry.PolicyConfigError,
+        match=f"priced.{next(iter(wrong))}: Expected `float` [<>]=",
     ):
-        registry.build("priced", wrong)
+        policy_registry.build("priced", wrong)
 
 
 def test_equal_endpoints_price_a_long_prompt_equally_after_learning_from_different_prompts() -> (
@@ -401,7 +402,7 @@ def test_equal_endpoints_price_a_long_prompt_equally_after_learning_from_differe
 
 
 def test_equal_endpoints_share_the_picks() -> None:
-    policy, rng, counts = registry.build("priced", {}), Random(3), [0] * 4
+    policy, rng, counts = policy_registry.build("priced", {}), Random(3), [0] * 4
     fleet = [outlook(slot) for slot in range(4)]
     for _ in range(400):
         picked = pick(policy, msgspec.structs.replace(ask(1000, 100), rng=rng), fleet)

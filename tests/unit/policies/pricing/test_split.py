@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from policies.model import Candidate, Pick, Slo
 from policies.presets import LeastLoaded, PrefixAware
 from policies.pricing.price import PricedPolicy
 from policies.pricing.split import (
@@ -24,6 +23,7 @@ from policies.pricing.split import (
     unsplittable_reason,
 )
 from policies.pricing.transfer_time import TransferTimes
+from policies.routing_types import Candidate, Pick, Slo
 from tests.unit.policies.builders import ask, candidate
 
 SPLITTER = build_splitter(SplitRule(2000, 0.25), PrefixAware().build())

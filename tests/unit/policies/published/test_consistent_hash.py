@@ -9,10 +9,10 @@ from random import Random
 
 import pytest
 
-from policies import registry
-from policies.contract import Policy
-from policies.model import Candidate, Request, RoutingQuery
-from policies.run import pick
+from policies import policy_registry
+from policies.policy_types import Policy
+from policies.routing_algorithm import pick
+from policies.routing_types import Candidate, Request, RoutingQuery
 from tests.unit.policies.builders import candidate
 
 SESSIONS = [f"session-{number}" for number in range(2000)]
@@ -29,7 +29,7 @@ def endpoint_of(
 
 
 def build(**params: object) -> Policy:
-    return registry.build("consistent_hash", params)
+    return policy_registry.build("consistent_hash", params)
 
 
 def test_a_session_keeps_its_endpoint_whatever_the_loads() -> None:

@@ -8,12 +8,12 @@ from random import Random
 import msgspec
 import pytest
 
-from policies import registry
-from policies.contract import Policy
+from policies import policy_registry
 from policies.engine.step_time import SpeedBelief, StepCosts
-from policies.model import Candidate, Request, RoutingQuery, Slo
+from policies.policy_types import Policy
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
-from policies.run import pick
+from policies.routing_algorithm import pick
+from policies.routing_types import Candidate, Request, RoutingQuery, Slo
 from tests.unit.policies.builders import ask, candidate
 
 PRINTS = Fingerprinter(b"sixteen bytes at least")
@@ -37,7 +37,7 @@ def chosen(
 
 
 def answer(policy: str | Policy, question: RoutingQuery, fleet: list[Candidate]) -> str:
-    value = registry.build(policy, {}) if isinstance(policy, str) else policy
+    value = policy_registry.build(policy, {}) if isinstance(policy, str) else policy
     picked = pick(value, question, fleet)
     assert picked is not None
     return picked.candidate.endpoint.name
@@ -112,11 +112,11 @@ def test_dynamo_trades_a_cached_block_for_a_block_in_use() -> None:
 def test_dynamo_counts_a_queued_prefill_as_work_and_as_memory() -> None:
     fleet = [candidate(0, prefill_tokens=500), candidate(1, decode_tokens=900)]
     assert chosen("dynamo_kv", fleet) == "tp1"
-    assert chosen(registry.build("dynamo_kv", {"prefill_load_scale": 0.5}), fleet) == "tp0"
+    assert chosen(policy_registry.build("dynamo_kv", {"prefill_load_scale": 0.5}), fleet) == "tp0"
 
 
 def test_dynamo_gives_no_credit_beyond_what_is_to_be_prefilled() -> None:
-    policy = registry.build("dynamo_kv", {"overlap_score_credit": 5.0})
+    policy = policy_registry.build("dynamo_kv", {"overlap_score_credit": 5.0})
     fleet = [candidate(0), candidate(1, decode_tokens=1)]
     assert chosen(policy, fleet, cached=[200, 1000]) == "tp0"
 
@@ -126,7 +126,7 @@ def test_dynamo_fades_the_credit_of_a_longer_queue() -> None:
     assert chosen("dynamo_kv", fleet, cached=[0, 1000]) == "tp1"
     assert (
         chosen(
-            registry.build("dynamo_kv", {"overlap_score_credit_decay": 8.0}),
+            policy_registry.build("dynamo_kv", {"overlap_score_credit_decay": 8.0}),
             fleet,
             cached=[0, 1000],
         )
@@ -135,7 +135,7 @@ def test_dynamo_fades_the_credit_of_a_longer_queue() -> None:
 
 
 def test_dynamo_draws_at_a_temperature_and_prefers_the_cheaper() -> None:
-    policy = registry.build("dynamo_kv", {"router_temperature": 0.5})
+    policy = policy_registry.build("dynamo_kv", {"router_temperature": 0.5})
     fleet = [candidate(0), candidate(1, decode_tokens=500), candidate(2, decode_tokens=1000)]
     drawn = Counter(chosen(policy, fleet, seed) for seed in range(600))
     assert drawn["tp0"] > drawn["tp1"] > drawn["tp2"] > 0
@@ -162,14 +162,14 @@ def test_llmd_blend_weighs_free_memory_as_much_as_the_queue() -> None:
 
 
 def test_llmd_blend_distributes_cold_prompts_in_turn() -> None:
-    policy, fleet = registry.build("llmd_blend", {}), [candidate(slot) for slot in range(4)]
+    policy, fleet = policy_registry.build("llmd_blend", {}), [candidate(slot) for slot in range(4)]
     took = [chosen(policy, fleet, seed) for seed in range(8)]
     assert len(set(took[:4])) == 4
     assert took[4:] == took[:4]
 
 
 def test_llmd_blend_takes_no_turn_for_a_cached_prompt() -> None:
-    policy, fleet = registry.build("llmd_blend", {}), [candidate(slot) for slot in range(2)]
+    policy, fleet = policy_registry.build("llmd_blend", {}), [candidate(slot) for slot in range(2)]
     first = chosen(policy, fleet)
     for seed in range(5):
         assert chosen(policy, fleet, seed, cached=[900, 0]) == "tp0"
@@ -183,7 +183,7 @@ def test_llmd_token_stays_with_the_warm_until_their_queue_is_eighteen_seconds_lo
     assert chosen("llmd_token", [cold, warm], cached=[0, 800]) == "tp1"
     warm.load.prefill_tokens = 181_000
     assert chosen("llmd_token", [cold, warm], cached=[0, 800]) == "tp0"
-    fast = registry.build("llmd_token", {"peak_tokens_per_s": 20_000.0})
+    fast = policy_registry.build("llmd_token", {"peak_tokens_per_s": 20_000.0})
     assert chosen(fast, [cold, warm], cached=[0, 800]) == "tp1"
 
 
@@ -199,7 +199,7 @@ def test_llmd_token_takes_the_fewest_tokens_or_the_fewest_requests() -> None:
         candidate(1, prefill_tokens=5000, in_flight=1),
     ]
     assert chosen("llmd_token", fleet) == "tp0"
-    assert chosen(registry.build("llmd_token", {"bound": "decode"}), fleet) == "tp1"
+    assert chosen(policy_registry.build("llmd_token", {"bound": "decode"}), fleet) == "tp1"
 
     # llm-d's predictor
 
@@ -222,7 +222,7 @@ def test_llmd_predictor_breaks_with_the_warm_beyond_five_seconds() -> None:
 
 def test_llmd_predictor_lets_one_request_in_a_hundred_explore() -> None:
     fleet = [candidate(0, **PACE), candidate(1, prefill_done_at=103.0, **PACE)]
-    policy = registry.build("llmd_predictor", {})
+    policy = policy_registry.build("llmd_predictor", {})
     took = Counter(
         answer(policy, asked(id=f"request-{n}", cached=(0, 900)), fleet) for n in range(3000)
     )
@@ -233,7 +233,7 @@ def test_llmd_predictor_weighs_the_first_token_four_times_the_others() -> None:
     slow_start, slow_steps = candidate(0, prefill_done_at=101.0, **PACE), candidate(1, **PACE)
     slow_steps.load.decode_s_per_token = 0.2
     assert answer("llmd_predictor", asked(), [slow_start, slow_steps]) == "tp1"
-    even = registry.build("llmd_predictor", {"ttft_weight": 0.2, "tpot_weight": 0.8})
+    even = policy_registry.build("llmd_predictor", {"ttft_weight": 0.2, "tpot_weight": 0.8})
     assert answer(even, asked(), [slow_start, slow_steps]) == "tp0"
 
 
@@ -265,7 +265,7 @@ def test_llmd_predictor_prefers_a_high_tpot_to_a_late_start_when_no_endpoint_mee
 
 def test_preble_exploits_a_prefix_longer_than_the_rest_of_the_prompt() -> None:
     fleet = [candidate(0, **PACE), candidate(1, **PACE)]
-    policy = registry.build("preble", {})
+    policy = policy_registry.build("preble", {})
     for number in range(5):
         assert answer(policy, asked(id=f"{number}", cached=(0, 501)), fleet) == "tp1"
         # tp1 has got much work by now
@@ -273,7 +273,10 @@ def test_preble_exploits_a_prefix_longer_than_the_rest_of_the_prompt() -> None:
 
 
 def test_preble_explores_by_what_was_given_in_the_last_three_minutes() -> None:
-    policy, fleet = registry.build("preble", {}), [candidate(0, **PACE), candidate(1, **PACE)]
+    policy, fleet = (
+        policy_registry.build("preble", {}),
+        [candidate(0, **PACE), candidate(1, **PACE)],
+    )
     big = Request("big", "model", "tenant", 50_000, 0)
     first = answer(policy, RoutingQuery(big, 100.0, Random(1)), fleet)
     other = {"tp0": "tp1", "tp1": "tp0"}[first]
@@ -287,7 +290,10 @@ def test_preble_explores_by_what_was_given_in_the_last_three_minutes() -> None:
 
 
 def test_preble_counts_what_a_prefill_would_evict_by_how_often_it_is_hit() -> None:
-    policy, fleet = registry.build("preble", {}), [candidate(0, **PACE), candidate(1, **PACE)]
+    policy, fleet = (
+        policy_registry.build("preble", {}),
+        [candidate(0, **PACE), candidate(1, **PACE)],
+    )
     for number in range(20):  # both get the same load; all of it hits
         slot = number % 2
         warm = tuple(1000 if index == slot else 0 for index in range(2))
@@ -297,7 +303,10 @@ def test_preble_counts_what_a_prefill_would_evict_by_how_often_it_is_hit() -> No
 
 
 def test_preble_turns_from_the_heaviest_to_the_lightest_when_they_are_far_apart() -> None:
-    policy, fleet = registry.build("preble", {}), [candidate(0, **PACE), candidate(1, **PACE)]
+    policy, fleet = (
+        policy_registry.build("preble", {}),
+        [candidate(0, **PACE), candidate(1, **PACE)],
+    )
     took = [answer(policy, asked(id=f"{number}", cached=(1000, 0)), fleet) for number in range(60)]
     assert set(took[:50]) == {"tp0"}
     assert "tp1" in took[50:]
@@ -306,7 +315,7 @@ def test_preble_turns_from_the_heaviest_to_the_lightest_when_they_are_far_apart(
 def test_preble_counts_a_request_as_much_at_a_busy_endpoint_as_at_an_idle_one() -> None:
     # If requests that share a step counted less, the busiest endpoint would get ever more.
     policy, fleet = (
-        registry.build("preble", {}),
+        policy_registry.build("preble", {}),
         [candidate(0, decoding=40, **PACE), candidate(1, **PACE)],
     )
     requests = [Request(f"{number}", "model", "tenant", 1000, 500) for number in range(20)]
@@ -317,7 +326,10 @@ def test_preble_counts_a_request_as_much_at_a_busy_endpoint_as_at_an_idle_one() 
 
 
 def test_preble_moves_a_request_that_is_picked_again() -> None:
-    policy, fleet = registry.build("preble", {}), [candidate(0, **PACE), candidate(1, **PACE)]
+    policy, fleet = (
+        policy_registry.build("preble", {}),
+        [candidate(0, **PACE), candidate(1, **PACE)],
+    )
     for _ in range(40):
         assert answer(policy, asked(cached=(0, 900)), fleet) == "tp1"
     other = Request("other", "model", "tenant", 1000, 1000)
@@ -418,7 +430,7 @@ def pair_of(policy: Policy, fleet: list[Candidate], prints: Fingerprint) -> list
 def test_dualmap_has_two_endpoints_for_a_prefix_and_keeps_them() -> None:
     fleet = [candidate(slot, **PACE) for slot in range(16)]
     for number in range(10):
-        policy = registry.build("dualmap", {})
+        policy = policy_registry.build("dualmap", {})
         pair = pair_of(policy, fleet, prompt(number))
         assert len(set(pair)) == 2
         assert sorted(pair_of(policy, fleet, prompt(number))) == sorted(pair)
@@ -428,7 +440,10 @@ def test_dualmap_has_two_endpoints_for_a_prefix_and_keeps_them() -> None:
 
 
 def test_dualmap_takes_the_more_cached_unless_it_is_late_and_the_other_less_so() -> None:
-    policy, fleet = registry.build("dualmap", {}), [candidate(slot, **PACE) for slot in range(8)]
+    policy, fleet = (
+        policy_registry.build("dualmap", {}),
+        [candidate(slot, **PACE) for slot in range(8)],
+    )
     prints = prompt(1)
     one, other = pair_of(policy, fleet, prints)
     cached = tuple(
@@ -443,14 +458,20 @@ def test_dualmap_takes_the_more_cached_unless_it_is_late_and_the_other_less_so()
 
 
 def test_dualmap_spreads_prefixes_over_the_fleet() -> None:
-    policy, fleet = registry.build("dualmap", {}), [candidate(slot, **PACE) for slot in range(8)]
+    policy, fleet = (
+        policy_registry.build("dualmap", {}),
+        [candidate(slot, **PACE) for slot in range(8)],
+    )
     took = Counter(dual(policy, fleet, prompt(number)) for number in range(400))
     assert len(took) == 8
     assert max(took.values()) / min(took.values()) < 2.5
 
 
 def test_dualmap_hashes_past_a_common_system_prompt() -> None:
-    policy, fleet = registry.build("dualmap", {}), [candidate(slot, **PACE) for slot in range(8)]
+    policy, fleet = (
+        policy_registry.build("dualmap", {}),
+        [candidate(slot, **PACE) for slot in range(8)],
+    )
     took = [dual(policy, fleet, prompt(number, blocks=6, system=2)) for number in range(200)]
     assert len(set(took[:20])) <= 2
     assert len(set(took[100:])) == 8

@@ -7,10 +7,17 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from policies.admission.admission import Admission, Admit, RequestOutcome, Shed, Verdict, Wait
+from policies.admission.admission_policy import (
+    Admission,
+    Admit,
+    RequestOutcome,
+    Shed,
+    Verdict,
+    Wait,
+)
 from policies.admission_registry import build_admission
-from policies.model import Candidate, Pick, Request, RoutingQuery, SessionHints, Slo
-from policies.registry import PolicyConfigError
+from policies.policy_registry import PolicyConfigError
+from policies.routing_types import Candidate, Pick, Request, RoutingQuery, SessionHints, Slo
 from tests.unit.policies.builders import View, ask, candidate, shed
 from tests.unit.policies.published.test_published import PACE
 

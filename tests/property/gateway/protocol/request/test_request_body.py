@@ -23,7 +23,7 @@ from gateway.protocol.request.request_body import (
     parse_call,
 )
 from gateway.protocol.request.service_class import NO_PREFERENCES
-from policies.model import STANDARD, Slo
+from policies.routing_types import STANDARD, Slo
 
 
 class Model(NamedTuple):

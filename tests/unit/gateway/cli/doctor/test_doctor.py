@@ -18,7 +18,7 @@ from gateway.cli.doctor.engine_probe import EngineConnection, ProbeResponse, Pro
 from gateway.cli.doctor.findings import CheckVerdict, fail_finding, group_findings, pass_finding
 from gateway.cli.doctor.production_checklist import CheckedEndpoint, CheckedFleet, run_checklist
 from gateway.config import Config
-from policies.model import Endpoint, EngineKind
+from policies.routing_types import Endpoint, EngineKind
 from policies.sizing.parallel_layout import Layout
 from tests.chaos.gateway_fleet import gateway_fleet
 from tests.command_runner import CommandRunner

@@ -12,7 +12,7 @@ from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.kv_events.reader import KvEventReader
 from gateway.metrics.catalogue import Metrics
-from policies.model import EngineKind
+from policies.routing_types import EngineKind
 from tests.fair_time import within
 from tests.replaced import stand_in
 

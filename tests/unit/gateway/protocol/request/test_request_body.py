@@ -26,7 +26,7 @@ from gateway.protocol.request.request_body import (
 )
 from gateway.protocol.request.service_class import NO_PREFERENCES
 from policies.engine.output_length import OutputLengths
-from policies.model import STANDARD, Slo
+from policies.routing_types import STANDARD, Slo
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "hi"}

@@ -18,7 +18,7 @@ from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.request_body import Call, CallContext, parse_call
 from gateway.protocol.request.sequence_count import SLICE, _count_strings
 from gateway.protocol.request.service_class import NO_PREFERENCES
-from policies.model import STANDARD, Slo
+from policies.routing_types import STANDARD, Slo
 from tests.fair_time import Stopwatch, pace
 
 MOST = 256

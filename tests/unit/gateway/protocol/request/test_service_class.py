@@ -18,7 +18,7 @@ from gateway.protocol.request.service_class import (
     RequestPreferences,
     ServiceClasses,
 )
-from policies.model import Slo
+from policies.routing_types import Slo
 
 POOLS = {"main": {"endpoints": [{"url": "http://127.0.0.1:9000"}]}}
 TENANTS = [

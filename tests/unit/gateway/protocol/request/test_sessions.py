@@ -23,7 +23,7 @@ from gateway.protocol.request.sessions import (
     with_body_session,
 )
 from gateway.protocol.stored_response_ids import ResponseIds
-from policies.model import Request, SessionHints
+from policies.routing_types import Request, SessionHints
 from tests.unit.gateway.protocol.request.test_request_body import Model
 
 UUID = "8f14e45f-ceea-467f-ab1c-0d5d2b0c3a11"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from policies.load import EndpointLoad
-from policies.model import Candidate, RoutingQuery
+from policies.endpoint_load import EndpointLoad
+from policies.routing_types import Candidate, RoutingQuery
 
 Filter = Callable[[RoutingQuery, Sequence[Candidate]], Sequence[Candidate]]
 """A function that returns some of the candidates, in their order.

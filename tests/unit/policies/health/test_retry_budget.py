@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policies.health.retry import RetryBudget, RetryLimits
+from policies.health.retry_budget import RetryBudget, RetryLimits
 
 
 def taken(budget: RetryBudget, active: int) -> int:

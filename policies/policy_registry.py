@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from policies.contract import Policy
+from policies.policy_types import Policy
 from policies.presets import LeastLoaded, PolicyParams, PrefixAware, RoundRobin
 from policies.pricing.price import PricedPolicy
 from policies.published.consistent_hash import ConsistentHash

@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from policies import registry
-from policies.registry import PolicyConfigError
+from policies import policy_registry
+from policies.policy_registry import PolicyConfigError
 
 
 def test_names_are_stable() -> None:
-    assert registry.names()[:3] == ("round_robin", "least_loaded", "prefix_aware")
-    assert set(registry.names()) >= {
+    assert policy_registry.names()[:3] == ("round_robin", "least_loaded", "prefix_aware")
+    assert set(policy_registry.names()) >= {
         *(
             "power_of_two",
             "consistent_hash",
@@ -30,7 +30,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         PolicyConfigError,
         match=r"unknown routing policy 'least_load'.*did you mean 'least_loaded'.*known: round",
     ) as wrong:
-        registry.build("least_load", {})
+        policy_registry.build("least_load", {})
     assert wrong.value.param is None
 
 
@@ -39,26 +39,29 @@ def test_an_unknown_parameter_is_answered_with_the_nearest() -> None:
         PolicyConfigError,
         match=r"no parameter 'fresh'.*did you mean 'fresh_s'.*it takes output_weight",
     ) as wrong:
-        registry.build("least_loaded", {"fresh": 1})
+        policy_registry.build("least_loaded", {"fresh": 1})
     assert wrong.value.param == "fresh"
     with pytest.raises(PolicyConfigError, match="it takes none"):
-        registry.build("round_robin", {"fresh_s": 1})
+        policy_registry.build("round_robin", {"fresh_s": 1})
 
 
 def test_a_parameter_of_the_wrong_kind_is_named() -> None:
     with pytest.raises(
         PolicyConfigError, match=r"prefix_aware.decode_weight: Expected `float`, got `str`"
     ):
-        registry.build("prefix_aware", {"decode_weight": "much"})
+        policy_registry.build("prefix_aware", {"decode_weight": "much"})
 
 
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("name", policy_registry.names())
 def test_every_policy_builds_from_its_defaults_and_has_its_name(name: str) -> None:
-    kind = registry.params_type(name)
-    assert registry.build(name, {}).name == name
-    assert registry.build(name, msgspec.to_builtins(kind())).name == name
+    kind = policy_registry.params_type(name)
+    assert policy_registry.build(name, {}).name == name
+    assert policy_registry.build(name, msgspec.to_builtins(kind())).name == name
     assert kind.__doc__
 
 
 def test_two_builds_share_no_memory() -> None:
-    assert registry.build("round_robin", {}).picker is not registry.build("round_robin", {}).picker
+    assert (
+        policy_registry.build("round_robin", {}).picker
+        is not policy_registry.build("round_robin", {}).picker
+    )

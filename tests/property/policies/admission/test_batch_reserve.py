@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from policies.admission.window_reserve import (
+from policies.admission.batch_reserve import (
     HEADROOM,
     WindowDemand,
     WindowPlan,

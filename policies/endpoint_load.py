@@ -1,7 +1,7 @@
 """The live load of one endpoint: reserved and scraped numbers, flags, learned speed and forecast.
 
-The module contains mutable state only. ledger.py changes the reserved numbers; the gateway's health
-checks and drains change the availability.
+The module contains mutable state only. load_ledger.py changes the reserved numbers; the gateway's
+health checks and drains change the availability.
 """
 
 from __future__ import annotations

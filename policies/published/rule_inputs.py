@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.load import EndpointLoad
-from policies.model import Candidate, RoutingQuery
+from policies.endpoint_load import EndpointLoad
+from policies.routing_types import Candidate, RoutingQuery
 
 
 def cached_tokens(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[int]:

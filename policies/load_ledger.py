@@ -8,13 +8,13 @@ and the forecast. The gateway itself handles health, the prefix index and socket
 
 from __future__ import annotations
 
+from policies.endpoint_load import EndpointLoad
 from policies.engine import load_forecast
 from policies.engine.engine_timeline import STALE_S, EngineTimeline
 from policies.engine.peer_load import FIELDS, NOTHING, PeerShare
 from policies.engine.queued_prompt import QueuedPrompt
 from policies.latency import ttft_simulation
-from policies.load import EndpointLoad
-from policies.model import Request
+from policies.routing_types import Request
 
 FREE_KV = 0.9
 """Share of KV in use (0 to 1) below which waiting prompts are assumed not to wait for KV.

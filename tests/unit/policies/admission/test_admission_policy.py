@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from policies.admission.admission import (
+from policies.admission.admission_policy import (
     Admit,
     CapAdmission,
     DrainRate,
@@ -22,9 +22,9 @@ from policies.admission.admission import (
     total_capacity,
 )
 from policies.admission_registry import build_admission, names
-from policies.model import RoutingQuery
+from policies.policy_registry import PolicyConfigError
 from policies.prefix.fingerprint import Fingerprint
-from policies.registry import PolicyConfigError
+from policies.routing_types import RoutingQuery
 from tests.unit.policies.builders import View, ask, candidate, draining, shed
 
 

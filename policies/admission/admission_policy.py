@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from policies.admission.retry_after import ReturnSchedule, request_key
-from policies.model import Candidate, Pick, Request, RoutingQuery
+from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 
 KEPT = 0.25
 """Share of the wait queue (0 to 1) that new requests may not fill.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policies.admission.full_rate import SETTLED_S, FullLoadRate
+from policies.admission.full_pool_rate import SETTLED_S, FullLoadRate
 
 
 def overloaded(rate: FullLoadRate, measured: float, begin_s: float, seconds: int) -> None:

@@ -7,14 +7,14 @@ from random import Random
 
 import pytest
 
-from policies import ledger
+from policies import load_ledger
+from policies.endpoint_load import EndpointLoad
 from policies.engine.calibration import SHORT_S
 from policies.engine.peer_load import PeerShare
 from policies.engine.step_time import NEUTRAL, SpeedBelief, StepCosts, shape_for
-from policies.latency.latency import backlog_s, tpot_s, ttft_s, ttfts
-from policies.ledger import LoadReservation, set_peer_load
-from policies.load import EndpointLoad
-from policies.model import Candidate, Endpoint, Request
+from policies.latency.expected_latency import backlog_s, tpot_s, ttft_s, ttfts
+from policies.load_ledger import LoadReservation, set_peer_load
+from policies.routing_types import Candidate, Endpoint, Request
 
 SHAPE = shape_for("h100", 4, params_b=70.6, weight_bytes=1, request_s=0.0)
 
@@ -40,7 +40,7 @@ def serve(
     #
     # Returns the time of its end. `attention` is an additional factor on the computation of
     # attention. The predicted TTFT in seconds is appended to `foreseen`.
-    entry: LoadReservation = ledger.reserve(load, request(prompt), 0, now)
+    entry: LoadReservation = load_ledger.reserve(load, request(prompt), 0, now)
     if foreseen is not None:
         assert entry.predicted_ttft_s is not None
         foreseen.append(entry.predicted_ttft_s)
@@ -136,7 +136,7 @@ def test_a_reservation_whose_answer_comes_whole_decodes_from_the_handover_and_te
     None
 ):
     load = load_of()
-    entry = ledger.reserve_decode(load, request(), 8000, 1.0, sees_first_token=False)
+    entry = load_ledger.reserve_decode(load, request(), 8000, 1.0, sees_first_token=False)
     assert (load.decoding, load.timeline.batch) == (0, 0)
     entry.on_kv_arrived(2.0)
     entry.on_kv_arrived(2.5)
@@ -149,8 +149,8 @@ def test_a_reservation_whose_answer_comes_whole_decodes_from_the_handover_and_te
 def test_a_queue_is_waited_for_and_given_back_token_by_token() -> None:
     load = load_of()
     alone = ttft_s(load, 8000, 0, 0.0)
-    first = ledger.reserve(load, request(), 0, 0.0)
-    ledger.reserve(load, request(), 0, 0.0)
+    first = load_ledger.reserve(load, request(), 0, 0.0)
+    load_ledger.reserve(load, request(), 0, 0.0)
     assert ttft_s(load, 8000, 0, 0.0) == pytest.approx(3 * alone, rel=0.1)
     first.on_first_token(alone)
     assert ttft_s(load, 8000, 0, alone) == pytest.approx(2 * alone, rel=0.1)
@@ -158,7 +158,7 @@ def test_a_queue_is_waited_for_and_given_back_token_by_token() -> None:
 
 def test_a_first_token_that_is_late_is_expected_to_be_as_late_again() -> None:
     load = load_of()
-    entry = ledger.reserve(load, request(), 0, 0.0)
+    entry = load_ledger.reserve(load, request(), 0, 0.0)
     predicted = entry.predicted_ttft_s
     assert predicted is not None
     assert load.next_first_token_at == pytest.approx(predicted, rel=0.1)
@@ -170,9 +170,9 @@ def test_a_first_token_that_is_late_is_expected_to_be_as_late_again() -> None:
 
 def test_a_prompt_without_free_kv_waits_for_answers_to_end() -> None:
     load, now = load_of(), 0.0
-    ledger.record_scrape(load, None, None, None, 50_000, 0.0)
+    load_ledger.record_scrape(load, None, None, None, 50_000, 0.0)
     for _ in range(5):
-        ledger.reserve(load, request(), 0, now).on_first_token(now + 0.4)
+        load_ledger.reserve(load, request(), 0, now).on_first_token(now + 0.4)
         now += 0.4
     calm = ttft_s(load, 1000, 0, now)
     assert ttft_s(load, 9000, 0, now) < 20 * calm
@@ -181,17 +181,17 @@ def test_a_prompt_without_free_kv_waits_for_answers_to_end() -> None:
 
 def test_shared_prefixes_need_no_wait_once_a_scrape_shows_free_kv() -> None:
     load, now = load_of(), 0.0
-    ledger.record_scrape(load, None, None, None, 50_000, now)
+    load_ledger.record_scrape(load, None, None, None, 50_000, now)
     for _ in range(6):
-        ledger.reserve(load, request(output=1000), 6000, now).on_first_token(now + 0.2)
+        load_ledger.reserve(load, request(output=1000), 6000, now).on_first_token(now + 0.2)
         now += 0.2
-    entry = ledger.reserve(load, request(output=1000), 6000, now)
+    entry = load_ledger.reserve(load, request(output=1000), 6000, now)
     before = entry.predicted_ttft_s
     entry.on_first_token(now + 0.2)
     for _ in range(40):
         now += 0.05
-        ledger.record_scrape(load, None, None, 0.4, None, now)
-    after = ledger.reserve(load, request(output=1000), 6000, now).predicted_ttft_s
+        load_ledger.record_scrape(load, None, None, 0.4, None, now)
+    after = load_ledger.reserve(load, request(output=1000), 6000, now).predicted_ttft_s
     assert before is not None
     assert after is not None
     assert after < 0.3 * before
@@ -199,25 +199,25 @@ def test_shared_prefixes_need_no_wait_once_a_scrape_shows_free_kv() -> None:
 
 def test_kv_that_another_endpoint_still_computes_does_not_make_an_engine_look_roomy() -> None:
     load = load_of()
-    ledger.record_scrape(load, None, None, None, 50_000, 0.0)
-    ledger.reserve(load, request(20_000), 0, 0.0).on_first_token(1.5)
+    load_ledger.record_scrape(load, None, None, None, 50_000, 0.0)
+    load_ledger.reserve(load, request(20_000), 0, 0.0).on_first_token(1.5)
     for _ in range(3):
-        ledger.reserve_decode(load, request(10_000), 0, 1.5)
+        load_ledger.reserve_decode(load, request(10_000), 0, 1.5)
     free = load.free_kv_tokens
     for step in range(40):
-        ledger.record_scrape(load, 1, 0, 0.4, None, 1.5 + 0.05 * step)
+        load_ledger.record_scrape(load, 1, 0, 0.4, None, 1.5 + 0.05 * step)
     assert load.timeline.kv_ratio == pytest.approx(1.0, abs=0.01)
     assert load.free_kv_tokens == pytest.approx(free, abs=500)
 
 
 def test_simultaneous_first_tokens_belong_to_one_step() -> None:
     load = load_of()
-    first = [ledger.reserve(load, request(2000), 0, 0.0) for _ in range(3)]
-    second = [ledger.reserve(load, request(2000), 0, 0.01) for _ in range(2)]
+    first = [load_ledger.reserve(load, request(2000), 0, 0.0) for _ in range(3)]
+    second = [load_ledger.reserve(load, request(2000), 0, 0.01) for _ in range(2)]
     for entry in first:
         entry.on_first_token(0.33)
     assert (load.timeline.batch, load.timeline.queued_tokens) == (3, 4000)
-    third = ledger.reserve(load, request(2000), 0, 0.34)
+    third = load_ledger.reserve(load, request(2000), 0, 0.34)
     alone = ttft_s(load_of(), 2000, 0, 0.0)
     assert third.predicted_ttft_s == pytest.approx(3 * alone, rel=0.15)
     for entry in second:
@@ -229,7 +229,7 @@ def test_api_latency_is_learned_from_first_tokens_of_an_idle_engine() -> None:
     load, now, late_s = load_of(), 0.0, 0.02
     for _ in range(100):
         now += 5.0
-        entry = ledger.reserve(load, request(500), 0, now)
+        entry = load_ledger.reserve(load, request(500), 0, now)
         assert entry.predicted_ttft_s is not None
         entry.on_first_token(now + late_s + ttft_s(load_of(), 500, 0, 0.0))
         entry.drop(now + 1.0)
@@ -242,12 +242,12 @@ def test_what_the_way_costs_is_learnt_from_long_steps_too_where_others_decode() 
     #
     # Slow steps of the same size would look nearly the same.
     load, late_s, boundary = load_of(), 0.02, 0.1
-    ledger.reserve(load, request(500, 10_000), 0, 0.0).on_first_token(boundary)
+    load_ledger.reserve(load, request(500, 10_000), 0, 0.0).on_first_token(boundary)
     step_s = tpot_s(load, 500)
     for number in range(160):
         prompt = (2400, 2400, 2400, 16_000)[number % 4]
         now = boundary + 1.0 + 0.37 * number % 1.0
-        entry = ledger.reserve(load, request(prompt), 0, now)
+        entry = load_ledger.reserve(load, request(prompt), 0, now)
         begins = boundary + ceil((now + late_s - boundary) / step_s) * step_s
         boundary = begins + ttft_s(load_of(), prompt, 0, 0.0) + step_s - SHAPE.step_s
         assert boundary - begins > SHORT_S
@@ -261,26 +261,26 @@ def test_what_the_way_costs_is_learnt_from_long_steps_too_where_others_decode() 
 def test_external_requests_slow_every_step() -> None:
     load = load_of()
     before = load.decode_s_per_token
-    ledger.record_scrape(load, 40, 0, None, None, 1.0)
-    ledger.record_scrape(load, 40, 0, None, None, 2.0)
+    load_ledger.record_scrape(load, 40, 0, None, None, 1.0)
+    load_ledger.record_scrape(load, 40, 0, None, None, 2.0)
     assert load.external_requests == 40
     assert load.decode_s_per_token > before
 
 
 def test_a_request_scraped_before_its_gateway_announces_it_is_not_external() -> None:
     load = load_of()
-    ledger.record_scrape(load, 3, 0, None, None, 1.0)
+    load_ledger.record_scrape(load, 3, 0, None, None, 1.0)
     assert load.external_requests == 0
-    ledger.record_scrape(load, 1, 1, None, None, 2.0)
+    load_ledger.record_scrape(load, 1, 1, None, None, 2.0)
     assert load.external_requests == 2
-    ledger.record_scrape(load, 0, 0, None, None, 3.0)
+    load_ledger.record_scrape(load, 0, 0, None, None, 3.0)
     assert load.external_requests == 0
 
 
 def test_an_unreported_first_token_does_not_block_other_prompts() -> None:
     load = load_of()
-    ledger.reserve(load, request(), 0, 0.0, sees_first_token=False)
-    ledger.record_scrape(load, 1, 0, None, None, 10.0)
+    load_ledger.reserve(load, request(), 0, 0.0, sees_first_token=False)
+    load_ledger.record_scrape(load, 1, 0, None, None, 10.0)
     assert (load.prefill_tokens, load.decode_tokens, load.decoding) == (0, 8000, 1)
     assert backlog_s(load, 10.0) == 0.0
 
@@ -289,7 +289,7 @@ def test_ttfts_of_many_candidates_equal_single_ones() -> None:
     loads = [EndpointLoad(slot) for slot in range(4)]
     for times, load in enumerate(loads):
         for _ in range(times):
-            ledger.reserve(load, request(), 0, 0.0)
+            load_ledger.reserve(load, request(), 0, 0.0)
     candidates = [Candidate(Endpoint(f"tp{load.slot}", "u", "p", "m"), load) for load in loads]
     holdings = [0, 100, 5000, 0]
     alone = [
@@ -305,7 +305,7 @@ def test_an_engine_shared_with_other_gateways_is_learned_more_slowly() -> None:
         now += 10.0
         set_peer_load(shared, b"peer", PeerShare(prefill_tokens=6000), now)
         for load, more in ((alone, 1.0), (shared, 2.0 if number % 2 else 1.0)):
-            entry = ledger.reserve(load, request(6000), 0, now)
+            entry = load_ledger.reserve(load, request(6000), 0, now)
             entry.on_first_token(now + more * ttft_s(load_of(), 6000, 0, 0.0) * 2.0)
             entry.drop(now + 5.0)
         if number == 3:
@@ -322,7 +322,7 @@ def test_undone_steps_under_load_of_other_gateways_do_not_change_the_context_fac
         what = rng.random()
         if what < 0.3:
             waiting.append(
-                ledger.reserve(load, request(rng.choice((200, 4000, 60_000)), 300), 0, now)
+                load_ledger.reserve(load, request(rng.choice((200, 4000, 60_000)), 300), 0, now)
             )
         elif what < 0.45:
             context = rng.choice((0, 10_000, 1_000_000, 4_000_000))

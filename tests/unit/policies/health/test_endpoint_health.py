@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from policies.health.health import (
+from policies.health.endpoint_health import (
     Health,
     HealthEvent,
     HealthLimits,

@@ -1,7 +1,7 @@
 """The value types of routing: endpoints, requests, candidates, queries and picks.
 
-All values are immutable. load.py has the live numbers of an endpoint; the gateway parses HTTP
-requests.
+All values are immutable. endpoint_load.py has the live numbers of an endpoint; the gateway parses
+HTTP requests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from random import Random
 
 import msgspec
 
-from policies.load import EndpointLoad
+from policies.endpoint_load import EndpointLoad
 from policies.prefix.fingerprint import Fingerprint
 from policies.sizing.parallel_layout import Layout
 

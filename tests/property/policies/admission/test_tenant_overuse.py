@@ -9,7 +9,7 @@ from math import isclose, isnan
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from policies.admission.tenant_usage import TenantUsage
+from policies.admission.tenant_overuse import TenantUsage
 
 WEIGHTS = st.dictionaries(
     st.text("abcdef", min_size=1, max_size=1), st.floats(1e-300, 1000.0), max_size=6

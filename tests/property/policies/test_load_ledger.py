@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from policies import ledger
+from policies import load_ledger
+from policies.endpoint_load import EndpointLoad
 from policies.engine.kalman import MOST_CORRECTION
-from policies.latency.latency import backlog_s, tpot_s, ttft_s
-from policies.ledger import LoadReservation, own_load, set_peer_load
-from policies.load import EndpointLoad
-from policies.model import Request
+from policies.latency.expected_latency import backlog_s, tpot_s, ttft_s
+from policies.load_ledger import LoadReservation, own_load, set_peer_load
+from policies.routing_types import Request
 
 OUTLOOK = (
     "prefill_s_per_token",
@@ -45,7 +45,7 @@ class Ledger(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.load = EndpointLoad(0)
-        ledger.record_scrape(self.load, None, None, None, 200_000, 0.5)
+        load_ledger.record_scrape(self.load, None, None, None, 200_000, 0.5)
         self.now = 1.0
         self.open: set[LoadReservation] = set()
         self.outputs: dict[LoadReservation, int] = {}
@@ -81,7 +81,7 @@ class Ledger(RuleBasedStateMachine):
     ) -> LoadReservation:
         self.now += after
         request = Request("id", "m", "t", prompt, output, choices=choices)
-        entry = (ledger.reserve_decode if handed else ledger.reserve)(
+        entry = (load_ledger.reserve_decode if handed else load_ledger.reserve)(
             self.load, request, int(prompt * share), self.now, told
         )
         believed = self.load.is_modelled
@@ -132,12 +132,12 @@ class Ledger(RuleBasedStateMachine):
         self, after: float, running: int | None, waiting: int | None, usage: float | None
     ) -> None:
         self.now += after
-        ledger.record_scrape(self.load, running, waiting, usage, None, self.now)
+        load_ledger.record_scrape(self.load, running, waiting, usage, None, self.now)
 
     @rule(after=PASSING, believed=st.booleans())
     def believe(self, after: float, believed: bool) -> None:
         self.now += after
-        ledger.set_modelled(self.load, believed, self.now)
+        load_ledger.set_modelled(self.load, believed, self.now)
 
     @invariant()
     def what_is_reserved_is_on_the_timeline_or_nothing_is(self) -> None:
@@ -207,11 +207,11 @@ def test_the_counters_do_not_depend_on_modelling_and_reach_peer_gateways(
     events: list[tuple[int, int, int, bool]],
 ) -> None:
     loads = EndpointLoad(0), EndpointLoad(0)
-    ledger.set_modelled(loads[1], False, 0.0)
+    load_ledger.set_modelled(loads[1], False, 0.0)
     places: list[tuple[LoadReservation, ...]] = []
     for now, (kind, number, output, handed) in enumerate(events, start=1):
         if kind <= 1:
-            take = ledger.reserve_decode if handed else ledger.reserve
+            take = load_ledger.reserve_decode if handed else load_ledger.reserve
             request = Request("id", "m", "t", number, output)
             places.append(tuple(take(load, request, number // 3, float(now)) for load in loads))
         elif places:
@@ -237,6 +237,6 @@ def test_the_queue_grows_with_every_reservation(prompts: list[tuple[int, int]]) 
     load = EndpointLoad(0)
     for uncached, cached in prompts:
         before = load.prefill_done_at, ttft_s(load, 1000, 0, 5.0)
-        ledger.reserve(load, Request("id", "m", "t", uncached + cached, 100), cached, 5.0)
+        load_ledger.reserve(load, Request("id", "m", "t", uncached + cached, 100), cached, 5.0)
         assert load.prefill_done_at > before[0]
         assert ttft_s(load, 1000, 0, 5.0) > before[1]

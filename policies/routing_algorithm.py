@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.contract import Policy
-from policies.model import Candidate, Pick, RoutingQuery
+from policies.policy_types import Policy
+from policies.routing_types import Candidate, Pick, RoutingQuery
 
 
 def pick(

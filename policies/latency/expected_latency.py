@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from policies.engine.engine_load import EngineLoad
-    from policies.model import Candidate
+    from policies.routing_types import Candidate
 
 
 def backlog_s(load: EngineLoad, now: float) -> float:
