@@ -33,6 +33,7 @@ from policies.admission.admission_policy import (
 )
 from policies.admission.fairness import FairShares, TenantCounters, billable_tokens
 from policies.admission.full_pool_rate import FullLoadRate
+from policies.admission.pool_capacity import total_capacity
 from policies.endpoint_load import EndpointLoad
 from policies.pricing.cost_estimate import estimate_cost
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery
@@ -273,7 +274,7 @@ class WaitQueue(Generic[T]):
                 waiter.candidates = candidates
         self._candidates = candidates
         self._leaving = [load for load in leaving if load.in_flight]
-        self.capacity = verdicts.total_capacity(candidates)
+        self.capacity = total_capacity(candidates)
         self._has_unavailable = bool(self._leaving) or not all(
             candidate.load.is_available for candidate in candidates
         )

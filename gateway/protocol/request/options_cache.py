@@ -1,4 +1,4 @@
-"""Caches what a chat request specifies apart from its conversation: its shape. No I/O.
+"""Caches the options of chat requests: what a body says apart from its conversation. No I/O.
 
 Most requests of an application differ only in their conversation. The bytes before and after the
 conversation's value are the key of the cache, so a request with a known shape needs no parsing of

@@ -1,4 +1,4 @@
-"""Parses the body of a request into a Call. Independent of HTTP libraries and I/O.
+"""Parses the JSON body of an API request into a Call: model, prompt, limits, options. No I/O.
 
 The body is decoded once, one level deep (json_members.py), so a prompt of 400 kB is scanned but not
 rebuilt. Unknown members are passed on, members that control engine internals are dropped, and the

@@ -19,8 +19,8 @@ from policies.admission.admission_policy import (
     Wait,
     shed_queue_full,
     shed_timed_out,
-    total_capacity,
 )
+from policies.admission.pool_capacity import total_capacity
 from policies.admission_registry import build_admission, names
 from policies.policy_registry import PolicyConfigError
 from policies.prefix.fingerprint import Fingerprint
