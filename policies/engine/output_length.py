@@ -29,6 +29,9 @@ RECENT = 500
 MOST_HELD = 1000
 """Number of answers, running or ended, beyond which the oldest one holds back no others."""
 
+QUANTILE_AGE = 0.02
+"""Number of new lengths, as a share of all, from which quantiles are computed again."""
+
 RUNNING = -1.0
 # In place of the ratio of an answer that has not ended; 0.0 for one that ended incomplete.
 
@@ -92,13 +95,14 @@ class RecentLengths:
     those that began before it have ended, or MOST_HELD others have begun.
     """
 
-    __slots__ = ("_begun", "_held", "_ordered", "_quantiles", "_ratios")
+    __slots__ = ("_begun", "_held", "_new", "_ordered", "_quantiles", "_ratios")
 
     def __init__(self) -> None:
         self._begun: deque[Hashable] = deque()
         self._held: dict[Hashable, float] = {}  # ratio of each answer in _begun
         self._ratios, self._ordered = deque(SPREAD), list(SPREAD)
         self._quantiles: list[float] | None = None
+        self._new = 0  # lengths since the quantiles were computed
 
     def begin(self, answer: Hashable) -> None:
         """Record that an answer has begun; a second time has no effect."""
@@ -139,7 +143,9 @@ class RecentLengths:
         insort(self._ordered, ratio)
         if len(self._ratios) > RECENT:
             del self._ordered[bisect_left(self._ordered, self._ratios.popleft())]
-        self._quantiles = None
+        self._new += 1
+        if self._new >= QUANTILE_AGE * len(self._ratios):
+            self._quantiles, self._new = None, 0
 
     def quantiles(self) -> Sequence[float]:
         """Return the medians of CLASSES classes of equal probability, as ratios, in order."""
