@@ -13,6 +13,7 @@ import msgspec
 
 from planner.replay.options import ReplayOptions
 from planner.replay.spec import FleetError, FleetSpec, GroupKind, validate
+from planner.text_generator import BYTES_PER_TOKEN
 from policies import admission_registry, policy_registry
 from policies.admission.admission_policy import Admission, WaitQueueLimits
 from policies.admission.fairness import FairShares
@@ -23,6 +24,12 @@ from policies.sizing.gpus import GPUS
 from policies.sizing.model_shapes import MODELS
 
 GPU, MODEL = "h100", "llama-3.1-8b"
+KV_BLOCK_TOKENS = 64
+"""Tokens per block of the simulated KV caches.
+
+Engines have blocks of 16. Larger ones take a third less time to replay, and the rounding of a
+request to whole blocks is small beside its tokens.
+"""
 LIMIT_LABELS = (SLOTS_LABEL, "max_num_batched_tokens")
 """Labels of an endpoint that state these options of vLLM, or their equivalents."""
 
@@ -83,6 +90,7 @@ class _Model(msgspec.Struct):
     name: str
     pool: str
     parameters: float | None = None
+    active_parameters: float | None = None
     split: _Split | None = None
 
 
@@ -111,9 +119,14 @@ class _Retries(msgspec.Struct):
     hedge: float = 0.0
 
 
+class _Prefix(msgspec.Struct):
+    block_bytes: int = 512
+
+
 class _Config(msgspec.Struct):
     pools: dict[str, _Pool]
     slo: _Slos
+    prefix: _Prefix = msgspec.field(default_factory=_Prefix)
     models: list[_Model] = []
     tenants: list[_Tenant] = []
     health: _Health = msgspec.field(default_factory=_Health)
@@ -137,6 +150,7 @@ class PoolCase(msgspec.Struct, frozen=True):
     slow_start_s      setting of slow start, see ReplayOptions
     slow_factor       setting of the ejection of slow groups, see ReplayOptions
     hedge_share       setting of hedges, see ReplayOptions
+    index_tokens      tokens per block of the prefix index
     """
 
     pool: str
@@ -154,6 +168,7 @@ class PoolCase(msgspec.Struct, frozen=True):
     slow_start_s: float = 0.0
     slow_factor: float = 0.0
     hedge_share: float = 0.0
+    index_tokens: int | None = None
 
     def options(self, seed: int = 0) -> ReplayOptions:
         """Return the options of a replay that behaves as the gateway does with this configuration.
@@ -163,11 +178,13 @@ class PoolCase(msgspec.Struct, frozen=True):
         return ReplayOptions(
             seed,
             learns_lengths=True,
+            always_predicts=False,
             standard=self.standard,
             classes=self.classes,
             slow_start_s=self.slow_start_s,
             slow_factor=self.slow_factor,
             hedge_share=self.hedge_share,
+            index_tokens=self.index_tokens,
         )
 
     def policy(self) -> Policy:
@@ -213,7 +230,9 @@ def _case(name: str, config: _Config, taken: Assumptions) -> PoolCase:
     split = next((model.split for model in models if model.split is not None), None)
     rule = SplitRule() if split is None else SplitRule(split.threshold_tokens, split.hysteresis)
     try:
-        fleet = validate(FleetSpec(name, tuple(kinds), split=rule, pairs=split is not None))
+        fleet = validate(
+            FleetSpec(name, tuple(kinds), KV_BLOCK_TOKENS, rule, split is not None, True)
+        )
     except FleetError as error:
         raise PoolCaseError(f"pool {error}") from None
     classes = {
@@ -236,6 +255,7 @@ def _case(name: str, config: _Config, taken: Assumptions) -> PoolCase:
         slow_start_s=config.health.slow_start,
         slow_factor=config.health.slow_factor,
         hedge_share=config.retries.hedge,
+        index_tokens=max(1, config.prefix.block_bytes // BYTES_PER_TOKEN),
     )
 
 
@@ -257,6 +277,7 @@ def _kinds(
             ),
             **_sizes(endpoint.layout, is_exact=is_exact),
             **_limits(endpoint.labels),
+            **_knowledge(endpoint, models),
         )
         for endpoint in pool.endpoints
         if splitting or endpoint.role is not Role.PREFILL
@@ -279,6 +300,19 @@ def _limits(labels: Mapping[str, str]) -> dict[str, int]:
     if SLOTS_LABEL in limits:
         limits["labelled_num_seqs"] = limits[SLOTS_LABEL]
     return limits
+
+
+def _knowledge(endpoint: _Endpoint, models: Sequence[_Model]) -> dict[str, Any]:
+    # Return what the gateway knows of an endpoint's speed at first, see fleet.prior_belief().
+    gpu = endpoint.labels.get("gpu", "").lower()
+    known = gpu if gpu in GPUS else GPU
+    sized = max(models, key=lambda model: model.parameters or 0.0, default=None)
+    return {
+        "knows_model": False,
+        "labelled_gpu": known if gpu else "",
+        "labelled_params_b": None if sized is None else sized.parameters,
+        "labelled_active_b": None if sized is None else sized.active_parameters,
+    }
 
 
 def _model(models: Sequence[_Model], taken: Assumptions, assumed: list[str]) -> tuple[str, bool]:

@@ -22,7 +22,13 @@ def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
     if block_tokens % size == 0:
         step = block_tokens // size
         return request.blocks[step - 1 : whole * step : step]
-    pieces, keys = -(-size // block_tokens), []
+    pieces = -(-size // block_tokens)
+    keys: list[int] = []
+    if size % block_tokens == 0:
+        for block in request.blocks[: -(-whole // pieces)]:
+            first = block * pieces
+            keys += range(first, first + pieces)
+        return tuple([to_64_bits(key) if key >> 64 else key for key in keys[:whole]])
     for index in range(whole):
         recorded = ((index + 1) * block_tokens - 1) // size
         if recorded >= len(request.blocks):
@@ -31,6 +37,26 @@ def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
             to_64_bits(request.blocks[recorded] * pieces + index - recorded * size // block_tokens)
         )
     return tuple(keys)
+
+
+class AnswerBlocks:
+    """Creates the ids of blocks that answers fill. No prompt has them."""
+
+    __slots__ = ("_block_tokens", "_next_id")
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._next_id = 1 << 64  # beyond the ids of prompts
+
+    def append_to(self, keys: tuple[int, ...], request: TraceRequest) -> tuple[int, ...]:
+        """Return the ids of all complete blocks of a prompt and its answer.
+
+        `keys` are those of the prompt. Blocks without a recorded id get new ones too.
+        """
+        filled = (request.input_tokens + request.output_tokens) // self._block_tokens
+        first = self._next_id
+        self._next_id += max(0, filled - len(keys))
+        return (*keys, *range(first, self._next_id))
 
 
 class UnlimitedCache:

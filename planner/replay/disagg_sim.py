@@ -144,7 +144,7 @@ class DisaggSim:
         job = Job(
             given.prompt_tokens,
             inflight.trace_request.output_tokens,
-            inflight.keys,
+            self._fleet.job_keys(inflight),
             leg=DecodeLeg("", _NOWHERE, inf),
         )
         inflight.group, inflight.job = decode_group, job

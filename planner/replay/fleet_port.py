@@ -110,6 +110,9 @@ class FleetPort(Protocol):
         It enters the queue of the group's engine after the API latency.
         """
 
+    def job_keys(self, inflight: InflightRequest) -> tuple[int, ...]:
+        """Return the ids of the blocks that a request's job adds to the prefix cache."""
+
     def enter(self, now: float, what: tuple[ReplayGroup, Job]) -> None:
         """Put a job into the queue of its group's engine, unless the job was withdrawn
         meanwhile.

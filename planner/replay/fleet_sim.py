@@ -19,7 +19,7 @@ from typing import Any
 from mockgpu.job import Job
 from mockgpu.split_legs import DecodeLeg
 from planner.replay.admission_sim import AdmissionSim
-from planner.replay.block_chain import UnlimitedCache, keys_of
+from planner.replay.block_chain import AnswerBlocks, UnlimitedCache, keys_of
 from planner.replay.disagg_sim import DisaggSim
 from planner.replay.fault_events import FaultEvents
 from planner.replay.gateway_sim import GatewaySim
@@ -89,6 +89,11 @@ class Fleet:
             spec, self, options.merges_steps, has_caps=wait_queue is not None
         )
         self.groups = [group for ranks in self.engines for group in ranks]
+        reads_forecast = policy.reads_forecast or (
+            wait_queue is not None and wait_queue.admission.reads_forecast
+        )
+        for group in self.groups:
+            load_ledger.set_modelled(group.load, options.always_predicts or reads_forecast, 0.0)
         self.gateway = GatewaySim(policy, self.groups, options, spec.block_tokens, perf_counter)
         split = spec.pairs or any(kind.role is not Role.BOTH for kind in spec.groups)
         self.disagg = DisaggSim(self, spec.split, policy) if split else None
@@ -96,6 +101,7 @@ class Fleet:
         self.speed_monitor = SpeedMonitorSim(self, self.options.slow_factor)
         self.hedges = Hedges(self, self.options.hedge_share)
         self._ideal = UnlimitedCache(spec.block_tokens)
+        self._answers = AnswerBlocks(spec.block_tokens) if spec.caches_answers else None
         self.inflight: dict[Job, InflightRequest] = {}
         self._records: list[ReplayRecord] = []
         self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
@@ -175,9 +181,8 @@ class Fleet:
         self._records.append(record)
         keys = keys_of(trace_request, self._spec.block_tokens)
         request = self.gateway.request(record, trace_request)
-        inflight = InflightRequest(
-            record, trace_request, request, keys, self.gateway.fingerprint(request, keys), remaining
-        )
+        fingerprint = self.gateway.fingerprint(request, trace_request, keys)
+        inflight = InflightRequest(record, trace_request, request, keys, fingerprint, remaining)
         if self._fits(trace_request):
             self.admission.arrive(now, inflight)
         else:
@@ -219,10 +224,15 @@ class Fleet:
         inflight.is_overtaken = False
         tokens = max(1, inflight.trace_request.input_tokens - inflight.believed_tokens)
         group.speed.on_sent(tokens, now, is_decoding=group.load.decoding > 0)
-        job = Job(
-            inflight.trace_request.input_tokens, inflight.trace_request.output_tokens, inflight.keys
-        )
+        trace_request, keys = inflight.trace_request, self.job_keys(inflight)
+        job = Job(trace_request.input_tokens, trace_request.output_tokens, keys)
         self.send(now, inflight, group, pick, job)
+
+    def job_keys(self, inflight: InflightRequest) -> tuple[int, ...]:
+        """Return the ids of the blocks that a request's job adds to the prefix cache."""
+        if self._answers is None:
+            return inflight.keys
+        return self._answers.append_to(inflight.keys, inflight.trace_request)
 
     def _single_candidates(self, request: TraceRequest) -> Sequence[Candidate]:
         return (

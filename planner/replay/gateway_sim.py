@@ -11,6 +11,7 @@ from random import Random
 from zlib import crc32
 
 from mockgpu.blocks import blocks_for
+from planner.replay.block_chain import keys_of
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
 from planner.replay.options import CacheView, ReplayOptions
@@ -33,9 +34,10 @@ INDEX_BYTES = 256 << 20
 class GatewaySim:
     """The simulated gateway of a replay, with its prefix index and random generators.
 
-    clock   function that returns the wall time in seconds
-    picks   number of routing decisions so far
-    pick_s  wall time in seconds that these decisions took
+    clock         function that returns the wall time in seconds
+    index_tokens  tokens per block of the prefix index
+    picks         number of routing decisions so far
+    pick_s        wall time in seconds that these decisions took
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class GatewaySim:
         self._loss_rng = Random(f"lost events {options.seed}")
         self._options = options
         self._block_tokens = block_tokens
+        self.index_tokens = options.index_tokens or block_tokens
         self.index = PrefixIndex(INDEX_BYTES)
         for group in groups:
             self.index.set_capacity(group.load.slot, group.capacity_tokens)
@@ -89,16 +92,20 @@ class GatewaySim:
         """Record the length of an answer that has ended, to predict later ones."""
         self.output_lengths.record("model", record.tenant, record.slo.name, record.output_tokens)
 
-    def fingerprint(self, request: Request, keys: tuple[int, ...]) -> Fingerprint | None:
-        """Return the fingerprint of the prompt's complete blocks.
+    def fingerprint(
+        self, request: Request, trace_request: TraceRequest, keys: tuple[int, ...]
+    ) -> Fingerprint | None:
+        """Return the fingerprint of the prompt's complete blocks of the prefix index.
 
-        Returns None if the policy reads no prefixes.
+        `keys` are the ids of its KV blocks. Returns None if the policy reads no prefixes.
         """
         if not self.policy.reads_prefix:
             return None
+        if self.index_tokens != self._block_tokens:
+            keys = keys_of(trace_request, self.index_tokens)
         # tenants never share a key, even where engines would share a prefix
         salt = crc32(request.tenant.encode()) << 32
-        block_bytes = self._block_tokens * BYTES_PER_TOKEN
+        block_bytes = self.index_tokens * BYTES_PER_TOKEN
         n_bytes = request.prompt_tokens * BYTES_PER_TOKEN
         return fingerprint_of_chain(keys, block_bytes, n_bytes, salt)
 

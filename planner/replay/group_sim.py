@@ -20,7 +20,7 @@ from planner.replay.spec import FleetSpec, GroupKind
 from planner.replay.step_clock import StepClock
 from policies.endpoint_load import EndpointLoad
 from policies.engine.output_length import RecentLengths
-from policies.engine.step_time import SpeedBelief, StepCosts, shape_for
+from policies.engine.step_time import NEUTRAL, SpeedBelief, StepCosts, shape_for
 from policies.health.speed_samples import SpeedRecord
 from policies.routing_types import Candidate, Endpoint
 
@@ -216,6 +216,11 @@ def build_engines(
 
 def _prior(kind: GroupKind, ranks: int) -> StepCosts:
     # Return the gateway's estimate for a group, or for `ranks` data-parallel ranks of an engine.
+    if not kind.knows_model:
+        if not kind.labelled_gpu and kind.labelled_params_b is None:
+            return NEUTRAL
+        params = kind.labelled_params_b, kind.labelled_active_b
+        return shape_for(kind.labelled_gpu or None, kind.tp, kind.pp, *params)
     shape = kind.shape
     held = rank_model(shape, kind.layout) if kind.ranks > ranks else shape
     return shape_for(

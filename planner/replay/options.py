@@ -91,6 +91,10 @@ class ReplayOptions(msgspec.Struct, frozen=True):
                      0: never
     hedge_share      largest share of requests that get a second attempt (hedge); 0: none. It needs
                      a `slow_factor`
+    always_predicts  whether the gateway learns its endpoints' speed and predicts latencies even if
+                     neither policy nor admission reads that; a live gateway does not
+    index_tokens     tokens per block of the gateway's prefix index; None: as the KV blocks of the
+                     fleet
     classes          service classes by name; STANDARD is used for requests without a known class
     """
 
@@ -110,3 +114,5 @@ class ReplayOptions(msgspec.Struct, frozen=True):
     slow_start_s: float = 0.0
     slow_factor: float = 0.0
     hedge_share: float = 0.0
+    always_predicts: bool = True
+    index_tokens: int | None = None

@@ -56,6 +56,11 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                              group; None: the true value
     labelled_num_seqs        max_num_seqs that the gateway is configured with for the group; None:
                              none, so that the gateway must learn it
+    knows_model              whether the gateway knows the model's exact shape. If not, it begins
+                             with costs for the labelled GPU, the layout and the next two, as a
+                             gateway with a configuration does
+    labelled_params_b        billions of parameters that the gateway is configured with; None: none
+    labelled_active_b        the same of parameters that a token activates
     pp                       pipeline-parallel size of the group
     ep                       expert-parallel size
     dp                       data-parallel size
@@ -87,6 +92,9 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labelled_gpu: str = ""
     labelled_batched_tokens: int | None = None
     labelled_num_seqs: int | None = None
+    knows_model: bool = True
+    labelled_params_b: float | None = None
+    labelled_active_b: float | None = None
     pp: int = 1
     ep: int = 1
     dp: int = 1
@@ -174,10 +182,12 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A replayed fleet: its groups, and when requests are split between prefill and decode groups.
 
-    kinds         the kinds of groups
-    block_tokens  tokens per KV block; blocks of traces are merged or divided to this size
-    split         when to split a request
-    pairs         whether groups that serve both roles may also split requests
+    kinds           the kinds of groups
+    block_tokens    tokens per KV block; blocks of traces are merged or divided to this size
+    split           when to split a request
+    pairs           whether groups that serve both roles may also split requests
+    caches_answers  whether the blocks of answers stay in the prefix cache, as in engines, until
+                    they are evicted. No recorded prompt continues them: they only take room
     """
 
     name: str
@@ -185,6 +195,7 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_tokens: int = BLOCK_TOKENS
     split: SplitRule = SplitRule()
     pairs: bool = False
+    caches_answers: bool = False
 
     @property
     def groups(self) -> tuple[GroupKind, ...]:

@@ -135,12 +135,15 @@ def _fleets(plan: FleetPlan, case: PoolCase, points: Sequence[FleetPoint]) -> It
             msgspec.structs.replace(own, count=plan.replicas - prefills, role=Role.DECODE),
         )
         name = f"{prefills} prefill + {plan.replicas - prefills} decode x {plan.layout.label}"
-        yield validate(FleetSpec(name, halves, split=SplitRule(1)))
+        split = SplitRule(1)
+        yield validate(msgspec.structs.replace(planned, name=name, kinds=halves, split=split))
     for point in _others(plan, points):
-        yield _fleet_of_point(plan, own, point)
+        yield _fleet_of_point(plan, own, point, planned)
 
 
-def _fleet_of_point(plan: FleetPlan, own: GroupKind, point: FleetPoint) -> FleetSpec:
+def _fleet_of_point(
+    plan: FleetPlan, own: GroupKind, point: FleetPoint, planned: FleetSpec
+) -> FleetSpec:
     kind = msgspec.structs.replace(
         own,
         model=_name(point.model),
@@ -154,7 +157,7 @@ def _fleet_of_point(plan: FleetPlan, own: GroupKind, point: FleetPoint) -> Fleet
         max_concurrency=min(point.batch, plan.work.max_concurrency or point.batch),
     )
     name = f"{point.replicas} x {kind.layout.label} {_name(point.model)}"
-    return validate(FleetSpec(name, (kind,)))
+    return validate(msgspec.structs.replace(planned, name=name, kinds=(kind,)))
 
 
 def _divisions(plan: FleetPlan) -> Iterator[int]:

@@ -11,8 +11,15 @@ import pytest
 
 from gateway.cli.main import config_in_text
 from gateway.cli.main import run as penstock
+from gateway.config import load_text
+from gateway.fleet.endpoint_registry import prior_belief
 from planner.plan import Assumptions, PoolCaseError, cases, recent
-from planner.traces import TraceError
+from planner.plan.pool_case import KV_BLOCK_TOKENS
+from planner.replay import Traffic, replay
+from planner.replay.group_sim import build_engines
+from planner.traces import TraceError, TraceRequest
+from policies.routing_types import Endpoint
+from policies.sizing.parallel_layout import Layout
 from tests.command_runner import CommandRunner
 
 CONFIG = """\
@@ -244,6 +251,59 @@ retries: {hedge: 0.1}
     options = case.options(3)
     assert (options.seed, options.learns_lengths) == (3, True)
     assert (options.hedge_share, options.slow_factor, options.slow_start_s) == (0.1, 2.5, 10.0)
+
+
+def test_a_pool_is_replayed_with_the_blocks_of_its_index_and_with_cached_answers() -> None:
+    text = """
+version: 1
+prefix: {block_bytes: 1024}
+pools: {main: {endpoints: [{url: "http://127.0.0.1:9001", labels: {gpu: h100}}]}}
+"""
+    case = cases(config_in_text(text))["main"]
+    assert case.options().index_tokens == 256
+    assert (case.fleet.block_tokens, case.fleet.caches_answers) == (KV_BLOCK_TOKENS, True)
+
+
+@pytest.mark.parametrize(
+    ("model", "labels"),
+    [
+        ("{name: m, pool: main, parameters: 70B, active_parameters: 12B}", "{gpu: h200}"),
+        ("{name: qwen3-32b, pool: main}", "{gpu: A100}"),
+        ("{name: m, pool: main, parameters: 8B}", "{gpu: abacus}"),
+        ("{name: m, pool: main}", "{}"),
+    ],
+)
+def test_a_replayed_gateway_begins_with_the_speeds_that_the_live_one_assumes(
+    model: str, labels: str
+) -> None:
+    text = f"""
+version: 1
+models: [{model}]
+pools:
+  main:
+    endpoints: [{{url: "http://127.0.0.1:9001", labels: {labels}, layout: {{tp: 2}}}}]
+"""
+    config = load_text(text.encode(), "gateway.yaml", {}).config
+    (spec,) = config.pools["main"].endpoints
+    endpoint = Endpoint("e", spec.url, "main", "m", layout=Layout(tp=2), labels=spec.labels)
+    case = cases(config_in_text(text))["main"]
+    ((group,),) = build_engines(case.fleet, None, merges_steps=True, has_caps=True)  # type: ignore[arg-type]
+    assert group.load.belief.shape == prior_belief(config, endpoint).shape
+
+
+def test_a_replayed_gateway_predicts_nothing_that_no_policy_reads() -> None:
+    text = """
+version: 1
+pools:
+  main: {policy: POLICY, endpoints: [{url: "http://127.0.0.1:9001", labels: {gpu: h100}}]}
+"""
+    predicted = {}
+    for policy in ("prefix_aware", "priced"):
+        case = cases(config_in_text(text.replace("POLICY", policy)))["main"]
+        arrivals = Traffic(arrivals=[TraceRequest(0.0, 1000, 10)])
+        run = replay(case.fleet, arrivals, case.policy(), case.admission(), case.options())
+        predicted[policy] = run.records[0].predicted_ttft_s is not None
+    assert predicted == {"prefix_aware": False, "priced": True}
 
 
 def test_labels_state_the_limits_of_an_engine_step() -> None:

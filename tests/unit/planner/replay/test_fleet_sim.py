@@ -233,6 +233,34 @@ def test_the_exact_view_believes_what_the_engine_finds() -> None:
     )
 
 
+def test_cached_answers_evict_prompts_that_come_again() -> None:
+    # The prompt fills 6 of 40 blocks, and each answer in between 8 more.
+    again = [TraceRequest(60.0 * n, 600, 8, tuple(range(6)), block_tokens=100) for n in (0, 9)]
+    others = [TraceRequest(60.0 * n, 100, 800, (1000 + n,), block_tokens=100) for n in range(1, 9)]
+    kind = msgspec.structs.replace(H100, kv_tokens=4000)
+    plain = FleetSpec("one", (kind,), block_tokens=100)
+    cached = {
+        spec.caches_answers: ran([again[0], *others, again[1]], spec).records[-1].cached_tokens
+        for spec in (plain, msgspec.structs.replace(plain, caches_answers=True))
+    }
+    assert cached == {False: 500, True: 0}
+
+
+def test_the_prefix_index_may_have_other_blocks_than_the_engines() -> None:
+    # The second prompt shares 600 tokens, which are no whole block of 512 for the index.
+    shared = tuple(range(6))
+    requests = [
+        TraceRequest(0.0, 900, 8, (*shared, 10, 11, 12), block_tokens=100),
+        TraceRequest(9.0, 900, 8, (*shared, 20, 21, 22), block_tokens=100),
+    ]
+    spec = FleetSpec("one", (H100,), block_tokens=100)
+    believed = [
+        ran(requests, spec, index_tokens=tokens).records[1].believed_tokens
+        for tokens in (None, 200, 400)
+    ]
+    assert believed == [600, 600, 400]
+
+
 def test_an_index_without_updates_matches_nothing() -> None:
     assert {record.believed_tokens for record in ran(some(), lost_events=1.0).records} == {0}
 
