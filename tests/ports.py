@@ -7,6 +7,7 @@ may take one before it is bound. The ports here are below the ephemeral range.
 from __future__ import annotations
 
 import socket
+from contextlib import ExitStack
 from random import SystemRandom
 
 LOWEST, HIGHEST = 15_000, 30_000
@@ -21,3 +22,16 @@ def free_port() -> int:
             except OSError:
                 continue
         return port
+
+
+def free_run(count: int) -> int:
+    """Return the first of `count` consecutive free ports."""
+    while True:
+        first = free_port()
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return first

@@ -1,0 +1,156 @@
+"""The figures of one run that `make planned` compares, for replays and live runs alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import sqrt
+from statistics import fmean, variance
+from typing import Any, NamedTuple
+
+import msgspec
+
+from planner.bench import BenchReport
+from planner.replay.record import ReplayRun
+from planner.replay.results import figures
+
+# Quantiles of Student's t for two-sided 95 % intervals, for 1, 2, ... degrees of freedom.
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+
+
+class RunFigures(NamedTuple):
+    """The results of one run. Shares are between 0 and 1, times are mean seconds of a request.
+
+    attainment  share of the requests that were served within their latency budgets
+    refused     share of the requests that were answered with 429
+    hits        share of the prompt tokens that engines had cached
+    believed    share of the prompt tokens that the gateway believed to be cached
+    queue_s     from the arrival at the gateway until the request is sent to an engine
+    ttft_s      time to the first token
+    tpot_s      time per further token
+    """
+
+    attainment: float
+    refused: float
+    hits: float
+    believed: float
+    queue_s: float
+    ttft_s: float
+    tpot_s: float
+
+
+def figures_of_replay(run: ReplayRun) -> RunFigures:
+    result = figures(run)
+    assert result.ttft is not None
+    assert result.tpot is not None
+    queued = [
+        record.entered_s - record.arrived_s
+        for record in run.records
+        if record.entered_s is not None
+    ]
+    return RunFigures(
+        result.attainment,
+        result.ends.get("shed", 0) / result.offered,
+        result.hit_ratio,
+        result.believed_ratio,
+        fmean(queued),
+        result.ttft.mean,
+        result.tpot.mean,
+    )
+
+
+def figures_of_live(report: BenchReport, log: Iterable[bytes]) -> RunFigures:
+    """Return the figures of a client's report and the access log of the gateway.
+
+    Lines of the log that are not of served requests are ignored.
+    """
+    assert report.ttft is not None
+    assert report.tpot is not None
+    served = [line for line in map(_access_line, log) if line.get("outcome") == "served"]
+    prompt = sum(line["prompt_tokens"] for line in served)
+    return RunFigures(
+        report.good_fraction,
+        report.errors.get("http_429", 0) / len(report.records),
+        report.cached_ratio or 0.0,
+        sum(line["believed_cached_tokens"] for line in served) / prompt,
+        fmean(1e-6 * line["sent_us"] for line in served),
+        report.ttft.mean,
+        report.tpot.mean,
+    )
+
+
+def _access_line(line: bytes) -> dict[str, Any]:
+    if not line.startswith(b'{"time"'):
+        return {}
+    decoded: dict[str, Any] = msgspec.json.decode(line)
+    return decoded
+
+
+class SeedRuns(NamedTuple):
+    """The replays and live runs of the traffic of one seed."""
+
+    replays: Sequence[RunFigures]
+    live: Sequence[RunFigures]
+
+
+class Difference(NamedTuple):
+    """The means of one figure over seeds, and live minus replayed.
+
+    margin  half of the 95 % confidence interval of the difference; None with fewer than two runs
+            per seed on a side
+    """
+
+    replayed: float
+    live: float
+    margin: float | None
+
+    @property
+    def value(self) -> float:
+        return self.live - self.replayed
+
+
+def difference(seeds: Sequence[SeedRuns], name: str) -> Difference:
+    """Compare the mean of one figure over the live runs with that over the replays.
+
+    Both sides of a seed have the same requests, so only chance within a seed makes the margin.
+    """
+    replays = [[float(getattr(run, name)) for run in seed.replays] for seed in seeds]
+    lives = [[float(getattr(run, name)) for run in seed.live] for seed in seeds]
+    replayed = fmean(map(fmean, replays))
+    live = fmean(map(fmean, lives))
+    if min(map(len, [*replays, *lives])) < 2:
+        return Difference(replayed, live, None)
+    error = sqrt(_square_error(replays) + _square_error(lives))
+    freedom = sum(len(runs) - 1 for runs in lives)
+    return Difference(replayed, live, _T95[min(freedom, len(_T95)) - 1] * error)
+
+
+def _square_error(groups: Sequence[Sequence[float]]) -> float:
+    # Return the squared standard error of the mean of group means, with a common variance.
+    freedom = sum(len(runs) - 1 for runs in groups)
+    common = sum((len(runs) - 1) * variance(runs) for runs in groups) / freedom
+    return common * sum(1 / len(runs) for runs in groups) / len(groups) ** 2
+
+
+_ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("attainment", "attainment", lambda value: f"{100 * value:.1f} %"),
+    ("refused", "refused", lambda value: f"{100 * value:.1f} %"),
+    ("hits", "hit ratio", lambda value: f"{100 * value:.2f} %"),
+    ("believed", "believed hits", lambda value: f"{100 * value:.2f} %"),
+    ("queue_s", "queue, mean", lambda value: f"{1e3 * value:.1f} ms"),
+    ("ttft_s", "TTFT, mean", lambda value: f"{1e3 * value:.1f} ms"),
+    ("tpot_s", "TPOT, mean", lambda value: f"{1e3 * value:.3f} ms"),
+)
+
+
+def difference_table(seeds: Sequence[SeedRuns]) -> str:
+    """Return all figures as a table: the mean replay, the mean live run and the difference."""
+    lines = [f"  {'':<14}{'replayed':>12}{'live':>12}{'difference':>14}"]
+    for name, label, text in _ROWS:
+        result = difference(seeds, name)
+        margin = "" if result.margin is None else f" +- {text(result.margin)}"
+        sign = "+" if result.value >= 0 else "-"
+        lines.append(
+            f"  {label:<14}{text(result.replayed):>12}{text(result.live):>12}"
+            f"{sign + text(abs(result.value)):>14}{margin}"
+        )
+    return "\n".join(lines)
