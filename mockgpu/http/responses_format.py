@@ -29,7 +29,7 @@ class ResponsesFormat:
         chat: dict[str, Any] = {name: members[name] for name in _PASSED if name in members}
         self._store.check(members)
         system, messages = self._messages(members)
-        chat["messages"] = system + messages
+        chat["messages"] = _with_one_system_message(system + messages)
         chat["max_completion_tokens"] = members.get("max_output_tokens")
         chat["response_format"] = _response_format(members)
         functions = functions_of(members)
@@ -162,6 +162,20 @@ class ResponsesChunks:
     def _event(self, name: str, /, **data: Any) -> bytes:
         number, self._number = self._number, self._number + 1
         return named_event(name, {**data, "sequence_number": number, "type": name})
+
+
+def _with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    # Join the system and developer messages at the beginning, as vLLM does for most templates.
+    texts: list[str] = []
+    for message in messages:
+        if message["role"] not in ("system", "developer") or not isinstance(
+            message["content"], str
+        ):
+            break
+        texts.append(message["content"])
+    if len(texts) < 2:
+        return messages
+    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[len(texts) :]]
 
 
 def chat_messages(members: Mapping[str, Any]) -> list[dict[str, Any]]:

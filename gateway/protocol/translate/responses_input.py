@@ -79,6 +79,31 @@ def input_messages(value: Any) -> list[dict[str, Any]]:
     return conversation.messages
 
 
+def join_system_messages(messages: list[dict[str, Any]]) -> None:
+    """Join the system messages that precede all others of a chat into one, in place.
+
+    Most chat templates allow only one, at the beginning. Texts are joined as vLLM joins them for
+    such templates: parts of a message by a line break, messages by an empty line.
+    """
+    count = 0
+    while count < len(messages) and messages[count]["role"] == "system":
+        count += 1
+    contents = [message["content"] for message in messages[:count]]
+    if count > 1 and all(map(_is_text, contents)):
+        joined = "\n\n".join(_joined(content) for content in contents)
+        messages[:count] = [{"role": "system", "content": joined}]
+
+
+def _is_text(content: Any) -> bool:
+    return isinstance(content, str) or all(part["type"] == "text" for part in content)
+
+
+def _joined(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content)
+
+
 def _add_item(item: Mapping[str, Any], path: str, conversation: _Conversation) -> None:
     kind = item.get("type") or "message"
     if kind == "message":

@@ -24,7 +24,11 @@ from gateway.protocol.translate.request_reader import (
     translate_members,
     untranslatable,
 )
-from gateway.protocol.translate.responses_input import flat_name, input_messages
+from gateway.protocol.translate.responses_input import (
+    flat_name,
+    input_messages,
+    join_system_messages,
+)
 
 _TOOL_MEMBERS = frozenset(
     {"type", "name", "description", "parameters", "strict", "defer_loading", "allowed_callers"}
@@ -50,6 +54,7 @@ def to_chat(body: bytes) -> bytes:
     if members.get("instructions"):
         instructions = text_of(members["instructions"], "instructions")
         chat["messages"].insert(0, {"role": "system", "content": instructions})
+    join_system_messages(chat["messages"])
     return encode(chat)
 
 
@@ -59,7 +64,7 @@ def lost_member(body: bytes) -> str:
 
     Members that engines ignore do not count. `store` counts unless it is false, because the engine
     of a translated request stores nothing. The role `developer` counts, because engines may render
-    it differently.
+    it differently, and so do several system messages, which a translation joins.
     """
     members = read_object(body)
     tools = list_of(members.get("tools") or [], "tools")
@@ -67,7 +72,8 @@ def lost_member(body: bytes) -> str:
         return "tools"
     value = members.get("input") or []
     items = [] if isinstance(value, str) else list_of(value, "input")
-    if any(isinstance(item, dict) and item.get("role") == "developer" for item in items):
+    roles = [item.get("role") for item in items if isinstance(item, dict)]
+    if "developer" in roles or roles.count("system") + bool(members.get("instructions")) > 1:
         return "input"
     if members.get("moderation"):
         return "moderation"

@@ -34,12 +34,13 @@ def test_messages(members: dict[str, Any], lost: str) -> None:
     ("members", "lost"),
     [
         ({}, ""),
-        ({"input": [{"role": "system", "content": "x"}], "instructions": "y"}, ""),
+        ({"input": [{"role": "system", "content": "x"}]}, ""),
         ({"tools": [{"type": "function", "name": "f"}], "metadata": {"a": "b"}}, ""),
         ({"store": True}, "store"),
         ({"store": None}, "store"),
         ({"store": True, "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": [{"role": "developer", "content": "x"}]}, "input"),
+        ({"input": [{"role": "system", "content": "x"}], "instructions": "y"}, "input"),
         ({"moderation": {"model": "m"}}, "moderation"),
     ],
 )

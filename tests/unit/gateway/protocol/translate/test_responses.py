@@ -69,8 +69,7 @@ def test_a_turn_of_an_agent_becomes_chat_messages() -> None:
         return {"id": f"c{number}", "type": "function", "function": function}
 
     assert request["messages"] == [
-        {"role": "system", "content": "You code."},
-        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": "You code.\n\nBe brief."},
         {"role": "user", "content": "List the files."},
         {
             "role": "assistant",
@@ -87,6 +86,24 @@ def test_a_turn_of_an_agent_becomes_chat_messages() -> None:
             "type": "function",
             "function": {"name": "run", "parameters": {"type": "object"}, "strict": False},
         }
+    ]
+
+
+def test_system_messages_before_all_others_become_one() -> None:
+    parts = [
+        {"type": "input_text", "text": "Be brief."},
+        {"type": "input_text", "text": "Be kind."},
+    ]
+    items = [
+        {"role": "system", "content": "You code."},
+        {"role": "developer", "content": parts},
+        {"role": "user", "content": "List the files."},
+        {"role": "developer", "content": "All of them."},
+    ]
+    assert chat(input=items)["messages"] == [
+        {"role": "system", "content": "You code.\n\nBe brief.\nBe kind."},
+        {"role": "user", "content": "List the files."},
+        {"role": "system", "content": "All of them."},
     ]
 
 
