@@ -16,15 +16,17 @@ from tests.real.engines import REAL, Engine, free_ports
 from tests.real.tap import Tap, tap
 
 
+def pytest_configure() -> None:
+    # Fixtures of every module end their engines also when this process is terminated.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session")
 def engines() -> Iterator[tuple[Engine, Engine]]:
     if not (REAL / "installed").exists():
         pytest.fail("the real engines are not installed; `make real` does it")
     ports = free_ports(4)
     pair = Engine("P", ports[0], ports[1], 0), Engine("D", ports[2], ports[3], 1)
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # the engines exit with this process, however it ends
     try:
         for engine in pair:
             engine.start()

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 
 from tests.e2e.processes import GatewayProcess
+from tests.real.api_answers import MESSAGES, PATHS, RESPONSES, ask_api, request_of
 from tests.real.asking import Answer, ask, body, prompt
 from tests.real.engines import Engine
 from tests.real.fronts import config, gateway
@@ -53,18 +54,9 @@ async def test_streams_outlive_the_engine_that_began_them_token_for_token(
     whole = {engine.name: (engine.url, "both") for engine in engines}
     with gateway(tmp_path, config(whole, serving="resume: {attempts: 2}")) as front:
         answers = await _killed_under_them(front, engines, asked)
-        async with (
-            aiohttp.ClientSession() as http,
-            http.get(f"{front.admin_url}/metrics") as metrics,
-        ):
-            page = await metrics.text()
-    resumed, seam = (
-        total(page, "penstock_resumes_total", result=result)
-        for result in ("resumed", "ambiguous_ids")
-    )
+        resumed, seam = await _resumes(front)
     print(f"{resumed:g} of {STREAMS} streams were resumed, {seam:g} broke at a seam")
     assert resumed >= 1
-    assert total(page, "penstock_resumes_total") == resumed + seam
     assert sum(bool(answer.error) for answer in answers) == seam
     for answer, told in zip(answers, undisturbed, strict=True):
         assert told.completion_tokens == TOKENS
@@ -76,3 +68,47 @@ async def test_streams_outlive_the_engine_that_began_them_token_for_token(
                 told.finish_reason,
                 told.prompt_tokens,
             )
+
+
+async def test_streams_of_every_api_outlive_the_engine_that_began_them(
+    engines: tuple[Engine, Engine], again: None, tmp_path: Path
+) -> None:
+    # The gateway has engines answer Messages and Responses as chat completions; undisturbed answers
+    # are those of the engine's own APIs.
+    requests = [
+        (path, request_of(path, prompt(150, 6100 + n), TOKENS, stream=True))
+        for n, path in enumerate((*PATHS, RESPONSES, MESSAGES))
+    ]
+    undisturbed = [await ask_api(engines[1].url, *each) for each in requests]
+    whole = {engine.name: (engine.url, "both") for engine in engines}
+    events = 0
+
+    def heard(endpoint: str) -> None:
+        nonlocal events
+        events += 1
+        if events == KILLED_AT:
+            next(engine for engine in engines if engine.name == endpoint).kill()
+
+    with gateway(tmp_path, config(whole, serving="resume: {attempts: 2}")) as front:
+        answers = await asyncio.gather(*(ask_api(front.url, *each, heard) for each in requests))
+        resumed, seam = await _resumes(front)
+    print(f"{resumed:g} of {len(requests)} streams were resumed, {seam:g} broke at a seam")
+    assert resumed >= 1
+    assert sum(bool(answer.error) for answer in answers) == seam
+    for answer, told in zip(answers, undisturbed, strict=True):
+        if answer.error:
+            assert told.text.startswith(answer.text)
+        else:
+            assert answer.comparable == told.comparable
+
+
+async def _resumes(front: GatewayProcess) -> tuple[float, float]:
+    # Return how many streams were resumed, and how many ended at an ambiguous place of their text.
+    async with aiohttp.ClientSession() as http, http.get(f"{front.admin_url}/metrics") as metrics:
+        page = await metrics.text()
+    resumed, seam = (
+        total(page, "penstock_resumes_total", result=result)
+        for result in ("resumed", "ambiguous_ids")
+    )
+    assert total(page, "penstock_resumes_total") == resumed + seam
+    return resumed, seam
