@@ -1,7 +1,7 @@
 """The command `penstock explain`, which prints why a request was routed as it was.
 
-The data comes from GET /explain of a running gateway (telemetry/explain.py); this module only
-formats it.
+The data comes from GET /explain of a running gateway (telemetry/pick_explanation.py); this module
+only formats it.
 """
 
 from __future__ import annotations

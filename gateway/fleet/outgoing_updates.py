@@ -1,6 +1,6 @@
 """Collects updates for the other gateways; the code that serves requests only appends to lists.
 
-peers/view.py and peers/sync_loop.py encode and send the updates later.
+peers/peer_view.py and peers/sync_loop.py encode and send the updates later.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The interface between a client connection and the code that serves its request.
 
-Client is implemented by both classes of client connection (http/connection.py) and by fakes in
-tests.
+Client is implemented by both classes of client connection (http/client_connection.py) and by fakes
+in tests.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ Answering a late client and closing its connection takes about 0.1 ms.
 
 
 class ByteBudget(Protocol):
-    """The memory budget for request bodies, which admission/controller.py implements."""
+    """The memory budget for request bodies, which admission/admission_controller.py implements."""
 
     def reserve_body(self, body_bytes: int) -> int:
         """Reserve `body_bytes` bytes of the memory budget for a request body; return how many were

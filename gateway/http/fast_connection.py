@@ -1,8 +1,8 @@
 """The fast path of a client connection: POST requests that carry a Content-Length header.
 
-protocol/request_head.py recognises such a request. It is served in the callback that delivers its
-last byte, without a task or a request object. At the first request of any other kind, the
-connection switches to AiohttpConnection for good, so that no request passes two parsers.
+protocol/request/request_head.py recognises such a request. It is served in the callback that
+delivers its last byte, without a task or a request object. At the first request of any other kind,
+the connection switches to AiohttpConnection for good, so that no request passes two parsers.
 """
 
 from __future__ import annotations

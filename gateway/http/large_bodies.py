@@ -1,7 +1,7 @@
 """A queue that lets large request bodies be joined and parsed one at a time.
 
 Parsing cannot be interrupted. It takes 0.2 ms per MiB of text, 0.8 of blanks, and up to 1.7 of
-values that are nested. The memory for bodies is limited in admission/controller.py.
+values that are nested. The memory for bodies is limited in admission/admission_controller.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """An HTTP/1.1 client for engines, with connection pooling, timeouts and backpressure.
 
 Its main classes are ConnectionPool and UpstreamConnection. Response bytes go straight to the
-client's connection; a Relay (protocol/relay.py) interprets them. aiohttp's client would cost
-several times as much CPU per request and chunk (docs/performance.md).
+client's connection; a Relay (protocol/response/relay.py) interprets them. aiohttp's client would
+cost several times as much CPU per request and chunk (docs/performance.md).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _OVERRULED = (fits_context.__name__, serves_tenant.__name__, below_cap.__name__)
 class WholePlan:
     """A request that is not split, attempted at one endpoint after another until its answer begins.
 
-    While the request waits for its first byte, legs/hedge.py reads this plan to hedge late
+    While the request waits for its first byte, forwarding/hedge.py reads this plan to hedge late
     requests.
 
     query  the routing query of the newest choice

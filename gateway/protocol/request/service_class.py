@@ -1,6 +1,6 @@
 """Reads service-level headers: class, latency budgets, priority, session and client timeout.
 
-Body members with the same meaning are read in protocol/openai.py; policies/ acts on the result.
+Body members with the same meaning are read in request_body.py; policies/ acts on the result.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class HeaderFields(dict[str, str]):
     """Header fields by lower-case name, with cached results of reading them.
 
     cached_preferences  the preferences read from them, and the ServiceClasses that read them
-    forwarded_lines     the header lines that engines receive, once computed (legs/forward.py)
+    forwarded_lines     the header lines that engines receive, once computed (forwarding/forward.py)
     """
 
     __slots__ = ("cached_preferences", "forwarded_lines")

@@ -459,7 +459,7 @@ async def test_a_policy_that_fails_its_trial_pick_is_rejected_with_its_place(
 
     async with running(tmp_path) as harness:
         before = harness.app.gateway.snapshot
-        monkeypatch.setattr(swap.run, "pick", broken)
+        monkeypatch.setattr(swap.routing_algorithm, "pick", broken)
         status, reply = await harness.put(harness.text().replace(*LEAST))
         monkeypatch.undo()
         assert (status, reply["problems"][0]["line"], reply["problems"][0]["col"]) == (400, 10, 13)
