@@ -166,7 +166,7 @@ def _figures(
 
 def _ejected(folder: Path, slow_at: float) -> list[float]:
     lines = [
-        line for line in (folder / "stderr.log").read_text().splitlines() if "-> ejected" in line
+        line for line in (folder / "stderr.log").read_text().splitlines() if " to ejected (" in line
     ]
     return [datetime.fromisoformat(line.split()[0]).timestamp() - slow_at for line in lines]
 
