@@ -16,7 +16,6 @@ import msgspec
 
 from bench.zoo.auto import LoggedFleet
 from planner.plan.pool_case import cases
-from planner.replay.options import ReplayOptions
 from planner.replay.spec import GroupKind
 from planner.replay.traffic import Traffic
 from planner.traces.recorded_request import PRIVATE, TraceRequest
@@ -24,7 +23,7 @@ from policies import policy_registry
 from policies.admission.wait_queue import WaitQueue
 
 ENDPOINTS = ("e0", "e1")
-DOCUMENTS, BLOCKS, BLOCK_TOKENS = 12, 12, 512
+DOCUMENTS, BLOCKS, BLOCK_TOKENS = 14, 12, 512
 SLO = {"default": "standard", "classes": {"standard": {"ttft": 1.0, "tpot": 0.05}}}
 
 
@@ -71,7 +70,7 @@ def serve(
     # replaces the engines that the configuration describes.
     case = cases(config(policy))["main"]
     spec = msgspec.structs.replace(case.fleet, kinds=kinds or case.fleet.kinds)
-    options = ReplayOptions(seed=seed, learns_lengths=True, standard=case.standard)
+    options = case.options(seed)
     traffic = Traffic(requests(count, rate_s, seed))
     room = WaitQueue[int](case.admission(), case.limits, case.shares)
     fleet = LoggedFleet(spec, traffic, policy_registry.build(policy, {}), room, options)
