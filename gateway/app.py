@@ -64,10 +64,10 @@ from gateway.reload.history import VersionHistory
 from gateway.reload.reloader import Reloader
 from gateway.reload.snapshot import build_plan
 from gateway.reload.swap import Swap, attach_metrics
-from gateway.request_path import create_request_factory
 from gateway.restart.channel import BoundListener, bound_listeners
 from gateway.restart.start_options import StartOptions, WorkerSettings
 from gateway.route import Gateway
+from gateway.serve import create_request_factory
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.cost_counter import LiveCost

@@ -1,7 +1,7 @@
 """The data that serving a request needs: its route, the snapshot, and the gateway's live parts.
 
 reload/snapshot.py builds snapshots from a configuration, reload/swap.py puts them in force, and
-request_path.py serves a request along its route.
+serve.py serves a request along its route.
 """
 
 from __future__ import annotations

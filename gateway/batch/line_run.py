@@ -1,6 +1,6 @@
 """One attempt at one batch request, from its line of the input file to its result.
 
-The module prepares the request and reads the answer; gateway/request_path.py serves the request.
+The module prepares the request and reads the answer; gateway/serve.py serves the request.
 """
 
 from __future__ import annotations

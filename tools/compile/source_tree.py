@@ -30,7 +30,7 @@ PROJECT_FILES = ("pyproject.toml", "README.md", "LICENSE")
 SETUP = Path(__file__).with_name("extension_setup.py")
 SMALL_LIST = "small_packages.txt"
 """Name of the file in the tree from which setup.py reads the list SMALL."""
-SPINE = ("request_path.py", "exchange.py", "route.py")
+SPINE = ("serve.py", "exchange.py", "route.py")
 PACKAGES = (
     *(f"gateway/{name}" for name in ("protocol", "http", "admission", "fleet", "proxy", "disagg")),
     *(f"gateway/{name}" for name in ("forwarding", "metrics", "telemetry")),

@@ -9,13 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from gateway import request_path
 from gateway.exchange import Exchange
 from gateway.http.client_interface import Client
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol import api_table
-from gateway.request_path import GAPS_EVERY, RequestFactory
 from gateway.route import Gateway
+from gateway.serve import GAPS_EVERY, RequestFactory
 from tests.replaced import stand_in
 
 CLIENT = cast(
@@ -24,7 +23,7 @@ CLIENT = cast(
 
 
 def new_exchanges(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Exchange]:
-    patch.setattr(request_path, "serve", lambda gateway, exchange, client, handle: exchange)
+    patch.setattr("gateway.serve.serve", lambda gateway, exchange, client, handle: exchange)
     gateway = stand_in(Gateway, SimpleNamespace(accounts=SimpleNamespace(tracer=tracer)))
     beginning = RequestFactory(gateway, Metrics().itl_seconds)
     return [cast(Exchange, beginning.serve(CLIENT, api_table.CHAT)) for _ in range(number)]
