@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from tests.real.asking import Answer, ask, body, differences, prompt
-from tests.real.engines import REAL, Engine, free_ports, penstock_connector
+from tests.real.engines import BLOCK_TOKENS, REAL, Engine, free_ports, penstock_connector
 from tests.real.fronts import config, gateway
 
 REQUESTS, AT_ONCE = 60, 4
@@ -179,6 +179,28 @@ async def test_a_dead_prefill_engine_costs_a_computation_and_no_wrong_token(
     again = await ask(d.url, asked | {"cache_salt": "again", "kv_transfer_params": handoff})
     assert differences(again, answer) == []
     assert await fetched(d) - before == again.prompt_tokens
+
+
+PULLS = 20
+
+
+async def test_a_cached_prefix_is_pulled_from_the_other_engine(
+    idle: tuple[Engine, Engine],
+) -> None:
+    # The prefill engine computes only what follows the prefix that it has.
+    p, d = idle
+    for seed in range(3400, 3400 + PULLS):
+        prefix = prompt(300 + 20 * (seed % 10), seed=seed)
+        known = await ask(p.url, body(prefix, max_tokens=1))
+        request = body(f"{prefix} Which pump is it?")
+        hits, received = (await p.numbers())["prefix_cache_hits_total"], await fetched(d)
+        handoff = await handoff_of(p, request)
+        pulled = await ask(d.url, request | {"kv_transfer_params": handoff})
+        hits = (await p.numbers())["prefix_cache_hits_total"] - hits
+        assert hits == (known.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert await fetched(d) - received == pulled.prompt_tokens
+        computed = await ask(d.url, request | {"cache_salt": "computed"})
+        assert (pulled.status, differences(pulled, computed)) == (200, [])
 
 
 RANK_REQUESTS = 8
