@@ -62,7 +62,7 @@ def requests(count: int, rate_s: float, seed: int) -> list[TraceRequest]:
 def serve(
     policy: str,
     count: int = 600,
-    rate_s: float = 16.0,
+    rate_s: float = 13.0,
     seed: int = 0,
     kinds: tuple[GroupKind, ...] = (),
 ) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ planner.replay.fleet_sim.replay()."""
 def set_limits() -> None:
     """Give this process the lowest priority, and limit its memory."""
     with suppress(OSError):
-        os.nice(NICE)
+        os.setpriority(os.PRIO_PROCESS, 0, NICE)
     if hasattr(os, "SCHED_IDLE"):  # Linux
         with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

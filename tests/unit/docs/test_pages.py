@@ -64,6 +64,7 @@ NOT_COMMANDS = {
     "--load-format",
     "--enable-feature",
     "--ahead",
+    "--clock",  # of make planned
     "--functions",
     "--stream-interval",
 }
