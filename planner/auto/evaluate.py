@@ -21,7 +21,6 @@ from planner.auto.reproduction import ServedRequest, find_doubt, from_line, from
 from planner.plan.pool_case import PoolCase
 from planner.plan.recent import RecentTraffic
 from planner.replay.fleet_sim import replay
-from planner.replay.options import ReplayOptions
 from planner.replay.record import ReplayRecord
 from planner.replay.traffic import Traffic
 from planner.traces.access import LoggedRequest, arrived_s
@@ -142,9 +141,7 @@ class _Runs:
                 Traffic(arrivals=self._arrivals(seed)),
                 policy_registry.build(member.policy, member.parameters),
                 case.admission(),
-                ReplayOptions(
-                    seed, learns_lengths=True, standard=case.standard, classes=case.classes
-                ),
+                case.options(seed),
                 case.limits,
                 case.shares,
                 self._on_progress,
