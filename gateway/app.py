@@ -19,7 +19,7 @@ from gateway.admin import server as admin
 from gateway.admin.drain import end_connections
 from gateway.admission.admission_controller import AdmissionController
 from gateway.auto.auto_controller import AutoPolicyController
-from gateway.auto.gateway_config_access import GatewayAutoTarget
+from gateway.auto.gateway_config_access import GatewayConfigAccess
 from gateway.batch.pages import BatchPages
 from gateway.batch.runner import BatchRunner
 from gateway.batch.storage_choice import create_storage
@@ -34,8 +34,8 @@ from gateway.fleet.kv_events.service import KvEventService
 from gateway.fleet.model_name_table import find
 from gateway.fleet.prefix_cache_view import create_prefix_caches
 from gateway.fleet.speed_monitor import STALL_CHECK_S
-from gateway.http import api_application
 from gateway.http.aiohttp_connection import AiohttpConnection
+from gateway.http.api_application import api_application
 from gateway.http.connection_limits import ClientConnections
 from gateway.http.fast_connection import FastConnection
 from gateway.http.listener_sockets import (
@@ -217,7 +217,7 @@ class App:
     def _create_auto(self) -> AutoPolicyController:
         # In a worker process, the supervisor creates it instead.
         rows = partial(admin.endpoint_rows, self.gateway)
-        target = GatewayAutoTarget(self.reloader, rows, lambda: self.is_draining)
+        target = GatewayConfigAccess(self.reloader, rows, lambda: self.is_draining)
         return AutoPolicyController(target, self.metrics.auto_metrics)
 
     async def _applied(self, trigger: str) -> None:
@@ -455,7 +455,7 @@ class App:
         ]
 
     async def _start_api_server(self) -> web.Server:
-        server = api_application.api_application(lambda: self.gateway.snapshot, self._cors)
+        server = api_application(lambda: self.gateway.snapshot, self._cors)
         if self._batches is not None:
             assert self.config.batch is not None
             pages = BatchPages(self._batches, lambda: self.gateway.snapshot, self.config.batch)

@@ -1,4 +1,4 @@
-"""The figures of one run that `make planned` compares, for replays and live runs alike."""
+"""Computes the figures of replays and live runs, which `make planned` compares."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from bench.intervals import student_t
 from planner.bench import BenchReport
 from planner.replay.record import ReplayRun
 from planner.replay.results import figures
-
-# Quantiles of Student's t for two-sided 95 % intervals, for 1, 2, ... degrees of freedom.
-_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
 
 class RunFigures(NamedTuple):
@@ -121,7 +119,7 @@ def difference(seeds: Sequence[SeedRuns], name: str) -> Difference:
         return Difference(replayed, live, None)
     error = sqrt(_square_error(replays) + _square_error(lives))
     freedom = sum(len(runs) - 1 for runs in lives)
-    return Difference(replayed, live, _T95[min(freedom, len(_T95)) - 1] * error)
+    return Difference(replayed, live, student_t(freedom) * error)
 
 
 def _square_error(groups: Sequence[Sequence[float]]) -> float:

@@ -45,7 +45,7 @@ from bench.load.planned_figures import (
     figures_of_live,
     figures_of_replay,
 )
-from bench.load.run import ROOT, _await_models, _free_run
+from bench.load.run import ROOT, await_models
 from bench.load.two_clocks import jitter
 from gateway.cli.main import config_in_text
 from mockgpu.text import render_chat, token_count
@@ -56,6 +56,7 @@ from planner.replay import replay, traffic
 from planner.replay.record import ReplayRun
 from planner.text_generator import BLOCK_TOKENS
 from planner.traces import TraceRequest, read_mooncake
+from tests.ports import free_run
 
 PENSTOCK = (sys.executable, "-m", "gateway")
 GATEWAY = "http://127.0.0.1:8080"
@@ -235,7 +236,7 @@ def _running(arguments: list[str], url: str, folder: Path) -> Iterator[None]:
         command = [*PENSTOCK, *arguments]
         process = subprocess.Popen(command, cwd=folder, env=_env(), stdout=log, stderr=log)
         try:
-            _await_models(process, url)
+            await_models(process, url)
             yield
         finally:
             process.terminate()
@@ -249,7 +250,7 @@ def _env() -> dict[str, str]:
 def compare_seed(name: str, seed: int, options: argparse.Namespace) -> SeedRuns:
     """Plan one fleet, and run replays and live runs of the traffic of one seed."""
     case = CASES[name]
-    port = str(_free_run(MOST_GROUPS))
+    port = str(free_run(MOST_GROUPS))
     gateway, mock = (
         _size(case, "--first-port", port, "--emit", target) for target in ("gateway", "mock")
     )

@@ -21,8 +21,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import fmean, median
 
-from bench.load.run import ROOT, _await_models, _free_ports, _free_run
+from bench.load.run import ROOT, await_models
 from planner.bench import BenchPlan, BenchReport, run
+from tests.ports import free_run
 from tests.sim.conversation import TRACE, conversation, shared_cache_hit_ratio
 from tests.sim.test_policies_on_a_virtual_clock import ALL_KV_TOKENS, GROUP
 
@@ -88,7 +89,8 @@ def fleet(policy: str, speed: float, access_log: str = "off") -> Iterator[str]:
     """Run four mock engines with empty caches and a gateway during a `with` block; yield the
     gateway's URL.
     """
-    first, (port, admin_port) = _free_run(GROUPS), _free_ports(2)
+    first = free_run(GROUPS + 2)
+    port, admin_port = first + GROUPS, first + GROUPS + 1
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         mock = ["-m", "mockgpu", "--port", str(first), "--speed", str(speed), *MODEL]
         stack.enter_context(_running(mock, first))
@@ -109,7 +111,7 @@ def _running(arguments: list[str], port: int) -> Iterator[None]:
     quiet = subprocess.DEVNULL
     process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=quiet, stderr=quiet)
     try:
-        _await_models(process, f"http://127.0.0.1:{port}")
+        await_models(process, f"http://127.0.0.1:{port}")
         yield
     finally:
         process.terminate()

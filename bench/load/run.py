@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -19,9 +18,8 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from random import SystemRandom
 
-from tests.ports import HIGHEST, LOWEST
+from tests.ports import free_run
 
 ROOT = Path(__file__).parents[2]
 LOCUSTFILE = ROOT / "tests" / "load" / "locustfile.py"
@@ -62,7 +60,8 @@ def main() -> int:
 @contextmanager
 def fleet(groups: int, speed: float, policy: str) -> Iterator[str]:
     """Run mock engines and a gateway; yield the gateway's URL."""
-    first, (port, admin_port) = _free_run(groups), _free_ports(2)
+    first = free_run(groups + 2)
+    port = first + groups
     mock = ["-m", "mockgpu", "--port", str(first), "--groups", str(groups), "--speed", str(speed)]
     serve = [
         "-m",
@@ -73,7 +72,7 @@ def fleet(groups: int, speed: float, policy: str) -> Iterator[str]:
         "--port",
         str(port),
         "--admin-port",
-        str(admin_port),
+        str(port + 1),
     ]
     for engine in range(first, first + groups):
         serve += ["--engine", f"http://127.0.0.1:{engine}"]
@@ -85,7 +84,7 @@ def fleet(groups: int, speed: float, policy: str) -> Iterator[str]:
 def _running(arguments: list[str], url: str) -> Iterator[None]:
     process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
-        _await_models(process, url)
+        await_models(process, url)
         yield
     finally:
         process.terminate()
@@ -96,7 +95,8 @@ def _running(arguments: list[str], url: str) -> Iterator[None]:
             process.wait()
 
 
-def _await_models(process: subprocess.Popen[bytes], url: str) -> None:
+def await_models(process: subprocess.Popen[bytes], url: str) -> None:
+    """Wait until the server lists a model; exit if its process ends or READY_WITHIN_S pass."""
     deadline = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -112,30 +112,6 @@ def _await_models(process: subprocess.Popen[bytes], url: str) -> None:
             pass
         time.sleep(0.1)
     raise SystemExit(f"{url} did not serve within {READY_WITHIN_S:.0f} s")
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-
-
-def _free_run(count: int) -> int:
-    # Return the first of `count` consecutive unused ports.
-    #
-    # The search begins anywhere, so that two runs on one machine seldom choose the same.
-    firsts = range(LOWEST, HIGHEST - count, count)
-    for first in SystemRandom().sample(firsts, len(firsts)):
-        try:
-            with ExitStack() as stack:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return first
-    raise SystemExit(f"{count} consecutive free ports were not found")
 
 
 def _options() -> argparse.Namespace:

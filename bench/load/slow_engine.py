@@ -33,9 +33,10 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any, NamedTuple
 
-from bench.load.run import ROOT, _await_models, _free_ports, _free_run
+from bench.load.run import ROOT, await_models
 from planner.bench import BenchPlan, run
 from policies import policy_registry
+from tests.ports import free_run
 
 GROUPS, RATE = 4, 12.0
 MODEL = ("--model", "llama-3.1-70b-fp8", "--gpu", "h200", "--tp", "4")
@@ -103,7 +104,8 @@ def run_case(policy: str, options: argparse.Namespace, groups: int, case: Case) 
     """Run one case with its own gateway and mock engines, and return its figures."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        first, (port, admin_port) = _free_run(groups), _free_ports(2)
+        first = free_run(groups + 2)
+        port, admin_port = first + groups, first + groups + 1
         mock = ["-m", "mockgpu", "--port", str(first), "--groups", str(groups), *MODEL]
         stack.enter_context(_running([*mock, "--speed", str(options.speed)], first, folder))
         urls = [f"http://127.0.0.1:{first + slot}" for slot in range(groups)]
@@ -190,7 +192,7 @@ def _running(arguments: list[str], port: int, folder: Path) -> Iterator[None]:
             [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=log
         )
         try:
-            _await_models(process, f"http://127.0.0.1:{port}")
+            await_models(process, f"http://127.0.0.1:{port}")
             yield
         finally:
             process.terminate()

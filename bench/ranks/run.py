@@ -23,6 +23,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.intervals import student_t
 from bench.ranks.measure import ARMS, COLD_S, HORIZON_S, RANKS, Measurement, measure
 from planner.replay.rank_choice import RankChoice
 
@@ -34,8 +35,6 @@ It is the best of nine variants on seeds 1 to 3, by the geometric mean of goodpu
 
 AIM, STEP, FIRST = 0.9, 1.3, 20
 FEWER = (0.5, 0.25)
-# Student's t for 95 % by degrees of freedom; 1.96 beyond.
-T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 LEAST = 1 / (HORIZON_S - COLD_S)
 """Goodput that is assumed for a way to choose without any good request, in requests per second.
 
@@ -104,8 +103,7 @@ def geometric_mean(ratios: Sequence[float], digits: int = 2) -> str:
     logs = [log(ratio) for ratio in ratios]
     if len(logs) < 2:
         return f"{exp(logs[0]):.{digits}f}"
-    t = T_95[len(logs) - 2] if len(logs) - 2 < len(T_95) else 1.96
-    mean, half = fmean(logs), t * stdev(logs) / sqrt(len(logs))
+    mean, half = fmean(logs), student_t(len(logs) - 1) * stdev(logs) / sqrt(len(logs))
     low, middle, high = (exp(mean + side * half) for side in (-1, 0, 1))
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 

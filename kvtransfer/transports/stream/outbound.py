@@ -427,8 +427,38 @@ class Outbound:
         batch.begin(body.pieces, (self._address + self._begin, small))
         assert isinstance(body.current, GenerationCheck)
         batch.check(0, body.current)
-        bodies, items = [body], []
-        n_bytes = body.pieces.remaining
+        items, bodies = self._fill(batch, body.pieces.remaining)
+        index = 0
+        try:
+            index, count, _ = batch.move(digest)
+        finally:
+            self._put_back(items[index:])
+        if count is None:
+            return False
+        if index:
+            for done in (body, *bodies[: index - 1]):
+                assert done.head is not None
+                self._sent(done.head)
+            self._begin = self._end = 0
+            self._body = body = bodies[index - 1]
+            body.digest = digest
+            small = TRAILER_BYTES + FRAME_BYTES
+            self._append(batch.frame_bytes(index, 0))
+        small_count = min(count, small)
+        self._advance(small_count)
+        body.pieces.advance(count - small_count)
+        body.pieces.was_short = body.pieces.remaining > 0
+        if not body.pieces.remaining:
+            self._finish(body)
+        return True
+
+    def _fill(
+        self, batch: WindowBatch, n_bytes: int
+    ) -> tuple[list[tuple[WindowHead, WindowSlice]], list[_Body]]:
+        # Add queued windows to a batch, whose first window has `n_bytes` left.
+        #
+        # Return the items taken from the queue, and a body for each.
+        items, bodies = [], []
         while n_bytes < MOST_BYTES and batch.count < MOST_WINDOWS:
             item = self._take_following()
             if item is None:
@@ -444,29 +474,7 @@ class Outbound:
             bodies.append(_Body(pieces, head, window.is_current))
             items.append(item)
             n_bytes += pieces.size
-        index = 0
-        try:
-            index, count, _ = batch.move(digest)
-        finally:
-            self._put_back(items[index:])
-        if count is None:
-            return False
-        if index:
-            for done in bodies[:index]:
-                assert done.head is not None
-                self._sent(done.head)
-            self._begin = self._end = 0
-            self._body = body = bodies[index]
-            body.digest = digest
-            small = TRAILER_BYTES + FRAME_BYTES
-            self._append(batch.frame_bytes(index, 0))
-        small_count = min(count, small)
-        self._advance(small_count)
-        body.pieces.advance(count - small_count)
-        body.pieces.was_short = body.pieces.remaining > 0
-        if not body.pieces.remaining:
-            self._finish(body)
-        return True
+        return items, bodies
 
     def _take_following(self) -> tuple[WindowHead, WindowSlice] | None:
         # Take the next item of the queue if it is a window that the pump may send in a batch.
