@@ -27,7 +27,7 @@ from gateway.reload.history import Version
 from gateway.reload.reloader import ChangeOptions, Rejection, Reloader, ReloadOutcome
 
 if TYPE_CHECKING:
-    from gateway.admin.gateway_interface import AdminTarget
+    from gateway.admin.gateway_interface import GatewayInterface
 
 STATUS: Mapping[str, int] = MappingProxyType(
     {
@@ -41,7 +41,7 @@ STATUS: Mapping[str, int] = MappingProxyType(
 )
 
 
-def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
+def add(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
     """Add the configuration routes, below /config, to an admin server.
 
     target  the gateway that the routes read and change; it has no worker processes
@@ -64,7 +64,7 @@ def add(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     add_changes(routes, put, reload, rollback)
 
 
-def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
+def _add_state(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
     # Add the routes that read the configuration, its history, and the number of failed requests.
     reloader = target.reloader
 

@@ -16,7 +16,7 @@ import msgspec
 from gateway.fleet.speed_monitor import describe_slowness
 
 if TYPE_CHECKING:
-    from gateway.admin.gateway_interface import AdminTarget
+    from gateway.admin.gateway_interface import GatewayInterface
     from gateway.fleet.endpoint_registry import LiveEndpoint
 
 VERSIONS_SHOWN = 6
@@ -96,7 +96,7 @@ class FleetStatus(msgspec.Struct, frozen=True):
     drift: tuple[str, ...] = ()
 
 
-async def fleet_status(target: AdminTarget, now: float) -> FleetStatus:
+async def fleet_status(target: GatewayInterface, now: float) -> FleetStatus:
     """Return the state of the gateway at the monotonic time `now`.
 
     Endpoint rows are built over several iterations of the event loop, so that requests are not
@@ -130,7 +130,7 @@ async def fleet_status(target: AdminTarget, now: float) -> FleetStatus:
     )
 
 
-def _config(target: AdminTarget) -> dict[str, Any]:
+def _config(target: GatewayInterface) -> dict[str, Any]:
     reloader = target.reloader
     error = reloader.last_error
     newest_first = list(reversed(reloader.history.all()))[:VERSIONS_SHOWN]
@@ -153,7 +153,7 @@ def _config(target: AdminTarget) -> dict[str, Any]:
     }
 
 
-def _pools(target: AdminTarget) -> list[dict[str, Any]]:
+def _pools(target: GatewayInterface) -> list[dict[str, Any]]:
     snapshot = target.gateway.snapshot
     queues = {queue.name: queue for queue in target.gateway.gate.pool_queues()}
     rows = []
@@ -212,7 +212,7 @@ def _load_row(live: LiveEndpoint, now: float) -> dict[str, Any]:
     }
 
 
-def _cache_row(target: AdminTarget, live: LiveEndpoint, now: float) -> dict[str, Any]:
+def _cache_row(target: GatewayInterface, live: LiveEndpoint, now: float) -> dict[str, Any]:
     # Return how well the endpoint's prefix cache is known; nothing without KV events.
     known = target.gateway.endpoints.prefixes.exact.describe(live.load.slot, now)
     return {} if known is None else {"prefix_cache": known}

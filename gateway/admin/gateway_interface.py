@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gateway.route import Gateway
 
 
-class AdminTarget(Protocol):
+class GatewayInterface(Protocol):
     """One running gateway process, as seen by the admin server; `gateway/app.py` implements it."""
 
     is_draining: bool

@@ -22,7 +22,7 @@ from gateway.admin.live_stream import LiveStream, SampleFunction
 from gateway.admin.metric_samples import MetricSample, take_sample
 
 if TYPE_CHECKING:
-    from gateway.admin.gateway_interface import AdminTarget
+    from gateway.admin.gateway_interface import GatewayInterface
 
 WRITE_TIMEOUT_S = 5.0
 """Seconds after which a watcher of the live view that accepts no data is disconnected; its browser
@@ -72,7 +72,7 @@ WorkerSample = tuple[MetricSample, FleetStatus]
 """What a worker process sends to its supervisor: a sample of its metrics and its status."""
 
 
-def add_process_view(target: AdminTarget, server: web.Application) -> None:
+def add_process_view(target: GatewayInterface, server: web.Application) -> None:
     """Add the routes of this process's live view, and of draining an endpoint.
 
     GET   /   /web/{name}   /live   /live/stream   /live/note
@@ -151,7 +151,7 @@ async def _stream(
     return response
 
 
-def _drain_handler(target: AdminTarget) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _drain_handler(target: GatewayInterface) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def drain(request: web.Request) -> web.Response:
         name, is_drained = request.match_info["name"], request.match_info["what"] == "drain"
         # An endpoint that is being removed may have the same name as its replacement.

@@ -19,7 +19,7 @@ from gateway.metrics.quantile_sketch import EMPTY, BucketCounts, difference, mer
 from gateway.reload.auto_rollback import is_failure
 
 if TYPE_CHECKING:
-    from gateway.admin.gateway_interface import AdminTarget
+    from gateway.admin.gateway_interface import GatewayInterface
 
 HISTORY_S = 61.0
 MIN_SPACING_S = 0.95
@@ -68,7 +68,7 @@ class MetricSample(msgspec.Struct, frozen=True, eq=False):
 
 
 def take_sample(
-    target: AdminTarget, now: float, before: MetricSample | None = None
+    target: GatewayInterface, now: float, before: MetricSample | None = None
 ) -> MetricSample:
     """Return a sample of the gateway's metrics at time `now` (monotonic seconds).
 

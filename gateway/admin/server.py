@@ -32,12 +32,12 @@ from gateway.metrics.exposition import (
 )
 
 if TYPE_CHECKING:
-    from gateway.admin.gateway_interface import AdminTarget
+    from gateway.admin.gateway_interface import GatewayInterface
     from gateway.fleet.endpoint_registry import LiveEndpoint
     from gateway.route import Gateway
 
 
-def admin_application(target: AdminTarget) -> web.Application:
+def admin_application(target: GatewayInterface) -> web.Application:
     """Return the admin server's aiohttp application.
 
     Its only pages that change anything are those of the configuration and of draining an endpoint.
@@ -61,7 +61,7 @@ def admin_application(target: AdminTarget) -> web.Application:
     return server
 
 
-def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
+def _add_health(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
@@ -77,7 +77,7 @@ def _add_health(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     routes.add_get("/readyz", readyz)
 
 
-def _add_metrics(target: AdminTarget, routes: web.UrlDispatcher) -> None:
+def _add_metrics(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
     async def metrics(request: web.Request) -> web.Response:
         exemplars = wants_openmetrics(request.headers.get("Accept", ""))
         page = []
@@ -111,7 +111,7 @@ def _unix_offset() -> float:
     return time() - monotonic()
 
 
-def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
+def _add_state(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
     async def endpoints(_: web.Request) -> web.Response:
         rows = await endpoint_rows(target.gateway)
         content = {"endpoints": rows, "splits": _splits(target), "pairs": _pairs(target)}
@@ -138,7 +138,7 @@ def _add_state(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     add_requests(routes, requests)
 
 
-def _add_trials(target: AdminTarget, routes: web.UrlDispatcher) -> None:
+def _add_trials(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
     async def shadow(_: web.Request) -> web.Response:
         trials = target.gateway.snapshot.trials.values()
         return web.json_response(
@@ -160,7 +160,7 @@ def _add_trials(target: AdminTarget, routes: web.UrlDispatcher) -> None:
     routes.add_get("/mirror", mirror)
 
 
-def _policy_choice(target: AdminTarget, model: str) -> dict[str, object] | None:
+def _policy_choice(target: GatewayInterface, model: str) -> dict[str, object] | None:
     route = find(target.gateway.snapshot.routes, model)
     if route is None or target.gateway.snapshot.config.pools[route.pool].auto is None:
         return None
@@ -244,7 +244,7 @@ def _event_row(exact: ExactPrefixes, live: LiveEndpoint, now: float) -> dict[str
     }
 
 
-def _splits(target: AdminTarget) -> list[dict[str, object]]:
+def _splits(target: GatewayInterface) -> list[dict[str, object]]:
     routes = {route.name: route for route in target.gateway.snapshot.routes.values()}
     return [
         {
@@ -260,7 +260,7 @@ def _splits(target: AdminTarget) -> list[dict[str, object]]:
     ]
 
 
-def _pairs(target: AdminTarget) -> list[dict[str, object]]:
+def _pairs(target: GatewayInterface) -> list[dict[str, object]]:
     return [
         {
             "prefill": prefill,

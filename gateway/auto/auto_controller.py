@@ -15,7 +15,7 @@ from contextlib import suppress
 from time import monotonic, time
 from typing import Any
 
-from gateway.auto.config_access import AutoTarget, ChangeResult
+from gateway.auto.config_access import ChangeResult, ConfigAccess
 from gateway.auto.config_text_edit import with_pin, with_policy
 from gateway.auto.pool_state import PoolState, SwitchRecord, member_of
 from gateway.auto.preconditions import find_failure, find_trial
@@ -51,7 +51,7 @@ class AutoPolicyController:
     """Chooses the routing policies of all pools that have the section `auto`, in one process."""
 
     def __init__(
-        self, target: AutoTarget, metrics: AutoMetrics, run: RunReplay = run_replay
+        self, target: ConfigAccess, metrics: AutoMetrics, run: RunReplay = run_replay
     ) -> None:
         self._target, self._metrics, self._run_replay = target, metrics, run
         self._states: dict[str, PoolState] = {}

@@ -30,7 +30,7 @@ class ChangeResult(msgspec.Struct, frozen=True):
     changed: tuple[str, ...] = ()
 
 
-class AutoTarget(Protocol):
+class ConfigAccess(Protocol):
     """The interface through which automatic policy selection reads and changes a configuration.
 
     It is implemented for one gateway process, and for a supervisor with all its workers.

@@ -11,7 +11,7 @@ from gateway.reload.reloader import ChangeOptions, Reloader
 TRIGGER = "auto"
 
 
-class GatewayAutoTarget:
+class GatewayConfigAccess:
     """Lets automatic policy selection read and change one gateway process without workers.
 
     `rows` returns the endpoint rows of the admin page /endpoints.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.disagg.internal_answer import ResponseBuffer
+from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
 from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
@@ -64,7 +64,7 @@ class BootstrapQuery:
         self._over: Callable[[], object] | None = over
         self._callbacks: list[Callback] = []
         self._server = ConnectionPool(f"http://{at}", None, _PATIENCE, outbox)
-        self._relay, self._inbox = Relay(b"", is_http_1_0=True), ResponseBuffer()
+        self._relay, self._inbox = Relay(b"", is_http_1_0=True), InternalAnswer()
         head = b"GET" + self._server.request_head("/query")[4:] + b"\r\n"
         self._leg = Leg(self._server, head, b"", self._relay, self._inbox, self._on_ended)
         self._timer = outbox.loop.call_later(ANSWER_S, self._on_timeout)

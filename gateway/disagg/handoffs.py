@@ -13,7 +13,7 @@ from random import Random
 from typing import Protocol
 
 from gateway.disagg.bootstrap_client import BootstrapClient
-from gateway.disagg.internal_answer import ResponseBuffer
+from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
 from gateway.disagg.state_machine import State
 from gateway.exchange import SplitRecord
@@ -244,7 +244,7 @@ class Handoffs:
         The prefill engine frees KV only if a decode engine fetches or declines it.
         """
         self.metrics.split_leases_given_up_total.labels(reason).inc()
-        leg = Leg(upstream, *words, Relay(b""), ResponseBuffer(is_kept=False), self._on_released)
+        leg = Leg(upstream, *words, Relay(b""), InternalAnswer(is_kept=False), self._on_released)
         self._running.add(leg)
         self._releases[upstream] += 1
         leg.start()

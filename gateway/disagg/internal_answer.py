@@ -9,7 +9,7 @@ from gateway.http.upstream import UpstreamConnection
 MAX_BYTES = 16 * 1024 * 1024  # the ids of a million tokens, or of far more blocks
 
 
-class ResponseBuffer:
+class InternalAnswer:
     """Collects the head and the body of an engine's answer that is for the gateway itself.
 
     Without `is_kept`, everything is discarded. If the answer is too long, its connection fails.

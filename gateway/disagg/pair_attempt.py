@@ -16,7 +16,7 @@ from time import monotonic
 from types import MappingProxyType
 
 from gateway.disagg import failure_actions
-from gateway.disagg.internal_answer import ResponseBuffer
+from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
 from gateway.disagg.pair_attempt_state import AttemptState
 from gateway.disagg.state_machine import END_STATES, LEG_ENDS, TABLE, Act, Event, Row, State
@@ -188,7 +188,7 @@ class PairAttempt(AttemptState):
         reservation = self.prefill_reservation
         assert reservation is not None
         head, body = self.words.prefill(reservation)
-        inbox = self.inbox = ResponseBuffer(is_kept=self.dialect.reads_answer)
+        inbox = self.inbox = InternalAnswer(is_kept=self.dialect.reads_answer)
         relay = Relay(b"", is_http_1_0=True)
         leg = self.prefill = Leg(reservation.upstream, head, body, relay, inbox, self._on_leg_ended)
         self.record.prefill_sent_at = now = monotonic()

@@ -8,7 +8,7 @@ gateway/disagg/failure_actions.py handles failures.
 from __future__ import annotations
 
 from gateway.disagg.bootstrap_client import BootstrapQuery
-from gateway.disagg.internal_answer import ResponseBuffer
+from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
 from gateway.disagg.leg_requests import LegRequests, SplitContext, one_token
 from gateway.disagg.state_machine import Event, State
@@ -54,7 +54,7 @@ class AttemptState:
         self.context, self.record, self.pair = context, record, pair
         self.dialect = context.split.dialect
         self.prefill: Leg | None = None
-        self.inbox: ResponseBuffer | None = None
+        self.inbox: InternalAnswer | None = None
         self.decode: Leg | None = None
         self.handover: DecodeRequest | None = None
         self.problem: UpstreamError | None = None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from gateway.disagg.internal_answer import ResponseBuffer
+from gateway.disagg.internal_answer import InternalAnswer
 from gateway.exchange import Exchange, StoredAt
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.model_name_table import find
@@ -190,7 +190,7 @@ async def _keeps_responses(gateway: Gateway, live: LiveEndpoint, model: str) -> 
     head += b"content-length: %d\r\n\r\n" % len(body)
     relay = Relay(b"", is_http_1_0=True)
     try:
-        await live.upstream.send(head, _Bytes(body), relay, ResponseBuffer())
+        await live.upstream.send(head, _Bytes(body), relay, InternalAnswer())
     except UpstreamError:
         return True
     return shows_store(relay.status, relay.refusal_body) is not False

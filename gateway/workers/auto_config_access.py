@@ -13,7 +13,7 @@ from gateway.reload.reloader import ChangeOptions
 from gateway.workers.config_rollout import ConfigRollout, response_message, response_result
 
 
-class WorkersAutoTarget:
+class WorkersConfigAccess:
     """Lets automatic policy selection change all worker processes; `rows` returns their endpoint
     rows.
     """

@@ -46,7 +46,7 @@ from gateway.restart import notify
 from gateway.restart.predecessor import Predecessor
 from gateway.util.addresses import http_url
 from gateway.workers import admin_server
-from gateway.workers.auto_config_access import WorkersAutoTarget
+from gateway.workers.auto_config_access import WorkersConfigAccess
 from gateway.workers.auto_rollback import WorkersRollbackTarget
 from gateway.workers.config_rollout import ConfigRollout
 from gateway.workers.drift_collector import DriftCollector
@@ -138,7 +138,7 @@ class Supervisor:
             WorkersRollbackTarget(self.config_rollout, self._workers_with_requests), report_line
         )
         self.auto = AutoPolicyController(
-            WorkersAutoTarget(
+            WorkersConfigAccess(
                 self.config_rollout,
                 lambda: admin_server.endpoint_rows(self.ready_workers()),
                 lambda: self.is_draining,

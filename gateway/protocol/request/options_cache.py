@@ -52,7 +52,7 @@ def shape_key(body: bytes, members: Mapping[str, msgspec.Raw]) -> ShapeKey | Non
     return body[: start + 1], body[start + length :]
 
 
-class ShapeCache(Generic[ShapeT]):
+class OptionsCache(Generic[ShapeT]):
     """A cache of request shapes for one set of models; it is discarded together with the models."""
 
     __slots__ = ("_shapes", "get")

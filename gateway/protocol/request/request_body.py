@@ -41,7 +41,7 @@ from gateway.protocol.request.media import (
 )
 from gateway.protocol.request.member_limits import MAX_NUMBERS, LaxNumberError, read_numbers
 from gateway.protocol.request.multipart import edit_form
-from gateway.protocol.request.options_cache import CONVERSATION, ShapeCache, ShapeKey, shape_key
+from gateway.protocol.request.options_cache import CONVERSATION, OptionsCache, ShapeKey, shape_key
 from gateway.protocol.request.sequence_count import SEQUENCE_MEMBERS, count_sequences, read_prompts
 from gateway.protocol.request.service_class import MAX_PRIORITY, RequestPreferences
 from gateway.protocol.request.sessions import SESSION_MEMBERS, with_body_session
@@ -220,7 +220,7 @@ class CallShape(msgspec.Struct, frozen=True):
     priority: int | None
 
 
-CallShapes = ShapeCache[CallShape]
+CallShapes = OptionsCache[CallShape]
 
 
 def parse_call(

@@ -14,7 +14,7 @@ from gateway.protocol.errors import Failure
 from gateway.protocol.response.event_grammar import EventGrammar, merge_usage, named_error_status
 from gateway.protocol.response.payload_scan import EVENT_MARKER, TAIL_BYTES
 from gateway.protocol.response.relay import Relay
-from gateway.protocol.response.retryable_start import HeldNamedEvents, HeldStart
+from gateway.protocol.response.retryable_start import HeldNamedEvents, RetryableStart
 from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.response.stream_search import EVENT_ENDS, USAGE, TokenUsage
 
@@ -66,7 +66,7 @@ class EventRelay(Relay):
             self._finish_payload = b""
         return self._finish_reason
 
-    def _new_held_start(self) -> HeldStart:
+    def _new_held_start(self) -> RetryableStart:
         return HeldNamedEvents(self._grammar)
 
     def _find_leading_error(self, data: bytes) -> re.Match[bytes] | None:

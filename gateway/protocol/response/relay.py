@@ -32,7 +32,7 @@ from gateway.protocol.response.http_framing import (
 )
 from gateway.protocol.response.output_queue import STEP_BYTES
 from gateway.protocol.response.payload_scan import PayloadScan
-from gateway.protocol.response.retryable_start import HeldChunks, HeldStart, PartialHead
+from gateway.protocol.response.retryable_start import HeldChunks, PartialHead, RetryableStart
 from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.response.stream_search import (
     DONE_MARKER,
@@ -162,7 +162,7 @@ class Relay(PayloadScan):
         self.refusal_body = b""
         self._body: ResponseBody = NOT_STARTED
         self._partial_head: PartialHead | None = None
-        self._held_start: HeldStart | None = None  # first events that are not yet decided
+        self._held_start: RetryableStart | None = None  # first events that are not yet decided
 
     @property
     def is_untouched(self) -> bool:
@@ -304,7 +304,7 @@ class Relay(PayloadScan):
             return self._continue(data, now)
         return b"" if self._is_undecided(data) else self._commit(data, now)
 
-    def _hold_or_commit(self, held: HeldStart, data: bytes, now: float) -> bytes:
+    def _hold_or_commit(self, held: RetryableStart, data: bytes, now: float) -> bytes:
         if held.is_undecided(data):
             return b""
         self._held_start = None
@@ -323,7 +323,7 @@ class Relay(PayloadScan):
 
     # What depends on the stream's events: gateway/protocol/response/event_relay.py replaces these.
 
-    def _new_held_start(self) -> HeldStart:
+    def _new_held_start(self) -> RetryableStart:
         return HeldChunks(self.hold_until_token)
 
     def _find_leading_error(self, data: bytes) -> re.Match[bytes] | None:

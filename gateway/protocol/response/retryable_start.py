@@ -46,7 +46,7 @@ class PartialHead:
         return bytes(self._data)
 
 
-class HeldStart(ABC):
+class RetryableStart(ABC):
     """The beginning of a stream that is held back; subclasses know the events of an API.
 
     data  the bytes received so far, with chunk framing
@@ -93,7 +93,7 @@ class HeldStart(ABC):
         """
 
 
-class HeldChunks(HeldStart):
+class HeldChunks(RetryableStart):
     """The beginning of a stream of chat or completion chunks.
 
     It is held back until the first event or, with `hold_until_token`, until the first token.
@@ -132,7 +132,7 @@ class HeldChunks(HeldStart):
         )
 
 
-class HeldNamedEvents(HeldStart):
+class HeldNamedEvents(RetryableStart):
     """The beginning of a stream of named events.
 
     It is held back until the first event that `grammar` recognises as work.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from gateway.disagg.internal_answer import ResponseBuffer
+from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
 from gateway.http.eager_task import EagerFuture, new_future
 from gateway.http.upstream import ConnectionPool
@@ -102,6 +102,6 @@ def leg_to(upstream: FakeUpstream, report: EndRecorder) -> Leg:
         b"head ",
         b"body",
         Relay(b"", is_http_1_0=True),
-        ResponseBuffer(),
+        InternalAnswer(),
         report,
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.protocol import api_table
 from gateway.protocol.errors import GatewayError
-from gateway.protocol.request.options_cache import MAX_SHAPES, ShapeCache
+from gateway.protocol.request.options_cache import MAX_SHAPES, OptionsCache
 from gateway.protocol.request.request_body import Call, CallContext, CallShape, parse_call
 from gateway.protocol.request.service_class import NO_PREFERENCES
 from tests.property.gateway.protocol.request.test_request_body import Model
@@ -69,7 +69,7 @@ CONVERSATIONS = st.lists(
 )
 
 
-def outcome(body: bytes, shapes: ShapeCache[CallShape] | None) -> Call | tuple[int, str]:
+def outcome(body: bytes, shapes: OptionsCache[CallShape] | None) -> Call | tuple[int, str]:
     # Parse a request; return the parsed call, or the status and text of the error.
     try:
         return parse_call(body, api_table.CHAT, MODELS, CONTEXT, shapes=shapes)
@@ -89,7 +89,7 @@ def compact(members: dict[str, Any]) -> bytes:
 def test_a_known_shape_is_parsed_like_an_unknown_one(
     before: list[dict[str, Any]], after: list[dict[str, Any]], conversations: list[Any]
 ) -> None:
-    shapes: ShapeCache[CallShape] = ShapeCache()
+    shapes: OptionsCache[CallShape] = OptionsCache()
     for first in before:
         for last in after:
             for conversation in conversations:
@@ -106,7 +106,7 @@ def test_a_known_shape_is_parsed_like_an_unknown_one(
     ]
 )
 def test_no_body_is_read_by_the_shape_of_another(texts: list[list[str]]) -> None:
-    shapes: ShapeCache[CallShape] = ShapeCache()
+    shapes: OptionsCache[CallShape] = OptionsCache()
     valid = b'{"messages":[{"role":"u"}],"model":"demo","],":":1,"}'
     assert isinstance(outcome(valid, shapes), Call)
     bodies = ["".join(pieces).encode() for pieces in texts]
@@ -115,7 +115,7 @@ def test_no_body_is_read_by_the_shape_of_another(texts: list[list[str]]) -> None
 
 
 def test_the_shape_of_an_ordinary_request_is_cached_once() -> None:
-    shapes: ShapeCache[CallShape] = ShapeCache()
+    shapes: OptionsCache[CallShape] = OptionsCache()
     for text in ("one", "another", "a third"):
         conversation = [{"role": "user", "content": text}]
         assert isinstance(
@@ -125,7 +125,7 @@ def test_the_shape_of_an_ordinary_request_is_cached_once() -> None:
 
 
 def test_a_request_is_not_cached_whose_body_changes_or_names_a_session() -> None:
-    shapes: ShapeCache[CallShape] = ShapeCache()
+    shapes: OptionsCache[CallShape] = OptionsCache()
     for members in (
         {"model": "alias", "cache_salt": "x"},
         {"model": "alias"},
@@ -138,13 +138,13 @@ def test_a_request_is_not_cached_whose_body_changes_or_names_a_session() -> None
 
 
 def test_the_cache_stays_bounded() -> None:
-    shapes: ShapeCache[CallShape] = ShapeCache()
+    shapes: OptionsCache[CallShape] = OptionsCache()
     for number in range(2 * MAX_SHAPES + 5):
         outcome(compact({"messages": [], "model": "demo", "user": str(number)}), shapes)
     assert 0 < len(shapes) <= MAX_SHAPES
 
 
 def test_a_conversation_that_is_no_list_is_not_cached() -> None:
-    shapes: ShapeCache[CallShape] = ShapeCache()
+    shapes: OptionsCache[CallShape] = OptionsCache()
     outcome(compact({"messages": 1, "model": "demo"}), shapes)
     assert len(shapes) == 0

@@ -16,7 +16,7 @@ from gateway.protocol.response.event_grammar import MESSAGES
 from gateway.protocol.response.event_relay import EventRelay
 from gateway.protocol.response.payload_scan import MAX_PARTIAL_EVENT, MAX_RESCAN
 from gateway.protocol.response.relay import Relay
-from gateway.protocol.response.retryable_start import HeldChunks, HeldNamedEvents, HeldStart
+from gateway.protocol.response.retryable_start import HeldChunks, HeldNamedEvents, RetryableStart
 from gateway.protocol.response.stream_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
 from tests.property.gateway.protocol.response.relay_feed import HEAD, ROLE, delta
@@ -144,7 +144,7 @@ BEGINNINGS = st.lists(
 )
 
 
-def decision(held: HeldStart, pieces: list[bytes]) -> tuple[int, bool | str]:
+def decision(held: RetryableStart, pieces: list[bytes]) -> tuple[int, bool | str]:
     # Return how many bytes decided about a beginning, and the decision.
     for piece in pieces:
         try:
@@ -159,7 +159,7 @@ def decision(held: HeldStart, pieces: list[bytes]) -> tuple[int, bool | str]:
 def test_a_beginning_is_decided_by_the_same_bytes_however_it_is_cut(
     parts: list[str], sizes: list[int], kind: str
 ) -> None:
-    new: Callable[[], HeldStart] = {
+    new: Callable[[], RetryableStart] = {
         "first event": lambda: HeldChunks(False),
         "first token": lambda: HeldChunks(True),
         "named": lambda: HeldNamedEvents(MESSAGES),

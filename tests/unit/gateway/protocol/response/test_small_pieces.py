@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from gateway.batch.answers import StreamedAnswer
-from gateway.disagg.internal_answer import ResponseBuffer
+from gateway.disagg.internal_answer import InternalAnswer
 from gateway.protocol.api_table import CHAT
 from gateway.protocol.error_formats import OPENAI
 from gateway.protocol.response.event_grammar import MESSAGES, RESPONSES
@@ -161,7 +161,7 @@ WORK: dict[str, tuple[Callable[[int], object], int]] = {
         5_000,
     ),
     "an answer to the gateway": (
-        lambda size: feed_all(ResponseBuffer().write, b"x" * size, 10),
+        lambda size: feed_all(InternalAnswer().write, b"x" * size, 10),
         500_000,
     ),
     "an event of a benchmark's answer": (time_line, 250_000),
