@@ -64,7 +64,7 @@ rdma: $(VENV)/.dev build/rdma/initrd.gz ## test KV transfer over RDMA verbs in a
 	sh deploy/rdma/test.sh $(PY) $(RDMA_TESTS)
 
 kv-trials: $(VENV)/.dev ## run 10,000 seeded faults of KV transfer on all transports (TRIALS="--trials 500 --seed 7")
-	$(PY) -m tests.chaos.kv_trials $(or $(TRIALS),--trials 10000 --transport inproc$(comma)shm$(comma)tcp$(comma)tcp-python$(comma)lanes)
+	$(PY) -m tests.chaos.kv_trials $(or $(TRIALS),--trials 10000 --transport inproc$(comma)shm$(comma)tcp$(comma)tcp-python$(comma)lanes$(comma)batches)
 
 bench: $(VENV)/.dev ## compare this gateway with its peers under the same load (docs/performance.md)
 	$(PY) bench/peers.py
