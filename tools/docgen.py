@@ -26,6 +26,7 @@ from gateway.workers.supervisor_metrics import SupervisorMetrics
 from planner.seeds.cli import counts_text
 from planner.seeds.items import TITLES, golden_text, seed_items
 from policies import admission_registry, policy_registry
+from tools.kv_layouts import CONNECTOR_REFUSALS, TP_PAIRS, layouts_page_rows
 from tools.monitoring.files import files
 
 _GENERATED_NOTE = "<!-- Written by `make docs` from the code; do not edit. -->\n"
@@ -38,6 +39,7 @@ def generated_files() -> Mapping[str, str]:
         "docs/reference/metrics.md": metrics_page(),
         "docs/reference/cli.md": cli_page(),
         "docs/reference/split-states.md": states_page(),
+        "docs/reference/kv-layouts.md": layouts_page(),
         "docs/seeds.md": seeds_page(),
         "deploy/config/gateway.schema.json": json.dumps(json_schema(), indent=1) + "\n",
         **files(),
@@ -156,6 +158,25 @@ def seeds_page() -> str:
         parts.append(f"## Seed {seed}: {title}\n")
         parts.append(_table(("item", "statement", "command", "golden outcome"), rows))
     return "\n".join(parts)
+
+
+def layouts_page() -> str:
+    """Return the page of the KV layouts that move and of those that are refused, as Markdown."""
+    moving, refused = layouts_page_rows()
+    pairs = [f"{source} → {sink}" for source, sink in TP_PAIRS]
+    stopped = [(refusal.cache, refusal.reason) for refusal in CONNECTOR_REFUSALS]
+    return "\n".join(
+        [
+            _GENERATED_NOTE,
+            _LAYOUTS_INTRO,
+            _table(("cache", "memory: source → sink", "types", *pairs), moving),
+            "## Refused before a byte moves\n",
+            _table(("cache", "memory: source → sink", "type", "reason"), refused),
+            "## Refused when vLLM starts\n",
+            _LAYOUTS_CONNECTOR,
+            _table(("cache", "reason"), stopped),
+        ]
+    )
 
 
 def main() -> None:
@@ -328,6 +349,37 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         + "\n"
     )
 
+
+_LAYOUTS_INTRO = """# KV layouts
+
+Which caches move between engines with which numbers of tensor-parallel ranks. Every cell is a test
+for every type of its row.
+
+| | proof |
+|---|---|
+| `E` | two running vLLM engines: the sink answers as one engine alone (`make real`; `float32`) |
+| `V` | memory and tensors that vLLM 0.32's own specs and groups made, without an engine (`make real`) |
+| `M` | memory that the test's own numpy model made (`make test`) |
+
+In each test two processes, with an agent per rank, move a request of 75 tokens over TCP. Every head
+of every rank is then compared with the source's bytes. With `V` they are written and read as vLLM's
+attention backend does it. With `M` all other memory is compared with what it was before. The rest of
+the last block moves along.
+
+The contents (`tokens`, `planes`, `heads`, `pages`) and orders of memory are explained in
+[memory orders](../kvtransfer.md#memory-orders). Types have vLLM's names. `fp8` has a scale per
+tensor, which belongs to the weights and does not move. The scales of `*_per_token_head` lie behind
+each row and move with it.
+
+**Several cache groups** share one memory, and each block belongs to one group. So a request has an
+offer per group, with the group's own blocks; a sliding window's offer has the blocks of its window
+only. Agents move them; [PenstockConnector](../vllm-connector.md) takes one group so far.
+"""
+
+_LAYOUTS_CONNECTOR = """Besides these, the connector refuses several cache groups, pipeline and decode
+context parallelism, padded pages, packed heads, and keys and values of different sizes
+([what is moved](../vllm-connector.md#what-is-moved-and-what-is-refused)).
+"""
 
 _CONFIG_INTRO = """\
 # Configuration

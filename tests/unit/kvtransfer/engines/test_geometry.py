@@ -14,6 +14,7 @@ from kvtransfer.engines.vllm.geometry import (
     find_memory,
 )
 from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
+from tools.kv_layouts import CONNECTOR_REFUSALS, ConnectorRefusal
 
 CPU = CacheFacts(
     backend="CPU_ATTN",
@@ -102,6 +103,14 @@ def test_a_cache_that_cannot_be_described_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedCache, match=reason):
         describe_cache(replace(CPU, **change))
+
+
+@pytest.mark.parametrize("refusal", CONNECTOR_REFUSALS, ids=lambda refusal: refusal.message)
+def test_a_cache_that_the_page_of_layouts_calls_refused_is_refused(
+    refusal: ConnectorRefusal,
+) -> None:
+    with pytest.raises(UnsupportedCache, match=refusal.message):
+        describe_cache(replace(CPU, **refusal.changes))
 
 
 @pytest.mark.parametrize("order", KvOrder)
