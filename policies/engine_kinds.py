@@ -34,6 +34,8 @@ class EngineTraits(msgspec.Struct, frozen=True):
     takes_rank     whether the header x-data-parallel-rank chooses a data-parallel rank
     has_kv_events  whether the engine can publish KV events
     least_probe_s  minimum seconds between two health checks of an endpoint
+    can_be_asked   whether the engine generates a token for a new request while others run. One with
+                   few slots, or that first loads a model, lets it wait although it is healthy
     """
 
     health_path: str = ""
@@ -46,6 +48,7 @@ class EngineTraits(msgspec.Struct, frozen=True):
     takes_rank: bool = False
     has_kv_events: bool = False
     least_probe_s: float = 0.0
+    can_be_asked: bool = True
 
 
 ENGINE_TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
@@ -72,21 +75,25 @@ ENGINE_TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
         ),
         # Its own requests for tokens name the text `content`; others get an empty list.
         EngineKind.LLAMACPP: EngineTraits(
-            metrics_path="/metrics", metric_prefix=b"llamacpp:", lacked_paths=_TOKENS
+            metrics_path="/metrics",
+            metric_prefix=b"llamacpp:",
+            lacked_paths=_TOKENS,
+            can_be_asked=False,
         ),
         EngineKind.TGI: EngineTraits(
             metrics_path="/metrics",
             metric_prefix=b"tgi_",
             lacked_paths=_TOKENS | _MESSAGES | _RESPONSES,
         ),
-        EngineKind.OLLAMA: EngineTraits(health_path="/api/version"),
-        EngineKind.TRANSFORMERS: EngineTraits(),
+        EngineKind.OLLAMA: EngineTraits(health_path="/api/version", can_be_asked=False),
+        EngineKind.TRANSFORMERS: EngineTraits(can_be_asked=False),
         # A provider counts requests, and all that most providers have in common is the list of
         # models and chat completions. `native_apis` of a pool says what else its endpoints serve.
         EngineKind.OPENAI: EngineTraits(
             health_path=MODELS_PATH,
             least_probe_s=10.0,
             lacked_paths=_TOKENS | _MESSAGES | _RESPONSES,
+            can_be_asked=False,
         ),
     }
 )

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.config import Config, EndpointSpec, Model, salt_member
+from gateway.fleet.engine_metrics import UNKNOWN_PROGRESS
 from gateway.fleet.model_names import engine_name
 from gateway.http.outgoing_tls import ClientContexts
 from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
@@ -43,7 +44,7 @@ class LiveEndpoint:
 
     backlog_tokens     prompt tokens still to be computed when the engine last sent a byte; a large
                        number explains why it is silent
-    generated_tokens   output tokens since the engine's start, from its last scrape
+    progress           what the last scrape showed of the engine's progress
     models             the names that its engine lists; valid only if has_list is set
     models_at          when its engine last sent its list, or reported that it has none (monotonic)
     has_list           whether its engine has sent a list of models
@@ -93,7 +94,7 @@ class LiveEndpoint:
         ),
         *(
             "models_at",
-            "generated_tokens",
+            "progress",
             "sent_tokens",
             "spec",
             "speed",
@@ -123,7 +124,7 @@ class LiveEndpoint:
         self.keeps_responses: bool | None = None
         self.models_at: float | None = None
         self.backlog_tokens = self.sent_tokens = self.hit_tokens = 0
-        self.generated_tokens: int | None = None
+        self.progress: tuple[int | None, float | None] = UNKNOWN_PROGRESS
         self.kv_received_bytes: int | None = None
         self.slow_start_at: float | None = None
         self.throttled_until: float | None = None

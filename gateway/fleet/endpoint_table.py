@@ -19,7 +19,7 @@ from gateway.fleet.endpoint_registry import (
     RegistryChanges,
     RegistryPlan,
 )
-from gateway.fleet.engine_metrics import ScrapedLoad
+from gateway.fleet.engine_metrics import UNKNOWN_PROGRESS, ScrapedLoad
 from gateway.fleet.kv_events.endpoint_events import CacheExpectation
 from gateway.fleet.outgoing_updates import OutgoingUpdates
 from gateway.fleet.prefix_cache_view import PrefixCacheView
@@ -376,11 +376,8 @@ class EndpointTable:
         load, now = live.load, monotonic()
         running, waiting = reading.running, reading.waiting
         load_ledger.record_scrape(load, running, waiting, reading.kv_usage, reading.kv_tokens, now)
-        if (
-            reading.generated_tokens is not None
-            and reading.generated_tokens != live.generated_tokens
-        ):
-            live.generated_tokens = reading.generated_tokens
+        if reading.progress not in (UNKNOWN_PROGRESS, live.progress):
+            live.progress = reading.progress
             live.upstream.last_body_at = now
         live.kv_received_bytes = reading.kv_received_bytes
         if reading.kv_tokens is not None:

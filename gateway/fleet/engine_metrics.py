@@ -106,6 +106,19 @@ class ScrapedLoad(msgspec.Struct, frozen=True):
     generated_tokens: int | None = None
     kv_received_bytes: int | None = None
 
+    @property
+    def progress(self) -> tuple[int | None, float | None]:
+        """Return the values that change only while the engine computes: output tokens, and KV in
+        use.
+
+        An engine that computes a long prompt in chunks takes more KV with each of them.
+        """
+        return self.generated_tokens, self.kv_usage
+
+
+UNKNOWN_PROGRESS: tuple[int | None, float | None] = (None, None)
+"""The progress of an engine that reports none."""
+
 
 def parse_scrape(text: bytes, engine: EngineKind, rank: int | None = None) -> ScrapedLoad:
     """Return the load in the text of an engine's metrics page; unknown metrics are ignored.

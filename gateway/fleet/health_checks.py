@@ -180,6 +180,10 @@ class HealthChecker:
 
     def _is_silent(self, live: LiveEndpoint, now: float) -> bool:
         # Return whether requests wait while the engine is silent for half its permitted time.
+        #
+        # The silence of an engine that lets a test request wait as well shows nothing.
+        if not ENGINE_TRAITS[live.endpoint.engine].can_be_asked:
+            return False
         silence_s = live.upstream.silence_duration_s(now)
         return bool(silence_s) and silence_s >= self._endpoints.silence_limit_s(live) / 2
 

@@ -6,14 +6,19 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from time import monotonic
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from msgspec.structs import replace
 
 from gateway.fleet.endpoint_registry import RegistryPlan
 from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.engine_metrics import ScrapedLoad
 from gateway.fleet.health_checks import HealthChecker
+from gateway.http.upstream import ConnectionPool
+from policies.routing_types import EngineKind
 from tests.unit.gateway.fleet.tables import table_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -135,3 +140,25 @@ async def test_apis_are_tried_once_on_an_engine_that_does_not_list_them(page: st
             assert lacks("/v1/responses")
         assert lacks("/v1/messages")
         assert not lacks("/v1/chat/completions")
+
+
+@pytest.mark.parametrize("kind", EngineKind)
+async def test_an_engine_that_lets_a_test_token_wait_is_not_found_stalled_by_its_silence(
+    monkeypatch: pytest.MonkeyPatch, kind: EngineKind
+) -> None:
+    table, _, config = table_of(["http://127.0.0.1:1"])
+    (live,) = table.all()
+    live.endpoint = replace(live.endpoint, engine=kind)
+    monkeypatch.setattr(ConnectionPool, "silence_duration_s", lambda pool, now: 100.0)
+    checker = HealthChecker(config, table, lambda: None)
+    asks = checker._is_silent(live, monotonic())
+    assert asks is (kind in ("vllm", "sglang", "trtllm", "tgi"))
+
+
+async def test_an_engine_that_takes_more_kv_for_a_long_prompt_makes_progress() -> None:
+    table, _, _ = table_of(["http://127.0.0.1:1"])
+    (live,) = table.all()
+    for usage, has_moved in ((0.1, True), (0.1, False), (0.2, True), (None, False)):
+        live.upstream.last_body_at = 0.0
+        table.on_scrape(live, ScrapedLoad(1, 0, usage, None))
+        assert (live.upstream.last_body_at > 0.0) is has_moved
