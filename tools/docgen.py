@@ -358,13 +358,13 @@ for every type of its row.
 | | proof |
 |---|---|
 | `E` | two running vLLM engines: the sink answers as one engine alone (`make real`; `float32`) |
-| `V` | memory and tensors that vLLM 0.32's own specs and groups made, without an engine (`make real`) |
+| `V` | memory and tensors that vLLM 0.32's own specs and groups made; no engine (`make real`) |
 | `M` | memory that the test's own numpy model made (`make test`) |
 
 In each test two processes, with an agent per rank, move a request of 75 tokens over TCP. Every head
 of every rank is then compared with the source's bytes. With `V` they are written and read as vLLM's
-attention backend does it. With `M` all other memory is compared with what it was before. The rest of
-the last block moves along.
+attention backend does it. With `M` all other memory is compared with what it was before.
+The rest of the last block moves along.
 
 The contents (`tokens`, `planes`, `heads`, `pages`) and orders of memory are explained in
 [memory orders](../kvtransfer.md#memory-orders). Types have vLLM's names. `fp8` has a scale per
@@ -376,8 +376,8 @@ offer per group, with the group's own blocks; a sliding window's offer has the b
 only. Agents move them; [PenstockConnector](../vllm-connector.md) takes one group so far.
 """
 
-_LAYOUTS_CONNECTOR = """Besides these, the connector refuses several cache groups, pipeline and decode
-context parallelism, padded pages, packed heads, and keys and values of different sizes
+_LAYOUTS_CONNECTOR = """Besides these, the connector refuses several cache groups, pipeline and
+decode context parallelism, padded pages, packed heads, and keys and values of different sizes
 ([what is moved](../vllm-connector.md#what-is-moved-and-what-is-refused)).
 """
 

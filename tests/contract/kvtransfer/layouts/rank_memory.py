@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.kv_layouts import CACHE_TYPES, CacheType, LayoutRow, CacheMemory
+from tools.kv_layouts import CACHE_TYPES, CacheMemory, CacheType, LayoutRow
 
 Bytes = NDArray[np.uint8]
 LAYERS, BLOCKS, HEAD_DIM, LATENT_DIM = 2, 24, 16, 24
