@@ -46,8 +46,9 @@ class ResponseHead(msgspec.Struct, frozen=True):
 
     length       Content-Length; None for chunked bodies and those that end with the connection
     keep_alive   whether the connection can carry another response after this one
-    is_plain     whether it is a 2xx with a body of known, nonzero length that is not an event
-                 stream
+    is_html      whether it is a 2xx with a web page, which no API of an engine answers with
+    is_plain     whether it is a 2xx with a body of known, nonzero length that is neither an event
+                 stream nor a web page
     head_start   the start of the gateway's own head: status 200 and the engine's content type
     length_line  the end of the gateway's own head when the body keeps its length
     """
@@ -58,6 +59,7 @@ class ResponseHead(msgspec.Struct, frozen=True):
     is_chunked: bool
     keep_alive: bool
     is_sse: bool
+    is_html: bool
     is_plain: bool
     head_start: bytes
     length_line: bytes
@@ -82,12 +84,14 @@ def parse_head(head: bytes) -> ResponseHead:
     if length is not None and (not length.isdigit() or len(length) > 15):
         raise FramingError("the Content-Length of the engine's response is not a single number")
     status, size = int(head[9:12]), None if length is None else int(length)
-    if 200 <= status < 300 and fields.get(b"content-encoding", b"identity") != b"identity":
+    is_success = 200 <= status < 300
+    if is_success and fields.get(b"content-encoding", b"identity") != b"identity":
         raise FramingError("the engine's response has a Content-Encoding that was not requested")
     content_type = fields.get(b"content-type", b"application/octet-stream")
     if _CONTROL.search(content_type):  # it is copied into the gateway's own head
         raise FramingError("the Content-Type of the engine's response contains control characters")
     is_sse = content_type.startswith(b"text/event-stream")
+    is_html = is_success and content_type.startswith(b"text/html")
     framed = size is not None or coding is not None or status in BODILESS
     options = b",".join(value for name, value in pairs if name == b"connection")
     closes = b"close" in [option.strip(b" \t") for option in options.split(b",")]
@@ -98,7 +102,8 @@ def parse_head(head: bytes) -> ResponseHead:
         coding is not None,
         framed and not closes and head[7] == ord("1"),
         is_sse,
-        bool(size) and 200 <= status < 300 and status not in BODILESS and not is_sse,
+        is_html,
+        bool(size) and is_success and status not in BODILESS and not (is_sse or is_html),
         b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n" % content_type,
         b"content-length: %d\r\n\r\n" % (size or 0),
     )

@@ -39,6 +39,7 @@ from gateway.protocol.response.stream_search import (
     MAX_REFUSAL_BYTES,
     client_error_status,
     error_text,
+    find_error_body,
     find_finished_choices,
     find_leading_error,
     finish_reason_marker,
@@ -293,6 +294,7 @@ class Relay(PayloadScan):
                 and head.length == len(data) - offset
                 and self.rewriter is None
                 and self.translator is None
+                and find_error_body(data, offset) is None
             ):
                 return self._relay_whole(head, data[offset:], now)
             self._set_head(head)
@@ -342,6 +344,8 @@ class Relay(PayloadScan):
         if 100 <= head.status < 200:
             return
         self.head = head
+        if head.is_html:
+            raise UpstreamError("web_page", "the engine answered with a web page (text/html)")
         # Only a response that does not arrive whole in one read needs these fields.
         self._begin_scan(head.is_sse)
         self._is_torn = False
@@ -382,19 +386,23 @@ class Relay(PayloadScan):
         return b""
 
     def _handle_leading_error(self, data: bytes, error: re.Match[bytes]) -> bytes:
-        # Treat an error event at the start of a stream as an error response.
+        # Treat an error at the start of a stream, or of a body, as an error response.
         #
         # Raises UpstreamError if the request did not cause the error.
-        status = self._leading_error_status(data, error)
+        if self._is_sse:
+            status = self._leading_error_status(data, error)
+        else:
+            status = client_error_status(data, error)
         if status is None:
-            raise UpstreamError("engine_error", "the engine sent an error event")
+            raise UpstreamError("engine_error", "the engine sent an error event or body")
         self.is_refused, self.status, self.state = True, status, REFUSED
         return self._collect_refusal(data)
 
     def _commit(self, data: bytes, now: float) -> bytes:
         # Start to forward the body, unless its first bytes show an error.
         assert self.head is not None
-        if self._is_sse and (error := self._find_leading_error(data)) is not None:
+        error = self._find_leading_error(data) if self._is_sse else find_error_body(data)
+        if error is not None:
             return self._handle_leading_error(data, error)
         self.state = FLOWING
         if self._is_sse:

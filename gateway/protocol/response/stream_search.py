@@ -48,6 +48,12 @@ _BLANKS = rb"\s{0,64}"
 LONGEST_MATCH = 160
 # Begins with a fixed text, which `re` searches for quickly, and then looks back for a line break.
 ERROR_EVENT_PATTERN = re.compile(rb'data:(?<![^\n]data:)%b\{%b"error"' % (_BLANKS, _BLANKS))
+# In a chunked body a size line may come first.
+_ERROR_BODY = re.compile(
+    rb'(?:[0-9a-fA-F]{1,15}[^\r\n]{0,64}\r\n)?%b\{%b"error"%b:%b(?!null)'
+    % (_BLANKS, _BLANKS, _BLANKS, _BLANKS)
+)
+_ERROR_BODY_BYTES = 64
 TOKEN_PATTERN = re.compile(
     rb'"(?:(?:content|text|reasoning|reasoning_content|refusal|arguments)":%b"[^"]'
     rb'|(?:tool_calls|token_ids)":%b\[%b[^\]\s])' % (_BLANKS, _BLANKS, _BLANKS)
@@ -174,6 +180,16 @@ def find_leading_error(stream: bytes, hold_until_token: bool) -> re.Match[bytes]
     if stream.find(b'"error"', 0, end) < 0:
         return None
     return ERROR_EVENT_PATTERN.search(stream, 0, end)
+
+
+def find_error_body(body: bytes, start: int = 0) -> re.Match[bytes] | None:
+    """Return the match of an error at the start of a body that is no stream, or None.
+
+    Some providers send an error with status 200. `start` is the offset of the body.
+    """
+    if body.find(b'"error"', start, start + _ERROR_BODY_BYTES) < 0:
+        return None
+    return _ERROR_BODY.match(body, start)
 
 
 def client_error_status(events: bytes, error: re.Match[bytes]) -> int | None:

@@ -246,3 +246,51 @@ def test_nothing_is_added_within_a_long_event_under_an_alias() -> None:
     assert not relay.is_at_boundary
     relay.feed(chunked(b'"}\n\n', [])[:-5], 0.0)
     assert relay.is_at_boundary
+
+
+def whole_answer(body: bytes, framing: str, content_type: str = "application/json") -> bytes:
+    line, data = {
+        "length": (b"content-length: %d\r\n" % len(body), body),
+        "chunked": (b"transfer-encoding: chunked\r\n", chunked(body, [30])),
+        "close": (b"", body),
+    }[framing]
+    return b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n%b\r\n%b" % (content_type.encode(), line, data)
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked", "close"])
+@pytest.mark.parametrize("alias", [None, "asked"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_web_page_in_place_of_an_answer_can_be_retried(
+    framing: str, alias: str | None, is_cut: bool
+) -> None:
+    wire = whole_answer(b"<html>log in</html>", framing, "text/html; charset=utf-8")
+    relay = feed(wire, [wire.index(b"\r\n\r\n") + 4] if is_cut else [], alias=alias)
+    assert (relay.failure_kind, relay.out, relay.first_tokens) == ("web_page", b"", 0)
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked", "close"])
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_an_error_with_status_200_can_be_retried_or_is_a_refusal(
+    framing: str, indent: int | None, is_cut: bool
+) -> None:
+    broken = json.dumps({"error": {"message": "overloaded", "code": 503}}, indent=indent).encode()
+    wire = whole_answer(broken, framing)
+    cuts = [wire.index(b"\r\n\r\n") + 4] if is_cut else []
+    relay = feed(wire, cuts)
+    assert (relay.failure_kind, relay.out, relay.first_tokens) == ("engine_error", b"", 0)
+    refused = json.dumps({"error": {"code": 400, "message": "bad"}}, indent=indent).encode()
+    wire = whole_answer(refused, framing)
+    cut = wire.index(b"\r\n\r\n") + 4 if is_cut else len(wire)
+    refusal = Relay(OWN_HEADERS)
+    out = b"".join(refusal.feed(part, 0.0) for part in (wire[:cut], wire[cut:]) if part)
+    if framing == "close":
+        out += refusal.eof()
+    assert (out, refusal.is_refused, refusal.status) == (b"", True, 400)
+    assert json.loads(refusal.refusal_body)["error"]["message"] == "bad"
+
+
+def test_an_answer_that_mentions_an_error_is_forwarded() -> None:
+    for body in (b'{"error":null,"id":"c1"}', b'{"id":"c1","error":{"code":1}}', b'["error"]'):
+        relay = feed(whole_answer(body, "length"), [])
+        assert (relay.failure_kind, relay.out.endswith(body)) == (None, True)
