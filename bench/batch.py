@@ -35,7 +35,7 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mockgpu.text import expected_text
+from mockgpu.mock_tokenizer import expected_text
 from tests.ports import free_port
 from tests.scraped import total
 

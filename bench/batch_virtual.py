@@ -28,7 +28,7 @@ import msgspec  # noqa: E402
 
 from bench import batch as bench  # noqa: E402
 from gateway.app import App  # noqa: E402
-from gateway.batch.answers import LineClient  # noqa: E402
+from gateway.batch.answer_receiver import LineClient  # noqa: E402
 from gateway.config.loader import load_config  # noqa: E402
 from gateway.protocol.api_table import CHAT  # noqa: E402
 from gateway.protocol.response.date_header import ResponseClock  # noqa: E402

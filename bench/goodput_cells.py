@@ -17,8 +17,8 @@ import msgspec
 
 from planner.replay import ReplayOptions, ReplayRun, Traffic, preset, replay, traffic, users
 from planner.replay.capacity_search import capacity
+from planner.replay.fleet_spec import FleetSpec
 from planner.replay.results import ReplayFigures, figures
-from planner.replay.spec import FleetSpec
 from planner.traces.b2b import b2b
 from planner.traces.mix import MixPart, mix_parts, scale_rate, slice_span
 from planner.traces.recorded_request import TraceRequest

@@ -37,7 +37,7 @@ from typing import NamedTuple  # noqa: E402
 from bench.virtual_fleet import VirtualFleet  # noqa: E402
 from bench.virtual_peers import VirtualClients  # noqa: E402
 from gateway.app import App  # noqa: E402
-from policies.admission.sessions import SessionGate  # noqa: E402
+from policies.admission.adaptive_session_limit import SessionGate  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 MAX_GROWTH = 64 * 1024
@@ -45,7 +45,7 @@ MAX_NEW_OBJECTS = 256
 """Largest growth of the number of objects of a class. Twenty-four requests in progress and 512 that
 can be explained make it vary by a hundred.
 """
-SESSION_CLASS = "policies.admission.sessions.ActiveSession"
+SESSION_CLASS = "policies.admission.adaptive_session_limit.ActiveSession"
 SCRAPE_S = 15.0
 INT_BYTES, SESSION_BYTES, GROWTH_BYTES = 32, 512, 100
 """Bytes of a large integer, of what is remembered of a session, and of a request's bucket counts in
@@ -75,11 +75,11 @@ BOUNDED: Mapping[str, Structure] = {
         ("gateway/metrics/metric_types.py",), lambda app, _: 2 * sketch_bytes(app)
     ),
     "the live page's samples: the newest sketches, and the last minute's requests": Structure(
-        ("gateway/admin/metric_samples.py", "gateway/metrics/quantile_sketch.py"),
+        ("gateway/admin/live_metric_samples.py", "gateway/metrics/quantile_sketch.py"),
         lambda app, per_minute: 2 * sketch_bytes(app) + 2 * GROWTH_BYTES * per_minute,
     ),
     "sessions remembered by priced admission": Structure(
-        ("gateway/protocol/request/sessions.py", "policies/admission/sessions.py"),
+        ("gateway/protocol/request/sessions.py", "policies/admission/adaptive_session_limit.py"),
         lambda app, _: SESSION_BYTES * SessionGate().remembered,
     ),
     "the prefix index": Structure(

@@ -20,8 +20,8 @@ from gateway.admin.drain import end_connections
 from gateway.admission.admission_controller import AdmissionController
 from gateway.auto.auto_controller import AutoPolicyController
 from gateway.auto.gateway_config_access import GatewayConfigAccess
-from gateway.batch.pages import BatchPages
-from gateway.batch.runner import BatchRunner
+from gateway.batch.batch_runner import BatchRunner
+from gateway.batch.http_handlers import BatchPages
 from gateway.batch.storage_choice import create_storage
 from gateway.config import Config, Listener, LoadedConfig
 from gateway.disagg.handoffs import Handoffs
@@ -29,8 +29,8 @@ from gateway.drift.monitor import DriftMonitor, LocalDriftWatch
 from gateway.fleet.discovery.discovery import Discovery, create_source
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.health_checks import HealthChecker
+from gateway.fleet.kv_events.event_reader_start import KvEventService
 from gateway.fleet.kv_events.prompt_learner import Tokenizer
-from gateway.fleet.kv_events.service import KvEventService
 from gateway.fleet.model_name_table import find
 from gateway.fleet.prefix_cache_view import create_prefix_caches
 from gateway.fleet.speed_monitor import STALL_CHECK_S

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from mockgpu.blocks import BLOCK_TOKENS, blocks_for
 from mockgpu.kv_options import DEFAULT_SCALE
-from mockgpu.text import token_count
+from mockgpu.mock_tokenizer import token_count
 from policies.sizing.model_shapes import Llm
 
 Words = NDArray[np.uint64]

@@ -12,9 +12,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from mockgpu.mock_tokenizer import pad_to_tokens, render_chat, token_bytes, token_count
 from mockgpu.requested_form import FREE_TEXT, RequestedForm, requested_form
 from mockgpu.split_legs import DecodeLeg, PrefillLeg
-from mockgpu.text import pad_to_tokens, render_chat, token_bytes, token_count
 
 MAX_PROMPTS = 1024
 DEFAULT_COMPLETION_TOKENS = 16

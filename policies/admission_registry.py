@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from policies.admission.admission_policy import Admission, AdmissionParams, UncappedAdmission
 from policies.admission.priced import PricedAdmissionParams
-from policies.admission.session_limit import CapParams
+from policies.admission.session_cap_policy import CapParams
 from policies.policy_registry import PolicyConfigError, did_you_mean, parse_params
 from policies.published.early_rejection import EarlyRejection
 from policies.published.saturation import GieSaturation, Probabilistic

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from policies.admission.adaptive_session_limit import ActiveSession
 from policies.admission.quota import QuotaLimits
-from policies.admission.session_limit import SessionCap
-from policies.admission.sessions import ActiveSession
+from policies.admission.session_cap_policy import SessionCap
 from policies.engine.kalman import MOST_CORRECTION
 from policies.engine.step_time import StepCosts
 from policies.prefix.prefix_index import MAX_SLOTS, _count_extra, _stamps

@@ -16,7 +16,7 @@ import msgspec
 
 from bench.zoo.auto import LoggedFleet
 from planner.plan.pool_case import cases
-from planner.replay.spec import GroupKind
+from planner.replay.fleet_spec import GroupKind
 from planner.replay.traffic import Traffic
 from planner.traces.recorded_request import PRIVATE, TraceRequest
 from policies import policy_registry

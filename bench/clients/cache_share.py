@@ -18,8 +18,8 @@ from mockgpu.http.messages_format import MessagesFormat
 from mockgpu.http.named_events import chat_body
 from mockgpu.http.responses_format import ResponsesFormat
 from mockgpu.http.responses_store import ResponsesStore
+from mockgpu.mock_tokenizer import block_keys
 from mockgpu.request_parser import RequestBody, parse_request
-from mockgpu.text import block_keys
 
 CONTEXT = 1 << 20
 MAY_END_FROM = 1024  # as in `penstock demo`

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_hexdigest
 from bench.clients.cache_share import READERS
 from bench.clients.catalogue import CATALOGUE, ClientSpec
 from bench.clients.run import recording_name, version_of
-from mockgpu.text import WORDS
+from mockgpu.mock_tokenizer import WORDS
 from tests.recorded_clients import FOLDER, MARK, Difference, filler
 
 MAX_KEPT = 40  # characters of a client's own text that stay as they are

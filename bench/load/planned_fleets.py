@@ -48,7 +48,7 @@ from bench.load.planned_figures import (
 from bench.load.run import ROOT, await_models
 from bench.load.two_clocks import jitter
 from gateway.cli.main import config_in_text
-from mockgpu.text import render_chat, token_count
+from mockgpu.mock_tokenizer import render_chat, token_count
 from planner.bench import BenchPlan, BenchRecord, BenchReport, BenchSlo, run
 from planner.bench.workloads import lognormal
 from planner.plan import Assumptions, PoolCase, cases

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from bench.load.soak_processes import SPLIT, WHOLE
-from mockgpu.text import expected_text
+from mockgpu.mock_tokenizer import expected_text
 from planner.bench.timeline import AnswerTimeline
 
 THINK_S = 0.8

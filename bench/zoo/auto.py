@@ -27,21 +27,21 @@ import msgspec
 from bench.zoo.measure import STEP, Case, build_case_of, find_capacity
 from bench.zoo.space import draw
 from gateway.config.auto_section import DEFAULT_PORTFOLIO
-from planner.auto.evaluate import evaluate
 from planner.auto.log_window import choose_window
+from planner.auto.policy_estimation import evaluate
 from planner.plan.pool_case import PoolCase
-from planner.plan.recent import RecentTraffic
+from planner.plan.recent_traffic import RecentTraffic
 from planner.replay.fleet_sim import Fleet
+from planner.replay.fleet_spec import FleetSpec, GroupKind
 from planner.replay.inflight import InflightRequest
 from planner.replay.options import ReplayOptions
 from planner.replay.record import RequestEnd
-from planner.replay.spec import FleetSpec, GroupKind
 from planner.traces.access import LoggedRequest, arrived_s
 from policies import policy_registry
 from policies.admission.admission_policy import WaitQueueLimits
 from policies.admission.fairness import FairShares
 from policies.auto.decider import Action, PolicyDecider
-from policies.auto.estimates import PolicyMember
+from policies.auto.policy_estimates import PolicyMember
 
 INTERVAL_S = 300.0
 """Most seconds between two comparisons; the gateway's default."""

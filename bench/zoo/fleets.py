@@ -8,7 +8,7 @@ import msgspec
 
 from bench.zoo.space import SPANS, Workload
 from mockgpu.timing.roofline import StepWork
-from planner.replay.spec import FleetSpec, GroupKind, validate
+from planner.replay.fleet_spec import FleetSpec, GroupKind, validate
 from planner.traces.recorded_request import TraceRequest
 from policies.pricing.split import SplitRule
 from policies.routing_types import Role, Slo

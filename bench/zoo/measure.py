@@ -26,8 +26,8 @@ from bench.zoo.fleets import (
 from bench.zoo.requests import Requests, generate
 from bench.zoo.space import SPANS, Workload, draw
 from planner.replay import ReplayOptions, Traffic, replay, users
+from planner.replay.fleet_spec import FleetSpec
 from planner.replay.results import figures
-from planner.replay.spec import FleetSpec
 from policies import policy_registry
 from policies.routing_types import Slo
 

@@ -1,7 +1,7 @@
 """The admin server's configuration pages: the current configuration, its history, and changes.
 
-The pages translate HTTP requests to reloads, and the results of reloads to HTTP responses. auth.py
-authenticates clients; reload/reloader.py reloads.
+The pages translate HTTP requests to reloads, and the results of reloads to HTTP responses.
+security.py authenticates clients; reload/reloader.py reloads.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
-from gateway.admin.auth import is_supervisor
+from gateway.admin.security import is_supervisor
 from gateway.config import LoadedConfig, Problem
 from gateway.config.diff import ConfigChange, display
-from gateway.config.tls_files import named_certificates
+from gateway.config.tls_file_rules import named_certificates
 from gateway.config.yaml_source import MAX_FILE_BYTES
 from gateway.reload.auto_rollback import count_failures
 from gateway.reload.history import Version

@@ -1,7 +1,7 @@
 """The HTTP endpoints of the live view: its web page, the view as JSON, its event stream, and drain
 requests.
 
-Authorization is in auth.py, the content of the view in live_view.py, its schedule in
+Authorization is in security.py, the content of the view in live_view.py, its schedule in
 live_stream.py.
 """
 
@@ -18,8 +18,8 @@ import msgspec
 from aiohttp import web
 
 from gateway.admin.fleet_status import FleetStatus, fleet_status
+from gateway.admin.live_metric_samples import MetricSample, take_sample
 from gateway.admin.live_stream import LiveStream, SampleFunction
-from gateway.admin.metric_samples import MetricSample, take_sample
 
 if TYPE_CHECKING:
     from gateway.admin.gateway_interface import GatewayInterface

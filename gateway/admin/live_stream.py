@@ -15,8 +15,8 @@ from time import monotonic
 import msgspec
 
 from gateway.admin.fleet_status import ROWS_PER_TURN, FleetStatus
+from gateway.admin.live_metric_samples import MetricSample, SampleHistory
 from gateway.admin.live_view import build_view
-from gateway.admin.metric_samples import MetricSample, SampleHistory
 
 log = logging.getLogger("penstock")
 

@@ -1,8 +1,8 @@
 """The live view of a gateway as one JSON-compatible value; docs/live-page.md describes its members.
 
 Rates cover the last ten seconds, percentiles and ratios the last minute; unknown values are None.
-Samples are in metric_samples.py, the state in fleet_status.py, pairs in kv_flow.py, sentences in
-diagnosis.py.
+Samples are in live_metric_samples.py, the state in fleet_status.py, pairs in live_kv_flow.py,
+sentences in live_diagnosis.py.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from time import time
 from types import MappingProxyType
 from typing import Any
 
-from gateway.admin import diagnosis
+from gateway.admin import live_diagnosis
 from gateway.admin.fleet_status import FleetStatus
-from gateway.admin.kv_flow import kv_flow
-from gateway.admin.metric_samples import (
+from gateway.admin.live_kv_flow import kv_flow
+from gateway.admin.live_metric_samples import (
     MetricSample,
     SampleDifference,
     SampleHistory,
@@ -48,7 +48,7 @@ def build_view(status: FleetStatus, history: SampleHistory, now: MetricSample) -
     minute = history.find_before(now.at, SHARES_S) or now
     growth = history.growth_since(minute, now)
     rows = _endpoints(status, history, now, minute, growth)
-    findings = diagnosis.diagnose(_minute(status, now, minute, rows))
+    findings = live_diagnosis.diagnose(_minute(status, now, minute, rows))
     impaired = {finding.endpoint for finding in findings if finding.grade == "warn"}
     return {
         "at": round(time(), 3),
@@ -62,7 +62,7 @@ def build_view(status: FleetStatus, history: SampleHistory, now: MetricSample) -
             for row in rows
         ],
         "flow": kv_flow(status, now, recent),
-        "why": [_reason(finding) for finding in diagnosis.shorten(findings)],
+        "why": [_reason(finding) for finding in live_diagnosis.shorten(findings)],
         "history": _history(history.differences(now), now.at),
     }
 
@@ -80,7 +80,7 @@ def endpoint_severity(state: str, is_impaired: bool) -> int:
     return SEVERITIES.get(state, IMPAIRED if is_impaired else 0)
 
 
-def _reason(reason: diagnosis.DiagnosisLine) -> dict[str, Any]:
+def _reason(reason: live_diagnosis.DiagnosisLine) -> dict[str, Any]:
     return {"grade": reason.grade, "text": reason.text, "endpoint": reason.endpoint}
 
 
@@ -207,13 +207,13 @@ def _minute(
     now: MetricSample,
     minute: MetricSample,
     endpoints: Sequence[Mapping[str, Any]],
-) -> diagnosis.MinuteCounts:
+) -> live_diagnosis.MinuteCounts:
     ended = counter_growth(now.slo_outcomes, minute.slo_outcomes)
     decisions = counter_growth(now.split_decisions, minute.split_decisions)
     missed: dict[str, float] = {}
     for (_, outcome), count in ended.items():
         missed[outcome] = missed.get(outcome, 0.0) + count
-    return diagnosis.MinuteCounts(
+    return live_diagnosis.MinuteCounts(
         endpoints=endpoints,
         span_s=now.at - minute.at,
         shed=counter_growth(now.shed, minute.shed),

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.admin.auth import error_response
+from gateway.admin.security import error_response
 from gateway.metrics.quantile_sketch import round_seconds
 from gateway.telemetry.pick_explanation import EndedExchange, RecentExchanges
 

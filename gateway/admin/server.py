@@ -1,7 +1,7 @@
 """The admin server of one gateway process: health, readiness, metrics, and the state of endpoints.
 
-auth.py authorizes requests; config_pages.py serves the configuration, live_pages.py the live view.
-The admin server has a listener of its own and never shares the API's port.
+security.py authorizes requests; config_pages.py serves the configuration, live_pages.py the live
+view. The admin server has a listener of its own and never shares the API's port.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import msgspec
 from aiohttp import web
 
 from gateway.admin import config_pages, live_pages
-from gateway.admin.auth import access_middleware
 from gateway.admin.auto_pages import add_auto
 from gateway.admin.drain import announce_close
 from gateway.admin.drift_pages import add_drift, add_records
 from gateway.admin.fleet_status import endpoint_state, in_turns
 from gateway.admin.readiness import not_ready_reason
 from gateway.admin.recent_requests import RecentQuery, add_requests, recent_rows
+from gateway.admin.security import access_middleware
 from gateway.config.yaml_source import MAX_FILE_BYTES
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.model_name_table import find

@@ -22,6 +22,7 @@ from gateway.http.large_bodies import LargeBodies
 from gateway.protocol.errors import Failure, GatewayError
 from policies.admission import admission_policy
 from policies.admission import wait_queue as waiting
+from policies.admission.adaptive_session_limit import WorkingSet
 from policies.admission.admission_policy import (
     Admission,
     Admit,
@@ -33,8 +34,7 @@ from policies.admission.admission_policy import (
 )
 from policies.admission.fairness import FairShares, billable_tokens
 from policies.admission.priced import PricedAdmission
-from policies.admission.session_limit import SessionCap
-from policies.admission.sessions import WorkingSet
+from policies.admission.session_cap_policy import SessionCap
 from policies.endpoint_load import EndpointLoad
 from policies.health.retry_budget import RetryBudget, RetryLimits
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery

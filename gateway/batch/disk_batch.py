@@ -13,8 +13,8 @@ import msgspec
 
 from gateway.batch.disk_files import replace_file, sync_folder
 from gateway.batch.disk_ownership import BatchOwner
-from gateway.batch.journal import JournalReader
-from gateway.batch.records import BatchRecord
+from gateway.batch.file_and_batch_objects import BatchRecord
+from gateway.batch.result_journal import JournalReader
 from gateway.batch.storage import LeaseLostError
 
 

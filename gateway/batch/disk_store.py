@@ -27,7 +27,14 @@ import msgspec
 from gateway.batch.disk_batch import DiskBatch
 from gateway.batch.disk_files import delete_folder, locked, read_record, replace_file
 from gateway.batch.disk_ownership import BatchOwner
-from gateway.batch.records import BATCH_ID, FILE_ID, BatchRecord, BatchState, FileRecord, new_id
+from gateway.batch.file_and_batch_objects import (
+    BATCH_ID,
+    FILE_ID,
+    BatchRecord,
+    BatchState,
+    FileRecord,
+    new_id,
+)
 from gateway.batch.storage import (
     STALE_UPLOAD_S,
     OpenBatch,

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.batch.records import LineProblem
+from gateway.batch.file_and_batch_objects import LineProblem
 from gateway.protocol.api_table import API_PATHS, Api
 from gateway.protocol.errors import GatewayError
 from gateway.protocol.request.json_members import read_members

@@ -18,19 +18,25 @@ from typing import Any
 
 import msgspec
 
+from gateway.batch.completion_windows import RequestTimes, Schedule
+from gateway.batch.file_and_batch_objects import (
+    BatchRecord,
+    BatchState,
+    FileRecord,
+    RequestCounts,
+    new_id,
+)
 from gateway.batch.input_lines import InputChecker, InputLine, decode_line, result_line
-from gateway.batch.journal import (
+from gateway.batch.request_attempt import LineResult, RequestAttempt
+from gateway.batch.result_journal import (
     JournalEntry,
     JournalReader,
     KeptAnswer,
     encode_entry,
 )
-from gateway.batch.line_run import LineResult, LineRun
-from gateway.batch.records import BatchRecord, BatchState, FileRecord, RequestCounts, new_id
-from gateway.batch.schedule import RequestTimes, Schedule
 from gateway.batch.storage import BatchJournal, BatchStorage, ClaimedBatch, LeaseLostError
-from gateway.batch.threads import StorageThreads
-from gateway.batch.usage import UsageSum
+from gateway.batch.storage_threads import StorageThreads
+from gateway.batch.token_usage import UsageSum
 from policies.admission.batch_reserve import WindowDemand
 
 log = logging.getLogger("penstock")
@@ -63,7 +69,7 @@ class OwnedBatch:
     ) -> None:
         """Initialize; blocking calls of the storage run in `threads`."""
         self._storage, self._claimed, self._threads = storage, claimed, threads
-        self.running: dict[int, LineRun] = {}
+        self.running: dict[int, RequestAttempt] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.reserved: set[int] = set()
         self.schedule = Schedule.ON_TIME
@@ -194,7 +200,7 @@ class OwnedBatch:
         """
         heappush(self._retries, (due, number))
 
-    def put_back(self, run: LineRun, kept: KeptAnswer | None) -> None:
+    def put_back(self, run: RequestAttempt, kept: KeptAnswer | None) -> None:
         """Schedule the request of an interrupted attempt to run next.
 
         It continues the kept part of its answer, if there is any.
@@ -202,7 +208,7 @@ class OwnedBatch:
         self._ready.append(run.number)
         self.end_attempt(run, kept)
 
-    def end_attempt(self, run: LineRun, kept: KeptAnswer | None) -> None:
+    def end_attempt(self, run: RequestAttempt, kept: KeptAnswer | None) -> None:
         """Record an attempt that gave no result.
 
         The next attempt continues from `kept`, the received part of the answer. With None, it
@@ -219,7 +225,7 @@ class OwnedBatch:
 
     # Results
 
-    def add_result(self, run: LineRun, result: LineResult) -> None:
+    def add_result(self, run: RequestAttempt, result: LineResult) -> None:
         """Append the result of one request to the batch's journal."""
         response = (result.status, result.request_id, result.body)
         line = result_line(run.number, self.record.id, run.line.custom_id, response)

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.admission.admission_controller import PoolQueue
-from gateway.batch.line_run import LineRun
+from gateway.batch.completion_windows import PoolSchedule
+from gateway.batch.file_and_batch_objects import BatchRecord
 from gateway.batch.pacing import LatencyTargets, PoolPacer, PoolReading
-from gateway.batch.records import BatchRecord
-from gateway.batch.schedule import PoolSchedule
+from gateway.batch.request_attempt import RequestAttempt
 from gateway.config import BatchApi, Config
 from gateway.fleet.model_name_table import find
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.api_keys import wrong_key
-from gateway.protocol.request.service_class import (
+from gateway.protocol.request.service_level_headers import (
     CLASS_HEADER,
     MAX_PRIORITY,
     PRIORITY_HEADER,
@@ -131,7 +131,9 @@ class PoolView:
         queue = self._queue
         return None if queue is None else queue.mean_service_s(now)
 
-    def allow(self, section: BatchApi, runs: Sequence[LineRun], running: int, now: float) -> int:
+    def allow(
+        self, section: BatchApi, runs: Sequence[RequestAttempt], running: int, now: float
+    ) -> int:
         """Return how many batch requests the pool may run now.
 
         section  the section `batch` of the configuration
@@ -150,7 +152,7 @@ class PoolView:
         return pacer.allow(reading, self._targets, running, now, self.schedule.plan.places)
 
     def _read(
-        self, queue: PoolQueue, runs: Sequence[LineRun], missed: int, now: float
+        self, queue: PoolQueue, runs: Sequence[RequestAttempt], missed: int, now: float
     ) -> PoolReading:
         own_waiting = sum(run.is_queued for run in runs)
         waiting = max(0, queue.queue_length - own_waiting)
@@ -159,7 +161,7 @@ class PoolView:
         ttft_s = max(ttfts, default=None)
         return PoolReading(queue.places, busy, waiting, queue.price, missed, ttft_s, self._tpot_s)
 
-    def _measure(self, section: BatchApi, runs: Sequence[LineRun], now: float) -> None:
+    def _measure(self, section: BatchApi, runs: Sequence[RequestAttempt], now: float) -> None:
         elapsed = now - self._window_at
         if elapsed < WINDOW_S:
             return

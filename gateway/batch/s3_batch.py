@@ -17,8 +17,8 @@ from io import BufferedReader, BytesIO
 
 import msgspec
 
-from gateway.batch.journal import JournalReader
-from gateway.batch.records import BatchRecord
+from gateway.batch.file_and_batch_objects import BatchRecord
+from gateway.batch.result_journal import JournalReader
 from gateway.batch.s3_bucket import ConditionError, S3Bucket, StoredObject
 from gateway.batch.s3_files import open_object
 from gateway.batch.storage import LeaseLostError

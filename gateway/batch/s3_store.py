@@ -27,7 +27,14 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from gateway.batch.records import BATCH_ID, FILE_ID, BatchRecord, BatchState, FileRecord, new_id
+from gateway.batch.file_and_batch_objects import (
+    BATCH_ID,
+    FILE_ID,
+    BatchRecord,
+    BatchState,
+    FileRecord,
+    new_id,
+)
 from gateway.batch.s3_batch import LeasedRecord, S3Batch
 from gateway.batch.s3_bucket import ConditionError, S3Bucket, StoredObject
 from gateway.batch.s3_files import ObjectWriter, S3Upload, open_object, write_lines

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import msgspec
 
-from gateway.batch.journal import JournalReader
-from gateway.batch.records import BatchRecord, FileRecord
+from gateway.batch.file_and_batch_objects import BatchRecord, FileRecord
+from gateway.batch.result_journal import JournalReader
 
 STALE_UPLOAD_S = 3600.0  # age from which an incomplete upload is left over from a killed process
 

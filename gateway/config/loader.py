@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from pydantic import BaseModel, ValidationError
 
-from gateway.config import cross_checks, tls_files
+from gateway.config import cross_checks, tls_file_rules
 from gateway.config.file_reader import read_config_file, read_file
 from gateway.config.problems import ConfigError, Path, Problem, did_you_mean
 from gateway.config.tls_sections import FOLDER_KEY
@@ -74,7 +74,7 @@ def load_text(
     """Load a configuration from its text, like load_with_warnings().
 
     file     name of the text in problems; relative paths start at its folder
-    refused  by path, the reason why references there may not be resolved (references.py)
+    refused  by path, the reason why references there may not be resolved (uploaded_references.py)
     """
     return _build(parse_yaml(text, file, env, read_file, refused), text)
 
@@ -137,7 +137,7 @@ def _build(source: YamlSource, text: bytes = b"") -> LoadedConfig:
         config = Config.model_validate(
             source.data, context={FOLDER_KEY: str(FilePath(source.file).parent)}
         )
-        tls_files.check_files(config, source)
+        tls_file_rules.check_files(config, source)
     except ValidationError as error:
         _add_problems(source, error)
     for finding in cross_checks.errors(source.data):

@@ -1,6 +1,6 @@
 """Configuration sections for TLS of the listeners, of engines and of Redis.
 
-Relative file paths become absolute here. tls_files.py checks whether the files can be used;
+Relative file paths become absolute here. tls_file_rules.py checks whether the files can be used;
 util/tls.py creates the TLS contexts.
 """
 

@@ -2,15 +2,15 @@
 reserve another one, or free the KV.
 
 The table in state_machine.py names these actions. Each one is a function of an attempt's state
-(pair_attempt_state.py) and does not wait.
+(attempt_record.py) and does not wait.
 """
 
 from __future__ import annotations
 
 from time import monotonic
 
+from gateway.disagg.attempt_record import AttemptState
 from gateway.disagg.leg import Leg
-from gateway.disagg.pair_attempt_state import AttemptState
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.reservation import Reservation
 from gateway.protocol.response.relay import UpstreamError

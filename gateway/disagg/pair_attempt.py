@@ -16,9 +16,9 @@ from time import monotonic
 from types import MappingProxyType
 
 from gateway.disagg import failure_actions
+from gateway.disagg.attempt_record import AttemptState
 from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
-from gateway.disagg.pair_attempt_state import AttemptState
 from gateway.disagg.state_machine import END_STATES, LEG_ENDS, TABLE, Act, Event, Row, State
 from gateway.exchange import Exchange
 from gateway.forwarding import forward

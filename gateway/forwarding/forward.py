@@ -18,7 +18,7 @@ from gateway.protocol.errors import response_not_found
 from gateway.protocol.request.forwarded_headers import all_values
 from gateway.protocol.request.multipart import form_type
 from gateway.protocol.request.request_body import Call
-from gateway.protocol.request.service_class import HeaderFields
+from gateway.protocol.request.service_level_headers import HeaderFields
 from gateway.protocol.request.sessions import SESSION_HEADER
 from gateway.protocol.response.event_relay import EventRelay
 from gateway.protocol.response.relay import Relay, UpstreamError

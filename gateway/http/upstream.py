@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.http.ack_delay import delay_acks
+from gateway.http.client_read_turns import LONG_READ
 from gateway.http.connect_errors import is_local_error
 from gateway.http.eager_task import EagerFuture, new_future, timeout_after
-from gateway.http.read_turns import LONG_READ
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.response.relay import BEHIND, DONE, Relay, UpstreamError
 from gateway.util.tls import WRITE_BUFFER_BYTES, Encryption

@@ -14,9 +14,9 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
+from gateway.http.client_read_turns import PIECE_TURNS, ReadTurns
 from gateway.http.close_queue import CloseQueue
-from gateway.http.long_reads import LongReads
-from gateway.http.read_turns import PIECE_TURNS, ReadTurns
+from gateway.http.long_engine_reads import LongReads
 
 if TYPE_CHECKING:
     from gateway.protocol.response.relay import Relay

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import msgspec
 
+from policies.admission.adaptive_session_limit import SessionUpdate
 from policies.admission.quota_exchange import QuotaUsage
-from policies.admission.sessions import SessionUpdate
 from policies.engine.peer_load import PeerShare
 
 Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]

@@ -20,7 +20,7 @@ import msgspec
 from gateway.config import ConfigError, LoadedConfig, Problem, load_text, load_with_warnings
 from gateway.config.diff import ConfigChange, diff
 from gateway.config.file_reader import read_config_file, read_file
-from gateway.config.references import unresolvable
+from gateway.config.uploaded_references import unresolvable
 from gateway.config.yaml_source import parse_yaml
 from gateway.metrics.catalogue import Metrics
 from gateway.reload import history as versions

@@ -22,7 +22,7 @@ from gateway.fleet.model_names import common_name, explicit_models, unlisted_mes
 from gateway.forwarding import forward
 from gateway.protocol.request.api_keys import key_digest
 from gateway.protocol.request.cache_salts import new_cache_salts
-from gateway.protocol.request.service_class import ServiceClasses
+from gateway.protocol.request.service_level_headers import ServiceClasses
 from gateway.protocol.stored_response_ids import new_response_ids
 from gateway.protocol.translate.translation_table import TRANSLATIONS, translated_paths
 from gateway.proxy.resume import prepare_recorded

@@ -22,7 +22,7 @@ from gateway.restart.channel import (
 )
 from policies import saved_state
 from policies.admission.priced import PricedAdmission
-from policies.admission.session_limit import SessionCap
+from policies.admission.session_cap_policy import SessionCap
 from policies.engine.peer_load import NOTHING, PeerShare
 from policies.health.endpoint_health import HealthState as HealthState
 from policies.load_ledger import own_load

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from gateway.admin.fleet_status import FleetStatus, PairStatus
+from gateway.admin.live_metric_samples import MetricSample
 from gateway.admin.live_pages import WorkerSample
-from gateway.admin.metric_samples import MetricSample
 from gateway.metrics.quantile_sketch import BucketCounts, merge_counts
 from gateway.workers.worker_process import REQUEST_ERRORS, Worker
 

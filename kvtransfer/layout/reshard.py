@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtransfer.layout.block_mapping import (
+from kvtransfer.layout.byte_ranges import (
     ByteRuns,
     Offsets,
     PairShare,

@@ -1,4 +1,5 @@
-"""BlockStore: a store of KV blocks in one process, which other processes reach by service.py.
+"""BlockStore: a store of KV blocks in one process, which other processes reach by
+unix_socket_server.py.
 
 One lock guards the index. Bytes move without it: into slots that no reader can find yet, and out of
 slots that are pinned.

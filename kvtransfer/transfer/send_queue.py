@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.contract import Link, WindowHead, WindowSlice
-from kvtransfer.layout.block_mapping import ByteRuns, sorted_distinct
+from kvtransfer.layout.byte_ranges import ByteRuns, sorted_distinct
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.memory_regions import GenerationCheck, Region, local_rank
 from kvtransfer.layout.reshard import MAX_RUNS, TransferPlan
@@ -69,7 +69,7 @@ class LeasedOffer:
     transfer       that sink's number of the transfer
     plan           the transfer plan; the claim is complete once it is set
     shares         the ranks' parts of the offer by rank of the sink's group, once a rank has
-                   claimed its part (shared_offers.py)
+                   claimed its part (offer_division.py)
     claimed_by     the group that shares the offer, and that group's layout
     whole          if this is one rank's part: the whole offer; otherwise None
     rank           if this is one rank's part: the rank that may claim it; otherwise -1

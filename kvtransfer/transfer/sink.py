@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.contract import Link, WindowHead, WindowSlice, WindowVerdict
-from kvtransfer.layout.block_mapping import ByteRuns, sorted_distinct
+from kvtransfer.layout.byte_ranges import ByteRuns, sorted_distinct
 from kvtransfer.layout.kv_layout import KvLayout, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region, local_rank
 from kvtransfer.layout.reshard import LayoutMismatch, Ranks, TransferPlan, max_pairs, plan_transfer

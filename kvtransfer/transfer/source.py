@@ -54,9 +54,9 @@ from kvtransfer.transfer.commands import (
     plan_or_defer,
 )
 from kvtransfer.transfer.flow_control import BandwidthMeter, Priority
+from kvtransfer.transfer.offer_division import OfferSharing
 from kvtransfer.transfer.pending_invites import PendingInvites
 from kvtransfer.transfer.send_queue import LeasedOffer, OfferSpec, SendQueue
-from kvtransfer.transfer.shared_offers import OfferSharing
 from kvtransfer.transfer.stats import AgentStats
 from kvtransfer.util.agent_options import AgentOptions
 

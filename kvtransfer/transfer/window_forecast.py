@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvtransfer.contract import WindowHead
-from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.reshard import TransferPlan
 from kvtransfer.transfer.receive_tracker import ReceiveTracker
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.layout.block_mapping import ByteRuns, Offsets
+from kvtransfer.layout.byte_ranges import ByteRuns, Offsets
 from kvtransfer.layout.memory_regions import Region
 
 _LARGE = 16 << 10  # from here on the copy costs more than the interpreter step

@@ -26,7 +26,7 @@ from kvtransfer.contract import (
     WindowSlice,
     WindowVerdict,
 )
-from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import Blocks
 from kvtransfer.util.clock import Callback, Clock, Timer

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from mockgpu.handoff.interfaces import EngineIdentity
+from mockgpu.mock_tokenizer import is_generated, token_bytes, token_ids
 from mockgpu.request_parser import (
     NO_LEG,
     ApiError,
@@ -26,7 +27,6 @@ from mockgpu.request_parser import (
     TokenId,
 )
 from mockgpu.split_legs import AgentPeer, DecodeLeg, OfferedKv, PrefillLeg
-from mockgpu.text import is_generated, token_bytes, token_ids
 
 FIELD = "disaggregated_params"
 HOLD_S = 180.0

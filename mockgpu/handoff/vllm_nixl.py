@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mockgpu.handoff.interfaces import EngineIdentity, agent_address
+from mockgpu.mock_tokenizer import token_bytes
 from mockgpu.request_parser import (
     NO_LEG,
     ApiError,
@@ -22,7 +23,6 @@ from mockgpu.request_parser import (
     RequestBody,
 )
 from mockgpu.split_legs import AgentPeer, DecodeLeg, OfferedKv, PrefillLeg
-from mockgpu.text import token_bytes
 
 FIELD = "kv_transfer_params"
 TICKET = "penstock_ticket"

@@ -13,8 +13,8 @@ from xxhash import xxh3_128_hexdigest
 from mockgpu.http.choice import Choice
 from mockgpu.http.named_events import chat_of
 from mockgpu.http.openai_format import DONE, event, http_chunk
+from mockgpu.mock_tokenizer import TOKEN_BYTES
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
-from mockgpu.text import TOKEN_BYTES
 
 BYTES_PER_TOKEN = 1024
 MAX_TOKENS = 448

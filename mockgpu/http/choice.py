@@ -13,10 +13,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from mockgpu.job import Job
-from mockgpu.request_parser import ParsedRequest
-from mockgpu.split_legs import DecodeLeg, PrefillLeg
-from mockgpu.structured_output import JsonFrame
-from mockgpu.text import (
+from mockgpu.mock_tokenizer import (
     TOKEN_BYTES,
     GeneratedText,
     block_keys,
@@ -25,6 +22,9 @@ from mockgpu.text import (
     token_count,
     variation,
 )
+from mockgpu.request_parser import ParsedRequest
+from mockgpu.split_legs import DecodeLeg, PrefillLeg
+from mockgpu.structured_output import JsonFrame
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.kv_contents import Words

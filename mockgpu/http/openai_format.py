@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from mockgpu.http.choice import Choice
+from mockgpu.mock_tokenizer import TOKEN_BYTES, token_count, token_ids
 from mockgpu.request_parser import ParsedRequest
-from mockgpu.text import TOKEN_BYTES, token_count, token_ids
 
 DONE = b"data: [DONE]\n\n"
 

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 from xxhash import xxh3_64_intdigest
 
+from mockgpu.mock_tokenizer import render_chat, token_bytes, token_count
 from mockgpu.request_parser import (
     ApiError,
     ParsedRequest,
@@ -28,7 +29,6 @@ from mockgpu.request_parser import (
     one_prompt,
 )
 from mockgpu.requested_form import FREE_TEXT
-from mockgpu.text import render_chat, token_bytes, token_count
 
 DIMENSIONS = 64
 MAX_INPUTS = 2048

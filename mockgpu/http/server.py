@@ -55,6 +55,7 @@ from mockgpu.http.response_sinks import (
 )
 from mockgpu.http.responses_format import ResponsesFormat
 from mockgpu.http.responses_store import ResponsesStore
+from mockgpu.mock_tokenizer import token_count
 from mockgpu.request_parser import (
     NO_LEG,
     ApiError,
@@ -71,7 +72,6 @@ from mockgpu.request_parser import (
     parse_request,
 )
 from mockgpu.split_legs import DecodeLeg, PrefillLeg
-from mockgpu.text import token_count
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.pd_role import PdRole

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from planner.plan.recent import RecentTraffic
+from planner.plan.recent_traffic import RecentTraffic
 from planner.traces.access import LoggedRequest, arrived_s
 
 COMPLETE = 0.98

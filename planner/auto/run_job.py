@@ -11,12 +11,12 @@ from typing import BinaryIO
 import msgspec
 
 from planner.auto.cpu_budget import OnProgress
-from planner.auto.evaluate import evaluate
 from planner.auto.log_window import choose_window
+from planner.auto.policy_estimation import evaluate
 from planner.plan.pool_case import PoolCaseError, cases
-from planner.plan.recent import RecentTraffic, recent
+from planner.plan.recent_traffic import RecentTraffic, recent
 from planner.traces.recorded_request import TraceError
-from policies.auto.estimates import PoolEstimate
+from policies.auto.policy_estimates import PoolEstimate
 from policies.auto.replay_messages import PoolJob, ReplayAnswer, ReplayJob
 
 TAIL_BYTES = 32 << 20

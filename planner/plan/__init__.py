@@ -2,7 +2,7 @@
 
 from planner.plan.comparison import ConfigComparison, PoolComparison, plan
 from planner.plan.pool_case import Assumptions, PoolCase, PoolCaseError, cases
-from planner.plan.recent import RecentTraffic, recent
+from planner.plan.recent_traffic import RecentTraffic, recent
 from planner.plan.show import as_plain, show
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from planner.plan.pool_case import PoolCase
-from planner.plan.recent import RecentTraffic
+from planner.plan.recent_traffic import RecentTraffic
 from planner.replay.fleet_sim import replay
 from planner.replay.results import ReplayFigures, figures
 from planner.replay.traffic import Traffic

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from planner.replay.fleet_spec import FleetError, FleetSpec, GroupKind, validate
 from planner.replay.options import ReplayOptions
-from planner.replay.spec import FleetError, FleetSpec, GroupKind, validate
 from planner.text_generator import BYTES_PER_TOKEN
 from policies import admission_registry, policy_registry
 from policies.admission.admission_policy import Admission, WaitQueueLimits

@@ -4,6 +4,7 @@ Readers of recorded traffic are in planner/traces.
 """
 
 from planner.replay.fleet_sim import replay
+from planner.replay.fleet_spec import FleetError, FleetSpec, GroupKind, preset, read_fleet
 from planner.replay.options import (
     CacheView,
     ClientBehaviour,
@@ -12,7 +13,6 @@ from planner.replay.options import (
     ReplayOptions,
 )
 from planner.replay.record import ReplayRecord, ReplayRun, RequestEnd
-from planner.replay.spec import FleetError, FleetSpec, GroupKind, preset, read_fleet
 from planner.replay.traffic import ClosedLoop, Traffic, traffic, users
 
 __all__ = [

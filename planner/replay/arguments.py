@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from planner.replay.fleet_spec import FleetSpec
 from planner.replay.options import CacheView, GroupFault, GroupFaultKind, ReplayOptions
-from planner.replay.spec import FleetSpec
 from policies.routing_types import STANDARD, Slo
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")

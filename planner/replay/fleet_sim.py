@@ -22,13 +22,13 @@ from planner.replay.admission_sim import AdmissionSim
 from planner.replay.block_chain import AnswerBlocks, UnlimitedCache, keys_of
 from planner.replay.disagg_sim import DisaggSim
 from planner.replay.fault_events import FaultEvents
+from planner.replay.fleet_spec import FleetSpec
 from planner.replay.gateway_sim import GatewaySim
 from planner.replay.group_sim import ReplayGroup, build_engines
 from planner.replay.hedge_sim import Hedges
 from planner.replay.inflight import InflightRequest
 from planner.replay.options import CacheView, ReplayOptions
 from planner.replay.record import ReplayRecord, ReplayRun, RequestEnd
-from planner.replay.spec import FleetSpec
 from planner.replay.speed_monitor_sim import SpeedMonitorSim
 from planner.replay.traffic import Traffic
 from planner.traces.recorded_request import TraceRequest

@@ -14,9 +14,9 @@ from mockgpu.blocks import BlockPool
 from mockgpu.job import Job
 from mockgpu.timing.layout_times import rank_model
 from planner.replay.engine_sim import JobEvents, ReplayEngine
+from planner.replay.fleet_spec import FleetSpec, GroupKind
 from planner.replay.rank_choice import HiddenRanks, RankChoice
 from planner.replay.record import GroupTotals
-from planner.replay.spec import FleetSpec, GroupKind
 from planner.replay.step_clock import StepClock
 from policies.endpoint_load import EndpointLoad
 from policies.engine.output_length import RecentLengths

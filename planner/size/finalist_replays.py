@@ -14,9 +14,9 @@ import msgspec
 from planner.plan.pool_case import PoolCase
 from planner.process_map import ReportShare, WorkerError, map_in_processes
 from planner.replay.fleet_sim import replay
+from planner.replay.fleet_spec import FleetSpec, GroupKind, validate
 from planner.replay.record import RequestEnd
 from planner.replay.results import ReplayFigures, figures
-from planner.replay.spec import FleetSpec, GroupKind, validate
 from planner.replay.traffic import traffic
 from planner.size.finalist import Finalist
 from planner.size.pareto_front import FleetPoint

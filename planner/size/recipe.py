@@ -1,8 +1,8 @@
 """The sizing recipe: eight steps (gates) from a model to a number of replicas, each with a reason.
 
 Each gate takes what the gates before it decided, and records its question, numbers, answer and the
-source it follows (docs/sizing.md lists these "seeds"). Gates are in layout_steps.py and
-replica_steps.py; pareto_front.py compares all layouts, and show.py prints.
+source it follows (docs/sizing.md lists these "seeds"). Gates are in layout_gates.py and
+replica_gates.py; pareto_front.py compares all layouts, and show.py prints.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from mockgpu.timing.step_time_grids import Grid
-from planner.size import layout_steps, replica_steps
+from planner.size import layout_gates, replica_gates
 from planner.size.plan_draft import Draft, FleetPlan, PlanHardware, RecipeGate, SizingError
 from planner.size.workload import Workload
 from policies.sizing.known_models import facts_of
@@ -60,7 +60,7 @@ def plan_fleet(
     if not plans:
         raise SizingError(problems[-1])
     best = min(plans, key=lambda plan: (len(plan.shortfalls), plan.gpus))
-    first = layout_steps.quantise(candidates, plans, problems, best)
+    first = layout_gates.quantise(candidates, plans, problems, best)
     return msgspec.structs.replace(best, gates=(first, *best.gates))
 
 
@@ -94,14 +94,14 @@ def _plan_with_note(
 def _plan(model: Llm, hardware: PlanHardware, work: Workload, grids: Sequence[Grid]) -> FleetPlan:
     draft = Draft(model, hardware, work, grids)
     for gate in (
-        layout_steps.fits_one,
-        layout_steps.least_tp,
-        layout_steps.raise_tp,
-        layout_steps.least_pp,
-        layout_steps.most_ep,
-        layout_steps.split_context,
-        replica_steps.count_replicas,
-        replica_steps.split_phases,
+        layout_gates.fits_one,
+        layout_gates.least_tp,
+        layout_gates.raise_tp,
+        layout_gates.least_pp,
+        layout_gates.most_ep,
+        layout_gates.split_context,
+        replica_gates.count_replicas,
+        replica_gates.split_phases,
     ):
         gate(draft)
     return draft.finish()

@@ -4,7 +4,7 @@ Under overload, requests with the least value per second of work are refused. Th
 variable of the pool's capacity (docs/routing.md 4.8): an exponential of how far the expected queue
 exceeds a share of the TTFT budget. The queue itself integrates excess arrivals, so the price needs
 no memory, does not oscillate, and is zero while queues are short. The order of waiting requests is
-in wait_queue.py, sessions in sessions.py, scheduled retries in retry_after.py.
+in wait_queue.py, sessions in adaptive_session_limit.py, scheduled retries in retry_after.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import expm1, inf, pow
 
+from policies.admission.adaptive_session_limit import (
+    SessionGate,
+    WorkingSet,
+    fleet_kv_tokens,
+    is_continuation,
+)
 from policies.admission.admission_policy import (
     ADMIT,
     Admission,
@@ -29,9 +35,8 @@ from policies.admission.admission_policy import (
 from policies.admission.full_pool_rate import FullLoadRate
 from policies.admission.prefill_pacing import PrefillPace
 from policies.admission.retry_after import ReturnSchedule, ReturnTimes, request_key
-from policies.admission.session_limit import SessionLimit
-from policies.admission.sessions import SessionGate, WorkingSet, fleet_kv_tokens, is_continuation
-from policies.admission.tenant_overuse import TenantUsage
+from policies.admission.session_cap_policy import SessionLimit
+from policies.admission.tenant_demand import TenantDemand
 from policies.latency.expected_latency import prefill_s
 from policies.param_types import Exponent, Fraction, NonNegative, Positive
 from policies.pricing.cost_estimate import (
@@ -175,7 +180,7 @@ class PricedAdmission:
         self._prefill_share, self._kv_reserved = 1.0, 0.0
         self._overload = self._ahead_s = 0.0
         self._pace = PrefillPace(rule.step_share)
-        self._usage = TenantUsage(rule.weights)
+        self._usage = TenantDemand(rule.weights)
         self._budget: float | None = None
         self._tpot_budget: float | None = None
         self._typical_s: float | None = None

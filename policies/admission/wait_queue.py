@@ -33,7 +33,7 @@ from policies.admission.admission_policy import (
 )
 from policies.admission.fairness import FairShares, TenantCounters, billable_tokens
 from policies.admission.full_pool_rate import FullLoadRate
-from policies.admission.pool_capacity import total_capacity
+from policies.admission.gateway_share import total_capacity
 from policies.endpoint_load import EndpointLoad
 from policies.pricing.cost_estimate import estimate_cost
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery

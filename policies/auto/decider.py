@@ -2,8 +2,8 @@
 goodput.
 
 A change is made when the gain exceeds its statistical error. The gains of several estimates are
-pooled (evidence.py); a single estimate is enough only for a large gain. At most three changes per
-hour are made. `now` is any clock in seconds that does not go back.
+pooled (pooled_gains.py); a single estimate is enough only for a large gain. At most three changes
+per hour are made. `now` is any clock in seconds that does not go back.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from enum import StrEnum
 
 import msgspec
 
-from policies.auto.estimates import MemberEstimate, PoolEstimate
-from policies.auto.evidence import Evidence
+from policies.auto.policy_estimates import MemberEstimate, PoolEstimate
+from policies.auto.pooled_gains import PooledGains
 
 LEAST_GAIN = 0.01
 """Minimum gain in goodput (0 to 1) that justifies a change of policy.
@@ -74,7 +74,7 @@ class PolicyDecider:
     def __init__(self) -> None:
         self._switched_at: deque[float] = deque(maxlen=MOST_SWITCHES)
         self._left_at: dict[str, float] = {}
-        self._evidence = Evidence()
+        self._evidence = PooledGains()
 
     def decide(self, now: float, estimate: PoolEstimate, *, may_switch: bool) -> PolicyDecision:
         """Return the decision about a pool's routing policy that follows from one estimate.

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from policies.auto.estimates import PolicyMember, PoolEstimate
+from policies.auto.policy_estimates import PolicyMember, PoolEstimate
 
 
 class PoolJob(msgspec.Struct, frozen=True):

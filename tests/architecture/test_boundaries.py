@@ -59,7 +59,7 @@ MAY_DO_IO = {
     "kvtransfer.store.disk_slots": {"fcntl", "os"},
     "kvtransfer.store.memory_slots": {"os"},
     "kvtransfer.store.connection": {"time"},
-    "kvtransfer.store.service": {"fcntl", "os", "socket", "threading"},
+    "kvtransfer.store.unix_socket_server": {"fcntl", "os", "socket", "threading"},
     "kvtransfer.store.slots": {"os"},
     "kvtransfer.store.wire": {"socket"},
 }

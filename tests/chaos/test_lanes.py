@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.contract import WindowHead, WindowSlice, WindowVerdict
-from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.transports.stream.parallel_links import LanedLink
 from tests.contract.kvtransfer.links import BLOCKS, Pair, linked_pair, until
 

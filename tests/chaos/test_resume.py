@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mockgpu.text import expected_text
+from mockgpu.mock_tokenizer import expected_text
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.fair_time import PATIENCE_S
 from tests.scraped import total

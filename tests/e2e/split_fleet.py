@@ -1,7 +1,7 @@
 """A gateway and mock prefill and decode engines that transfer real KV bytes, in one event loop.
 
 The mock computes its output tokens from the KV that it has. A split request therefore returns the
-same text as a request to one engine only if every byte arrived in its place (mockgpu/text.py).
+same text as a request to one engine only if every byte arrived in its place (mockgpu/mock_tokenizer.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gateway.disagg import bootstrap_client
 from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.group import GroupSpec
 from mockgpu.kv_options import TransferSpec
-from mockgpu.text import expected_text
+from mockgpu.mock_tokenizer import expected_text
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 from tests.fair_time import PATIENCE_S, within

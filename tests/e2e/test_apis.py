@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from openai import OpenAI
 
-from mockgpu.text import token_bytes, token_count
+from mockgpu.mock_tokenizer import token_bytes, token_count
 from tests.e2e.processes import gateway_process, mock_fleet
 
 MODEL, ALIAS = "demo-8b", "text-demo"

@@ -19,7 +19,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from mockgpu.text import expected_text
+from mockgpu.mock_tokenizer import expected_text
 from tests.chaos.fleet_processes import MockProcess
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.e2e.test_batch_api import TOOL, chat, client, create, results, until, upload, wait

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from mockgpu.text import expected_text
+from mockgpu.mock_tokenizer import expected_text
 from tests.e2e.mock_pair import PROMPT, MockPair, mock_pair
 
 ANYWHERE = (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.dialects import get_dialect, standalone_members
-from mockgpu.text import expected_text, token_bytes, token_ids
+from mockgpu.mock_tokenizer import expected_text, token_bytes, token_ids
 from tests.e2e.mock_pair import DIALECTS, PROMPT, MockPair, mock_pair, rooms
 from tests.fair_time import PATIENCE_S, at_most, pace
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.transports.tls_links import TlsLink
-from mockgpu.text import expected_text
+from mockgpu.mock_tokenizer import expected_text
 from tests.contract.kvtransfer.links import tls_files
 from tests.e2e.mock_pair import DIALECTS, PROMPT, MockPair, mock_pair
 

@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 
 from mockgpu.fleet import FleetGroup
-from mockgpu.text import expected_text
+from mockgpu.mock_tokenizer import expected_text
 from tests.e2e.mock_pair import DIALECTS, PROMPT, MockPair, mock_pair, rooms
 from tests.e2e.processes import ENV
 from tests.fair_time import at_most, pace

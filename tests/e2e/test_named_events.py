@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from mockgpu.text import expected_text
+from mockgpu.mock_tokenizer import expected_text
 from tests.e2e.processes import gateway_process, mock_fleet
 
 TEXT = "How deep is the reservoir behind the dam?"

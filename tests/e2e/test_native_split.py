@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from mockgpu.text import expected_text
+from mockgpu.mock_tokenizer import expected_text
 from tests.chaos.fleet_processes import MockProcess
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.e2e.resumable_mocks import config_of, resumable_mocks

@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from mockgpu.text import expected_text
+from mockgpu.mock_tokenizer import expected_text
 from tests.e2e.processes import gateway_process, mock_fleet
 from tests.e2e.recording_engine import TEXT, RecordingEngine, recording_engine
 

@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from mockgpu.text import expected_text
+from mockgpu.mock_tokenizer import expected_text
 from tests.e2e.processes import ENV, GatewayProcess, gateway_process, run_process
 from tests.e2e.split_fleet import MODEL, NEED_BOOTSTRAP, SENTENCE
 from tests.e2e.test_split_resume import CAN_RESUME

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from openai import OpenAI
 
-from mockgpu.text import expected_text
+from mockgpu.mock_tokenizer import expected_text
 from tests.e2e.processes import gateway_process, mock_fleet
 
 TEXT, NEXT = "How deep is the reservoir behind the dam?", "And how wide?"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.contract import Link, WindowHead, WindowSlice, WindowVerdict
-from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.transports.rdma.link import RdmaOptions
 from kvtransfer.transports.rdma.transport import Rdma

@@ -43,7 +43,7 @@ from gateway.protocol.request.member_limits import MAX_NUMBERS, LaxNumberError, 
 from gateway.protocol.request.multipart import edit_form
 from gateway.protocol.request.options_cache import CONVERSATION, OptionsCache, ShapeKey, shape_key
 from gateway.protocol.request.sequence_count import SEQUENCE_MEMBERS, count_sequences, read_prompts
-from gateway.protocol.request.service_class import MAX_PRIORITY, RequestPreferences
+from gateway.protocol.request.service_level_headers import MAX_PRIORITY, RequestPreferences
 from gateway.protocol.request.sessions import SESSION_MEMBERS, with_body_session
 from policies.admission.prompt_length import PromptLengths
 from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengths

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from gateway.protocol.api_table import API_PATHS, Api
-from gateway.protocol.request.service_class import HeaderFields
+from gateway.protocol.request.service_level_headers import HeaderFields
 
 MAX_HEAD_BYTES = 8 * 1024  # bytes; the full parser handles, and if necessary refuses, longer ones
 MAX_FIELDS = 64

@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtransfer.contract import TransportError
-from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import Blocks, Region
 
 MOST_KEYS = 512

@@ -16,8 +16,8 @@ from uuid import uuid4
 import pytest
 
 from gateway.batch.disk_store import DiskStore
-from gateway.batch.journal import JournalEntry, JournalReader, encode_entry
-from gateway.batch.records import BatchRecord, BatchState, FileRecord, new_id
+from gateway.batch.file_and_batch_objects import BatchRecord, BatchState, FileRecord, new_id
+from gateway.batch.result_journal import JournalEntry, JournalReader, encode_entry
 from gateway.batch.s3_bucket import S3Bucket
 from gateway.batch.s3_store import S3Store
 from gateway.batch.storage import (

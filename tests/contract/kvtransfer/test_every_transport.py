@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
-from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import GenerationCheck
 from tests.contract.kvtransfer.links import (
     BLOCK_BYTES,

@@ -18,7 +18,7 @@ from policies.admission.admission_policy import (
     Shed,
     Wait,
 )
-from policies.admission.pool_capacity import total_capacity
+from policies.admission.gateway_share import total_capacity
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery, Slo
 from tests.contract.policies.extremes import builds
 from tests.contract.policies.test_every_policy import cases, snapshot

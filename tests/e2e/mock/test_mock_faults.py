@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from mockgpu.group import GroupSpec
-from mockgpu.text import expected_text
+from mockgpu.mock_tokenizer import expected_text
 from tests.e2e.mock_group import CHAT, SPEC, MockGroup, mock_group, slow_group
 from tests.fair_time import PATIENCE_S, pace
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mockgpu.http.choice import build_choices
 from mockgpu.http.openai_format import full_response
+from mockgpu.mock_tokenizer import token_count
 from mockgpu.request_parser import (
     ApiError,
     ParsedRequest,
@@ -19,7 +20,6 @@ from mockgpu.request_parser import (
     decode_body,
     parse_request,
 )
-from mockgpu.text import token_count
 
 scalars = st.none() | st.booleans() | st.integers(-3, 50) | st.floats() | st.text(max_size=8)
 values = st.recursive(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvtransfer import agent as agent_module
 from kvtransfer.agent import Agent
 from kvtransfer.contract import LinkOwner, TransportError, WindowHead
-from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.kv_layout import KvContent, KvOrder, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.messages import Accept, pack_blocks

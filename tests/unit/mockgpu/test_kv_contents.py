@@ -17,7 +17,7 @@ from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import plan_transfer
 from mockgpu.kv_contents import Words, scaled_layout, slot_masks, token_states
 from mockgpu.kv_memory import KvMemory
-from mockgpu.text import block_keys
+from mockgpu.mock_tokenizer import block_keys
 from policies.sizing.model_shapes import MODELS, model_named
 
 BLOCKS = 12

@@ -16,7 +16,7 @@ from gateway.cli.main import run as penstock
 from gateway.fleet.kv_events.event_decoder import RemovedBlocks, StoredBlocks, decode_batch
 from kvtransfer.store.block_store import BlockStore
 from kvtransfer.store.options import StoreOptions
-from kvtransfer.store.service import StoreService
+from kvtransfer.store.unix_socket_server import StoreService
 from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.http.choice import Choice
 from mockgpu.job import Job
@@ -26,7 +26,7 @@ from mockgpu.kv_events.store_announcer import StoreAnnouncer
 from mockgpu.kv_memory import KvMemory
 from mockgpu.kv_options import StoreSpec
 from mockgpu.kv_store import StoreTier
-from mockgpu.text import block_keys, generate, salt_keys, token_count
+from mockgpu.mock_tokenizer import block_keys, generate, salt_keys, token_count
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 from tests.command_runner import CommandRunner

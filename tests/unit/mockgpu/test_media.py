@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mockgpu.media import MEDIUM_TOKENS
-from mockgpu.text import render_chat, token_count
+from mockgpu.mock_tokenizer import render_chat, token_count
 
 TEXT = {"type": "text", "text": "What is this?"}
 

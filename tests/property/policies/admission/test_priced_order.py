@@ -13,10 +13,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from policies.admission.adaptive_session_limit import WorkingSet
 from policies.admission.prefill_pacing import PrefillPace
 from policies.admission.retry_after import ReturnSchedule, ReturnTimes
-from policies.admission.sessions import WorkingSet
-from policies.admission.tenant_overuse import NEARLY, TenantUsage
+from policies.admission.tenant_demand import NEARLY, TenantDemand
 from tests.unit.policies.builders import ask, candidate
 
 LATEST_S = 58.0
@@ -30,7 +30,7 @@ tenants = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.01, 100.0), min
 def test_the_level_shares_what_is_admitted_and_leaves_the_modest_alone(
     asked: dict[str, float], weights: dict[str, float], part: float
 ) -> None:
-    usage = TenantUsage(weights)
+    usage = TenantDemand(weights)
     for name, work_s in asked.items():
         usage.record(name, work_s * part, admitted=True)
         usage.record(name, work_s * (1 - part), admitted=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from gateway.admin.metric_samples import MetricSample
+from gateway.admin.live_metric_samples import MetricSample
 
 _NOTHING = MetricSample(
     0.0, {}, {}, {}, {}, {}, {}, {}, {}, 0.0, (0.0, 0.0), {}, {}, {}, {}, {}, {}

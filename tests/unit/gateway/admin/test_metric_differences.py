@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gateway.admin.diagnosis import median_without
-from gateway.admin.metric_samples import SampleHistory, count_failed, sample_difference
+from gateway.admin.live_diagnosis import median_without
+from gateway.admin.live_metric_samples import SampleHistory, count_failed, sample_difference
 from gateway.metrics.quantile_sketch import bucket_of
 from tests.unit.gateway.admin.empty import mark
 

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.batch.disk_batch import JournalFile
 from gateway.batch.disk_store import DiskStore
-from gateway.batch.records import BatchRecord, FileRecord, new_id
+from gateway.batch.file_and_batch_objects import BatchRecord, FileRecord, new_id
 from gateway.batch.storage import STALE_UPLOAD_S, StorageQuota
 
 NOW = 1_800_000_000.0

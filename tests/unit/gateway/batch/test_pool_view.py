@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from gateway.batch.file_and_batch_objects import BatchRecord
 from gateway.batch.pool_view import batch_class, line_headers, refusal, scope_digest
-from gateway.batch.records import BatchRecord
 from gateway.config import BatchApi, Config
-from gateway.protocol.request.service_class import MAX_PRIORITY, ServiceClasses
+from gateway.protocol.request.service_level_headers import MAX_PRIORITY, ServiceClasses
 
 KEY = b"digest of a key"
 POOLS = {"main": {"endpoints": [{"url": "http://127.0.0.1:9000"}]}}

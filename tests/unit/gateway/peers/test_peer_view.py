@@ -9,7 +9,7 @@ import pytest
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.peers import peer_messages
 from gateway.peers.bus import FRAME_CAP_BYTES
-from policies.admission.pool_capacity import total_capacity
+from policies.admission.gateway_share import total_capacity
 from policies.health.endpoint_health import HealthEvent
 from policies.load_ledger import own_load
 from tests.unit.gateway.peers.peer_gateways import SECRET, Gateway, run, turn, warm

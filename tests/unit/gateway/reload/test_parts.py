@@ -17,7 +17,7 @@ from gateway.app import App
 from gateway.config import AutoRollback, LoadedConfig, config_from_engines, load_text
 from gateway.config.diff import diff, display
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.request.service_class import ServiceClasses
+from gateway.protocol.request.service_level_headers import ServiceClasses
 from gateway.reload import file_watcher
 from gateway.reload.auto_rollback import (
     AutoRollbackMonitor,

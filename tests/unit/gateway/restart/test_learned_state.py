@@ -15,7 +15,7 @@ from gateway.restart.channel import LENGTH, BoundListener, HandoverOffer, pack_m
 from policies import saved_state
 from policies.admission.priced import PricedAdmission, PricedAdmissionParams
 from policies.admission.quota import Quota, QuotaLimits
-from policies.admission.session_limit import ON_EVIDENCE, SessionCap
+from policies.admission.session_cap_policy import ON_EVIDENCE, SessionCap
 from policies.engine.output_length import OutputLengths
 from policies.engine.step_time import FILLS, SpeedBelief, shape_for
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter

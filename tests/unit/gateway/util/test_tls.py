@@ -13,7 +13,7 @@ import pytest
 
 from gateway.config import ConfigError, LoadedConfig, load_with_warnings
 from gateway.config.diff import diff
-from gateway.config.tls_files import named_certificates
+from gateway.config.tls_file_rules import named_certificates
 from gateway.config.tls_sections import ListenerTls
 from gateway.http.connection_limits import ClientConnections
 from gateway.http.tls_listener import TlsListener, TlsListeners

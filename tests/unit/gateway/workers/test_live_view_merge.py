@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.admin.fleet_status import FleetStatus, PairStatus
+from gateway.admin.live_metric_samples import MetricSample, SampleHistory
 from gateway.admin.live_view import build_view
-from gateway.admin.metric_samples import MetricSample, SampleHistory
 from gateway.workers.live_view_merge import LiveViewMerger, merge_statuses
 from gateway.workers.worker_process import Worker, WorkerResponse
 from tests.unit.gateway.admin.empty import mark

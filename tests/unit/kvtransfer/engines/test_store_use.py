@@ -31,7 +31,7 @@ from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.store.block_store import BlockStore
 from kvtransfer.store.connection import StoreConnection
 from kvtransfer.store.options import StoreOptions
-from kvtransfer.store.service import StoreService
+from kvtransfer.store.unix_socket_server import StoreService
 
 BLOCKS, SIZE = 64, 4
 LAYOUT = KvLayout(

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvtransfer.layout import reshard
-from kvtransfer.layout.block_mapping import RankPair, Segments, build_runs, split_segments
+from kvtransfer.layout.byte_ranges import RankPair, Segments, build_runs, split_segments
 from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.layout.reshard import (
     MAX_RUNS,

@@ -12,7 +12,7 @@ from kvtransfer.store.block_store import BlockStore
 from kvtransfer.store.client import StoreClient, StoreLostError
 from kvtransfer.store.connection import FIRST_RETRY_S, LAST_RETRY_S, StoreConnection
 from kvtransfer.store.options import StoreOptions
-from kvtransfer.store.service import StoreService
+from kvtransfer.store.unix_socket_server import StoreService
 
 OPTIONS = StoreOptions(slot_bytes=4096, memory_bytes=1 << 20)
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.contract import Link, TransportError, WindowSlice, WindowVerdict
-from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.transports import tcp as tcp_module
 from kvtransfer.transports.tcp import Tcp

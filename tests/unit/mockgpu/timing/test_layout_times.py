@@ -13,7 +13,7 @@ from mockgpu.group import GroupSpec
 from mockgpu.timing.layout_times import LayoutTimes, rank_model, step_times_for
 from mockgpu.timing.roofline import Roofline, StepTimes, StepWork
 from mockgpu.timing.step_time_grids import load_grids, roofline_for
-from planner.replay.spec import FleetError, FleetSpec, GroupKind, validate
+from planner.replay.fleet_spec import FleetError, FleetSpec, GroupKind, validate
 from policies.sizing.gpu_memory import Demand, check_memory, stages
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named

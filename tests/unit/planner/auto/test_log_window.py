@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from planner.auto.evaluate import evaluate
 from planner.auto.log_window import BEGUN_TOKENS, carry_over, choose_window, complete_until
+from planner.auto.policy_estimation import evaluate
 from planner.plan.pool_case import cases
-from planner.plan.recent import RecentTraffic
+from planner.plan.recent_traffic import RecentTraffic
 from planner.traces.access import LoggedRequest, arrived_s
-from policies.auto.estimates import PolicyMember
+from policies.auto.policy_estimates import PolicyMember
 from tests import auto_log
 
 

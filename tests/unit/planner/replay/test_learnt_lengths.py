@@ -7,8 +7,8 @@ import pytest
 
 from mockgpu.job import Job
 from planner.replay import FleetError, FleetSpec, GroupKind, ReplayOptions, Traffic, replay
+from planner.replay.fleet_spec import validate
 from planner.replay.group_sim import build_engines
-from planner.replay.spec import validate
 from planner.traces.recorded_request import TraceRequest
 from policies import policy_registry
 from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS

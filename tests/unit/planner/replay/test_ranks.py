@@ -19,8 +19,8 @@ from planner.replay import (
     replay,
     traffic,
 )
+from planner.replay.fleet_spec import validate
 from planner.replay.rank_choice import RankChoice
-from planner.replay.spec import validate
 from planner.traces import TraceRequest
 from policies import policy_registry
 from policies.routing_types import Role

@@ -12,8 +12,8 @@ import pytest
 
 from mockgpu.timing.roofline import PROFILES, Roofline, StepTimes, StepWork
 from planner.replay.fleet_sim import replay
+from planner.replay.fleet_spec import FleetSpec, GroupKind
 from planner.replay.options import ReplayOptions
-from planner.replay.spec import FleetSpec, GroupKind
 from planner.replay.traffic import traffic
 from planner.size.calibration import calibrate, least_squares
 from planner.size.cli import size

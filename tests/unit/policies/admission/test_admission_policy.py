@@ -20,7 +20,7 @@ from policies.admission.admission_policy import (
     shed_queue_full,
     shed_timed_out,
 )
-from policies.admission.pool_capacity import total_capacity
+from policies.admission.gateway_share import total_capacity
 from policies.admission_registry import build_admission, names
 from policies.policy_registry import PolicyConfigError
 from policies.prefix.fingerprint import Fingerprint

@@ -14,7 +14,7 @@ from gateway.protocol import api_table
 from gateway.protocol.errors import GatewayError
 from gateway.protocol.request.options_cache import MAX_SHAPES, OptionsCache
 from gateway.protocol.request.request_body import Call, CallContext, CallShape, parse_call
-from gateway.protocol.request.service_class import NO_PREFERENCES
+from gateway.protocol.request.service_level_headers import NO_PREFERENCES
 from tests.property.gateway.protocol.request.test_request_body import Model
 
 MODELS = {"demo": Model(), "alias": Model(), "short": Model("short", 4096)}

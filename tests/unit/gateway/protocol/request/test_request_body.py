@@ -24,7 +24,7 @@ from gateway.protocol.request.request_body import (
     CallContext,
     parse_call,
 )
-from gateway.protocol.request.service_class import NO_PREFERENCES
+from gateway.protocol.request.service_level_headers import NO_PREFERENCES
 from policies.engine.output_length import OutputLengths
 from policies.routing_types import STANDARD, Slo
 

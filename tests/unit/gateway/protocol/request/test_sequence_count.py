@@ -17,7 +17,7 @@ from gateway.protocol import api_table
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.request_body import Call, CallContext, parse_call
 from gateway.protocol.request.sequence_count import SLICE, _count_strings
-from gateway.protocol.request.service_class import NO_PREFERENCES
+from gateway.protocol.request.service_level_headers import NO_PREFERENCES
 from policies.routing_types import STANDARD, Slo
 from tests.fair_time import Stopwatch, pace
 

@@ -11,7 +11,7 @@ import pytest
 from gateway.config import Config
 from gateway.protocol.api_table import CHAT, MESSAGES, RESPONSES, Api
 from gateway.protocol.request.request_body import CallContext, parse_call
-from gateway.protocol.request.service_class import ServiceClasses
+from gateway.protocol.request.service_level_headers import ServiceClasses
 from gateway.protocol.request.sessions import (
     MAX_HINT_BYTES,
     MAX_SESSION_CHARS,

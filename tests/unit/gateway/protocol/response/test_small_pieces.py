@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.batch.answers import StreamedAnswer
+from gateway.batch.answer_receiver import StreamedAnswer
 from gateway.disagg.internal_answer import InternalAnswer
 from gateway.protocol.api_table import CHAT
 from gateway.protocol.error_formats import OPENAI

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
-from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transports.rdma.control import (
     ControlDecoder,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
-from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.protocol.frame import (
     PREAMBLE_BYTES,
     TRAILER_BYTES,

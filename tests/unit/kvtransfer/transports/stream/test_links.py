@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.contract import Link, TransportError, WindowHead, WindowSlice, WindowVerdict
-from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.frame import FrameKind, PayloadProof, encode_frame, pack_head

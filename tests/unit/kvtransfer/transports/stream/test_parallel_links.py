@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.contract import WindowHead, WindowSlice, WindowVerdict
-from kvtransfer.layout.block_mapping import ByteRuns
+from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.protocol.frame import (
     FrameKind,
     PayloadProof,

@@ -1,0 +1,190 @@
+"""Records of files and batches as stored on disk, their states, and their JSON form for clients.
+
+Times are Unix seconds. No I/O.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from gateway.batch.token_usage import TokenUsage
+
+FILE_ID = re.compile(r"file-[0-9a-f]{32}")
+BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
+
+
+def new_id(prefix: str) -> str:
+    """Return a new random id that cannot be guessed, with the given prefix."""
+    return prefix + secrets.token_hex(16)
+
+
+class BatchState(StrEnum):
+    """The states of a batch, as in OpenAI's API."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+FINAL_STATES = frozenset(
+    (BatchState.FAILED, BatchState.COMPLETED, BatchState.EXPIRED, BatchState.CANCELLED)
+)
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """The stored description of one file, without its content.
+
+    size        bytes of the content
+    expires_at  when the file is deleted
+    """
+
+    id: str
+    filename: str
+    purpose: str
+    size: int
+    created_at: int
+    expires_at: int
+
+    def as_object(self) -> dict[str, Any]:
+        """Return the stored file's description as a JSON object of OpenAI's API."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.size,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+class LineProblem(msgspec.Struct, frozen=True):
+    """One reason why a batch's input file is refused.
+
+    `line` counts from 1; None means that the problem is about the whole file.
+    """
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class RequestCounts(msgspec.Struct, frozen=True):
+    """The numbers of a batch's requests: all, completed and failed."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class BatchRecord(msgspec.Struct, frozen=True):
+    """The stored description of one batch.
+
+    tenant       the tenant that owns the batch, "" where the API is open
+    scope        digest of the API key that created it, if that key is limited to some models; else
+                 "". The key itself is never stored.
+    window       the completion window as the client wrote it
+    expires_at   the end of the completion window
+    model        the model of its requests; "" before they were validated
+    state_times  when the batch entered each state, by the state's name
+    result_file_ids  ids under which its owner writes the output file and the errors file
+    schedule     how it stands to the end of its completion window while its requests run, see
+                 gateway/batch/completion_windows.py; meaningless in other states
+    output_expiry_s  seconds after which the files of results expire, if the client set a time
+    usage        tokens of all answers, once the batch has ended
+    request_times_s  seconds that its requests have taken: the mean and the longest; None: unknown
+    """
+
+    id: str
+    tenant: str
+    scope: str
+    endpoint: str
+    input_file_id: str
+    window: str
+    created_at: int
+    expires_at: int
+    metadata: Mapping[str, str] | None = None
+    state: BatchState = BatchState.VALIDATING
+    state_times: Mapping[str, int] = {}
+    counts: RequestCounts = RequestCounts()
+    problems: tuple[LineProblem, ...] = ()
+    model: str = ""
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    result_file_ids: tuple[str, ...] = ()
+    schedule: str = ""
+    output_expiry_s: int | None = None
+    usage: TokenUsage | None = None
+    request_times_s: tuple[float, float] | None = None
+
+    @property
+    def is_final(self) -> bool:
+        return self.state in FINAL_STATES
+
+    def enter(self, state: BatchState, now: float, **changes: Any) -> BatchRecord:
+        """Return a copy of the record in the state `state`, which the batch entered at `now` (Unix
+        seconds).
+
+        The copy also has the given other changes. If the batch is in that state already, the time
+        of entry stays.
+        """
+        times = {**self.state_times}
+        times.setdefault(state.value, int(now))
+        return msgspec.structs.replace(self, state=state, state_times=times, **changes)
+
+    def as_object(self) -> dict[str, Any]:
+        """Return the batch as a JSON object of OpenAI's API, with the member `schedule` added."""
+        times = self.state_times
+        names = ("in_progress", "finalizing", "completed", "failed", "expired")
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": list_of_problems(self.problems),
+            "input_file_id": self.input_file_id,
+            "completion_window": self.window,
+            "status": self.state.value,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            **{f"{name}_at": times.get(name) for name in names},
+            "cancelling_at": times.get("cancelling"),
+            "cancelled_at": times.get("cancelled"),
+            "request_counts": msgspec.to_builtins(self.counts),
+            "metadata": self.metadata,
+            "model": self.model or None,
+            "usage": None if self.usage is None else self.usage.as_object(),
+            "schedule": self.schedule if self.state is BatchState.IN_PROGRESS else None,
+        }
+
+
+def list_of_problems(problems: Sequence[LineProblem]) -> dict[str, Any] | None:
+    """Return the problems of an input file as a JSON object of OpenAI's API; None without any."""
+    data = [msgspec.to_builtins(problem) for problem in problems]
+    return {"object": "list", "data": data} if data else None
+
+
+def list_object(items: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """Return one page of files or batches as a JSON list object of OpenAI's API."""
+    return {
+        "object": "list",
+        "data": items,
+        "first_id": items[0]["id"] if items else None,
+        "last_id": items[-1]["id"] if items else None,
+        "has_more": has_more,
+    }

@@ -1,0 +1,212 @@
+"""One attempt at one batch request, from its line of the input file to its result.
+
+The module prepares the request and reads the answer; gateway/serve.py serves the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from gateway.batch.answer_receiver import LineClient, StreamedAnswer, rest_body, streamed_body
+from gateway.batch.input_lines import BATCH_APIS, InputLine
+from gateway.batch.result_journal import KeptAnswer
+from gateway.protocol.api_table import COMPLETIONS, Api
+from gateway.protocol.errors import GatewayError, error_body
+from gateway.protocol.response.date_header import ResponseClock
+
+if TYPE_CHECKING:
+    from gateway.exchange import Exchange
+
+ServeLine = Callable[[str, LineClient, Api], "tuple[Exchange, Coroutine[Any, Any, None]]"]
+"""A function that serves one request of a batch.
+
+It takes the request's tenant, client and API, and returns the request's record and the coroutine
+that serves it.
+"""
+
+RETRIED_STATUSES = frozenset((408, 429, 500, 502, 503, 504))
+UNLIMITED_STATUSES = frozenset((429, 503))
+"""HTTP statuses that say nothing about the request; it is tried again until its batch ends."""
+MANY_TOKENS = 1 << 30
+MAX_FAILURES = 5  # attempts with another failure of the engines, after which a request has failed
+
+
+class LineResult(msgspec.Struct, frozen=True):
+    """The result of one attempt at a batch request.
+
+    status, request_id, body  the response; the body is JSON
+    is_retried                whether another attempt follows
+    retry_after_s             seconds until then, if the gateway named a time; else None
+    """
+
+    status: int
+    request_id: str
+    body: bytes
+    is_retried: bool = False
+    retry_after_s: float | None = None
+
+    @property
+    def is_unlimited(self) -> bool:
+        """Return whether an attempt with this result may be repeated any number of times."""
+        return self.status in UNLIMITED_STATUSES
+
+
+class RequestAttempt:
+    """One attempt at one batch request.
+
+    number      the request's index in the input file
+    exchange    the gateway's record of the attempt
+    serving     the coroutine that serves it
+    failures    number of earlier attempts that engines failed
+    started_at  when the runner started the attempt, in monotonic seconds
+    """
+
+    def __init__(
+        self,
+        serve: ServeLine,
+        tenant: str,
+        number: int,
+        line: InputLine,
+        headers: Mapping[str, str],
+        kept: KeptAnswer | None = None,
+        failures: int = 0,
+        started_at: float = 0.0,
+    ) -> None:
+        # Prepare an attempt; `kept` is the part of the answer that earlier attempts received.
+        self.number, self.line, self.failures = number, line, failures
+        self.started_at = started_at
+        api, body = BATCH_APIS[line.url], bytes(line.body)
+        streamed = streamed_body(body, api)
+        self.kept = kept if streamed is not None else None
+        answer = None
+        if streamed is not None:
+            body, terms = streamed
+            answer = StreamedAnswer(api, self.kept)
+            if self.kept is not None:
+                model = msgspec.json.decode(line.body)["model"]
+                api, body = COMPLETIONS, rest_body(terms, self.kept, model)
+                if terms.max_tokens is not None and len(self.kept.tokens) >= terms.max_tokens:
+                    answer.end_at_limit()
+        self._client = LineClient(body, headers, ResponseClock(), answer)
+        self.exchange, self.serving = serve(tenant, self._client, api)
+        self.is_preempted = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the answer to the batch request is complete without any further
+        attempt.
+        """
+        answer = self._client.answer
+        return answer is not None and answer.is_complete
+
+    @property
+    def lost_tokens(self) -> int:
+        """Return the number of generated tokens that would be lost if this batch request were
+        interrupted.
+
+        It is 0 if the request was not sent or its answer can be continued. It is MANY_TOKENS if the
+        answer is no stream, so that its length is unknown.
+        """
+        ledger = self.exchange.ledger
+        if self.exchange.sent_at is None or (ledger is not None and not ledger.current_obstacle):
+            return 0
+        return MANY_TOKENS if self._client.answer is None else self.new_tokens
+
+    @property
+    def shown_tokens(self) -> int:
+        """Return the number of tokens that this attempt has received; 0 if another attempt could
+        not continue its answer.
+        """
+        ledger = self.exchange.ledger
+        return 0 if ledger is None else len(ledger.shown_ids)
+
+    @property
+    def is_queued(self) -> bool:
+        return self.exchange.parsed_at is not None and self.exchange.admitted_at is None
+
+    @property
+    def is_ending(self) -> bool:
+        """Return whether only the answer's last events are missing, so that stopping the request
+        would free nothing.
+        """
+        ledger = self.exchange.ledger
+        return ledger is not None and ledger.is_complete
+
+    def preempt(self) -> None:
+        """Mark this attempt at a batch request as interrupted for live traffic.
+
+        Call it before cancelling the attempt's task.
+        """
+        self.is_preempted = True
+        self.exchange.set_preempted()
+
+    def keep(self) -> KeptAnswer | None:
+        """Return the part of the answer that can be continued if this attempt is cancelled now.
+
+        Returns None if there is none: the next attempt then generates the answer from the
+        beginning. Nothing is kept after the finish reason, because another engine would continue
+        beyond the end.
+        """
+        ledger, answer = self.exchange.ledger, self._client.answer
+        if ledger is None or answer is None or ledger.current_obstacle:
+            return self.kept
+        if ledger.finish_reason is not None:
+            return self.kept
+        return answer.keep(ledger.prompt_ids, ledger.shown_ids, ledger.prompt_tokens)
+
+    @property
+    def new_tokens(self) -> int:
+        """Return the number of events that this attempt has received; each is about one token."""
+        relay = self.exchange.relay
+        return 0 if relay is None else relay.event_count
+
+    def ttft_s(self, now: float) -> float | None:
+        """Return the seconds from sending a batch request to its first token, or until `now`
+        without one.
+
+        Return None if the request was not sent, or its answer is no stream.
+        """
+        relay, sent_at = self.exchange.relay, self.exchange.sent_at
+        if relay is None or sent_at is None or self._client.answer is None:
+            return None
+        return (relay.first_token_at or now) - sent_at
+
+    def refused(self, error: GatewayError) -> LineResult:
+        """Return the result of a batch request that the gateway refused with `error`.
+
+        No engine has received the request.
+        """
+        self.serving.close()
+        return LineResult(error.status, self.exchange.id, error_body(error))
+
+    def result(self) -> LineResult:
+        """Return the result of an attempt at a batch request.
+
+        Call it after the attempt's coroutine has ended.
+        """
+        client, request_id = self._client, self.exchange.id
+        if not client.status and client.answer is not None and client.answer.is_complete:
+            return LineResult(200, request_id, client.answer.body())
+        status = client.status
+        if client.overflow:
+            return LineResult(502, request_id, _problem("The answer is too long for a batch."))
+        if status == 200 and self.exchange.outcome == "served" and not client.is_cut:
+            if client.answer is None:
+                return LineResult(200, request_id, client.body)
+            if client.answer.is_complete:
+                return LineResult(200, request_id, client.answer.body())
+        if status == 200 or not status:  # an answer that broke
+            status = 502
+        body = client.body or _problem("The engine's answer broke.")
+        is_retried = status in UNLIMITED_STATUSES or (
+            status in RETRIED_STATUSES and self.failures + 1 < MAX_FAILURES
+        )
+        return LineResult(status, request_id, body, is_retried, client.retry_after_s)
+
+
+def _problem(message: str) -> bytes:
+    error = {"message": message, "type": "upstream_error", "param": None, "code": "upstream_failed"}
+    return msgspec.json.encode({"error": error})

@@ -1,0 +1,153 @@
+"""Limits the number of active sessions: the base of policies with such a limit, and the policy
+`cap`.
+
+The sessions and the computation of the limit are in adaptive_session_limit.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policies.admission.adaptive_session_limit import (
+    SessionGate,
+    WorkingSet,
+    fleet_kv_tokens,
+    is_continuation,
+)
+from policies.admission.admission_policy import (
+    Admission,
+    AdmissionParams,
+    CapAdmission,
+    RequestOutcome,
+    Shed,
+    Verdict,
+    WaitQueueView,
+)
+from policies.prefix.prefix_match import longest_match
+from policies.routing_types import Candidate, Pick, Request, RoutingQuery
+
+ON_EVIDENCE = SessionGate(start=None, memory_s=60.0, shortest_s=20.0)
+"""Parameters of a limit on sessions that begins only once evicted contexts do harm.
+
+The harm is that returning sessions find their cached context evicted while prompts wait. An idle
+session then counts for a shorter time than under a limit that holds from the start.
+"""
+
+
+class SessionLimit:
+    """Refuses new sessions whose contexts do not fit the fleet's KV memory, and counts the active
+    sessions.
+
+    sessions  the active sessions
+    """
+
+    __slots__ = ("sessions",)
+
+    def __init__(self, gate: SessionGate) -> None:
+        self.sessions = WorkingSet(gate)
+
+    def refusal(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], cached_tokens: int
+    ) -> Shed | None:
+        """Return the refusal of a request that would begin a session which does not fit.
+
+        Returns None if the request may enter. `cached_tokens` is the largest number of prompt
+        tokens that any candidate has cached.
+        """
+        request, sessions = query.request, self.sessions
+        if not request.session or not sessions.is_limited:
+            return None
+        # A session that was recognised at its second turn has its context in the KV already.
+        if request.is_session_inferred and is_continuation(request.prompt_tokens, cached_tokens):
+            return None
+        kv_tokens = fleet_kv_tokens(candidates)
+        tokens = request.prompt_tokens + request.output_tokens
+        if kv_tokens is None or sessions.can_admit(request.session, tokens, kv_tokens):
+            return None
+        if sessions.can_enter_beyond(candidates, query.now):
+            return None
+        text = (
+            f"The {len(sessions)} active sessions use {sessions.tokens} tokens of context, "
+            f"and new ones enter below {sessions.memory_share * kv_tokens:.0f}, "
+            f"{sessions.memory_share:.0%} of the fleet's KV cache."
+        )
+        wait_s = sessions.seconds_until_room(request.prompt_tokens, kv_tokens, query.now)
+        if wait_s is not None:
+            wait_s *= 0.75 + 0.5 * query.rng.random()
+        return Shed("session_memory", wait_s, text)
+
+    def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
+        """Record that a request of a session was assigned to an endpoint."""
+        request = query.request
+        if request.session:
+            self.sessions.on_reserved(
+                request.session,
+                request.prompt_tokens,
+                longest_match(query.cached_by_slot),
+                pick.cached_tokens,
+                query.now,
+            )
+
+    def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
+        """Record how a request of a session ended, for which `on_reserved` was called before."""
+        if not request.session:
+            return
+        has_answer = outcome.ttft_s is not None
+        context = request.prompt_tokens + outcome.output_tokens if has_answer else None
+        self.sessions.on_ended(request.session, context, outcome.cached_tokens, outcome.now)
+        if request.session_hints is not None and outcome.status != "dropped":
+            self.sessions.apply_hints(request.session, request.session_hints, outcome.now)
+
+
+class CapParams(AdmissionParams, frozen=True):
+    """The parameters of an admission policy with concurrency caps, a wait queue and a limit on
+    sessions.
+
+    sessions  parameters of the limit on sessions; None: there is no limit
+    """
+
+    sessions: SessionGate | None = ON_EVIDENCE
+
+    def build(self) -> Admission:
+        return CapAdmission() if self.sessions is None else SessionCap(self.sessions)
+
+
+class SessionCap(CapAdmission):
+    """An admission policy with concurrency caps that also limits sessions.
+
+    Requests without a session, and all requests while sessions are not limited, are treated as by
+    CapAdmission.
+    """
+
+    __slots__ = ("_limit",)
+
+    def __init__(self, gate: SessionGate) -> None:
+        super().__init__()
+        self.reads_sessions = True
+        self._limit = SessionLimit(gate)
+        self.is_calm = not self.sessions.is_limited
+
+    @property
+    def sessions(self) -> WorkingSet:
+        """Return the active sessions, whose contexts together should fit the fleet's KV memory."""
+        return self._limit.sessions
+
+    def decide(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
+    ) -> Verdict:
+        if queue.is_new_arrival:
+            cached_tokens = longest_match(query.cached_by_slot)
+            refused = self._limit.refusal(query, candidates, cached_tokens)
+            if refused is not None:
+                return refused
+        return super().decide(query, candidates, queue)
+
+    def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
+        self._limit.on_reserved(query, pick)
+
+    def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
+        self._limit.on_ended(request, outcome)
+
+    def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
+        self.sessions.tick(now, candidates)
+        self.is_calm = not self.sessions.is_limited
