@@ -7,6 +7,8 @@ gateway/disagg/failure_actions.py handles failures.
 
 from __future__ import annotations
 
+from time import monotonic
+
 from gateway.disagg.bootstrap_client import BootstrapQuery
 from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
@@ -17,7 +19,7 @@ from gateway.fleet.reservation import Reservation
 from gateway.http.eager_task import EagerFuture
 from gateway.protocol.response.relay import Relay, UpstreamError
 from kvtransfer.dialects import DecodeRequest, FinishedResponse
-from policies.pricing.split import EndpointPair
+from policies.pricing.split import EndpointPair, begin_transfer
 
 # A local name: Enum attribute access is slow before Python 3.12.
 _RESERVED = State.RESERVED
@@ -36,6 +38,7 @@ class AttemptState:
     handover             what the decode request says about the KV: where it is stored
     problem              the error that ended the attempt
     suspects             names of the endpoints that this request must not try again
+    transfer             the forecast of the KV transfer, for rules that price it
     recompute            whether the next attempt should compute the whole request at one endpoint
     """
 
@@ -43,7 +46,8 @@ class AttemptState:
         *("_bug", "_events", "_finished", "_is_acting", "_number", "_query", "_refused"),
         *("_waiting", "context", "decode", "decode_reservation", "dialect", "exchange", "figures"),
         *("handoffs", "handover", "inbox", "pair", "prefill", "prefill_reservation", "problem"),
-        *("recompute", "record", "state", "suspects", "words"),
+        *("recompute", "record", "state", "suspects"),
+        *("transfer", "words"),
     )
 
     def __init__(self, context: SplitContext, pair: EndpointPair, record: SplitRecord) -> None:
@@ -73,6 +77,13 @@ class AttemptState:
             pair.decode, request, context.fingerprint
         )
         record.predicted_ttft_s = figures.expected_s(reservation.entry.predicted_ttft_s)
+        self.transfer = begin_transfer(
+            handoffs.transfer_times,
+            context.split.splitter.rule,
+            pair,
+            request.prompt_tokens,
+            monotonic(),
+        )
         self._number = handoffs.take_number()
 
     def begin(self) -> None:

@@ -102,6 +102,9 @@ def reserve_other_decode(attempt: AttemptState) -> bool:
     attempt.decode_reservation.__exit__()
     attempt.decode_reservation = endpoints.reserve_decode(pick, request, context.fingerprint)
     attempt.pair = EndpointPair(pair.prefill, pick)
+    if attempt.transfer is not None:
+        attempt.transfer.cancel()
+        attempt.transfer = None
     attempt.figures = attempt.handoffs.figures(attempt.pair)
     exchange.pick = pick
     return True

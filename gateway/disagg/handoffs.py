@@ -29,9 +29,8 @@ from policies.pricing.split import (
     SplitDecision,
     SplitReason,
     SplitRule,
-    record_transfer,
 )
-from policies.pricing.transfer_time import TransferTimes
+from policies.pricing.transfer_time import PendingTransfer, TransferTimes
 
 # Numbers have 63 bits: SGLang's room, and an id that TensorRT-LLM accepts as a snowflake id.
 LEAST_NUMBER = 2**40
@@ -136,7 +135,7 @@ class Handoffs:
                     (policies.pricing.split.SplitRule.hysteresis)
     pairs           statistics by names of prefill and decode endpoint
     transfers       transfers in progress, with the monotonic time by which each must end
-    transfer_times  measured seconds per token of KV, for rules that compare the cost of splitting
+    transfer_times  measured rates of KV transfers and their queues, for rules that price splits
     """
 
     __slots__ = (
@@ -287,7 +286,7 @@ class Handoffs:
         state: State,
         record: SplitRecord,
         relay: Relay | None,
-        split: tuple[SplitRule, int],
+        split: tuple[SplitRule, PendingTransfer | None],
     ) -> None:
         """Count a finished attempt of a split request, and record its times if it succeeded.
 
@@ -295,7 +294,7 @@ class Handoffs:
         state    the end state of the attempt
         record   the times of its stages
         relay    the relay of the decode engine's answer; None if there was none
-        split    the rule by which the pair was chosen, and the number of prompt tokens
+        split    the rule by which the pair was chosen, and the transfer of its KV, if forecast
         """
         if record.transport is not None:
             figures.transport = record.transport
@@ -312,10 +311,11 @@ class Handoffs:
             if relay is None or began is None or done is None:
                 return
             if relay.first_token_at is not None:
-                handoff_s, (rule, tokens) = max(0.0, relay.first_token_at - done), split
-                figures.add_times(done - began, handoff_s)
-                now = relay.first_token_at
-                record_transfer(self.transfer_times, rule, pair, tokens, handoff_s, now)
+                figures.add_times(done - began, max(0.0, relay.first_token_at - done))
+                rule, transfer = split
+                if transfer is not None:
+                    now = relay.first_token_at
+                    self.transfer_times.learn(transfer, done + rule.handoff_s, now)
 
     def close(self) -> None:
         """Close the connections of release requests and bootstrap queries."""

@@ -34,6 +34,7 @@ from kvtransfer.dialects import (
     UnusableResponse,
     parse_response,
 )
+from policies.pricing.split import end_transfer
 from policies.routing_types import RoutingQuery
 
 log = logging.getLogger("penstock")
@@ -66,8 +67,10 @@ class PairAttempt(AttemptState):
         self.decode_reservation.__exit__()
         self.handoffs.give_back_number(self._number)
         relay = self.exchange.relay
-        context = self.context
-        split = context.split.splitter.rule, context.call.request.prompt_tokens
+        transfer, rule = self.transfer, self.context.split.splitter.rule
+        if transfer is not None:
+            transfer.cancel()
+        split = rule, transfer
         self.handoffs.count_attempt(self.pair, self.figures, self.state, self.record, relay, split)
 
     async def run(self, query: RoutingQuery) -> UpstreamError | None:
@@ -229,7 +232,9 @@ class PairAttempt(AttemptState):
         reservation, inbox = self.prefill_reservation, self.inbox
         assert reservation is not None
         assert inbox is not None
-        self.record.prefilled_at = monotonic()
+        self.record.prefilled_at = now = monotonic()
+        if self.transfer is not None:
+            self.transfer.on_ready(now)
         answer = parse_response(inbox.body) if self.dialect.reads_answer else None
         usage = relay.usage
         if isinstance(answer, PrefillResponse):
@@ -283,6 +288,8 @@ class PairAttempt(AttemptState):
             None  # the prefiller's cache is of no use: the decoder's count is right
         )
         self.decode_reservation.on_recompute()
+        if self.transfer is not None:
+            self.transfer.cancel()
         self._decode_with(None)
 
     def _decode_with(self, handover: DecodeRequest | None) -> None:
@@ -303,6 +310,8 @@ class PairAttempt(AttemptState):
     def _on_first_token(self) -> None:
         if self.state is not _RECOMPUTING:
             self.figures.add_transferred(self.pair, self.context.call.request.prompt_tokens)
+            if self.transfer is not None:
+                end_transfer(self.transfer, self.pair, monotonic())
         self.exchange.on_first_token()
         self.words.release()
         self.post(_FIRST_TOKEN)

@@ -24,10 +24,11 @@ from policies.pricing.split import (
     SplitPools,
     SplitRule,
     SplitShape,
+    begin_transfer,
     build_splitter,
     decode_wait_s,
+    end_transfer,
     kv_compatibility_key,
-    record_transfer,
     transfer_s,
 )
 from policies.pricing.split import PairGroup as Fits
@@ -109,17 +110,19 @@ class DisaggSim:
         prefill_group = groups[prefill.candidate.load.slot]
         decode_group = groups[decode.candidate.load.slot]
         request, record = inflight.request, inflight.record
+        rule, transfers = self._splitter.rule, self._transfers
+        after_s = transfer_s(rule, query, prefill.candidate, decode, transfers)
+        after_s += decode_wait_s(query, decode)
         self._fleet.admission.on_reserved(query, prefill)
         short = msgspec.structs.replace(request, output_tokens=1)
         inflight.prefill_reservation = load_ledger.reserve(
             prefill_group.load, short, prefill.cached_tokens, now
         )
-        after_s = transfer_s(self._splitter.rule, query, prefill.candidate, decode, self._transfers)
-        after_s += decode_wait_s(query, decode)
         inflight.reservation = load_ledger.reserve_decode(
             decode_group.load, request, decode.cached_tokens, now
         )
         computed_s = inflight.prefill_reservation.predicted_ttft_s
+        inflight.transfer = begin_transfer(transfers, rule, pair, request.prompt_tokens, now)
         record.predicted_ttft_s = None if computed_s is None else computed_s + after_s
         record.predicted_tpot_s = inflight.reservation.predicted_tpot_s
         record.group, record.prefilled_by = decode_group.name, prefill_group.name
@@ -136,6 +139,8 @@ class DisaggSim:
         assert decode_group is not None
         inflight.prefill_reservation.finish(now, 1)
         inflight.prefill_reservation, inflight.prefilled_s = None, now
+        if inflight.transfer is not None:
+            inflight.transfer.on_ready(now)
         record.cached_tokens, record.believed_tokens = given.cached, inflight.believed_tokens
         self._fleet.gateway.confirm(
             prefill_group.load.slot, inflight.believed_tokens, given.cached, given.prompt_tokens
@@ -154,12 +159,14 @@ class DisaggSim:
         )
 
     def on_first_token(self, now: float, inflight: InflightRequest) -> None:
-        """Record how long the KV of a split request took from the prefill to the decode group."""
-        pair, rule = inflight.pair, self._splitter.rule
-        if pair is not None and inflight.prefilled_s is not None:
-            took_s, tokens = now - inflight.prefilled_s, inflight.request.prompt_tokens
-            record_transfer(self._transfers, rule, pair, tokens, took_s, now)
-            inflight.pair = None
+        """Record when the KV of a split request had arrived at its decode group."""
+        pair, transfer = inflight.pair, inflight.transfer
+        if transfer is None or pair is None or inflight.prefilled_s is None:
+            return
+        end_transfer(transfer, pair, now)
+        ready_at = inflight.prefilled_s + self._splitter.rule.handoff_s
+        self._transfers.learn(transfer, ready_at, now)
+        inflight.transfer = None
 
     def fetch(self, decode_group: ReplayGroup, job: Job, now: float) -> None:
         """Transfer the KV that the decode group lacks.
@@ -187,6 +194,8 @@ class DisaggSim:
         if inflight.job is not job or decode_group is None:  # it was withdrawn in the meantime
             return
         if inflight.prefill_group is None:
+            if inflight.transfer is not None:
+                inflight.transfer.cancel()
             decode_group.engine.scheduler_of(job).recompute(job)
             assert inflight.reservation is not None
             inflight.reservation.recompute_prompt(now)
@@ -204,6 +213,8 @@ class DisaggSim:
 
     def withdraw(self, now: float, inflight: InflightRequest) -> None:
         """Cancel the prefill half of a split request and its KV transfer."""
+        if inflight.transfer is not None:
+            inflight.transfer.cancel()
         if inflight.prefill_reservation is not None:
             inflight.prefill_reservation.drop(now)
             inflight.prefill_reservation = None

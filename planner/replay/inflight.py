@@ -12,6 +12,7 @@ from planner.traces.recorded_request import TraceRequest
 from policies.load_ledger import LoadReservation
 from policies.prefix.fingerprint import Fingerprint
 from policies.pricing.split import EndpointPair
+from policies.pricing.transfer_time import PendingTransfer
 from policies.routing_types import Request
 
 
@@ -49,7 +50,8 @@ class InflightRequest:
     prefill_group        the group that computes its prompt; None once its KV was fetched or lost
     prefill_job          the job there, whose blocks are kept until they were fetched
     prefill_reservation  its reserved load there
-    pair                 both endpoints, until the first token
+    pair                 both endpoints
+    transfer             the transfer of its KV, as the gateway forecasts it
     prefilled_s          when the prompt was computed
     """
 
@@ -77,4 +79,5 @@ class InflightRequest:
     prefill_job: Job | None = None
     prefill_reservation: LoadReservation | None = None
     pair: EndpointPair | None = None
+    transfer: PendingTransfer | None = None
     prefilled_s: float | None = None

@@ -25,7 +25,7 @@ from policies.policy_types import (
     WeightedScorer,
 )
 from policies.presets import DecodeLoad
-from policies.pricing.transfer_time import TransferTimes
+from policies.pricing.transfer_time import PendingTransfer, TransferTimes
 from policies.routing_types import Candidate, Pick, RoutingQuery
 
 DECODERS_TRIED = 3
@@ -205,16 +205,27 @@ def transfer_s(
     decode: Pick,
     transfers: TransferTimes | None = None,
 ) -> float:
-    """Return the expected seconds that the transfer of a prompt's KV takes from `prefill` to
-    `decode`.
+    """Return the expected seconds from the end of a prompt's prefill to the arrival of its KV.
 
+    They contain the wait for earlier transfers over the two links, if it outlasts the prefill.
     `transfers` are measured times; if they are None, the constants of `rule` are used.
     """
-    token_s = rule.kv_token_s
-    if transfers is not None:
-        names = prefill.endpoint.name, decode.candidate.endpoint.name
-        token_s = transfers.token_s(names, token_s, query.now)
-    return rule.handoff_s + (query.request.prompt_tokens - decode.cached_tokens) * token_s
+    moved = query.request.prompt_tokens - decode.cached_tokens
+    if transfers is None:
+        return rule.handoff_s + moved * rule.kv_token_s
+    names = prefill.endpoint.name, decode.candidate.endpoint.name
+    service_s = rule.handoff_s + moved * transfers.token_s(names, rule.kv_token_s, query.now)
+    queue_s = transfers.backlog_s(names, query.now)
+    if queue_s <= 0.0:
+        return service_s
+    return service_s + max(0.0, queue_s - computed_s(query, prefill))
+
+
+def computed_s(query: RoutingQuery, prefill: Candidate) -> float:
+    """Return the expected seconds from now until the prefill endpoint has computed the prompt."""
+    cached, slot = query.cached_by_slot, prefill.load.slot
+    hit = cached[slot] if slot < len(cached) else 0
+    return ttft_s(prefill.load, query.request.prompt_tokens - hit, hit, query.now)
 
 
 def decode_wait_s(query: RoutingQuery, decode: Pick) -> float:
@@ -225,23 +236,26 @@ def decode_wait_s(query: RoutingQuery, decode: Pick) -> float:
     return ttft_s(decode.candidate.load, 0, query.request.prompt_tokens, query.now)
 
 
-def record_transfer(
-    transfers: TransferTimes,
-    rule: SplitRule,
-    pair: EndpointPair,
-    prompt_tokens: int,
-    handoff_s: float,
-    now: float,
-) -> None:
-    """Learn from a KV handoff that took `handoff_s` from the end of the prefill to the first token.
+def begin_transfer(
+    transfers: TransferTimes, rule: SplitRule, pair: EndpointPair, prompt_tokens: int, now: float
+) -> PendingTransfer | None:
+    """Queue the KV transfer of a request between the pair that was chosen for it.
 
-    The expected wait at the decoder and the fixed time of a handoff are no part of the transfer.
+    Returns None where the pair was not chosen by price, so that no transfer was forecast.
     """
     if pair.decode_wait_s is None:
-        return
+        return None
     names = pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name
-    seconds = handoff_s - pair.decode_wait_s - rule.handoff_s
-    transfers.record(names, prompt_tokens - pair.decode.cached_tokens, seconds, now)
+    token_s = transfers.token_s(names, rule.kv_token_s, now)
+    return transfers.begin(names, prompt_tokens - pair.decode.cached_tokens, token_s)
+
+
+def end_transfer(transfer: PendingTransfer, pair: EndpointPair, first_token_at: float) -> None:
+    """End the KV transfer of a request whose first token has come.
+
+    The expected wait at the decoder is no part of the transfer.
+    """
+    transfer.end(first_token_at - (pair.decode_wait_s or 0.0))
 
 
 def unsplittable_reason(shape: SplitShape) -> SplitReason | None:

@@ -1,14 +1,22 @@
-"""Measures the times of KV transfers between endpoints, per token and pair of endpoints.
+"""Forecasts KV transfers between endpoints: how fast a pair's network is, and when it is free.
 
-The price of a split request contains the time of its KV transfer (policies/pricing/split.py). It
-depends on the network between two endpoints, so it is learnt from handoffs. A pair without recent
-handoffs is expected to be like the pairs with the same prefill or the same decode endpoint, these
-without recent handoffs like the whole fleet, and a fleet without any as the rule says.
+The price of a split request contains the time until its KV has arrived
+(policies/pricing/split.py). Two things are known about it, and they are kept apart:
+
+- the rate, seconds per token of KV, which depends on the network and is learnt from handoffs. A
+  pair without recent handoffs is expected to be like the pairs with the same prefill or the same
+  decode endpoint, these without recent handoffs like the whole fleet, and a fleet without any as
+  the rule says;
+- the queue: the transfers that were chosen before and have not ended. Each needs the outgoing link
+  of its prefill endpoint and the incoming link of its decode endpoint.
+
+A handoff teaches the rate only by the time for which it had its links to itself, because the
+transfers before it are in the forecast already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import exp
 from typing import TypeVar
 
@@ -28,6 +36,7 @@ than KV."""
 MOST_PAIRS = 65_536
 
 KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
 Names = tuple[str, str]
 """The names of a prefill and a decode endpoint, in this order."""
 
@@ -70,29 +79,128 @@ def mean_token_s(rates: Iterable[MeasuredRate], expected_s: float, now: float) -
     return seconds / tokens
 
 
+class LinkQueue:
+    """The transfers over one direction of one endpoint's network link that have not ended.
+
+    ended_at  when the last of them ended
+    """
+
+    # _ready: those whose prompt is computed, in that order
+    # _seconds: forecast of the time that all of them take
+    __slots__ = ("_count", "_ready", "_seconds", "ended_at")
+
+    def __init__(self) -> None:
+        self._ready: dict[PendingTransfer, float] = {}
+        self._count = 0
+        self._seconds = self.ended_at = 0.0
+
+    def backlog_s(self, now: float) -> float:
+        """Return the seconds for which the link has work, if it does not pause."""
+        if not self._count:
+            return 0.0
+        if not self._ready:
+            return self._seconds
+        first, ready_at = next(iter(self._ready.items()))
+        moved_s = max(0.0, now - max(ready_at, self.ended_at))
+        return self._seconds - min(first.seconds, moved_s)
+
+    def add(self, transfer: PendingTransfer) -> None:
+        self._count += 1
+        self._seconds += transfer.seconds
+
+    def on_ready(self, transfer: PendingTransfer, now: float) -> None:
+        self._ready[transfer] = now
+
+    def remove(self, transfer: PendingTransfer) -> None:
+        self._count -= 1
+        self._seconds = self._seconds - transfer.seconds if self._count else 0.0
+        self._ready.pop(transfer, None)
+
+
+class PendingTransfer:
+    """One KV transfer, from the choice of its pair until it ends or is cancelled.
+
+    names, tokens  the pair, and the tokens of KV that it moves
+    seconds        forecast of its duration, without the queue before it
+    links_free_at  when the last transfer before it on either link had ended
+    ended_at       when it ended; None before, and if it was cancelled
+    """
+
+    __slots__ = ("_links", "ended_at", "links_free_at", "names", "seconds", "tokens")
+
+    def __init__(
+        self, names: Names, tokens: int, seconds: float, links: tuple[LinkQueue, ...]
+    ) -> None:
+        self.names, self.tokens, self.seconds, self._links = names, tokens, seconds, links
+        self.links_free_at = 0.0
+        self.ended_at: float | None = None
+        for link in links:
+            link.add(self)
+
+    def on_ready(self, now: float) -> None:
+        """Note that the prompt is computed, so that its KV can be moved from now on."""
+        for link in self._links:
+            link.on_ready(self, now)
+
+    def end(self, now: float) -> None:
+        """Leave the queues, because the KV has arrived. Nothing happens after the first end."""
+        links, self._links = self._links, ()
+        for link in links:
+            link.remove(self)
+            self.links_free_at = max(self.links_free_at, link.ended_at)
+            self.ended_at = link.ended_at = max(now, link.ended_at)
+
+    def cancel(self) -> None:
+        """Leave the queues, because the KV will not be moved. Nothing happens after the end."""
+        links, self._links = self._links, ()
+        for link in links:
+            link.remove(self)
+
+
 class TransferTimes:
-    """The measured seconds per token of KV transfers between pairs of endpoints.
+    """The rates of KV transfers between pairs of endpoints, and the transfers in progress.
 
     The object has one owner at a time, and no lock.
     """
 
-    # _ends: by (0, prefill endpoint) and (1, decode endpoint), over all their pairs
-    __slots__ = ("_all", "_ends", "_pairs")
+    # _ends, _links: by (0, prefill endpoint) and (1, decode endpoint), over all their pairs
+    __slots__ = ("_all", "_ends", "_links", "_pairs")
 
     def __init__(self) -> None:
         self._all = MeasuredRate()
         self._ends: dict[tuple[int, str], MeasuredRate] = {}
+        self._links: dict[tuple[int, str], LinkQueue] = {}
         self._pairs: dict[Names, MeasuredRate] = {}
 
+    def backlog_s(self, names: Names, now: float) -> float:
+        """Return the seconds until the links of both endpoints have moved all KV that waits."""
+        links = self._links
+        return max(links[end].backlog_s(now) if end in links else 0.0 for end in enumerate(names))
+
+    def begin(self, names: Names, tokens: int, token_s: float) -> PendingTransfer:
+        """Queue a transfer of `tokens` tokens at `token_s` seconds each, and return it."""
+        links = tuple(_get_or_add(self._links, end, LinkQueue) for end in enumerate(names))
+        return PendingTransfer(names, tokens, tokens * token_s, links)
+
+    def learn(self, transfer: PendingTransfer, ready_at: float, now: float) -> None:
+        """Learn from a transfer that has ended; nothing if it was cancelled.
+
+        It is taken to have begun when its prompt was computed, at `ready_at`, or when the transfer
+        before it on either link had ended, if that was later.
+        """
+        if transfer.ended_at is not None:
+            seconds = transfer.ended_at - max(ready_at, transfer.links_free_at)
+            self.record(transfer.names, transfer.tokens, seconds, now)
+
     def record(self, names: Names, tokens: int, seconds: float, now: float) -> None:
-        """Record a transfer of `tokens` tokens, without the fixed time of a handoff.
+        """Record a transfer of `tokens` tokens, without the fixed time of a handoff and the queue.
 
         A negative time, where the decoder was quicker than expected, counts as 0.
         """
         if tokens < LEAST_TOKENS:
             return
-        ends = (_rate(self._ends, end) for end in enumerate(names))
-        for rate in (_rate(self._pairs, names), *ends, self._all):
+        ends = (_get_or_add(self._ends, end, MeasuredRate) for end in enumerate(names))
+        for rate in (_get_or_add(self._pairs, names, MeasuredRate), *ends, self._all):
             rate.add(tokens, max(0.0, seconds), now)
 
     def token_s(self, names: Names, expected_s: float, now: float) -> float:
@@ -107,16 +215,17 @@ class TransferTimes:
         return alike_s if pair is None else pair.token_s(alike_s, now)
 
     def forget_endpoint(self, name: str) -> None:
-        """Drop the transfer times of an endpoint that has been removed."""
+        """Drop the transfer times and the links of an endpoint that has been removed."""
         self._pairs = {names: rate for names, rate in self._pairs.items() if name not in names}
         self._ends = {end: rate for end, rate in self._ends.items() if end[1] != name}
+        self._links = {end: link for end, link in self._links.items() if end[1] != name}
 
 
-def _rate(rates: dict[KeyT, MeasuredRate], key: KeyT) -> MeasuredRate:
-    # Return the measurement of `key`, a new one if it has none.
-    rate = rates.get(key)
-    if rate is None:
-        if len(rates) >= MOST_PAIRS:
-            rates.clear()
-        rate = rates[key] = MeasuredRate()
-    return rate
+def _get_or_add(entries: dict[KeyT, ValueT], key: KeyT, create: Callable[[], ValueT]) -> ValueT:
+    # Return the entry of `key`, a new one if it has none.
+    entry = entries.get(key)
+    if entry is None:
+        if len(entries) >= MOST_PAIRS:
+            entries.clear()
+        entry = entries[key] = create()
+    return entry

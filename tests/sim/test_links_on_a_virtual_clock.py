@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from itertools import count
 from random import Random
@@ -13,7 +14,7 @@ from planner.replay import FleetSpec, GroupKind, ReplayOptions, ReplayRun, repla
 from planner.traces.recorded_request import PRIVATE, TraceRequest
 from policies import policy_registry
 from policies.pricing.split import SplitRule
-from policies.routing_types import Slo
+from policies.routing_types import Role, Slo
 
 KIND = GroupKind("llama-3.1-70b-fp8", "h100", 4, count=4)
 RATE_PER_S, REQUESTS, COLD = 11.0, 400, 100
@@ -66,3 +67,35 @@ def test_the_share_of_split_requests_falls_as_links_slow_down() -> None:
 def test_a_slow_link_costs_little_beside_never_splitting() -> None:
     assert attainment(50.0) > attainment(None) - 0.02
     assert min(attainment(1.0), attainment(0.125)) > attainment(None) - 0.1
+
+
+SLOW_LINK_GB_S = 0.5
+
+
+def bursts(seed: int) -> list[TraceRequest]:
+    # Short prompts in bursts of four, which use the links for three quarters of the time.
+    rng, names, now_s, made = Random(seed), count(PRIVATE), 0.0, []
+    for number in range(REQUESTS):
+        now_s += rng.expovariate(0.2) if number % 4 == 0 else 0.0
+        prompt = int(min(8_000, rng.lognormvariate(7.7, 0.4)))
+        blocks = tuple(next(names) for _ in range(-(-prompt // BLOCK_TOKENS)))
+        made.append(TraceRequest(now_s, prompt, 60, blocks))
+    return made
+
+
+def test_queues_for_slow_links_between_pools_are_shared_by_all_pairs() -> None:
+    spec = FleetSpec(
+        "pools",
+        tuple(
+            replace(KIND, count=2, link_gb_s=SLOW_LINK_GB_S, role=role)
+            for role in (Role.PREFILL, Role.DECODE)
+        ),
+        split=SplitRule(1),
+    )
+    options = ReplayOptions(standard=Slo("slow links", 15.0, 0.15), expected_output=None)
+    run = replay(spec, traffic(bursts(7)), policy_registry.build("priced", {}), options=options)
+    records = run.records[COLD:]
+    assert mean(record.is_good for record in records) > 0.95
+    for end in ("group", "prefilled_by"):
+        uses = Counter(getattr(record, end) for record in records)
+        assert max(uses.values()) < 0.6 * len(records)

@@ -15,10 +15,12 @@ from policies.pricing.split import (
     SplitReason,
     SplitRule,
     SplitShape,
+    begin_transfer,
     build_splitter,
+    computed_s,
     decode_wait_s,
+    end_transfer,
     kv_compatibility_key,
-    record_transfer,
     transfer_s,
     unsplittable_reason,
 )
@@ -349,8 +351,43 @@ def test_a_handoff_teaches_the_time_without_the_wait_at_the_decoder() -> None:
     assert pair.decode_wait_s is not None
     transfers, rule = TransferTimes(), SplitRule(handoff_s=0.5, kv_token_s=1e-6)
     for number in range(60):
-        took_s = pair.decode_wait_s + 0.5 + 8.0
-        record_transfer(transfers, rule, pair, 8000, took_s, 100.0 + number)
-    question = ask(8000, 300, now=160.0)
+        now = 100.0 + 10.0 * number
+        transfer = begin_transfer(transfers, rule, pair, 8000, now)
+        assert transfer is not None
+        end_transfer(transfer, pair, now + 1.0 + 0.5 + 8.0 + pair.decode_wait_s)
+        transfers.learn(transfer, now + 1.0 + 0.5, now + 9.5)
+    question = ask(8000, 300, now=700.0)
     seconds = transfer_s(rule, question, pair.prefill.candidate, pair.decode, transfers)
     assert seconds == pytest.approx(8.5, rel=0.1)
+
+
+def test_a_transfer_waits_for_earlier_ones_unless_its_prefill_takes_longer() -> None:
+    pair = PRICED.choose_pair(pools([busy(0)], [busy(1)], alone=[]), ask(8000, 300))
+    assert pair is not None
+    transfers, rule = TransferTimes(), SplitRule(handoff_s=0.0, kv_token_s=1e-3)
+    question = ask(8000, 300)
+    prefill = pair.prefill.candidate
+    alone_s = transfer_s(rule, question, prefill, pair.decode, transfers)
+    assert alone_s == pytest.approx(8.0)
+    first = begin_transfer(transfers, rule, pair, 8000, question.now)
+    assert first is not None
+    queued_s = transfer_s(rule, question, prefill, pair.decode, transfers)
+    assert queued_s == pytest.approx(16.0 - computed_s(question, prefill))
+    assert computed_s(question, prefill) < 8.0
+    long = ask(300_000, 300)
+    assert computed_s(long, prefill) > 8.0
+    assert transfer_s(rule, long, prefill, pair.decode, transfers) == pytest.approx(300.0)
+
+
+def test_a_pair_with_free_links_is_chosen_before_one_whose_links_are_in_use() -> None:
+    four = pools([busy(0), busy(1)], [busy(2), busy(3)], alone=[])
+    question, transfers = ask(8000, 300), measured_links(tp2=1e-4, tp3=1e-4)
+    chosen = []
+    for _ in range(2):
+        pair = PRICED.choose_pair(four, question, transfers)
+        assert pair is not None
+        begin_transfer(transfers, PRICED.rule, pair, 8000, question.now)
+        chosen.append((pair.prefill.candidate, pair.decode.candidate))
+    (first_prefill, first_decode), (next_prefill, next_decode) = chosen
+    assert next_prefill is not first_prefill
+    assert next_decode is not first_decode

@@ -1,12 +1,16 @@
-"""Tests of measured times of KV transfers: per pair of engines, decaying, and estimated for new
-pairs.
-"""
+"""Tests of forecasts of KV transfers: rates per pair of engines, and the queues of their links."""
 
 from __future__ import annotations
 
 import pytest
 
-from policies.pricing.transfer_time import LEAST_TOKENS, MEMORY_S, MEMORY_TOKENS, TransferTimes
+from policies.pricing.transfer_time import (
+    LEAST_TOKENS,
+    MEMORY_S,
+    MEMORY_TOKENS,
+    PendingTransfer,
+    TransferTimes,
+)
 
 PAIR, OTHER, EXPECTED_S = ("p0", "d0"), ("p0", "d1"), 1e-5
 
@@ -87,3 +91,94 @@ def test_the_measurements_of_a_removed_endpoint_are_dropped() -> None:
     before = times.token_s(OTHER, EXPECTED_S, 40.0)
     times.forget_endpoint("d0")
     assert times.token_s(PAIR, EXPECTED_S, 40.0) == before
+
+
+# The queues of the links
+
+TOKENS, TOKEN_S = 1_000, 1e-3
+
+
+def begin(times: TransferTimes, names: tuple[str, str] = PAIR) -> PendingTransfer:
+    return times.begin(names, TOKENS, TOKEN_S)
+
+
+def begin_ready(times: TransferTimes, now: float) -> PendingTransfer:
+    transfer = begin(times)
+    transfer.on_ready(now)
+    return transfer
+
+
+def test_transfers_over_a_link_follow_one_another() -> None:
+    times = TransferTimes()
+    assert times.backlog_s(PAIR, 5.0) == 0.0
+    first, *_ = [begin_ready(times, 5.0) for _ in range(3)]
+    assert times.backlog_s(PAIR, 5.0) == pytest.approx(3.0)
+    assert times.backlog_s(PAIR, 5.75) == pytest.approx(2.25)
+    first.end(6.0)
+    assert times.backlog_s(PAIR, 6.5) == pytest.approx(1.5)
+
+
+def test_a_transfer_uses_the_outgoing_and_the_incoming_link_of_its_pair() -> None:
+    times = TransferTimes()
+    begin(times, ("p0", "d0"))
+    assert times.backlog_s(("p0", "d1"), 0.0) == pytest.approx(1.0)
+    assert times.backlog_s(("p1", "d0"), 0.0) == pytest.approx(1.0)
+    assert times.backlog_s(("p1", "d1"), 0.0) == 0.0
+    assert times.backlog_s(("d0", "p0"), 0.0) == 0.0  # the other directions
+
+
+def test_kv_that_is_not_computed_is_not_moved_and_an_overdue_transfer_has_ended_none_else() -> None:
+    times = TransferTimes()
+    first, second = begin(times), begin(times)
+    assert times.backlog_s(PAIR, 9.0) == pytest.approx(2.0)
+    second.on_ready(9.0)
+    assert times.backlog_s(PAIR, 9.5) == pytest.approx(1.5)
+    assert times.backlog_s(PAIR, 99.0) == pytest.approx(1.0)
+    second.end(99.0)
+    first.on_ready(100.0)
+    assert times.backlog_s(PAIR, 100.5) == pytest.approx(0.5)
+
+
+def test_the_wait_for_a_link_is_not_learnt_as_its_rate() -> None:
+    times, now = TransferTimes(), 0.0
+    for _ in range(40):
+        burst = [begin_ready(times, now) for _ in range(8)]
+        for place, transfer in enumerate(burst, start=1):
+            transfer.end(now + place)
+            times.learn(transfer, now, now + place)
+        now += 20.0
+    assert times.token_s(PAIR, 1e-3, now) == pytest.approx(1e-3, rel=0.01)
+
+
+def test_transfers_that_share_a_link_at_a_time_teach_its_rate_in_the_mean() -> None:
+    # Eight transfers at an eighth of the rate each end at once.
+    times, now = TransferTimes(), 0.0
+    for _ in range(40):
+        for transfer in [begin_ready(times, now) for _ in range(8)]:
+            transfer.end(now + 8.0)
+            times.learn(transfer, now, now + 8.0)
+        now += 20.0
+    assert times.token_s(PAIR, 1e-3, now) == pytest.approx(1e-3, rel=0.01)
+
+
+def test_a_cancelled_transfer_leaves_its_links_and_teaches_nothing() -> None:
+    times = TransferTimes()
+    first, second = begin_ready(times, 0.0), begin(times)
+    first.cancel()
+    assert times.backlog_s(PAIR, 0.5) == pytest.approx(1.0)
+    for transfer in (first, second):
+        transfer.cancel()
+        transfer.on_ready(49.0)
+        transfer.end(50.0)
+        times.learn(transfer, 0.0, 50.0)
+    assert times.backlog_s(PAIR, 50.0) == 0.0
+    assert times.token_s(PAIR, EXPECTED_S, 50.0) == pytest.approx(EXPECTED_S)
+
+
+def test_the_links_of_a_removed_endpoint_are_dropped_also_during_a_transfer() -> None:
+    times = TransferTimes()
+    transfer = begin(times)
+    times.forget_endpoint("d0")
+    assert times.backlog_s(("p9", "d0"), 0.0) == 0.0
+    transfer.end(1.0)
+    assert times.backlog_s(PAIR, 1.0) == 0.0
