@@ -49,7 +49,6 @@ from kvtransfer.transfer.commands import (
     SendInvite,
     SendMessage,
 )
-from kvtransfer.transfer.flow_control import Priority
 from kvtransfer.transfer.handles import HandleListener, Landing, LoopWaker, Offer, TransferHandle
 from kvtransfer.transfer.invite_registration import InviteRegistration
 from kvtransfer.transfer.receive_tracker import WindowError
@@ -57,6 +56,7 @@ from kvtransfer.transfer.send_queue import OfferSpec
 from kvtransfer.transfer.sink import FetchRequest, TransferSink
 from kvtransfer.transfer.source import TransferSource
 from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transfer.transfer_order import Priority
 from kvtransfer.transports.transport_choice import host_id
 from kvtransfer.util.agent_lock import AgentLock
 from kvtransfer.util.agent_options import AgentOptions

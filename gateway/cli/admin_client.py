@@ -21,7 +21,13 @@ import msgspec
 from command_line import Option, UsageError
 from gateway.cli.shared_options import DEFAULT_ADMIN_URL
 from gateway.cli.terminal_output import exit_with_error, print_line
-from gateway.util import tls
+from gateway.util.certificate_files import (
+    FileProblem,
+    KeyPair,
+    ca_problem,
+    key_pair_problems,
+)
+from gateway.util.tls_contexts import ClientSettings, client_context
 
 REQUEST_TIMEOUT_S = 30.0
 MAX_RESPONSE_BYTES = 64 << 20
@@ -252,19 +258,19 @@ def _context(admin: AdminAddress) -> ssl.SSLContext:
     #
     # Prints a message and exits with status 1 when a file cannot be used.
     pair, files = None, {"ca": ("--ca", admin.ca)}
-    problems: list[tls.FileProblem] = []
+    problems: list[FileProblem] = []
     if admin.certificate is not None and admin.key is not None:
-        pair = tls.KeyPair(str(admin.certificate), str(admin.key))
+        pair = KeyPair(str(admin.certificate), str(admin.key))
         files |= {"certificate": ("--cert", admin.certificate), "key": ("--key", admin.key)}
-        problems += tls.key_pair_problems(pair)
-    if admin.ca is not None and (problem := tls.ca_problem(str(admin.ca))) is not None:
+        problems += key_pair_problems(pair)
+    if admin.ca is not None and (problem := ca_problem(str(admin.ca))) is not None:
         problems.append(problem)
     for problem in problems:
         option, path = files[problem.role]
         if problem.is_error:
             exit_with_error(f"{option} {path}: {problem.message}")
         print_line(f"{option} {path} {problem.message}", style="yellow", err=True)
-    return tls.client_context(tls.ClientSettings(_path_text(admin.ca), pair, not admin.is_insecure))
+    return client_context(ClientSettings(_path_text(admin.ca), pair, not admin.is_insecure))
 
 
 def _path_text(path: Path | None) -> str | None:

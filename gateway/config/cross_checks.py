@@ -7,21 +7,30 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from os.path import normpath
 from typing import Any
 
-import msgspec
-
-from gateway.config import alias_rules, isolation_rules, layout_rules, role_rules
-from gateway.config.auto_section import AUTO, auto_errors
+from gateway.config import (
+    alias_rules,
+    isolation_rules,
+    layout_rules,
+    policy_rules,
+    role_rules,
+    secret_rules,
+)
+from gateway.config.auto_section import auto_errors
 from gateway.config.problems import Path, did_you_mean, show_path
-from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
-from gateway.config.s3_section import S3_SECRETS
+from gateway.config.rule_findings import (
+    RuleFinding,
+    get_member,
+    iter_endpoints,
+    iter_mappings,
+    iter_tls_sections,
+)
+from gateway.config.secret_rules import further_keys
 from gateway.config.tree import Slos
 from gateway.config.values import engine_url, without_scheme
-from gateway.config.yaml_source import Substituted, numbers_if_substituted
-from policies import admission_registry, policy_registry
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
@@ -37,7 +46,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
     yield from _discovery_sources(data)
     yield from _ports(data)
     yield from _tenants(data)
-    yield from _misplaced_files(data)
+    yield from secret_rules.errors(data)
     yield from role_rules.errors(data)
     yield from layout_rules.errors(data)
     yield from isolation_rules.errors(data)
@@ -47,10 +56,8 @@ def errors(data: Any) -> Iterator[RuleFinding]:
     yield from _sized_for(data)
     yield from auto_errors(data)
     for path, spec in iter_mappings(get_member(data, "pools"), ("pools",)):
-        yield from _pool_policies(spec, path)
-        yield from _trials(data, spec, path)
         yield from _mirrors(data, spec, path)
-        yield from _registered(_ADMISSIONS, get_member(spec, "admission"), (*path, "admission"))
+    yield from policy_rules.errors(data)
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
@@ -76,124 +83,14 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
     yield from isolation_rules.warnings(data)
     yield from alias_rules.warnings(data)
     yield from _unverified(data)
-    yield from _literal_secrets(data)
-
-
-def tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
-    for name in ("api", "admin"):
-        yield (
-            ("listeners", name, "tls"),
-            get_member(get_member(get_member(data, "listeners"), name), "tls"),
-        )
-    for path, spec in _specs(data):
-        yield (*path, "tls"), get_member(spec, "tls")
-    for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
-        yield (
-            (*path, "discover", "endpoint", "tls"),
-            get_member(get_member(get_member(pool, "discover"), "endpoint"), "tls"),
-        )
-    yield (
-        ("shared", "redis", "tls"),
-        get_member(get_member(get_member(data, "shared"), "redis"), "tls"),
-    )
+    yield from secret_rules.warnings(data)
 
 
 def _unverified(data: Any) -> Iterator[RuleFinding]:
-    for path, section in tls_sections(data):
+    for path, section in iter_tls_sections(data):
         if get_member(section, "verify") is False:
             text = "accepts any server: anyone who redirects the connection can read and change it"
             yield RuleFinding((*path, "verify"), text)
-
-
-def _literal_secrets(data: Any) -> Iterator[RuleFinding]:
-    text = "is written into the file; ${NAME} or ${file:/path} keeps it out of backups and diffs"
-    for path, value in _secrets(data):
-        if isinstance(value, str) and not isinstance(value, Substituted):
-            yield RuleFinding(path, text)
-
-
-def secrets_in_clear(data: Any) -> Iterator[Path]:
-    """Yield the paths of secrets that are written in the configuration text itself.
-
-    A default value inside a reference counts as well.
-    """
-    for path, value in _secrets(data):
-        if value is not None and not (isinstance(value, Substituted) and value.is_all_by_reference):
-            yield path
-
-
-def _misplaced_files(data: Any) -> Iterator[RuleFinding]:
-    # Yield errors for ${file:...} references outside secrets.
-    #
-    # Names and labels are shown on many pages. So anyone who may submit a configuration could read
-    # any file through them.
-    text = "is not a secret, and ${file:...} is allowed only for secrets; write ${NAME}"
-    secrets = {path for path, _ in _secrets(data)}
-    for path, value in _iter_leaves(data, ()):
-        if isinstance(value, Substituted) and "${file:" in value.written and path not in secrets:
-            yield RuleFinding(path, text)
-
-
-def _iter_leaves(data: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    pairs: Any = None
-    if isinstance(data, dict):
-        pairs = data.items()
-    elif isinstance(data, list):
-        pairs = enumerate(data)
-    if pairs is None:
-        yield path, data
-        return
-    for key, value in pairs:
-        yield from _iter_leaves(value, (*path, key))
-
-
-def _secrets(data: Any) -> Iterator[tuple[Path, Any]]:
-    yield from (((*path, key), get_member(owner, key)) for path, owner, key in _secret_owners(data))
-    yield from _further_keys(data)
-
-
-def _further_keys(data: Any) -> Iterator[tuple[Path, Any]]:
-    for path, tenant in iter_mappings(get_member(data, "tenants"), ("tenants",)):
-        keys = get_member(tenant, "keys")
-        yield from (
-            ((*path, "keys", index), key)
-            for index, key in enumerate(keys if isinstance(keys, list) else ())
-        )
-        scoped = iter_mappings(get_member(tenant, "scoped_keys"), (*path, "scoped_keys"))
-        yield from (((*inner, "key"), get_member(item, "key")) for inner, item in scoped)
-
-
-def _secret_owners(data: Any) -> Iterator[tuple[Path, Any, str]]:
-    yield (("admin",), get_member(data, "admin"), "key")
-    yield (("cache",), get_member(data, "cache"), "secret")
-    yield (
-        ("observability", "traces"),
-        get_member(get_member(data, "observability"), "traces"),
-        "key",
-    )
-    shared = get_member(data, "shared")
-    yield (("shared",), shared, "key")
-    yield (("shared",), shared, "other_key")
-    yield (("shared", "redis"), get_member(shared, "redis"), "password")
-    s3 = get_member(get_member(data, "batch"), "s3")
-    yield from ((("batch", "s3"), s3, key) for key in S3_SECRETS)
-    yield from (
-        (path, tenant, "key")
-        for path, tenant in iter_mappings(get_member(data, "tenants"), ("tenants",))
-    )
-    yield from ((path, spec, "api_key") for path, spec in _specs(data))
-    for path, section in tls_sections(data):
-        yield (path, section, "key_password")
-        yield from (
-            (inner, pair, "key_password")
-            for inner, pair in iter_mappings(get_member(section, "more"), (*path, "more"))
-        )
-    for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
-        yield (
-            (*path, "discover", "endpoint"),
-            get_member(get_member(pool, "discover"), "endpoint"),
-            "api_key",
-        )
 
 
 def _rotation(data: Any) -> Iterator[RuleFinding]:
@@ -314,15 +211,10 @@ def _shared_names(data: Any) -> Iterator[tuple[Path, str, list[str]]]:
 
 
 def _unused_names(data: Any) -> Iterator[RuleFinding]:
-    for path, spec in () if get_member(data, "models") else _specs(data):
+    for path, spec in () if get_member(data, "models") else iter_endpoints(data):
         if get_member(spec, "served_model") is not None:
             text = "has no effect without models: requests use the names that engines list"
             yield RuleFinding((*path, "served_model"), text)
-
-
-def _specs(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
-        yield from iter_mappings(get_member(pool, "endpoints"), (*path, "endpoints"))
 
 
 def _endpoints(data: Any) -> Iterator[RuleFinding]:
@@ -332,7 +224,9 @@ def _endpoints(data: Any) -> Iterator[RuleFinding]:
         elif get_member(pool, "endpoints") == [] and get_member(pool, "discover") is None:
             yield RuleFinding((*path, "endpoints"), "is empty; it needs at least one item")
     specs = [
-        (path, spec) for path, spec in _specs(data) if isinstance(get_member(spec, "url"), str)
+        (path, spec)
+        for path, spec in iter_endpoints(data)
+        if isinstance(get_member(spec, "url"), str)
     ]
     urls = [((*path, "url"), _normalized(spec["url"])) for path, spec in specs]
     yield from _unique(iter(urls), "this url")
@@ -408,7 +302,7 @@ def _tenants(data: Any) -> Iterator[RuleFinding]:
     )
     yield from _unique(names, "this name")
     keys = [((*path, "key"), get_member(item, "key")) for path, item in tenants]
-    all_keys = (*keys, *_further_keys(data))
+    all_keys = (*keys, *further_keys(data))
     yield from _unique(((path, key) for path, key in all_keys if isinstance(key, str)), "this key")
 
 
@@ -455,98 +349,6 @@ def _class_uses(data: Any) -> Iterator[tuple[Path, Any]]:
     for section in ("models", "tenants"):
         for path, item in iter_mappings(get_member(data, section), (section,)):
             yield (*path, "slo"), get_member(item, "slo")
-
-
-class _Registry(msgspec.Struct, frozen=True):
-    # A registry of policies, which are chosen by name and have parameters.
-    #
-    # `what` says in words what kind of policy it has.
-
-    what: str
-    names: Callable[[], tuple[str, ...]]
-    params_type: Callable[[str], type[msgspec.Struct]]
-
-
-_POLICIES = _Registry("policy", policy_registry.names, policy_registry.params_type)
-_ADMISSIONS = _Registry("admission", admission_registry.names, admission_registry.params_type)
-
-
-def _registered(registry: _Registry, spec: Any, path: Path) -> Iterator[RuleFinding]:
-    name = spec if isinstance(spec, str) else get_member(spec, "name")
-    if not isinstance(name, str):
-        return
-    known = registry.names()
-    if name not in known:
-        name_path = path if isinstance(spec, str) else (*path, "name")
-        text = f"there is no {registry.what} {name!r}{did_you_mean(name, known)}"
-        yield RuleFinding(name_path, text)
-        return
-    parameters = get_member(spec, "parameters")
-    params_type = registry.params_type(name)
-    fields = {field.name: field for field in msgspec.structs.fields(params_type)}
-    if not isinstance(parameters, dict):
-        return
-    findings = [
-        finding
-        for key, value in parameters.items()
-        for finding in _parameter(name, key, value, fields, (*path, "parameters", key))
-    ]
-    yield from findings or _combination(params_type, parameters, (*path, "parameters"))
-
-
-def _pool_policies(pool: Any, path: Path) -> Iterator[RuleFinding]:
-    policy = get_member(pool, "policy")
-    if get_member(policy, "name") == AUTO:
-        text = "write `policy: auto`, and its settings in the pool's section `auto`"
-        yield RuleFinding((*path, "policy", "name"), text)
-    elif policy != AUTO:
-        yield from _registered(_POLICIES, policy, (*path, "policy"))
-    portfolio = get_member(get_member(pool, AUTO), "portfolio")
-    for index, spec in enumerate(portfolio if isinstance(portfolio, list) else ()):
-        yield from _registered(_POLICIES, spec, (*path, AUTO, "portfolio", index))
-
-
-def _trials(data: Any, pool: Any, path: Path) -> Iterator[RuleFinding]:
-    shadows = get_member(pool, "shadow")
-    for index, spec in enumerate(shadows if isinstance(shadows, list) else ()):
-        yield from _registered(_POLICIES, spec, (*path, "shadow", index))
-    canary = get_member(pool, "canary")
-    yield from _registered(_POLICIES, get_member(canary, "policy"), (*path, "canary", "policy"))
-    names = [
-        get_member(tenant, "name")
-        for _, tenant in iter_mappings(get_member(data, "tenants"), ("tenants",))
-    ]
-    known = [name for name in names if isinstance(name, str)]
-    tenants = get_member(canary, "tenants")
-    for index, name in enumerate(tenants if isinstance(tenants, list) else ()):
-        if isinstance(name, str) and name not in known:
-            text = f"there is no tenant {name!r}{did_you_mean(name, known)}"
-            yield RuleFinding((*path, "canary", "tenants", index), text)
-
-
-def _parameter(
-    owner: str, key: str, value: Any, fields: Mapping[str, Any], path: Path
-) -> Iterator[RuleFinding]:
-    if key not in fields:
-        hint = did_you_mean(key, fields) if fields else "; it has none"
-        yield RuleFinding(path, f"{owner} has no parameter {key}{hint}", is_on_key=True)
-        return
-    try:
-        msgspec.convert(numbers_if_substituted(value), fields[key].type)
-    except msgspec.ValidationError as error:
-        yield RuleFinding(path, str(error))
-
-
-def _combination(
-    params: type[msgspec.Struct], given: Mapping[str, Any], path: Path
-) -> Iterator[RuleFinding]:
-    # Yield what is wrong with the given parameters together, by the rules of their type `params`.
-    #
-    # Each parameter was found valid alone before.
-    try:
-        msgspec.convert(numbers_if_substituted(given), params)
-    except msgspec.ValidationError as error:
-        yield RuleFinding(path, str(error), is_on_key=True)
 
 
 def _is_local(host: str) -> bool:

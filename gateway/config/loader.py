@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from pydantic import BaseModel, ValidationError
 
-from gateway.config import cross_checks, tls_file_rules
+from gateway.config import cross_checks, secret_rules, tls_file_rules
 from gateway.config.file_reader import read_config_file, read_file
 from gateway.config.problems import ConfigError, Path, Problem, did_you_mean
 from gateway.config.tls_sections import FOLDER_KEY
@@ -149,7 +149,7 @@ def _build(source: YamlSource, text: bytes = b"") -> LoadedConfig:
         for finding in cross_checks.warnings(source.data)
     ]
     doubts += source.warnings
-    in_clear = list(cross_checks.secrets_in_clear(source.data))
+    in_clear = list(secret_rules.secrets_in_clear(source.data))
     return LoadedConfig(
         config,
         tuple(sorted(doubts, key=lambda problem: (problem.line, problem.col))),

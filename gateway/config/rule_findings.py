@@ -37,3 +37,27 @@ def iter_mappings(data: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]
     for key, item in pairs:
         if isinstance(item, dict):
             yield (*path, key), item
+
+
+def iter_endpoints(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
+        yield from iter_mappings(get_member(pool, "endpoints"), (*path, "endpoints"))
+
+
+def iter_tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
+    for name in ("api", "admin"):
+        yield (
+            ("listeners", name, "tls"),
+            get_member(get_member(get_member(data, "listeners"), name), "tls"),
+        )
+    for path, spec in iter_endpoints(data):
+        yield (*path, "tls"), get_member(spec, "tls")
+    for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
+        yield (
+            (*path, "discover", "endpoint", "tls"),
+            get_member(get_member(get_member(pool, "discover"), "endpoint"), "tls"),
+        )
+    yield (
+        ("shared", "redis", "tls"),
+        get_member(get_member(get_member(data, "shared"), "redis"), "tls"),
+    )

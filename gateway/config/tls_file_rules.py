@@ -17,7 +17,14 @@ from gateway.config.problems import Path, show_path
 from gateway.config.tls_sections import ClientTls, ListenerTls
 from gateway.config.tree import Config
 from gateway.config.yaml_source import YamlSource
-from gateway.util import tls
+from gateway.util.certificate_files import (
+    MAX_FILE_BYTES,
+    FileProblem,
+    KeyPair,
+    ca_problem,
+    certificate_validity,
+    key_pair_problems,
+)
 
 
 def check_files(config: Config, source: YamlSource) -> None:
@@ -51,13 +58,13 @@ def named_certificates(config: Config, now: float) -> Iterator[NamedCertificate]
     """Yield each readable certificate of the configuration once, with the first path that names
     it.
     """
-    first: dict[tls.KeyPair, Path] = {}
+    first: dict[KeyPair, Path] = {}
     for path, section in _sections(config):
         for pair_path, pair in _pairs(path, section):
             first.setdefault(pair, pair_path)
     for pair, path in first.items():
         try:
-            times = tls.certificate_validity(pair)
+            times = certificate_validity(pair)
         except (OSError, ValueError):
             continue  # check_files() reports it
         yield NamedCertificate(
@@ -68,7 +75,7 @@ def named_certificates(config: Config, now: float) -> Iterator[NamedCertificate]
         )
 
 
-def _pairs(path: Path, section: ListenerTls | ClientTls) -> Iterator[tuple[Path, tls.KeyPair]]:
+def _pairs(path: Path, section: ListenerTls | ClientTls) -> Iterator[tuple[Path, KeyPair]]:
     if isinstance(section, ListenerTls):
         yield path, section.pair
         for index, files in enumerate(section.more):
@@ -96,13 +103,13 @@ class _Files:
 
     def __init__(self, source: YamlSource) -> None:
         self._source = source
-        self._pairs: dict[tls.KeyPair, tuple[tls.FileProblem, ...]] = {}
-        self._authorities: dict[str, tls.FileProblem | None] = {}
+        self._pairs: dict[KeyPair, tuple[FileProblem, ...]] = {}
+        self._authorities: dict[str, FileProblem | None] = {}
         self._digests: dict[str, bytes] = {}
 
-    def add_pair(self, path: Path, pair: tls.KeyPair) -> None:
+    def add_pair(self, path: Path, pair: KeyPair) -> None:
         if pair not in self._pairs:
-            problems = self._pairs[pair] = tuple(tls.key_pair_problems(pair))
+            problems = self._pairs[pair] = tuple(key_pair_problems(pair))
             for problem in problems:
                 if not problem.is_error:
                     self._source.warn((*path, problem.role), problem.message)
@@ -116,7 +123,7 @@ class _Files:
         if file is None:
             return
         if file not in self._authorities:
-            self._authorities[file] = tls.ca_problem(file)
+            self._authorities[file] = ca_problem(file)
         self._add_digest((*path, key), file)
         problem = self._authorities[file]
         if problem is not None:
@@ -137,6 +144,6 @@ def _content(file_path: FilePath) -> bytes:
         if not file_path.is_file():
             return b""
         with file_path.open("rb") as file:
-            return file.read(tls.MAX_FILE_BYTES + 1)
+            return file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError):
         return b""

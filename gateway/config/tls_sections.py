@@ -1,7 +1,7 @@
 """Configuration sections for TLS of the listeners, of engines and of Redis.
 
 Relative file paths become absolute here. tls_file_rules.py checks whether the files can be used;
-util/tls.py creates the TLS contexts.
+util/tls_contexts.py creates the TLS contexts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from pydantic import (
 )
 
 from gateway.config.values import Duration, Host, Secret, Section, setting
-from gateway.util import tls
+from gateway.util.certificate_files import KeyPair
+from gateway.util.tls_contexts import (
+    CIPHERS,
+    ClientSettings,
+    ServerSettings,
+    has_valid_ciphers,
+)
 
 FOLDER_KEY = "folder"
 """Key in pydantic's validation context whose value is the folder at which relative paths start."""
@@ -52,10 +58,10 @@ class CertificateFiles(Section):
     )
 
     @property
-    def pair(self) -> tls.KeyPair:
+    def pair(self) -> KeyPair:
         """Return the paths of certificate and key with the key's password, as a KeyPair."""
         password = None if self.key_password is None else self.key_password.reveal()
-        return tls.KeyPair(self.certificate, self.key, password)
+        return KeyPair(self.certificate, self.key, password)
 
 
 class ListenerTls(CertificateFiles):
@@ -81,7 +87,8 @@ class ListenerTls(CertificateFiles):
         "1.2", "Oldest TLS version that clients may use, written in quotes."
     )
     ciphers: Annotated[str, StringConstraints(min_length=1, max_length=1000)] = setting(
-        tls.CIPHERS, "Ciphers for TLS 1.2 in OpenSSL's notation. TLS 1.3 always uses its own three."
+        CIPHERS,
+        "Ciphers for TLS 1.2 in OpenSSL's notation. TLS 1.3 always uses its own three.",
     )
     handshake_timeout: Duration = setting(
         "10s", "Maximum time for a client to complete the TLS handshake."
@@ -90,13 +97,13 @@ class ListenerTls(CertificateFiles):
     @field_validator("ciphers")
     @classmethod
     def _has_known_cipher(cls, ciphers: str) -> str:
-        if not tls.has_valid_ciphers(ciphers):
+        if not has_valid_ciphers(ciphers):
             raise ValueError("none of the ciphers is known to OpenSSL")
         return ciphers
 
     @property
-    def settings(self) -> tls.ServerSettings:
-        return tls.ServerSettings(
+    def settings(self) -> ServerSettings:
+        return ServerSettings(
             (self.pair, *(files.pair for files in self.more)),
             self.client_ca,
             self.client_certificates == "required",
@@ -136,12 +143,12 @@ class ClientTls(Section):
         return self
 
     @property
-    def settings(self) -> tls.ClientSettings:
+    def settings(self) -> ClientSettings:
         password = None if self.key_password is None else self.key_password.reveal()
         pair = None
         if self.certificate is not None and self.key is not None:
-            pair = tls.KeyPair(self.certificate, self.key, password)
-        return tls.ClientSettings(self.ca, pair, self.verify)
+            pair = KeyPair(self.certificate, self.key, password)
+        return ClientSettings(self.ca, pair, self.verify)
 
 
 class EngineTls(ClientTls):

@@ -22,7 +22,7 @@ from gateway.fleet.model_names import engine_name
 from gateway.http.outgoing_tls import ClientContexts
 from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
-from gateway.util.tls import Encryption
+from gateway.util.tls_contexts import Encryption
 from policies.endpoint_load import EndpointLoad, LoadChanges
 from policies.engine.output_length import RecentLengths
 from policies.engine.step_time import SpeedBelief, shape_for

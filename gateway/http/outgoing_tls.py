@@ -11,7 +11,14 @@ from time import time
 from typing import Any
 
 from gateway.config import ClientTls, EndpointSpec
-from gateway.util import tls
+from gateway.util.certificate_files import certificate_validity
+from gateway.util.tls_contexts import (
+    ClientSettings,
+    Encryption,
+    client_context,
+    files_stamp,
+    settings_files,
+)
 
 log = logging.getLogger("penstock")
 
@@ -23,39 +30,37 @@ class ClientContexts:
     """
 
     def __init__(self) -> None:
-        self._cache: dict[tls.ClientSettings, tuple[object, ssl.SSLContext]] = {}
+        self._cache: dict[ClientSettings, tuple[object, ssl.SSLContext]] = {}
 
-    def encryption_for(self, spec: EndpointSpec) -> tls.Encryption | None:
+    def encryption_for(self, spec: EndpointSpec) -> Encryption | None:
         """Return the TLS settings for connections to an endpoint, or None if its URL is http://."""
         if not spec.url.startswith("https://"):
             return None
         section = spec.tls
-        settings = tls.ClientSettings() if section is None else section.settings
-        return tls.Encryption(
-            self._context(settings), None if section is None else section.server_name
-        )
+        settings = ClientSettings() if section is None else section.settings
+        return Encryption(self._context(settings), None if section is None else section.server_name)
 
-    def _context(self, settings: tls.ClientSettings) -> ssl.SSLContext:
+    def _context(self, settings: ClientSettings) -> ssl.SSLContext:
         # Return the SSLContext for `settings`, rebuilt if one of its files has changed.
         #
         # If a file cannot be used, the previous context stays in force. Without a previous one, the
         # returned context trusts no server.
-        stamp = tls.files_stamp(settings)
+        stamp = files_stamp(settings)
         last = self._cache.get(settings)
         if last is not None and last[0] == stamp:
             return last[1]
         try:
-            context = tls.client_context(settings)
+            context = client_context(settings)
             doubt = (
                 None
                 if settings.key_pair is None
-                else tls.certificate_validity(settings.key_pair).refusal_reason(time())
+                else certificate_validity(settings.key_pair).refusal_reason(time())
             )
             if settings.key_pair is not None and doubt is not None:
                 path = settings.key_pair.certificate
                 log.warning("TLS to engines: the certificate of %s %s", path, doubt)
         except (OSError, ValueError) as error:
-            paths = ", ".join(tls.settings_files(settings))
+            paths = ", ".join(settings_files(settings))
             log.error("TLS to engines: the file %s cannot be used: %s", paths, error)
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if last is None else last[1]
         self._cache[settings] = stamp, context
@@ -67,17 +72,17 @@ def new_context(section: ClientTls | None) -> ssl.SSLContext:
 
     Raises OSError when a file cannot be used.
     """
-    return tls.client_context(tls.ClientSettings() if section is None else section.settings)
+    return client_context(ClientSettings() if section is None else section.settings)
 
 
-def redis_settings(url: str, section: ClientTls | None) -> tls.ClientSettings | None:
+def redis_settings(url: str, section: ClientTls | None) -> ClientSettings | None:
     """Return the TLS settings for connections to the Redis server at `url`; None for redis://."""
     if not url.startswith("rediss://"):
         return None
-    return tls.ClientSettings() if section is None else section.settings
+    return ClientSettings() if section is None else section.settings
 
 
-def redis_options(settings: tls.ClientSettings | None) -> dict[str, Any]:
+def redis_options(settings: ClientSettings | None) -> dict[str, Any]:
     """Return TLS settings as keyword arguments for redis-py.
 
     redis-py builds its own SSLContext from them. Without settings (None), the result is empty.

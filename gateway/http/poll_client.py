@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from gateway.protocol.response.http_framing import FramingError
 from gateway.protocol.response.short_response import ShortResponse
-from gateway.util.tls import Encryption
+from gateway.util.tls_contexts import Encryption
 
 IDLE_S = 4.0  # uvicorn closes connections that have been idle for 5 s
 MOST_IDLE = 2

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from gateway.http.eager_task import EagerTask
 from gateway.http.listener_sockets import API
-from gateway.util import tls
+from gateway.util.certificate_files import certificate_validity
+from gateway.util.tls_contexts import (
+    WRITE_BUFFER_BYTES,
+    ServerSettings,
+    files_stamp,
+    server_context,
+)
 
 if TYPE_CHECKING:
     from gateway.config import Limits, Listeners, ListenerTls
@@ -72,9 +78,9 @@ class TlsListener:
 
     def _load(self, section: ListenerTls) -> None:
         settings = section.settings
-        stamp = settings, tls.files_stamp(settings)
-        context = tls.server_context(settings)
-        periods = [tls.certificate_validity(pair) for pair in settings.key_pairs]
+        stamp = settings, files_stamp(settings)
+        context = server_context(settings)
+        periods = [certificate_validity(pair) for pair in settings.key_pairs]
         doubts = [period.refusal_reason(time()) for period in periods]
         self._stamp, self._context, self._handshake_s = stamp, context, section.handshake_timeout
         self.not_after = min(period.not_after for period in periods)
@@ -88,7 +94,7 @@ class TlsListener:
         The current certificate stays in use if a file cannot be used, or if the new certificate has
         expired and the current one has not.
         """
-        if section is None or (section.settings, tls.files_stamp(section.settings)) == self._stamp:
+        if section is None or (section.settings, files_stamp(section.settings)) == self._stamp:
             return
         settings, path = section.settings, section.certificate
         try:
@@ -274,7 +280,7 @@ class Handshake(asyncio.Protocol):
         if transport is None or transport.is_closing():
             raw.abort()
             return
-        transport.set_write_buffer_limits(tls.WRITE_BUFFER_BYTES)
+        transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
         protocol = self._listener.new_protocol()
         transport.set_protocol(protocol)
         self._listener.remove_handshake(self)  # from here on the HTTP protocol is counted instead
@@ -294,5 +300,5 @@ def _address(transport: asyncio.Transport) -> str:
     return str(peer[0]) if isinstance(peer, tuple) else ""
 
 
-def _not_after(settings: tls.ServerSettings) -> float:
-    return min(tls.certificate_validity(pair).not_after for pair in settings.key_pairs)
+def _not_after(settings: ServerSettings) -> float:
+    return min(certificate_validity(pair).not_after for pair in settings.key_pairs)

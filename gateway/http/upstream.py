@@ -22,7 +22,7 @@ from gateway.http.connect_errors import is_local_error
 from gateway.http.eager_task import EagerFuture, new_future, timeout_after
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.response.relay import BEHIND, DONE, Relay, UpstreamError
-from gateway.util.tls import WRITE_BUFFER_BYTES, Encryption
+from gateway.util.tls_contexts import WRITE_BUFFER_BYTES, Encryption
 
 MAX_IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
 MAX_HEADS = 64  # cached beginnings of requests, one for each path

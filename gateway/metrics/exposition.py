@@ -1,6 +1,6 @@
 """Renders metrics in the text format of Prometheus, or in OpenMetrics, which supports exemplars.
 
-The values come from gateway/metrics/metric_types.py and gateway/workers/page_merge.py.
+The values come from gateway/metrics/metric_types.py and gateway/workers/metrics_merge.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,6 @@
 
 worker_process.py is a worker as the supervisor sees it, and supervisor.py starts and replaces
 workers. config_rollout.py changes their configuration together. admin_server.py, page_merge.py,
-scrape_totals.py and live_view_merge.py serve the admin pages. worker_main.py is the entry point of
+metrics_merge.py and live_view_merge.py serve the admin pages. worker_main.py is the entry point of
 a worker.
 """

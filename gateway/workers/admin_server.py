@@ -27,7 +27,7 @@ from gateway.reload.reloader import ChangeOptions
 from gateway.workers import page_merge
 from gateway.workers.config_rollout import ConfigRollout
 from gateway.workers.live_view_merge import LiveViewMerger
-from gateway.workers.scrape_totals import CounterTotals
+from gateway.workers.metrics_merge import CounterTotals
 from gateway.workers.supervisor_metrics import SupervisorMetrics
 from gateway.workers.worker_process import REQUEST_ERRORS, Worker, WorkerResponse
 

@@ -1,127 +1,19 @@
-"""Merges the admin pages of several workers: metrics, endpoints, and policies on trial.
+"""Merges the admin pages of several workers: endpoints, and policies on trial.
 
 A ratio or mean is computed over all requests, never as a mean of the workers' values.
-live_view_merge.py merges the live view.
+metrics_merge.py merges metrics, live_view_merge.py merges the live view.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, zip_longest
-from operator import add
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gateway.metrics.labels import ENDPOINT_LABELS
-from gateway.metrics.metric_types import (
-    OTHER_VALUES,
-    FamilyReading,
-    FamilySpec,
-    HistogramValue,
-    Merge,
-    RequestExemplar,
-)
 from gateway.metrics.quantile_sketch import BucketCounts
-from gateway.metrics.runtime_gauges import ENDPOINT_STATE
 from gateway.trials.canary import summarize_arm
 from gateway.trials.shadow import MIN_COMPARED, RESULTS
 
 SUMMED_FIELDS = ("in_flight", "connections")
-
-
-def merge_families(
-    pages: Iterable[Iterable[FamilyReading]], ended: Iterable[Iterable[FamilyReading]] = ()
-) -> list[FamilyReading]:
-    """Merge the metric families of several workers by name.
-
-    Counters and histograms are summed, gauges follow the merge rule of their specification. Of
-    `ended` workers only counters and histograms count.
-    """
-    merged: dict[str, FamilyReading] = {}
-    without_gauges = (reading for page in ended for reading in page if reading.spec.kind != "gauge")
-    for reading in chain(chain.from_iterable(pages), without_gauges):
-        existing = merged.get(reading.spec.name)
-        if existing is None:
-            merged[reading.spec.name] = FamilyReading(reading.spec, reading.values.copy())
-        elif existing.spec.buckets == reading.spec.buckets:
-            _add(existing, reading)
-    return list(merged.values())
-
-
-def without_removed_endpoints(
-    readings: Iterable[FamilyReading], pages: Sequence[Iterable[FamilyReading]]
-) -> list[FamilyReading]:
-    """Return the readings without the series of endpoints that no worker has any more.
-
-    readings  the metric families of ended workers
-    pages     the families of all workers that respond; without any, nothing is left out
-
-    A process drops these series when a reload removes an endpoint. Those of ended workers would
-    stay for as long as the supervisor lives, which runs for weeks while endpoints come and go.
-    """
-    known = {
-        value
-        for page in pages
-        for reading in page
-        if reading.spec.name == ENDPOINT_STATE
-        for value in _endpoints_of(reading.spec, reading.values)
-    }
-    if not known:
-        return list(readings)
-    known.add(OTHER_VALUES)
-    return [
-        FamilyReading(
-            reading.spec,
-            {
-                labels: value
-                for labels, value in reading.values.items()
-                if known.issuperset(_endpoints_of(reading.spec, (labels,)))
-            },
-        )
-        for reading in readings
-    ]
-
-
-def _endpoints_of(spec: FamilySpec, series: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    # Yield the names of endpoints among the series' label values.
-    indexes = [at for at, label in enumerate(spec.labels) if label in ENDPOINT_LABELS]
-    return (labels[at] for labels in series for at in indexes)
-
-
-def _add(merged: FamilyReading, other: FamilyReading) -> None:
-    for labels, value in other.values.items():
-        before = merged.values.get(labels)
-        if before is None:
-            merged.values[labels] = value
-        elif isinstance(before, HistogramValue) and isinstance(value, HistogramValue):
-            merged.values[labels] = _sum_histograms(before, value)
-        elif not isinstance(before, HistogramValue) and not isinstance(value, HistogramValue):
-            merged.values[labels] = _merge_gauge(merged.spec.merge, before, value)
-
-
-def _sum_histograms(first: HistogramValue, second: HistogramValue) -> HistogramValue:
-    # Return the sum of two histograms; each bucket keeps the newer exemplar.
-    counts = list(map(add, first.counts, second.counts))
-    marks = [
-        max(filter(None, pair), key=_time, default=None)
-        for pair in zip_longest(first.exemplars, second.exemplars)
-    ]
-    return HistogramValue(counts, first.sum + second.sum, marks)
-
-
-def _time(mark: RequestExemplar) -> float:
-    return mark[1]
-
-
-def _merge_gauge(rule: Merge, first: float, second: float) -> float:
-    match rule:
-        case Merge.SUM:
-            return first + second
-        case Merge.MAX:
-            return max(first, second)
-        case Merge.MIN:
-            return min(first, second)
-        case Merge.LAST:
-            return second
 
 
 def merge_endpoints(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

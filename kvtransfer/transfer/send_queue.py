@@ -20,7 +20,8 @@ from kvtransfer.layout.reshard import MAX_RUNS, TransferPlan
 from kvtransfer.protocol.lease import Lease
 from kvtransfer.protocol.messages import AgentCard
 from kvtransfer.transfer.commands import PutWindow
-from kvtransfer.transfer.flow_control import Priority, SendCredits, TransferOrder
+from kvtransfer.transfer.send_credits import SendCredits
+from kvtransfer.transfer.transfer_order import Priority, TransferOrder
 
 _NONE = np.empty(0, np.int64)
 # Tickets of one offer that are valid at the same time. Renewal keeps earlier tickets valid, because

@@ -49,9 +49,9 @@ from kvtransfer.transfer.commands import (
     SendMessage,
     plan_or_defer,
 )
-from kvtransfer.transfer.flow_control import Priority
 from kvtransfer.transfer.receive_tracker import ReceiveTracker, RepeatedWindowError, WindowError
 from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transfer.transfer_order import Priority
 from kvtransfer.transfer.window_forecast import WindowForecast
 from kvtransfer.util.agent_options import AgentOptions
 

@@ -44,6 +44,7 @@ from kvtransfer.protocol.messages import (
 from kvtransfer.protocol.outcomes import EndReason, outcome_for
 from kvtransfer.protocol.ticket import Ticket, renewed_nonce
 from kvtransfer.transfer.authorization import Authorizer, may_fetch_by_name
+from kvtransfer.transfer.bandwidth_meter import BandwidthMeter
 from kvtransfer.transfer.commands import (
     AcceptGrant,
     BumpGenerations,
@@ -53,11 +54,11 @@ from kvtransfer.transfer.commands import (
     SendMessage,
     plan_or_defer,
 )
-from kvtransfer.transfer.flow_control import BandwidthMeter, Priority
 from kvtransfer.transfer.offer_division import OfferSharing
 from kvtransfer.transfer.pending_invites import PendingInvites
 from kvtransfer.transfer.send_queue import LeasedOffer, OfferSpec, SendQueue
 from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transfer.transfer_order import Priority
 from kvtransfer.util.agent_options import AgentOptions
 
 

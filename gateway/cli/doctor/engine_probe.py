@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.protocol.response_store_probe import store_request
-from gateway.util.tls import Encryption
+from gateway.util.tls_contexts import Encryption
 
 TIMEOUT_S = 10.0
 MAX_RESPONSE_BYTES = 4 << 20

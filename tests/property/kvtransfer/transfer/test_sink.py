@@ -37,10 +37,10 @@ from kvtransfer.transfer.commands import (
     SendInvite,
     SendMessage,
 )
-from kvtransfer.transfer.flow_control import Priority
 from kvtransfer.transfer.receive_tracker import WindowError
 from kvtransfer.transfer.sink import FetchRequest, SinkState, TransferSink
 from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transfer.transfer_order import Priority
 from kvtransfer.util.agent_options import AgentOptions
 
 LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4)

@@ -16,10 +16,10 @@ from gateway.config import (
     ConfigError,
     Secret,
     config_from_engines,
-    cross_checks,
     json_schema,
     load_config,
     load_with_warnings,
+    secret_rules,
 )
 from policies.admission_registry import build_admission
 from policies.prefix.prefix_index import PrefixIndex
@@ -338,7 +338,7 @@ def test_the_rules_about_secrets_know_every_secret_of_the_tree() -> None:
     assert ("tenants", 0, "key") in result
     for path in result:
         put(data, path, "in clear")
-    assert set(cross_checks.secrets_in_clear(data)) == result
+    assert set(secret_rules.secrets_in_clear(data)) == result
 
 
 def test_a_collectors_key_may_come_from_a_file_and_causes_a_warning_in_clear(

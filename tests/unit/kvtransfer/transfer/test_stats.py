@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtransfer.transfer.flow_control import BandwidthMeter
+from kvtransfer.transfer.bandwidth_meter import BandwidthMeter
 from kvtransfer.transfer.stats import AgentStats
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.transfer.flow_control import Priority, SendCredits, TransferOrder
+from kvtransfer.transfer.send_credits import SendCredits
+from kvtransfer.transfer.transfer_order import Priority, TransferOrder
 
 events = st.lists(
     st.tuples(

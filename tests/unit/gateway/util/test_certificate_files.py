@@ -18,7 +18,8 @@ from gateway.config.tls_sections import ListenerTls
 from gateway.http.connection_limits import ClientConnections
 from gateway.http.tls_listener import TlsListener, TlsListeners
 from gateway.reload.reloader import _bound
-from gateway.util import tls
+from gateway.util.certificate_files import KeyPair, certificate_validity
+from gateway.util.tls_contexts import ServerSettings, server_context
 from tests.authority import Authority, Files
 from tests.replaced import stand_in
 
@@ -219,14 +220,14 @@ def test_a_key_password_is_used_and_never_shown(tmp_path: Path, good: Files) -> 
 
 def test_the_validity_period_is_that_of_the_certificate(authority: Authority) -> None:
     files = authority.issue("old", "old.example.org", "*.old.example.org", expired=True)
-    times = tls.certificate_validity(tls.KeyPair(str(files.certificate), str(files.key)))
+    times = certificate_validity(KeyPair(str(files.certificate), str(files.key)))
     assert times.not_after - times.not_before == 86400
     assert times.names == ("old.example.org", "*.old.example.org")
 
 
 def test_a_listener_accepts_tls_1_2_and_later_with_forward_secrecy_only(good: Files) -> None:
-    pair = tls.KeyPair(str(good.certificate), str(good.key))
-    context = tls.server_context(tls.ServerSettings((pair,)))
+    pair = KeyPair(str(good.certificate), str(good.key))
+    context = server_context(ServerSettings((pair,)))
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2
     old = [item["name"] for item in context.get_ciphers() if item["protocol"] != "TLSv1.3"]
     assert old

@@ -10,7 +10,7 @@ import msgspec
 from gateway.metrics.labels import ENDPOINT, KIND
 from gateway.metrics.metric_types import OTHER_VALUES, FamilyReading, FamilySpec, HistogramValue
 from gateway.metrics.runtime_gauges import ENDPOINT_STATE, STATE
-from gateway.workers.scrape_totals import CounterTotals
+from gateway.workers.metrics_merge import CounterTotals
 from gateway.workers.worker_process import Worker, WorkerResponse
 
 SERVED = FamilySpec("served_total", "counter", "help")

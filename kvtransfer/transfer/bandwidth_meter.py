@@ -1,0 +1,46 @@
+"""Measures the bandwidth to each peer: bytes of KV per second of sending, by transport. No I/O.
+
+The gateway's policies choose a peer by this bandwidth.
+"""
+
+from __future__ import annotations
+
+
+class BandwidthMeter:
+    """Measures bytes per second by (peer, transport); recent measurements count more.
+
+    Every `half_life_s` seconds of sending halve the weight of earlier measurements. Bytes and
+    seconds are summed separately, so that many small transfers do not outweigh a large one. At most
+    `max_entries` pairs are stored; the least recently used is dropped first.
+    """
+
+    def __init__(self, half_life_s: float = 1.0, max_entries: int = 1024) -> None:
+        self._half_life_s, self._most = half_life_s, max_entries
+        self._decayed: dict[tuple[str, str], tuple[float, float]] = {}
+
+    def record(self, peer: str, transport: str, n_bytes: int, seconds: float) -> None:
+        """Record that sending `n_bytes` bytes to a peer took `seconds`; a time of 0 is ignored."""
+        if seconds <= 0:
+            return
+        old_bytes, old_seconds = self._decayed.pop((peer, transport), (0.0, 0.0))
+        fade = 0.5 ** (seconds / self._half_life_s)
+        self._decayed[peer, transport] = (old_bytes * fade + n_bytes, old_seconds * fade + seconds)
+        if len(self._decayed) > self._most:
+            del self._decayed[next(iter(self._decayed))]
+
+    def bytes_per_s(self, peer: str, transport: str) -> float | None:
+        """Return the measured bytes per second to a peer over a transport.
+
+        Return None if there are none.
+        """
+        decayed = self._decayed.get((peer, transport))
+        return None if decayed is None else decayed[0] / decayed[1]
+
+    def all(self) -> dict[tuple[str, str], float]:
+        """Return every measured bandwidth in bytes per second, by (peer, transport)."""
+        return {pair: n_bytes / seconds for pair, (n_bytes, seconds) in self._decayed.items()}
+
+    def forget(self, peer: str) -> None:
+        """Drop the measured bandwidth of a peer that has gone for good."""
+        for pair in [pair for pair in self._decayed if pair[0] == peer]:
+            del self._decayed[pair]
