@@ -6,6 +6,8 @@ health checks and drains change the availability.
 
 from __future__ import annotations
 
+from math import inf
+
 from policies.engine.engine_load import EngineLoad
 from policies.engine.engine_timeline import EngineTimeline
 from policies.engine.output_length import RecentLengths
@@ -139,6 +141,7 @@ class EndpointLoad(EngineLoad):
 
     def mark_changed(self) -> None:
         """Record that a value of this load has changed that filters or scorers read."""
+        self.timeline.answers_due_at = -inf
         if self.changes is not None:
             self.changes.record(self.slot)
 

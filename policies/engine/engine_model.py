@@ -78,6 +78,7 @@ class EngineModel:
     lengths                lengths of the pool's recent answers relative to the expected ones; the
                            endpoints of a pool share it
     answers                the running answers by age
+    answers_due_at         until when their groups hold, if no event comes before; -inf after one
     idle_delay_s           seconds from a pick to the first step of an idle engine
     step_overhead_s        the part of a step with prompts that is not prefill, in seconds
     forecast_at            when the forecast was computed
@@ -120,7 +121,15 @@ class EngineModel:
             "span",
             "is_stale",
         ),
-        *("answers", "context_base", "lengths", "step_tokens", "steps", "first_tokens_at"),
+        *(
+            "answers",
+            "answers_due_at",
+            "context_base",
+            "lengths",
+            "step_tokens",
+            "steps",
+            "first_tokens_at",
+        ),
     )
 
     def __init__(self, now: float = 0.0, lengths: RecentLengths | None = None) -> None:
@@ -141,6 +150,7 @@ class EngineModel:
         self.averages = EngineAverages(now)
         self.lengths = RecentLengths() if lengths is None else lengths
         self.answers = RunningAnswers(self.lengths)
+        self.answers_due_at = -inf
         self.forecast_at, self.is_stale = -inf, False
         self.idle_delay_s = self.step_overhead_s = 0.0
         self.span = calibration.StepSpan()
@@ -403,14 +413,23 @@ class EngineModel:
         self.context_base += prompt.sequences * (prompt.prompt_tokens - self.steps)
 
     def answer_groups(self, load: EngineLoad, now: float) -> list[LengthGroup]:
-        """Return the endpoint's answers by their probable length (RunningAnswers.groups).
+        """Return the endpoint's answers by their probable final length."""
+        self.update_answers(load, now)
+        return list(self.answers.length_groups())
+
+    def update_answers(self, load: EngineLoad, now: float) -> None:
+        """Bring the ages of the running answers up to date.
 
         Steps since the last event count if the engine only decodes.
         """
         steps = self.steps
-        if now > self.step_began_at and self.decode_s > 0.0 and not (self.is_busy or self.queue):
+        is_decoding = self.decode_s > 0.0 and not (self.is_busy or self.queue)
+        if is_decoding and now > self.step_began_at:
             steps += (now - self.step_began_at) / self.decode_s
-        return self.answers.groups(load, steps, self.prefill_s)
+        following = self.answers.update(load, steps, self.prefill_s)
+        self.answers_due_at = (
+            self.step_began_at + (following - self.steps) * self.decode_s if is_decoding else inf
+        )
 
     def on_kv_arrived(self, prompt: QueuedPrompt) -> None:
         """Allocate KV in the modelled engine for a prompt whose KV has arrived from another

@@ -42,6 +42,7 @@ class EngineTimeline(EngineModel):
         load.
         """
         left, start = prompt.remaining_tokens, prompt.computed_tokens
+        self.answers_due_at = -inf
         pairs = left * (start + 0.5 * left)
         self.arrivals.record(left, now)
         self.queue.append(prompt)
@@ -65,6 +66,7 @@ class EngineTimeline(EngineModel):
         begin before that KV arrives.
         """
         prompt.remaining_tokens, prompt.is_planned, prompt.awaits_kv = 0, True, True
+        self.answers_due_at = -inf
         self.incoming_kv_tokens += prompt.prompt_tokens
         load.free_kv_tokens -= prompt.prompt_tokens
         load.kv_used_tokens += prompt.prompt_tokens
@@ -205,6 +207,6 @@ class EngineTimeline(EngineModel):
         if now - self.forecast_at >= STALE_S or self.queue or load.peer_load.shares:
             self.refresh_forecast(load, now)
             return
-        self.is_stale = True
+        self.is_stale, self.answers_due_at = True, -inf
         load.prefill_done_at = self.step_ends_at if self.is_busy else self.step_began_at
         load.next_first_token_at = load.prefill_done_at if self.completing else inf

@@ -47,7 +47,7 @@ def predict_tpot_s(
 
 def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> None:
     """Recompute the forecast of an endpoint's load. The class EngineLoad describes its fields."""
-    timeline.forecast_at, timeline.is_stale = now, False
+    timeline.forecast_at, timeline.is_stale, timeline.answers_due_at = now, False, -inf
     belief, others = load.belief, load.peer_load
     batch = timeline.batch + load.external_requests + others.decoding
     context = timeline.context_base + timeline.batch * timeline.steps + others.decode_tokens

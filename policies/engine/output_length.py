@@ -36,6 +36,11 @@ RUNNING = -1.0
 # In place of the ratio of an answer that has not ended; 0.0 for one that ended incomplete.
 
 
+InverseMoments = tuple[float, float, float, float]
+"""The largest value, the mean, and the means of the squares and the cubes of 1 / ratio, over
+classes of lengths."""
+
+
 class OutputLengths:
     """Keeps running means of answer lengths in tokens, by model, tenant and service class.
 
@@ -95,13 +100,14 @@ class RecentLengths:
     those that began before it have ended, or MOST_HELD others have begun.
     """
 
-    __slots__ = ("_begun", "_held", "_new", "_ordered", "_quantiles", "_ratios")
+    __slots__ = ("_begun", "_held", "_inverses", "_new", "_ordered", "_quantiles", "_ratios")
 
     def __init__(self) -> None:
         self._begun: deque[Hashable] = deque()
         self._held: dict[Hashable, float] = {}  # ratio of each answer in _begun
         self._ratios, self._ordered = deque(SPREAD), list(SPREAD)
         self._quantiles: list[float] | None = None
+        self._inverses: list[InverseMoments] = []
         self._new = 0  # lengths since the quantiles were computed
 
     def begin(self, answer: Hashable) -> None:
@@ -152,8 +158,16 @@ class RecentLengths:
         if self._quantiles is None:
             ordered = self._ordered
             step = len(ordered) / CLASSES
-            self._quantiles = [ordered[int((number + 0.5) * step)] for number in range(CLASSES)]
+            quantiles = [ordered[int((number + 0.5) * step)] for number in range(CLASSES)]
+            self._quantiles, self._inverses = quantiles, _inverse_moments(quantiles)
         return self._quantiles
+
+    def inverse_moments(self) -> Sequence[InverseMoments]:
+        """Return the moments of 1 / ratio over the classes from each one on, and last those of a
+        ratio of 1.
+        """
+        self.quantiles()
+        return self._inverses
 
     def remaining_tokens(
         self, generated_tokens: float, expected_tokens: float, share: float
@@ -175,3 +189,15 @@ class RecentLengths:
             ordered[ended_earlier + int(share * (len(ordered) - ended_earlier))] * expected
             - generated_tokens
         )
+
+
+def _inverse_moments(ratios: Sequence[float]) -> list[InverseMoments]:
+    moments, first, second, third = [(1.0, 1.0, 1.0, 1.0)], 0.0, 0.0, 0.0
+    for count, ratio in enumerate(reversed(ratios), 1):
+        inverse = 1.0 / ratio
+        first += inverse
+        second += inverse * inverse
+        third += inverse * inverse * inverse
+        moments.append((inverse, first / count, second / count, third / count))
+    moments.reverse()
+    return moments

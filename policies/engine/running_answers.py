@@ -9,7 +9,9 @@ lengths are distributed.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import TYPE_CHECKING
 
 from policies.engine.output_length import CLASSES, RecentLengths
@@ -21,8 +23,19 @@ if TYPE_CHECKING:
 LEAST_TOKENS = 8.0
 """Minimum assumed length of an answer in tokens. A prefill makes shorter ones late in any case."""
 
+MOST_PER_TOKEN = 1.0 / LEAST_TOKENS
+
 MOST_ENDED = 64
 """Number of ended answers, beside as many as are running, that the heap of ages may hold."""
+
+AgeGroup = tuple[float, float, float, float, float, float, float, int]
+"""Running answers of the same age: their expected number, 1 over the expected length of their
+requests, the mean of `prefill_s` (EngineModel) at their first tokens, the moments of 1 over the
+ratios that their lengths may still have (output_length.InverseMoments), and the age.
+
+The largest of these is inf if it would make an answer shorter than LEAST_TOKENS: the moments do not
+hold then.
+"""
 
 LengthGroup = tuple[float, float, float]
 """Running answers of about one final length: their expected number, 1 over that length in tokens,
@@ -30,7 +43,10 @@ and the mean of `prefill_s` (EngineModel) at their first tokens."""
 
 
 class RunningAnswers:
-    """The running answers of one engine by age, from which `groups` estimates their lengths.
+    """The running answers of one engine by age, with an estimate of their lengths.
+
+    age_groups  the answers by age, as of the last `update`; never changed in place
+    ratios      the classes of lengths at that time (RecentLengths.quantiles)
 
     Lengths are divided by the expected length of the request, and fall into CLASSES classes of
     equal probability. An answer has the age k if it is longer than the median lengths of k classes.
@@ -38,14 +54,17 @@ class RunningAnswers:
     """
 
     __slots__ = (
+        "_answers",
         "_began",
         "_counts",
-        "_groups",
+        "_expected_tokens",
         "_inverses",
+        "_is_current",
         "_lengths",
-        "_load",
         "_next",
         "_number",
+        "age_groups",
+        "ratios",
     )
 
     def __init__(self, lengths: RecentLengths) -> None:
@@ -56,27 +75,30 @@ class RunningAnswers:
         # (step at which the answer reaches its next age, entry number, answer), as a heap
         self._next: list[tuple[float, int, QueuedPrompt]] = []
         self._number = 0
-        self._groups: list[LengthGroup] | None = None
-        self._load = (0, 0)
+        self.age_groups: list[AgeGroup] = []
+        self.ratios: Sequence[float] = ()
+        # whether the groups are those of the answers, and the endpoint's numbers that they are for
+        self._is_current, self._answers, self._expected_tokens = False, 0, 0
 
     def add(self, prompt: QueuedPrompt) -> None:
         """Add an answer whose first token has arrived."""
         if prompt.output_tokens > 1.0:
             self._enter(prompt, prompt.decode_begin_step)
             self._lengths.begin(prompt)
-            self._groups = None
+            self._is_current = False
 
     def remove(self, prompt: QueuedPrompt) -> None:
         """Remove an answer that has ended, if it was added."""
         if prompt.length_class >= 0:
             self._leave(prompt)
             prompt.length_class = -1
-            self._groups = None
+            self._is_current = False
             if len(self._next) > MOST_ENDED + 2 * sum(self._counts):
                 self._drop_ended()
 
-    def groups(self, load: EngineLoad, steps: float, prefill_s: float) -> list[LengthGroup]:
-        """Return the endpoint's answers grouped by age and by their probable final length.
+    def update(self, load: EngineLoad, steps: float, prefill_s: float) -> float:
+        """Bring `age_groups` up to date, and return the step at which an answer reaches its next
+        age; inf if there is none.
 
         Answers without a first token count as well. Other gateways' answers are assumed to be
         distributed like the own ones.
@@ -86,32 +108,42 @@ class RunningAnswers:
         """
         if self._next and self._next[0][0] <= steps:
             self._advance(steps)
-        if self._groups is None or self._load != (load.answers, load.expected_tokens):
-            self._groups = self._group(load, prefill_s)
-            self._load = load.answers, load.expected_tokens
-        return self._groups
+        if not (
+            self._is_current
+            and self._answers == load.answers
+            and self._expected_tokens == load.expected_tokens
+        ):
+            self.age_groups, self.ratios = self._group(load, prefill_s), self._lengths.quantiles()
+            self._is_current, self._answers = True, load.answers
+            self._expected_tokens = load.expected_tokens
+        return self._next[0][0] if self._next else inf
 
-    def _group(self, load: EngineLoad, prefill_s: float) -> list[LengthGroup]:
-        answers, running = load.answers, sum(self._counts)
+    def length_groups(self) -> Iterator[LengthGroup]:
+        """Yield the answers of `age_groups` by their probable final length."""
+        for count, inverse, began_s, _, _, _, _, age in self.age_groups:
+            ratios = self.ratios[age:] or (1.0,)
+            for ratio in ratios:
+                yield count / len(ratios), per_token(inverse / ratio), began_s
+
+    def _group(self, load: EngineLoad, prefill_s: float) -> list[AgeGroup]:
+        answers, counts, groups = load.answers, self._counts, list[AgeGroup]()
         if not answers:
-            return []
+            return groups
+        running, moments = sum(counts), self._lengths.inverse_moments()
         own = answers - load.peer_load.answers
         scale = answers / own if own > 0 and running else 1.0
-        ratios, groups = self._lengths.quantiles(), []
         waiting = answers / scale - running
         if waiting > 0.0:
-            inverse = answers / max(1, load.expected_tokens)
-            share = scale * waiting / CLASSES
-            groups += [(share, per_token(inverse / ratio), prefill_s) for ratio in ratios]
-        for age, count in enumerate(self._counts):
-            if not count:
-                continue
-            inverse, began_s = self._inverses[age] / count, self._began[age] / count
-            if age == CLASSES:
-                groups.append((scale * count, per_token(inverse), began_s))
-                continue
-            share = scale * count / (CLASSES - age)
-            groups += [(share, per_token(inverse / ratio), began_s) for ratio in ratios[age:]]
+            most, first, second, third = moments[0]
+            inverse = answers / (load.expected_tokens or 1)
+            most = most if inverse * most <= MOST_PER_TOKEN else inf
+            groups.append((scale * waiting, inverse, prefill_s, most, first, second, third, 0))
+        for age, count in enumerate(counts if running else ()):
+            if count:
+                most, first, second, third = moments[age]
+                inverse, began_s = self._inverses[age] / count, self._began[age] / count
+                most = most if inverse * most <= MOST_PER_TOKEN else inf
+                groups.append((scale * count, inverse, began_s, most, first, second, third, age))
         return groups
 
     def _advance(self, steps: float) -> None:
@@ -122,7 +154,7 @@ class RunningAnswers:
             if prompt.length_class >= 0:
                 self._leave(prompt)
                 self._enter(prompt, steps)
-                self._groups = None
+                self._is_current = False
 
     def _drop_ended(self) -> None:
         # Remove ended answers from the heap.
@@ -158,4 +190,4 @@ class RunningAnswers:
 
 def per_token(inverse: float) -> float:
     """Return 1 over a length in tokens, for a length of at least LEAST_TOKENS."""
-    return min(1.0 / LEAST_TOKENS, inverse)
+    return min(MOST_PER_TOKEN, inverse)

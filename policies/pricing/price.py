@@ -8,6 +8,7 @@ engine_timeline.py. docs/how-the-price-works.md explains the price without code.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from math import exp, inf, sqrt
 from operator import attrgetter, neg
 
@@ -15,6 +16,8 @@ import msgspec
 
 from policies import pickers
 from policies.endpoint_load import EndpointLoad
+from policies.engine.engine_timeline import EngineTimeline
+from policies.engine.running_answers import AgeGroup, per_token
 from policies.engine.step_time import SpeedFactor, UsualSpeeds
 from policies.latency.expected_latency import backlog_s, is_first_token_late, room_s
 from policies.param_types import Factor, NonNegative
@@ -160,7 +163,11 @@ class PriceScorer:
         """Return the negative price of serving the whole request at each candidate endpoint, in
         order.
         """
-        return list(map(neg, self.prices(query, candidates)))
+        loop, factors = self._loop, self.speeds(candidates)
+        loop.set_request(query.request, query.now, WHOLE_REQUEST)
+        rows = zip(candidates, *factors, repeat(0.0))
+        usual = usual_slots(candidates)
+        return list(map(neg, loop.prices(rows, query.cached_by_slot, usual, is_partial=True)))
 
     def terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate]
@@ -260,10 +267,10 @@ class PriceScorer:
         # Their steps take `step_s` each, and `more_s` more with the request. The prefills before
         # it take `wait_s`, its own `work_s`.
         loss = 0.0
-        for count, per_token, began_s in load.timeline.answer_groups(load, now):
+        for count, inverse, began_s in load.timeline.answer_groups(load, now):
             delayed_s = wait_s + load.timeline.prefill_s - began_s
-            before = step_s + delayed_s * per_token
-            after = before + more_s + work_s * per_token
+            before = step_s + delayed_s * inverse
+            after = before + more_s + work_s * inverse
             loss += count * (self._loss(after / tpot_s) - self._loss(before / tpot_s))
         return loss
 
@@ -294,7 +301,8 @@ class PriceScorer:
 class _PriceLoop:
     # The loop over candidates that computes the prices of one request, for one set of weights.
     #
-    # Every request runs it. All attributes are C doubles in the compiled module, and so are locals
+    # Every request runs it. Of a partial price, all terms are left out without which it is above
+    # another one already. All attributes are C doubles in the compiled module, and so are locals
     # annotated as float (deploy/). What the loop reads more than once is a local: an attribute
     # costs twice as much in the interpreter.
 
@@ -322,12 +330,13 @@ class _PriceLoop:
         self.decoded = decodes / tpot_s
         self.per_work = self.work / request.slo.ttft_s
 
-    def prices(self, rows: Iterable[_Row], cached: Sequence[int], usual: float) -> list[float]:
+    def prices(
+        self, rows: Iterable[_Row], cached: Sequence[int], usual: float, is_partial: bool = False
+    ) -> list[float]:
         # Return the price at each candidate. `usual` is what usual_slots returns for them.
         known, prices = len(cached), []
+        lowest: float = inf
         prompt: float = self.prompt
-        now: float = self.now
-        per_tpot: float = self.per_tpot
         late: float = self.late
         beyond: float = self.beyond
         overdue: float = self.overdue
@@ -338,68 +347,116 @@ class _PriceLoop:
         for candidate, fast, attention, slow, delay_s in rows:
             load: EndpointLoad = candidate.load
             hit: float = cached[load.slot] if load.slot < known else 0
-            answers: float = load.answers
-            room: float = load.kv_tokens or UNKNOWN_KV_TOKENS
-            used: float = load.kv_used_tokens + 0.5 * load.expected_tokens
             uncached = prompt - hit
             pairs_s: float = attention * (hit + 0.5 * uncached) * load.attention_s_per_pair
             fill_s = fast * uncached * (load.prefill_s_per_token + pairs_s)
             work_s = self.prefills * fill_s
-            wait_s: float = load.prefill_done_at - now
-            if wait_s < 0.0 or now > load.next_first_token_at:
-                wait_s = backlog_s(load, now) if now > load.next_first_token_at else 0.0
-            if load.external_requests and is_fresh(load, now - self.fresh_s):
+            wait_s: float = load.prefill_done_at - self.now
+            if self.now > load.next_first_token_at:
+                wait_s = backlog_s(load, self.now)
+            wait_s = wait_s if wait_s > 0.0 else 0.0
+            used: float = load.kv_used_tokens + 0.5 * load.expected_tokens
+            room: float = load.kv_tokens or UNKNOWN_KV_TOKENS
+            if load.external_requests and is_fresh(load, self.now - self.fresh_s):
                 wait_s += waiting_external_requests(load) * work_s
                 used = max(used, room * (load.kv_usage or 0.0))
             start_s = wait_s
-            if prompt > load.free_kv_tokens:
-                start_s = max(wait_s, room_s(load, prompt))
-            grown = (uncached + self.later) / room
-            full = used / room + grown
-            lack = grown * (answers + 1.0) * (full * full * full if full < FULLEST else FULLEST**3)
-            if usual < inf:
-                start_s = max(start_s, slot_wait_s(load, usual))
-                lack += slot_loss(load, usual)
+            if prompt > load.free_kv_tokens or usual < inf:
+                start_s = max(wait_s, room_s(load, prompt), slot_wait_s(load, usual))
             first: float = (delay_s + start_s + load.fixed_ttft_s + work_s) * self.per_ttft
-            context_s: float = load.decode_s_per_context_token
-            more = self.decoded * slow * (load.decode_s_per_sequence + context_s * prompt)
-            step = slow * load.decode_s_per_token * per_tpot + more
-            busy = prefill_share(load)
-            harm: float = 0.0
-            if answers:
-                pace = (step - more) * (1.0 - 0.5 * busy)
-                harm = self._harm(load, pace, more, wait_s, work_s)
-            step *= 1.0 + self.lumps * busy
-            prices.append(
-                (first * first * first if first < late else beyond + overdue * first)
-                + self.own * (step * step * step if step < late else beyond + overdue * step)
-                + (self.others * harm + self.kv * lack)
-                + self.per_work * (work_s + self.regret * load.eviction_regret * fill_s)
-            )
+            price: float = first * first * first if first < late else beyond + overdue * first
+            work: float = self.per_work * (work_s + self.regret * load.eviction_regret * fill_s)
+            answers: float = load.answers
+            if answers and self.now >= load.timeline.answers_due_at:
+                load.timeline.update_answers(load, self.now)
+            if price + work <= lowest:
+                context_s: float = load.decode_s_per_context_token
+                more = self.decoded * slow * (load.decode_s_per_sequence + context_s * prompt)
+                step = slow * load.decode_s_per_token * self.per_tpot + more
+                belief_s: float = load.belief.context_s
+                busy: float = 1.0 - belief_s / context_s if context_s > belief_s else 0.0
+                own = step * (1.0 + self.lumps * busy)
+                price += self.own * (own * own * own if own < late else beyond + overdue * own)
+                grown = (uncached + self.later) / room
+                full = used / room + grown
+                crowd = full * full * full if full < FULLEST else FULLEST**3
+                lack: float = grown * (answers + 1.0) * crowd
+                lack = self.kv * (lack if usual == inf else lack + slot_loss(load, usual))
+                if answers and price + lack + work <= lowest:
+                    pace = (step - more) * (1.0 - 0.5 * busy)
+                    lack += self.others * self._harm(load.timeline, pace, more, wait_s, work_s)
+                price += lack
+            price += work
+            prices.append(price)
+            lowest = price if is_partial and price < lowest else lowest
         return prices
 
     def _harm(
-        self, load: EndpointLoad, pace: float, more: float, wait_s: float, work_s: float
+        self, timeline: EngineTimeline, pace: float, more: float, wait_s: float, work_s: float
     ) -> float:
         # Return the loss that a request causes to the answers of an endpoint.
         #
         # pace and more are shares of the TPOT budget: the answers' step time, and its increase.
         # The prefills before the request take `wait_s` seconds, its own `work_s`.
-        timeline, harm = load.timeline, 0.0
+        #
+        # An answer of 1 / q tokens loses (pace + delayed * q) cubed before, and after it
+        # (pace + more + (delayed + work) * q) cubed. Its mean over the lengths that an answer may
+        # have needs only the means of q, its square and its cube.
+        harm: float = 0.0
         late: float = self.late
-        beyond: float = self.beyond
-        overdue: float = self.overdue
         per_tpot: float = self.per_tpot
         delayed_s: float = wait_s + timeline.prefill_s
-        for count, per_token, began_s in timeline.answer_groups(load, self.now):
-            per_second = per_token * per_tpot
-            before = pace + (delayed_s - began_s) * per_second
-            after = before + more + work_s * per_second
-            harm += count * (
-                (after * after * after if after < late else beyond + overdue * after)
-                - (before * before * before if before < late else beyond + overdue * before)
-            )
+        before: float = pace
+        after: float = pace + more
+        before_1, before_2 = 3.0 * before, 3.0 * before * before
+        after_1, after_2 = 3.0 * after, 3.0 * after * after
+        step = after * after * after - before * before * before
+        work: float = work_s * per_tpot
+        count: float
+        inverse: float
+        began_s: float
+        most: float
+        first: float
+        second: float
+        third: float
+        for group in timeline.answers.age_groups:
+            count, inverse, began_s, most, first, second, third, age = group
+            delay = (delayed_s - began_s) * per_tpot * inverse
+            later = delay + work * inverse
+            if after + later * most < late:
+                harm += count * (
+                    step
+                    + later * (after_2 * first + later * (after_1 * second + later * third))
+                    - delay * (before_2 * first + delay * (before_1 * second + delay * third))
+                )
+            else:
+                ratios = timeline.answers.ratios[age:] or (1.0,)
+                harm += self._harm_of_late(group, ratios, delayed_s, before, after, work)
         return harm
+
+    def _harm_of_late(
+        self,
+        group: AgeGroup,
+        ratios: Sequence[float],
+        delayed_s: float,
+        pace: float,
+        after_pace: float,
+        work: float,
+    ) -> float:
+        # Return the loss of answers of one age of which some may be late: theirs is no cube.
+        harm: float = 0.0
+        delay: float = (delayed_s - group[2]) * self.per_tpot
+        for ratio in ratios:
+            share: float = per_token(group[1] / ratio)
+            before: float = pace + delay * share
+            after: float = after_pace + (delay + work) * share
+            harm += self._loss(after) - self._loss(before)
+        return harm * group[0] / len(ratios)
+
+    def _loss(self, share: float) -> float:
+        if share < self.late:
+            return share * share * share
+        return self.beyond + self.overdue * share
 
 
 def prefill_share(load: EndpointLoad) -> float:

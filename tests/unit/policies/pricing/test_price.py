@@ -63,7 +63,7 @@ def levelled(factors: Sequence[float], unknown: Sequence[int] = ()) -> list[floa
     ]
 
 
-def test_the_parts_of_a_price_add_up_to_minus_its_score() -> None:
+def test_the_parts_of_a_price_add_up_to_it() -> None:
     fleet = [
         outlook(
             slot,
@@ -75,9 +75,9 @@ def test_the_parts_of_a_price_add_up_to_minus_its_score() -> None:
     ]
     question = ask(9000, 300, cached=[0, 4096, 0, 8192])
     explained: list[Mapping[str, float]] = list(PRICES.terms(question, fleet))
-    for parts, score in zip(explained, PRICES.scores(question, fleet), strict=True):
+    for parts, price in zip(explained, PRICES.prices(question, fleet), strict=True):
         assert set(parts) == {"ttft", "tpot", "others", "work", "kv"}
-        assert sum(parts.values()) == pytest.approx(-score)
+        assert sum(parts.values()) == pytest.approx(price)
 
 
 def test_what_compiled_prices_declare_as_doubles_are_floats() -> None:

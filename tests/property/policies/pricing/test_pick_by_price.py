@@ -1,0 +1,83 @@
+"""Property test: a pick by prices computed in part is that of a scan of complete prices, whatever
+happened to the endpoints before.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import load_ledger
+from policies.endpoint_load import EndpointLoad
+from policies.load_ledger import LoadReservation
+from policies.pricing.price import PricedPolicy, PriceScorer
+from policies.routing_types import Request, RoutingQuery, Slo
+from tests.unit.policies.builders import candidate
+
+SLOS = (Slo(), Slo("tight", 0.5, 0.02), Slo("loose", 60.0, 1.0))
+LENGTHS = (1, 4, 60, 400, 3000)
+
+
+class Fleet:
+    def __init__(self, size: int, rng: Random) -> None:
+        self.rng, self.now = rng, 100.0
+        self.candidates = [candidate(slot) for slot in range(size)]
+        self.reservations: list[LoadReservation] = []
+
+    def request(self) -> Request:
+        rng = self.rng
+        prompt, length = rng.choice((1, 300, 5000, 40_000)), rng.choice(LENGTHS)
+        return Request("id", "m", "t", prompt, length, stream=True, slo=rng.choice(SLOS))
+
+    def act(self) -> None:
+        rng = self.rng
+        self.now += rng.choice((0.0, 0.001, 0.03, 0.5, 4.0))
+        load = rng.choice(self.candidates).load
+        event = rng.randrange(6)
+        if event < 2:
+            sees_first_token = rng.random() < 0.8
+            request, cached = self.request(), rng.choice((0, 200))
+            reserved = load_ledger.reserve(load, request, cached, self.now, sees_first_token)
+            self.reservations.append(reserved)
+        elif event == 2 and self.reservations:
+            rng.choice(self.reservations).on_first_token(self.now)
+        elif event == 3 and self.reservations:
+            ended = self.reservations.pop(rng.randrange(len(self.reservations)))
+            ended.finish(self.now, rng.choice((*LENGTHS, None)))
+        elif event == 4:
+            self.scrape(load)
+        else:
+            load.eviction_regret = rng.choice((0.0, 0.5))
+
+    def scrape(self, load: EndpointLoad) -> None:
+        rng = self.rng
+        numbers = rng.randrange(9), rng.randrange(3), rng.choice((0.0, 0.3, 0.99))
+        load_ledger.record_scrape(load, *numbers, 60_000, self.now)
+
+    def ask(self) -> RoutingQuery:
+        request = self.request()
+        cached = [self.rng.choice((0, 0, request.prompt_tokens // 2)) for _ in self.candidates]
+        return RoutingQuery(request, self.now, self.rng, cached)
+
+
+@given(seed=st.integers(0, 1 << 32), size=st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_the_best_score_is_that_of_the_endpoint_with_the_lowest_explained_price(
+    seed: int, size: int
+) -> None:
+    fleet, by = Fleet(size, Random(seed)), PriceScorer(PricedPolicy())
+    for _ in range(60):
+        fleet.act()
+        query, candidates = fleet.ask(), fleet.candidates
+        scores = by.scores(query, candidates)
+        complete = by.prices(query, candidates)
+        explained = [by.explain(query, candidates, index).total for index in range(size)]
+        assert complete == pytest.approx(explained, rel=1e-6, abs=1e-12)
+        assert max(scores) == -min(complete)
+        assert [-score == min(complete) for score in scores] == [
+            price == min(complete) for price in complete
+        ]
+        assert all(-score <= price for score, price in zip(scores, complete, strict=True))
