@@ -8,7 +8,7 @@ import msgspec
 
 from kvtransfer.util.tls_files import TlsFiles
 
-DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
+DIALECTS = ("vllm_nixl", "vllm_push", "penstock", "mooncake", "sglang", "trtllm")
 KEY = "penstock-mock"
 DEFAULT_SCALE = 1 / 256
 TRANSPORTS = ("auto", "tcp", "shm", "inproc")

@@ -60,7 +60,7 @@ DialectName = Annotated[
     str | None,
     Option(
         help="Serve one half of split requests, by the handoff protocol of this engine: "
-        "vllm_nixl, vllm_push, mooncake, sglang or trtllm."
+        "vllm_nixl, vllm_push, penstock, mooncake, sglang or trtllm."
     ),
 ]
 KvTransport = Annotated[

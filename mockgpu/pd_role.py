@@ -30,6 +30,7 @@ from mockgpu.handoff.interfaces import EngineDialect, EngineIdentity
 from mockgpu.handoff.kv_handoff import KvHandoff
 from mockgpu.handoff.link_speed import PacedLink
 from mockgpu.handoff.mooncake import ABORT_S, MooncakeDialect
+from mockgpu.handoff.penstock import WAIT_S, PenstockDialect
 from mockgpu.handoff.sglang import BOOTSTRAP_S, SglangDialect
 from mockgpu.handoff.trtllm import HOLD_S, TrtllmDialect
 from mockgpu.handoff.vllm_nixl import VllmNixlDialect
@@ -288,6 +289,7 @@ def _dialect(transfer: TransferSpec) -> tuple[EngineDialect, float]:
     known: dict[str, tuple[EngineDialect, float]] = {
         "vllm_nixl": (VllmNixlDialect(), PULL_S),
         "vllm_push": (VllmPushDialect(), REGISTRATION_S),
+        "penstock": (PenstockDialect(), WAIT_S),
         "mooncake": (MooncakeDialect(), ABORT_S),
         "sglang": (SglangDialect(), BOOTSTRAP_S),
         "trtllm": (TrtllmDialect(), HOLD_S),
@@ -298,7 +300,11 @@ def _dialect(transfer: TransferSpec) -> tuple[EngineDialect, float]:
 
 def _family(model: str, transfer: TransferSpec) -> str:
     # Return the string that two engines must have in common: kind, version and model.
-    kind = "vllm" if transfer.dialect.startswith(("vllm", "mooncake")) else transfer.dialect
+    kind = (
+        "vllm"
+        if transfer.dialect.startswith(("vllm", "penstock", "mooncake"))
+        else transfer.dialect
+    )
     return f"{kind}/{transfer.version[0]}.{transfer.version[1]}/{model}"
 
 

@@ -116,7 +116,10 @@ def _exit_without_extra(error: ModuleNotFoundError) -> NoReturn:
     sys.exit(1)
 
 
-_DIALECTS = "KV transfer dialect of the engines: vllm_nixl, vllm_push, mooncake, sglang or trtllm."
+_DIALECTS = (
+    "KV transfer dialect of the engines: vllm_nixl, vllm_push, penstock, mooncake, sglang or "
+    "trtllm."
+)
 
 
 def demo(

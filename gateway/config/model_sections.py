@@ -17,9 +17,9 @@ class Split(Section):
     between them.
     """
 
-    dialect: Literal["vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm"] = Field(
+    dialect: Literal["vllm_nixl", "vllm_push", "penstock", "mooncake", "sglang", "trtllm"] = Field(
         description="The protocol by which the engines transfer the KV cache: vllm_nixl, "
-        "vllm_push, mooncake, sglang or trtllm."
+        "vllm_push, penstock, mooncake, sglang or trtllm."
     )
     threshold_tokens: Count = setting(
         2048,

@@ -10,13 +10,17 @@ from types import MappingProxyType
 
 from kvtransfer.dialects.dialect import Dialect
 from kvtransfer.dialects.mooncake import MOONCAKE
+from kvtransfer.dialects.penstock import PENSTOCK
 from kvtransfer.dialects.sglang import SGLANG
 from kvtransfer.dialects.trtllm import CHAT, COMPLETIONS, TRTLLM
 from kvtransfer.dialects.vllm_nixl import VLLM_NIXL
 from kvtransfer.dialects.vllm_push import VLLM_PUSH
 
 DIALECTS: Mapping[str, Dialect] = MappingProxyType(
-    {dialect.name: dialect for dialect in (VLLM_NIXL, VLLM_PUSH, MOONCAKE, SGLANG, TRTLLM)}
+    {
+        dialect.name: dialect
+        for dialect in (VLLM_NIXL, VLLM_PUSH, PENSTOCK, MOONCAKE, SGLANG, TRTLLM)
+    }
 )
 
 

@@ -58,6 +58,7 @@ class PrefillIdentity(msgspec.Struct, frozen=True):
     tp_size    number of tensor-parallel ranks; None: unknown
     pp_size    number of pipeline stages; None: unknown
     rank       data-parallel rank; None: unknown
+    card       signed text that describes the engine to others, from PenstockConnector; None: none
     """
 
     engine_id: str
@@ -66,6 +67,7 @@ class PrefillIdentity(msgspec.Struct, frozen=True):
     tp_size: int | None = None
     pp_size: int | None = None
     rank: int | None = None
+    card: str | None = None
 
 
 class HandoffTerms(msgspec.Struct, frozen=True):

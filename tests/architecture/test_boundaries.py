@@ -47,7 +47,9 @@ KVTRANSFER_IO = frozenset(
 MAY_DO_IO = {
     "kvtransfer.agent": KVTRANSFER_IO,
     "kvtransfer.engines.vllm.block_report": {"socket", "threading"},
-    "kvtransfer.engines.vllm.connector": {"ctypes", "threading", "time"},
+    "kvtransfer.engines.vllm.cache_memory": {"ctypes"},
+    "kvtransfer.engines.vllm.connector": {"threading", "time"},
+    "kvtransfer.engines.vllm.transfer_trace": {"threading", "time"},
     "kvtransfer.transfer.handles": {"asyncio", "os"},
     "kvtransfer.links.peer_link": {"threading"},
     "kvtransfer.util.agent_lock": {"threading"},
@@ -66,6 +68,7 @@ MAY_DO_IO = {
 # What penstock-kv and its extra `numpy` require, and what single modules need in addition.
 PACKAGES_OF_KV = {"msgspec", "numpy", "xxhash"}
 KV_OPTIONAL = {
+    "kvtransfer.engines.vllm.cache_memory": {"vllm"},
     "kvtransfer.engines.vllm.connector": {"vllm"},
     "kvtransfer.transports.rdma.verbs": {"pyverbs"},
     "kvtransfer.transports.stream.seal": {"cryptography"},

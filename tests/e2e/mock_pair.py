@@ -29,7 +29,7 @@ NULLS = {
     "remote_host": None,
     "remote_port": None,
 }
-DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
+DIALECTS = ("vllm_nixl", "vllm_push", "penstock", "mooncake", "sglang", "trtllm")
 rooms = itertools.count(1 << 41)
 
 
@@ -68,6 +68,12 @@ class MockPair:
                 }
                 take |= {"tp_size": here.tp, "pp_size": 1, "remote_request_id": f"r{number}"}
                 return one | {"kv_transfer_params": give}, body | {"kv_transfer_params": take}
+            case "penstock":
+                here, transfer = prefill.identity, {"kv_transfer": f"r{number}"}
+                take |= {"kv_engine": f"{here.engine_id}@{here.address}"}
+                return one | {"kv_transfer_params": give | transfer}, body | {
+                    "kv_transfer_params": take | transfer
+                }
             case "mooncake":
                 transfer = {"transfer_id": f"xfer-{number}"}
                 take |= {

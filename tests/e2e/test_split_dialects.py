@@ -17,7 +17,7 @@ from mockgpu.handoff.kv_handoff import DECLINE_S
 from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
 
 REQUESTS = int(os.environ.get("PENSTOCK_SPLIT_REQUESTS", "500"))
-DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
+DIALECTS = ("vllm_nixl", "vllm_push", "penstock", "mooncake", "sglang", "trtllm")
 
 
 def mixed_requests(count: int, seed: int) -> Iterator[tuple[dict[str, Any], str]]:

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.split_fleet import SENTENCE, split_fleet
 from tests.fair_time import at_most, pace
 
-DIALECTS = ("vllm_nixl", "vllm_push", "mooncake", "sglang", "trtllm")
+DIALECTS = ("vllm_nixl", "vllm_push", "penstock", "mooncake", "sglang", "trtllm")
 SOON_S = 0.6 * pace()
 FAST = {"wait_s": SOON_S, "lease_s": SOON_S}
 SPLIT = {"transfer_timeout": f"{SOON_S:.1f}s"}

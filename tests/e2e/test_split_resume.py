@@ -12,7 +12,7 @@ from mockgpu.mock_tokenizer import expected_text
 from tests.e2e.split_fleet import MODEL, SENTENCE, SplitFleet, split_fleet, text_of
 from tests.fair_time import pace
 
-CAN_RESUME = ("vllm_nixl", "vllm_push", "mooncake")
+CAN_RESUME = ("vllm_nixl", "vllm_push", "penstock", "mooncake")
 CANNOT_RESUME = ("sglang", "trtllm")
 TOKENS = 24
 SOON_S = 0.6 * pace()

@@ -33,7 +33,7 @@ READY_WITHIN_S = 600.0
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 
 
-def penstock_connector(key_file: Path, **extra: str) -> dict[str, object]:
+def penstock_connector(key_file: Path, **extra: object) -> dict[str, object]:
     # Return vLLM's configuration for our own KV connector; `extra` are further options of it.
     return {
         "kv_connector": "PenstockConnector",

@@ -10,7 +10,6 @@ It translates vLLM's objects and callbacks. Decisions are in the other modules o
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import secrets
@@ -22,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -36,20 +34,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 from vllm.v1.request import RequestStatus
 
 from kvtransfer.agent import Agent
 from kvtransfer.engines.vllm.block_report import BlockReport, PoolState
+from kvtransfer.engines.vllm.cache_memory import cache_region, read_facts
 from kvtransfer.engines.vllm.counters import COUNTERS, Counts, add_counts
-from kvtransfer.engines.vllm.geometry import (
-    CacheFacts,
-    LayerView,
-    UnsupportedCache,
-    describe_cache,
-    find_memory,
-)
+from kvtransfer.engines.vllm.geometry import describe_cache
 from kvtransfer.engines.vllm.handoff import WorkerAddress
 from kvtransfer.engines.vllm.options import ConnectorOptions
 from kvtransfer.engines.vllm.prompt_work import PromptChunk
@@ -61,12 +53,12 @@ from kvtransfer.engines.vllm.store_scheduler import (
     StoreScheduler,
 )
 from kvtransfer.engines.vllm.store_worker import StoreWorker
+from kvtransfer.engines.vllm.transfer_trace import TransferTrace
 from kvtransfer.engines.vllm.weights import identify_weights
 from kvtransfer.engines.vllm.worker import FinishedTransfers, TransferWorker
 from kvtransfer.layout.kv_layout import KvLayout
-from kvtransfer.layout.memory_regions import Region
 from kvtransfer.store.connection import StoreConnection
-from kvtransfer.transfer.handles import TransferHandle
+from kvtransfer.transfer.handles import Landing, TransferHandle
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.util.agent_options import AgentOptions
 
@@ -178,6 +170,9 @@ class PenstockConnector(KVConnectorBase_V1):
         self._changed = threading.Event()
         self._store_worker: StoreWorker | None = None
         self._store_scheduler: StoreScheduler | None = None
+        self._layers: dict[str, int] = {}
+        trace = self._options.trace
+        self._trace = TransferTrace(trace) if trace is not None else None
         self._step_began_s = 0.0
         self._sent: set[str] = set()
         self._scheduler = HandoffScheduler(
@@ -187,6 +182,8 @@ class PenstockConnector(KVConnectorBase_V1):
             lease_s=self._options.lease_s,
             clock=time.monotonic,
             warn=log.warning,
+            part_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            layerwise=self._options.layerwise,
         )
 
     # ---- worker
@@ -197,10 +194,13 @@ class PenstockConnector(KVConnectorBase_V1):
         Raises UnsupportedCache if the cache's layout is not supported.
         """
         rank = get_tensor_model_parallel_rank()
-        facts = _facts(self._vllm_config, self._kv_cache_config)
+        facts = read_facts(self._vllm_config, self._kv_cache_config)
         self._layout = layout = describe_cache(facts)
         layers = self._kv_cache_config.kv_cache_tensors[0].layers
-        region = _region(layout, [kv_caches[name] for name in layers], f"{self._engine}-{rank}")
+        self._layers = {name: layer for layer, name in enumerate(layers)}
+        region = cache_region(
+            layout, [kv_caches[name] for name in layers], f"{self._engine}-{rank}"
+        )
         self._agent = Agent(
             f"{self._engine}:{rank}:{secrets.token_hex(4)}",
             layout,
@@ -233,6 +233,9 @@ class PenstockConnector(KVConnectorBase_V1):
     def on_change(self, handle: TransferHandle) -> None:
         """Wake an engine step that waits for a KV transfer. It is called on the agent's threads."""
         self._changed.set()
+        if self._trace is not None and isinstance(handle, Landing):
+            end = None if handle.outcome is None else handle.outcome.kind
+            self._trace.write("arrived", offer=handle.name, layers=handle.layers, end=end)
 
     def get_handshake_metadata(self) -> AgentMetadata | None:
         agent = self._agent
@@ -244,6 +247,11 @@ class PenstockConnector(KVConnectorBase_V1):
         """Begin a step: vLLM calls this method before the computation."""
         super().bind_connector_metadata(connector_metadata)
         self._step_began_s = time.perf_counter()
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Begin and end offers: vLLM calls this method before a step writes to the cache."""
+        assert self._worker is not None
+        self._worker.prepare(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the KV transfers that the scheduler ordered for this engine step.
@@ -267,14 +275,25 @@ class PenstockConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: KV is sent directly from vLLM's own blocks, so that no layer has to be
-        saved.
-        """
+        """Let a layer be sent that is computed. KV is sent from vLLM's own blocks, not copied."""
+        layer = self._layers.get(layer_name)
+        if layer is None or self._worker is None:
+            return
+        if self._trace is not None:
+            self._trace.write("computed", layer=layer)
+        self._worker.mark_computed(layer)
 
     def wait_for_save(self) -> None:
-        """Do nothing: vLLM keeps the blocks until `get_transfer_results` reports the end of their
-        offer.
+        """Let all layers be sent. vLLM keeps the blocks until `get_transfer_results` reports the
+        end of their offers.
         """
+        assert self._worker is not None
+        self._worker.finish_step()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Return whether layers are sent one by one; `save_kv_layer` is not called in a graph."""
+        return bool(extra_config.get("layerwise", True))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self._worker is not None
@@ -367,6 +386,9 @@ class PenstockConnector(KVConnectorBase_V1):
                 time.monotonic,
             )
 
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.begin_prefill(_prompt_of(request))
+
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
@@ -388,9 +410,11 @@ class PenstockConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         has_work = scheduler_output.total_num_scheduled_tokens > 0
-        store = StoreOrders()
+        chunks, store = _chunks_of(scheduler_output), StoreOrders()
+        blocks = scheduler_output.kv_connector_block_state
+        self._scheduler.on_step(chunks, lambda request: blocks.resolve_block_ids(request)[0])
         if self._store_scheduler is not None:
-            store = self._store_scheduler.take_orders(_chunks_of(scheduler_output))
+            store = self._store_scheduler.take_orders(chunks)
         return StepMetadata(self._scheduler.take_orders(has_work), store)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -417,6 +441,10 @@ class PenstockConnector(KVConnectorBase_V1):
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         asked = prompt.params.get("do_remote_decode") is True
         finished = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+        is_whole = finished and tokens == request.num_prompt_tokens
+        parts = self._scheduler.end_prefill(request.request_id, block_ids, is_whole=is_whole)
+        if parts is not None:
+            return parts[0] or is_kept, parts[1]
         if not (asked and finished and block_ids and tokens):
             return is_kept, None
         return True, self._scheduler.finish_prefill(prompt, block_ids, tokens)
@@ -509,78 +537,3 @@ def _family(config: Any) -> str:
     )
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return f"vllm-{vllm.__version__.rpartition('.')[0]}-{digest}"
-
-
-def _facts(config: Any, caches: Any) -> CacheFacts:
-    # Return the facts that describe the KV cache.
-    #
-    # Raises UnsupportedCache for several kinds of cache.
-    groups = [group for group in caches.kv_cache_groups if group.enable_kv_transfer]
-    if len(groups) != 1 or len(caches.kv_cache_tensors) != 1:
-        raise UnsupportedCache(
-            f"{len(groups)} cache groups in {len(caches.kv_cache_tensors)} tensors are not "
-            "supported"
-        )
-    parallel, spec = config.parallel_config, groups[0].kv_cache_spec
-    if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
-        raise UnsupportedCache(
-            "pipeline parallelism and decode context parallelism are not supported"
-        )
-    if getattr(spec, "page_size_padded", None) or spec.num_head_slots is not None:
-        raise UnsupportedCache("a KV cache with padded pages or packed heads is not supported")
-    latent = "MLA" in type(spec).__name__
-    if not latent and spec.head_size_v != spec.head_size:
-        raise UnsupportedCache(
-            "a KV cache whose keys and values have different sizes is not supported"
-        )
-    (backend, *others) = {
-        backend.get_name() for backend in get_current_attn_backends(config, groups[0].layer_names)
-    }
-    if others:
-        raise UnsupportedCache(
-            f"the layers use several attention backends ({backend}, "
-            f"{others}), which is not supported"
-        )
-    kind = config.cache_config.cache_dtype
-    return CacheFacts(
-        backend=backend,
-        order=caches.kv_cache_layout or config.cache_config.get_resolved_kv_cache_layout().name,
-        dtype=str(spec.dtype).removeprefix("torch.") if kind == "auto" else kind,
-        layers=len(caches.kv_cache_tensors[0].layers),
-        blocks=caches.num_blocks,
-        block_tokens=spec.block_size,
-        kv_heads=config.model_config.get_total_num_kv_heads(),
-        head_size=spec.head_size,
-        cell_bytes=spec.state_content_size_bytes,
-        tp=parallel.tensor_parallel_size,
-        latent=latent,
-        page_format=_page_format(config, spec) if backend == "CPU_ATTN" else "",
-    )
-
-
-def _page_format(config: Any, spec: Any) -> str:
-    dtype, cache_dtype = config.model_config.dtype, config.cache_config.cache_dtype
-    return f"cpu-{_get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype)}"
-
-
-def _region(layout: KvLayout, tensors: Sequence[Any], name: str) -> Region:
-    # Return a Region over the memory of the layers' tensors. Raises UnsupportedCache.
-    views = []
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            raise UnsupportedCache(
-                f"KV on the device {tensor.device.type} is not supported, only host memory is"
-            )
-        size = tensor.element_size()
-        steps = tuple(step * size for step in tensor.stride()[:-1])
-        shape = (*tensor.shape[:-1], tensor.shape[-1] * size)
-        if tensor.stride()[-1] != 1:
-            raise UnsupportedCache(
-                "a KV cache in which the scalars of a token are not contiguous is not supported"
-            )
-        views.append(LayerView(tensor.data_ptr(), tuple(shape), (*steps, 1)))
-    address = find_memory(layout, views)
-    n_bytes = layout.blocks * layout.rank_block_bytes(0)
-    # The engine owns the memory and lives longer than the agent.
-    memory = (ctypes.c_uint8 * n_bytes).from_address(address)
-    return Region.over(np.ctypeslib.as_array(memory), layout.rank_block_bytes(0), name=name)

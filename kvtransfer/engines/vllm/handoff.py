@@ -1,8 +1,9 @@
-"""The handoff that a prefill engine gives to a decode engine in kv_transfer_params.
+"""What a prefill engine gives to a decode engine in kv_transfer_params: a handoff, or its card.
 
-It contains the name of an offer, the hash of the prompt and the workers that hold the KV, with a
-ticket for each. An HMAC covers all of it. A decode engine uses a handoff only for the prompt for
-which it was made. The workers check the tickets (kvtransfer/protocol/ticket.py).
+A handoff contains the name of an offer, the hash of the prompt and the workers that hold the KV,
+with a ticket for each. A decode engine uses a handoff only for the prompt for which it was made.
+The workers check the tickets (kvtransfer/protocol/ticket.py). A card names an engine's workers and
+its layout, for prompts whose KV is offered in parts (prefill_parts.py). An HMAC covers all of both.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import base64
 import hashlib
 import hmac
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
 
 from kvtransfer.layout.kv_layout import KvLayout
 
+_T = TypeVar("_T")
+
 _DOMAIN = b"penstock vllm handoff 1\0"
+_CARD_DOMAIN = b"penstock vllm engine 1\0"
 _MAC_BYTES = 32
 _MAX_CHARS = 1 << 20
 
@@ -41,10 +45,13 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankSource(msgspec.Struct, frozen=True, array_like=True):
-    """The address of the agent that holds the KV of one rank, and the ticket to fetch that KV."""
+    """The address of the agent that holds the KV of one rank, and the ticket to fetch that KV.
+
+    Without a ticket, the KV is fetched by name.
+    """
 
     address: str
-    ticket: str
+    ticket: str | None = None
 
 
 class Handoff(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -67,7 +74,23 @@ class Handoff(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     sources: list[RankSource]
 
 
+class EngineCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a decode engine must know of a prefill engine to fetch KV while it is computed.
+
+    addresses    addresses of the agents of all ranks, in order
+    layout       KV layout of the prefill engine's cache
+    family       as in Handoff
+    part_tokens  minimum number of tokens of a part (prefill_parts.py)
+    """
+
+    addresses: list[str]
+    layout: KvLayout
+    family: str
+    part_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
+
+
 _DECODER = msgspec.msgpack.Decoder(Handoff)
+_CARD_DECODER = msgspec.msgpack.Decoder(EngineCard)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -85,25 +108,43 @@ def digest_prompt(tokens: Sequence[int], variant: str = "") -> bytes:
 
 def seal_handoff(key: bytes, handoff: Handoff) -> str:
     """Return the handoff as signed text, whose origin a holder of the key can verify."""
-    body = _ENCODER.encode(handoff)
-    return base64.urlsafe_b64encode(_mac(key, body) + body).decode()
+    return _seal(key, _DOMAIN, handoff)
 
 
 def open_handoff(key: bytes, text: object) -> Handoff:
     """Return the handoff in a signed text. Raises HandoffRefused if it is malformed or forged."""
+    return _open(key, _DOMAIN, text, _DECODER)
+
+
+def seal_card(key: bytes, card: EngineCard) -> str:
+    """Return an engine's card as signed text; equal cards have equal texts."""
+    return _seal(key, _CARD_DOMAIN, card)
+
+
+def open_card(key: bytes, text: object) -> EngineCard:
+    """Return the card in a signed text. Raises HandoffRefused if it is malformed or forged."""
+    return _open(key, _CARD_DOMAIN, text, _CARD_DECODER)
+
+
+def _seal(key: bytes, domain: bytes, value: Handoff | EngineCard) -> str:
+    body = _ENCODER.encode(value)
+    return base64.urlsafe_b64encode(_mac(key, domain, body) + body).decode()
+
+
+def _open(key: bytes, domain: bytes, text: object, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
     if not isinstance(text, str) or len(text) > _MAX_CHARS:
         raise HandoffRefused(f"the handoff is not a text of at most {_MAX_CHARS} characters")
     try:
         data = base64.b64decode(text, altchars=b"-_", validate=True)
     except ValueError as error:
         raise HandoffRefused("the handoff is not base64url text") from error
-    if not hmac.compare_digest(_mac(key, data[_MAC_BYTES:]), data[:_MAC_BYTES]):
+    if not hmac.compare_digest(_mac(key, domain, data[_MAC_BYTES:]), data[:_MAC_BYTES]):
         raise HandoffRefused("the handoff was not made with this fleet's key")
     try:
-        return _DECODER.decode(data[_MAC_BYTES:])
+        return decoder.decode(data[_MAC_BYTES:])
     except (msgspec.DecodeError, ValueError) as error:
         raise HandoffRefused("the handoff has another protocol version than this engine") from error
 
 
-def _mac(key: bytes, body: bytes) -> bytes:
-    return hmac.digest(key, _DOMAIN + body, "sha256")
+def _mac(key: bytes, domain: bytes, body: bytes) -> bytes:
+    return hmac.digest(key, domain + body, "sha256")

@@ -15,6 +15,9 @@ class ConnectorOptions:
     timeout_s     seconds for which a decode engine waits for KV
     store         path of the Unix socket of the host's store of KV (kvtransfer/store); none by
                   default
+    layerwise     whether KV is sent layer by layer while it is computed; True by default
+    trace         path of a file that gets a line per computed or arrived layer, for tests
+                  (transfer_trace.py); none by default
     block_report  path of a Unix socket for tests (block_report.py); none by default
 
     `failure_policy` is vLLM's kv_load_failure_policy. Raises ValueError for a missing or unknown
@@ -33,6 +36,8 @@ class ConnectorOptions:
         self.lease_s = float(values.pop("lease_s", 30.0))
         self.timeout_s = float(values.pop("timeout_s", 30.0))
         self.store = _path(values.pop("store", None))
+        self.layerwise = bool(values.pop("layerwise", True))
+        self.trace = _path(values.pop("trace", None))
         self.block_report = _path(values.pop("block_report", None))
         if values:
             raise ValueError(

@@ -1,7 +1,8 @@
 """Decisions about KV handoffs in vLLM's scheduler process, without vLLM's objects.
 
 HandoffScheduler makes handoffs of finished prefills, checks those of incoming requests, and gives
-the workers orders for each step. connector.py converts vLLM's objects, and worker.py executes the
+the workers orders for each step. A prompt whose request names a transfer is offered in parts while
+it is computed (prefill_parts.py). connector.py converts vLLM's objects, and worker.py executes the
 orders.
 """
 
@@ -14,38 +15,43 @@ import msgspec
 
 from kvtransfer.engines.vllm.counters import PendingCounts
 from kvtransfer.engines.vllm.handoff import (
+    EngineCard,
     Handoff,
     HandoffRefused,
     RankSource,
     WorkerAddress,
     digest_prompt,
+    open_card,
     open_handoff,
+    seal_card,
     seal_handoff,
 )
+from kvtransfer.engines.vllm.prefill_parts import (
+    OfferOrder,
+    PrefillParts,
+    PromptPart,
+    StepOffers,
+    split_prompt,
+)
+from kvtransfer.engines.vllm.prompt_work import PromptChunk
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.protocol.ticket import mint_ahead
 
 MEMBER = "kv_handoff"
 """The name of the member of kv_transfer_params that contains the handoff."""
 
+TRANSFER, CARD = "kv_transfer", "kv_engine"
+"""The names of the members for KV that is offered in parts: an id that both engines receive with
+their requests, and the prefill engine's card.
+"""
 
-class OfferOrder(msgspec.Struct, frozen=True):
-    """An instruction to vLLM's workers to offer the KV of a completed prefill to other engines.
-
-    ttl_s   duration of the offer's lease in seconds
-    nonces  random identifiers of the tickets, one per rank
-    """
-
-    request: str
-    name: str
-    blocks: list[int]
-    tokens: int
-    ttl_s: float
-    nonces: list[bytes]
+_MAX_TRANSFER_CHARS = 512
 
 
 class LoadOrder(msgspec.Struct, frozen=True):
-    """An order to vLLM's workers to fetch the KV of a handoff into blocks of this engine.
+    """An order to vLLM's workers to fetch the KV of one offer into blocks of this engine.
+
+    A request whose KV is offered in parts has an order for each part.
 
     request  id of the request
     name     name of the offer
@@ -68,7 +74,10 @@ class LoadOrder(msgspec.Struct, frozen=True):
 class StepOrders(msgspec.Struct):
     """The orders of vLLM's scheduler to all workers for the KV transfers of one engine step.
 
-    offers    completed prefills whose KV is to be offered
+    revokes   requests whose offers are to end before the step
+    declines  names of offers that will not be made
+    offers    KV to be offered: of completed prefills, or computed by this step
+    ends      ended requests that have offers; their blocks are free when the offers have ended
     loads     handoffs whose KV is to be fetched
     cancels   requests whose fetches are to be cancelled
     unused    handoffs that will not be fetched
@@ -76,7 +85,10 @@ class StepOrders(msgspec.Struct):
     has_work  whether the engine computes something in this step
     """
 
+    revokes: list[str] = []
+    declines: list[str] = []
     offers: list[OfferOrder] = []
+    ends: list[str] = []
     loads: list[LoadOrder] = []
     cancels: list[str] = []
     unused: list[LoadOrder] = []
@@ -93,15 +105,26 @@ class PromptRequest(msgspec.Struct, frozen=True):
     variant: str = ""
 
 
+class _Source(msgspec.Struct, frozen=True):
+    # Where a request's KV comes from: the offers of its parts, which one handoff names.
+
+    tokens: int
+    layout: KvLayout
+    parts: list[PromptPart]
+    sources: list[RankSource]
+
+
 class HandoffScheduler:
     """Manages the KV handoffs of one engine, in vLLM's scheduler process.
 
-    key      the fleet's shared secret
-    engine   the engine's id
-    family   string that must be equal at both engines of a handoff (model, weights, version)
-    lease_s  seconds for which an offer is kept for its decode engine
-    clock    the monotonic clock of this host
-    warn     function that is called with one sentence for every handoff that is refused
+    key          the fleet's shared secret
+    engine       the engine's id
+    family       string that must be equal at both engines of a handoff (model, weights, version)
+    lease_s      seconds for which an offer is kept for its decode engine
+    clock        the monotonic clock of this host
+    warn         function that is called with one sentence for every handoff that is refused
+    part_tokens  minimum number of tokens of a part; best the most that a step computes
+    layerwise    whether KV with a transfer id is offered while it is computed; False: afterwards
     """
 
     def __init__(
@@ -113,13 +136,18 @@ class HandoffScheduler:
         lease_s: float,
         clock: Callable[[], float],
         warn: Callable[[str], None],
+        part_tokens: int = 2048,
+        layerwise: bool = True,
     ) -> None:
         self._key, self._engine, self._family = key, engine, family
         self._layout: KvLayout | None = None
         self._lease_s, self._clock, self._warn = lease_s, clock, warn
         self._workers: list[WorkerAddress] = []
+        self._part_tokens, self._layerwise = part_tokens, layerwise
+        self._card = ""
+        self._prefills: PrefillParts | None = None
         self._orders = StepOrders()
-        self._accepted: dict[str, Handoff] = {}
+        self._accepted: dict[str, _Source] = {}
         self._used: set[str] = set()
         self._sending: set[str] = set()
         self._loading: set[str] = set()
@@ -133,7 +161,11 @@ class HandoffScheduler:
         if len(workers) != layout.ranks:
             raise ValueError(f"{len(workers)} of {layout.ranks} workers have a KV agent")
         self._workers, self._layout = list(workers), layout
-        self._orders.members = [worker.address for worker in workers]
+        addresses = [worker.address for worker in workers]
+        self._orders.members = addresses
+        card = EngineCard(addresses, layout, self._family, self._part_tokens)
+        self._card = seal_card(self._key, card)
+        self._prefills = PrefillParts(layout.block_tokens, self._lease_s, layerwise=self._layerwise)
 
     @property
     def has_pending_work(self) -> bool:
@@ -141,9 +173,8 @@ class HandoffScheduler:
         steps.
         """
         orders = self._orders
-        return bool(
-            self._sending or self._loading or orders.offers or orders.loads or orders.unused
-        )
+        waiting = (orders.offers, orders.declines, orders.revokes, orders.loads, orders.unused)
+        return bool(self._sending or self._loading or any(waiting))
 
     def loadable_tokens(self, request: PromptRequest, computed: int) -> int:
         """Return the number of tokens beyond `computed` for which the request's handoff provides
@@ -152,13 +183,12 @@ class HandoffScheduler:
         A handoff provides none if it was used, forged, made for another prompt, or made by an
         engine of another kind. The engine then computes the prompt.
         """
-        text = request.params.get(MEMBER)
-        if text is None or request.id in self._used:
+        if not request.params.keys() & {MEMBER, CARD} or request.id in self._used:
             return 0
         handoff = self._accepted.get(request.id)
         if handoff is None:
             try:
-                handoff = self._checked(request, text)
+                handoff = self._checked(request)
             except HandoffRefused as refused:
                 self._used.add(request.id)
                 self.counts.add("kv_handoffs_refused")
@@ -167,20 +197,45 @@ class HandoffScheduler:
             self._accepted[request.id] = handoff
         return max(0, handoff.tokens - computed)
 
-    def _checked(self, request: PromptRequest, text: object) -> Handoff:
-        handoff = open_handoff(self._key, text)
-        if self._layout is None:
-            raise HandoffRefused("the workers of this engine have no KV agents yet")
-        mismatch = self._layout.mismatch(handoff.layout)
-        if handoff.family != self._family:
-            mismatch = f"it is of {handoff.family}, and this is {self._family}"
-        if mismatch is not None:
-            # Agents that differ so do not link, so the source's blocks wait for its lease's end.
-            raise HandoffRefused(mismatch)
+    def _checked(self, request: PromptRequest) -> _Source:
+        if CARD in request.params:
+            return self._announced(request)
+        handoff = open_handoff(self._key, request.params[MEMBER])
+        self._check_engine(handoff)
         prompt = request.prompt[: handoff.tokens]
         if digest_prompt(prompt, request.variant) != handoff.prompt:
             raise HandoffRefused("the handoff was made for another prompt")
-        return handoff
+        whole = PromptPart(handoff.name, 0, handoff.tokens)
+        return _Source(handoff.tokens, handoff.layout, [whole], handoff.sources)
+
+    def _announced(self, request: PromptRequest) -> _Source:
+        # Return where the KV of a prompt will be that another engine computes now.
+        card = open_card(self._key, request.params[CARD])
+        self._check_engine(card)
+        parts = self._parts(request, card.part_tokens, card.layout)
+        if not parts:
+            raise HandoffRefused(f"the request has no valid {TRANSFER}")
+        sources = [RankSource(address) for address in card.addresses]
+        return _Source(len(request.prompt), card.layout, parts, sources)
+
+    def _parts(
+        self, request: PromptRequest, part_tokens: int, layout: KvLayout
+    ) -> list[PromptPart]:
+        transfer = request.params.get(TRANSFER)
+        if not isinstance(transfer, str) or not 0 < len(transfer) <= _MAX_TRANSFER_CHARS:
+            return []
+        prompt, tokens = digest_prompt(request.prompt, request.variant), len(request.prompt)
+        return split_prompt(self._key, transfer, prompt, tokens, part_tokens, layout.block_tokens)
+
+    def _check_engine(self, source: Handoff | EngineCard) -> None:
+        if self._layout is None:
+            raise HandoffRefused("the workers of this engine have no KV agents yet")
+        mismatch = self._layout.mismatch(source.layout)
+        if source.family != self._family:
+            mismatch = f"it is of {source.family}, and this is {self._family}"
+        if mismatch is not None:
+            # Agents that differ so do not link, so the source's blocks wait for its lease's end.
+            raise HandoffRefused(mismatch)
 
     def begin_load(self, request: str, blocks: Sequence[int], tokens: int) -> None:
         """Order the workers to load the KV of the last `tokens` tokens of a handoff into `blocks`.
@@ -192,14 +247,15 @@ class HandoffScheduler:
         if handoff is None:
             return
         self._used.add(request)
-        order = _order(request, handoff, blocks, tokens)
+        skip = handoff.tokens - tokens
+        orders = [_order(request, handoff, part, blocks, skip) for part in handoff.parts]
+        self._orders.unused += [order for order in orders if order.skip == order.tokens]
         if tokens == 0:
             self.counts.add("kv_handoffs_cached")
-            self._orders.unused.append(order)
             return
         self.counts.add("kv_handoffs_accepted")
         self._loading.add(request)
-        self._orders.loads.append(order)
+        self._orders.loads += [order for order in orders if order.skip < order.tokens]
 
     def finish_prefill(
         self, request: PromptRequest, blocks: Sequence[int], tokens: int
@@ -225,6 +281,7 @@ class HandoffScheduler:
         self._orders.offers.append(
             OfferOrder(request.id, name, list(blocks), tokens, self._lease_s, nonces)
         )
+        self._orders.ends.append(request.id)
         self._sending.add(request.id)
         self.counts.add("kv_handoffs_offered")
         host, _, port = self._workers[0].address.rpartition(":")
@@ -239,6 +296,58 @@ class HandoffScheduler:
             "tp_size": self._layout.tp,
             "remote_num_tokens": tokens,
             MEMBER: seal_handoff(self._key, handoff),
+        }
+
+    def begin_prefill(self, request: PromptRequest) -> None:
+        """Offer the KV of a new request in parts while it is computed, if it names a transfer."""
+        if self._prefills is None or request.params.get("do_remote_decode") is not True:
+            return
+        assert self._layout is not None
+        parts = self._parts(request, self._part_tokens, self._layout)
+        if parts:
+            self._prefills.begin(request.id, parts)
+
+    def on_step(
+        self, chunks: Sequence[PromptChunk], blocks_of: Callable[[str], Sequence[int]]
+    ) -> None:
+        """Order the workers to offer the parts that a step completes.
+
+        chunks     what the step computes
+        blocks_of  function that returns the numbers of a request's blocks now
+        """
+        if self._prefills is not None:
+            self._add_offers(self._prefills.on_step(chunks, blocks_of))
+
+    def _add_offers(self, step: StepOffers) -> None:
+        self._orders.offers += step.offers
+        self._orders.revokes += step.revokes
+        self._orders.declines += step.declines
+
+    def end_prefill(
+        self, request: str, blocks: Sequence[int], *, is_whole: bool
+    ) -> tuple[bool, dict[str, object]] | None:
+        """End a request whose KV is offered in parts. Returns None for any other request.
+
+        Returns whether its blocks belong to offers until every worker reports their end, and its
+        kv_transfer_params. `is_whole` is False for an aborted request, whose offers end at once.
+        """
+        if self._prefills is None:
+            return None
+        end = self._prefills.end(request, blocks, is_whole=is_whole)
+        if end is None:
+            return None
+        assert self._layout is not None
+        self._add_offers(end)
+        if end.is_kept:
+            self._orders.ends.append(request)
+            self._sending.add(request)
+            self.counts.add("kv_handoffs_offered")
+        return end.is_kept, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine,
+            "tp_size": self._layout.tp,
+            CARD: self._card,
         }
 
     def forget(self, request: str) -> None:
@@ -270,13 +379,15 @@ class HandoffScheduler:
         return orders
 
 
-def _order(request: str, handoff: Handoff, blocks: Sequence[int], tokens: int) -> LoadOrder:
+def _order(
+    request: str, handoff: _Source, part: PromptPart, blocks: Sequence[int], skip: int
+) -> LoadOrder:
     return LoadOrder(
         request,
-        handoff.name,
+        part.name,
         list(blocks),
-        handoff.tokens,
-        handoff.tokens - tokens,
+        part.end,
+        min(max(skip, part.begin), part.end),
         handoff.layout,
         handoff.sources,
     )

@@ -14,7 +14,8 @@ import msgspec
 from kvtransfer.agent import Agent
 from kvtransfer.engines.vllm.counters import PendingCounts
 from kvtransfer.engines.vllm.handoff import RankSource
-from kvtransfer.engines.vllm.scheduler import LoadOrder, OfferOrder, StepOrders
+from kvtransfer.engines.vllm.prefill_parts import OfferOrder
+from kvtransfer.engines.vllm.scheduler import LoadOrder, StepOrders
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.reshard import source_ranks
 from kvtransfer.protocol.outcomes import TransferOutcome
@@ -40,29 +41,74 @@ class FinishedTransfers(msgspec.Struct):
 
 
 class TransferWorker:
-    """The KV transfers of one vLLM rank; all methods are called on one thread."""
+    """The KV transfers of one vLLM rank; all methods are called on one thread.
+
+    In each step of the engine come `prepare`, then `mark_computed` per layer and `finish_step`, and
+    then `execute`. The last three may come in any order after the computation.
+    """
 
     def __init__(self, agent: Agent, layout: KvLayout, rank: int, timeout_s: float) -> None:
         self._agent, self._layout, self._rank, self._timeout_s = agent, layout, rank, timeout_s
-        self._offers: dict[str, Offer] = {}
+        self._offers: dict[str, list[Offer]] = {}
+        self._ended: set[str] = set()
+        self._computing: list[Offer] = []
+        self._computed_layers = 0
         self._landings: dict[str, list[Landing]] = {}
         self._unstarted: set[str] = set()
         self.counts = PendingCounts()
 
     @property
     def is_idle(self) -> bool:
-        return not (self._offers or self._landings or self._unstarted)
+        return not (self._offers or self._ended or self._landings or self._unstarted)
 
     def is_offering(self, request: str) -> bool:
-        """Return whether the KV of an ended request is still offered."""
+        """Return whether the KV of a request is still offered."""
         return request in self._offers
 
-    def execute(self, orders: StepOrders) -> None:
+    def prepare(self, orders: StepOrders) -> None:
+        """Execute the orders for offers; call this before the step writes to the cache.
+
+        The offers of requests that have lost their blocks end before another request's KV is
+        written there.
+        """
         if len(orders.members) > 1:
             own = self._agent.address
             self._agent.join_group([address for address in orders.members if address != own])
+        self._ended.update(orders.ends)
+        for request in orders.revokes:
+            self._revoke(request)
+        for name in orders.declines:
+            self._agent.decline(name, "the prefill was aborted")
+        self._computing, self._computed_layers = [], 0
         for offer in orders.offers:
             self._offer(offer)
+
+    def _revoke(self, request: str) -> None:
+        for offer in self._offers.get(request, ()):
+            offer.revoke("the prefill was aborted")
+        if request not in self._ended:
+            # vLLM has taken its blocks back already, so their end is not reported.
+            self._count_offers(self._offers.pop(request, []))
+
+    def mark_computed(self, layer: int) -> None:
+        """Let the KV of a layer be sent that the step has computed, in order of the layers.
+
+        A layer out of order, such as one of a draft model, is ignored until the end of the step.
+        """
+        if layer != self._computed_layers:
+            return
+        self._computed_layers += 1
+        for offer in self._computing:
+            offer.mark_ready(self._computed_layers)
+
+    def finish_step(self) -> None:
+        """Let all KV be sent that the step has computed."""
+        for offer in self._computing:
+            offer.mark_ready(self._layout.layers)
+        self._computing = []
+
+    def execute(self, orders: StepOrders) -> None:
+        """Execute the orders for fetches."""
         for load in orders.loads:
             self._load(load)
         for request in orders.cancels:
@@ -72,23 +118,37 @@ class TransferWorker:
             self._release(unused.sources, unused)
 
     def _offer(self, order: OfferOrder) -> None:
-        self._offers[order.request] = self._agent.offer(
-            order.name,
-            order.blocks,
-            order.tokens,
-            ttl_s=order.ttl_s,
-            nonce=order.nonces[self._rank],
-        )
+        by_name = not order.nonces
+        try:
+            offer = self._agent.offer(
+                order.name,
+                order.blocks,
+                order.tokens,
+                ttl_s=order.ttl_s,
+                ready_layers=None if order.is_computed else 0,
+                public=by_name,
+                nonce=None if by_name else order.nonces[self._rank],
+            )
+        except ValueError as error:
+            # As for the second of two requests with one transfer id and one prompt.
+            log.warning("kv: request %s cannot be offered: %s", order.request, error)
+            return
+        for earlier in self._offers.setdefault(order.request, []):
+            earlier.renew(order.ttl_s)
+        self._offers[order.request].append(offer)
+        if not order.is_computed:
+            self._computing.append(offer)
 
     def _load(self, order: LoadOrder) -> None:
+        landings = self._landings.setdefault(order.request, [])
         try:
             ranks = source_ranks(order.layout, self._layout, self._rank)
-            self._landings[order.request] = [
-                self._fetch(order.sources[rank], order) for rank in ranks
-            ]
+            landings += [self._fetch(order.sources[rank], order) for rank in ranks]
         except ValueError as error:
             log.warning("kv: the KV of request %s cannot be fetched: %s", order.request, error)
             self._unstarted.add(order.request)
+            for landing in landings:
+                landing.cancel("another part of the KV cannot be fetched")
         self._release([order.sources[rank] for rank in self._unneeded(order.layout)], order)
 
     def _unneeded(self, source: KvLayout) -> list[int]:
@@ -119,16 +179,17 @@ class TransferWorker:
             landing.cancel("the KV of this handoff is not needed")
 
     def take_finished(self) -> FinishedTransfers:
-        """Return the KV transfers that have ended since the last call, each once."""
-        finished = FinishedTransfers(received=set(self._unstarted), failed=set(self._unstarted))
-        self._unstarted.clear()
-        for request, offer in list(self._offers.items()):
-            if offer.outcome is not None:
+        """Return the KV transfers that have ended since the last call, each once.
+
+        Offers are reported after the end of their request.
+        """
+        finished = FinishedTransfers()
+        for request in list(self._ended):
+            offers = self._offers.get(request, [])
+            if all(offer.outcome is not None for offer in offers):
                 finished.sent.add(request)
-                self.counts.add(
-                    "kv_ranks_sent" if offer.outcome.has_landed else "kv_ranks_not_sent"
-                )
-                del self._offers[request]
+                self._ended.discard(request)
+                self._count_offers(self._offers.pop(request, []))
         for request, landings in list(self._landings.items()):
             outcomes = [landing.outcome for landing in landings]
             if None in outcomes:
@@ -138,10 +199,17 @@ class TransferWorker:
             finished.received.add(request)
             self._count_landings([end for end in outcomes if end is not None])
             failures = [end for end in outcomes if end is not None and not end.has_landed]
-            if failures:
+            if failures or request in self._unstarted:
                 finished.failed.add(request)
+                self._unstarted.discard(request)
+            if failures:
                 log.warning("kv: the KV of request %s was not received: %s", request, failures[0])
         return finished
+
+    def _count_offers(self, offers: Sequence[Offer]) -> None:
+        for offer in offers:
+            has_landed = offer.outcome is not None and offer.outcome.has_landed
+            self.counts.add("kv_ranks_sent" if has_landed else "kv_ranks_not_sent")
 
     def _count_landings(self, outcomes: Sequence[TransferOutcome]) -> None:
         for end in outcomes:

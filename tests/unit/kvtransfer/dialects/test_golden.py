@@ -259,6 +259,49 @@ def test_a_push_pair_needs_the_identity_of_the_prefill_engine(told: object) -> N
     assert push.check(answer(kv_transfer_params=told)) is not None
 
 
+def test_a_penstock_pair_shares_a_transfer_id_and_uses_the_card_in_the_first_response() -> None:
+    penstock = dialects.get_dialect("penstock")
+    transfer = f"{ROOM:x}-req_1"
+    assert words(penstock.prefill(TERMS)) == {
+        "max_tokens": 1,
+        "min_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "kv_transfer": transfer,
+        },
+    }
+    report = {"remote_engine_id": "e", "tp_size": 2, "kv_engine": "c2lnbmVk"}
+    body = {"choices": [{"finish_reason": "length"}], "kv_transfer_params": report}
+    (identity,) = penstock.identify(json.dumps(body).encode())
+    assert identity == PrefillIdentity("e", tp_size=2, card="c2lnbmVk")
+    edits = penstock.decode(msgspec.structs.replace(TERMS, identity=identity), None)
+    first = penstock.decode(
+        msgspec.structs.replace(TERMS, identity=None), answer(kv_transfer_params=report)
+    )
+    for decode in (edits, first):
+        assert isinstance(decode, DecodeRequest)
+        assert words(decode.edits) == {
+            "kv_transfer_params": {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "kv_transfer": transfer,
+                "kv_engine": "c2lnbmVk",
+            }
+        }
+    assert penstock.check(answer(kv_transfer_params=report)) is None
+
+
+@pytest.mark.parametrize("told", [None, {}, {"remote_engine_id": "e"}, OBJECT, {"kv_engine": 7}])
+def test_a_penstock_pair_needs_the_card_of_the_prefill_engine(told: object) -> None:
+    penstock = dialects.get_dialect("penstock")
+    assert isinstance(penstock.decode(TERMS, None), UnusableResponse)
+    unknown = msgspec.structs.replace(TERMS, identity=None)
+    assert isinstance(penstock.decode(unknown, answer(kv_transfer_params=told)), UnusableResponse)
+    assert penstock.check(answer(kv_transfer_params=told)) is not None
+
+
 def test_mooncake_legs_share_a_transfer_id() -> None:
     mooncake = dialects.get_dialect("mooncake")
     assert words(mooncake.prefill(TERMS)) == {

@@ -7,12 +7,22 @@ from __future__ import annotations
 import pytest
 
 from kvtransfer.engines.vllm.handoff import (
+    EngineCard,
     HandoffRefused,
     WorkerAddress,
     digest_prompt,
+    open_card,
     open_handoff,
+    seal_card,
 )
-from kvtransfer.engines.vllm.scheduler import MEMBER, HandoffScheduler, PromptRequest
+from kvtransfer.engines.vllm.prompt_work import PromptChunk
+from kvtransfer.engines.vllm.scheduler import (
+    CARD,
+    MEMBER,
+    TRANSFER,
+    HandoffScheduler,
+    PromptRequest,
+)
 from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.protocol.ticket import AHEAD, check
 
@@ -188,3 +198,78 @@ def test_prompts_differ_by_tokens_and_by_variant() -> None:
         digest_prompt([1, 2], "a"), digest_prompt([1, 2], "b"),
     }  # fmt: skip
     assert len(digests) == 5
+
+
+def announced(source: HandoffScheduler, transfer: object = "t1") -> dict[str, object]:
+    # Return the decode request's kv_transfer_params for a prompt that the source computes in parts.
+    give = PromptRequest("p1", PROMPT, {"do_remote_decode": True, TRANSFER: transfer})
+    source.begin_prefill(give)
+    source.on_step([PromptChunk("p1", 0, 11)], lambda _: [3, 5, 7])
+    end = source.end_prefill("p1", [3, 5, 7], is_whole=True)
+    card = end[1][CARD] if end is not None else source._card
+    return {"do_remote_prefill": True, TRANSFER: transfer, CARD: card}
+
+
+def parts_scheduler(warnings: list[str] | None = None, **kwargs: object) -> HandoffScheduler:
+    made = scheduler(warnings, **kwargs)  # type: ignore[arg-type]
+    made._part_tokens = 8
+    made.set_workers(made._workers, LAYOUT)
+    return made
+
+
+def test_kv_in_parts_is_loaded_by_names_that_both_engines_compute() -> None:
+    source, sink = parts_scheduler(), parts_scheduler()
+    params = announced(source)
+    orders = source.take_orders(True)
+    assert [(offer.tokens, offer.blocks) for offer in orders.offers] == [
+        (8, [3, 5]),
+        (11, [3, 5, 7]),
+    ]
+    assert orders.ends == ["p1"]
+    request = PromptRequest("d1", PROMPT, params)
+    assert sink.loadable_tokens(request, 0) == 11
+    sink.begin_load("d1", [1, 2, 8], 11)
+    loads = sink.take_orders(False).loads
+    assert [load.name for load in loads] == [offer.name for offer in orders.offers]
+    assert [(load.skip, load.tokens) for load in loads] == [(0, 8), (8, 11)]
+    assert [load.sources[0].ticket for load in loads] == [None, None]
+
+
+def test_parts_that_are_cached_are_released_and_not_loaded() -> None:
+    source, sink = parts_scheduler(), parts_scheduler()
+    request = PromptRequest("d1", PROMPT, announced(source))
+    assert sink.loadable_tokens(request, 8) == 3
+    sink.begin_load("d1", [1, 2, 8], 3)
+    orders = sink.take_orders(False)
+    assert [(load.skip, load.tokens) for load in orders.loads] == [(8, 11)]
+    assert [load.tokens for load in orders.unused] == [8]
+
+
+@pytest.mark.parametrize("transfer", [None, 7, "", "t" * 513])
+def test_without_a_valid_transfer_id_nothing_is_offered_or_loaded(transfer: object) -> None:
+    warnings: list[str] = []
+    source, sink = parts_scheduler(), parts_scheduler(warnings)
+    params = announced(source, transfer)
+    assert source.take_orders(True).offers == []
+    assert sink.loadable_tokens(PromptRequest("d1", PROMPT, params), 0) == 0
+    assert "no valid kv_transfer" in warnings[0]
+
+
+def test_a_card_of_another_fleet_or_another_model_is_refused() -> None:
+    for source, reason in (
+        (parts_scheduler(key=b"x" * 32), "not made with this fleet's key"),
+        (parts_scheduler(family="g"), "it is of g, and this is f"),
+    ):
+        warnings: list[str] = []
+        sink = parts_scheduler(warnings)
+        assert sink.loadable_tokens(PromptRequest("d1", PROMPT, announced(source)), 0) == 0
+        assert reason in warnings[0]
+
+
+def test_a_handoff_is_no_card_and_a_card_no_handoff() -> None:
+    card = seal_card(KEY, EngineCard(["a:1"], LAYOUT, "f", 8))
+    assert open_card(KEY, card) == EngineCard(["a:1"], LAYOUT, "f", 8)
+    with pytest.raises(HandoffRefused):
+        open_handoff(KEY, card)
+    with pytest.raises(HandoffRefused):
+        open_card(KEY, offered(scheduler())[MEMBER])

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from kvtransfer.agent import Agent
 from kvtransfer.engines.vllm.counters import PendingCounts, add_counts
 from kvtransfer.engines.vllm.handoff import WorkerAddress
+from kvtransfer.engines.vllm.prefill_parts import OfferOrder
 from kvtransfer.engines.vllm.scheduler import (
     HandoffScheduler,
     LoadOrder,
-    OfferOrder,
     PromptRequest,
     StepOrders,
 )
@@ -50,7 +50,9 @@ class Engine:
         self.scheduler.set_workers([address], LAYOUT)
 
     def step(self) -> FinishedTransfers:
-        self.worker.execute(self.scheduler.take_orders(False))
+        orders = self.scheduler.take_orders(False)
+        self.worker.prepare(orders)
+        self.worker.execute(orders)
         done = self.worker.take_finished()
         self.scheduler.on_ended(list(done.sent), list(done.received))
         return done
@@ -175,7 +177,7 @@ def test_an_unused_handoff_frees_the_source_long_before_its_lease(
 def test_a_step_carries_out_several_offers(pair: tuple[VirtualClock, Engine, Engine]) -> None:
     _, p, _ = pair
     offers = [OfferOrder(f"r{i}", f"r{i}/x", [i], 4, 1.0, [bytes([i]) * 16]) for i in range(3)]
-    p.worker.execute(StepOrders(offers=offers))
+    p.worker.prepare(StepOrders(offers=offers))
     assert not p.worker.is_idle
     assert p.agent.stats()["leases"]["offered"] == 3
 

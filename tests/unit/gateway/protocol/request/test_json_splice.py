@@ -25,7 +25,7 @@ from kvtransfer.dialects import (
 from policies.pricing.split import SplitShape
 
 NUMBER = 2**41
-WHO = PrefillIdentity("engine-p", "10.0.0.7", 5600, 1, 1, 0)
+WHO = PrefillIdentity("engine-p", "10.0.0.7", 5600, 1, 1, 0, "card")
 OBJECT = {
     "do_remote_prefill": True,
     "remote_block_ids": [[1]],

@@ -1,0 +1,115 @@
+"""Handoff dialect of PenstockConnector: both requests at once, matched by a transfer id.
+
+The decode engine reserves its blocks first and waits for the KV, which the prefill engine sends
+layer by layer while it computes the prompt (docs/vllm-connector.md). The decode request contains
+the prefill engine's card, which is learnt from the first response of each prefill endpoint, so its
+first handoff is sequential. The card changes with a restart; it is forgotten when a request fails.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvtransfer.dialects.dialect import (
+    DecodeRequest,
+    Dialect,
+    HandoffTerms,
+    LegOrder,
+    PrefillIdentity,
+    PrefillResponse,
+    Prerequisite,
+    RequestEdits,
+    UnusableResponse,
+    encode_json,
+    encode_members,
+    is_null,
+    parse_response,
+)
+from kvtransfer.dialects.vllm_nixl import NOT_FOR_PREFILL, ONE_TOKEN, Name, Size
+
+_MOST_CARD_CHARS = 1 << 20
+
+
+class _EngineParams(msgspec.Struct, frozen=True):
+    remote_engine_id: Name
+    kv_engine: Annotated[str, msgspec.Meta(min_length=1, max_length=_MOST_CARD_CHARS)]
+    tp_size: Size = 1
+
+
+_decode_params = msgspec.json.Decoder(_EngineParams).decode
+
+
+def _transfer_id(terms: HandoffTerms) -> str:
+    return f"{terms.number:x}-{terms.request_id}"[:512]
+
+
+def prefill(terms: HandoffTerms) -> RequestEdits:
+    """Return the edits of a prefill request for PenstockConnector: one token, and a transfer id."""
+    params = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "kv_transfer": _transfer_id(terms),
+    }
+    return RequestEdits(
+        ONE_TOKEN + encode_members({"kv_transfer_params": encode_json(params)}), NOT_FOR_PREFILL
+    )
+
+
+def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
+    """Return the decode request for PenstockConnector, with the prefill engine's card."""
+    identity = terms.identity
+    if identity is None and answer is not None:
+        identity = next(iter(_identities(answer)), None)
+    if identity is None or identity.card is None:
+        return UnusableResponse("the prefill engine's card is unknown")
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "kv_transfer": _transfer_id(terms),
+        "kv_engine": identity.card,
+    }
+    return DecodeRequest(
+        RequestEdits(encode_members({"kv_transfer_params": encode_json(params)})),
+        reports_own_cache=False,
+    )
+
+
+def identify(body: bytes) -> tuple[PrefillIdentity, ...]:
+    """Return the prefill engine's identity, parsed from its response, in a tuple.
+
+    The tuple is empty if the engine has no PenstockConnector.
+    """
+    answer = parse_response(body)
+    return () if isinstance(answer, UnusableResponse) else _identities(answer)
+
+
+def _identities(answer: PrefillResponse) -> tuple[PrefillIdentity, ...]:
+    if is_null(answer.handoff):
+        return ()
+    try:
+        params = _decode_params(answer.handoff)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return ()
+    engine, card = params.remote_engine_id, params.kv_engine
+    return (PrefillIdentity(engine, tp_size=params.tp_size, card=card),)
+
+
+def check(answer: PrefillResponse) -> UnusableResponse | None:
+    """Return why a prefill response is unusable, or None if it is usable."""
+    return (
+        None if _identities(answer) else UnusableResponse("the prefill answer promises no transfer")
+    )
+
+
+PENSTOCK = Dialect(
+    "penstock",
+    "vllm",
+    LegOrder.CONCURRENT,
+    prefill,
+    decode,
+    needs=Prerequisite.FIRST_ANSWER,
+    identify=identify,
+    check=check,
+)

@@ -1,0 +1,94 @@
+"""Reads vLLM's KV cache: the facts that describe it, and its memory as a Region.
+
+geometry.py, without vLLM, decides which caches are supported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from kvtransfer.engines.vllm.geometry import CacheFacts, LayerView, UnsupportedCache, find_memory
+from kvtransfer.layout.kv_layout import KvLayout
+from kvtransfer.layout.memory_regions import Region
+
+
+def read_facts(config: Any, caches: Any) -> CacheFacts:
+    """Return the facts that describe the KV cache, from vLLM's VllmConfig and KVCacheConfig.
+
+    Raises UnsupportedCache for several kinds of cache.
+    """
+    groups = [group for group in caches.kv_cache_groups if group.enable_kv_transfer]
+    if len(groups) != 1 or len(caches.kv_cache_tensors) != 1:
+        raise UnsupportedCache(
+            f"{len(groups)} cache groups in {len(caches.kv_cache_tensors)} tensors are not "
+            "supported"
+        )
+    parallel, spec = config.parallel_config, groups[0].kv_cache_spec
+    if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        raise UnsupportedCache(
+            "pipeline parallelism and decode context parallelism are not supported"
+        )
+    if getattr(spec, "page_size_padded", None) or spec.num_head_slots is not None:
+        raise UnsupportedCache("a KV cache with padded pages or packed heads is not supported")
+    latent = "MLA" in type(spec).__name__
+    if not latent and spec.head_size_v != spec.head_size:
+        raise UnsupportedCache(
+            "a KV cache whose keys and values have different sizes is not supported"
+        )
+    (backend, *others) = {
+        backend.get_name() for backend in get_current_attn_backends(config, groups[0].layer_names)
+    }
+    if others:
+        raise UnsupportedCache(
+            f"the layers use several attention backends ({backend}, "
+            f"{others}), which is not supported"
+        )
+    kind = config.cache_config.cache_dtype
+    return CacheFacts(
+        backend=backend,
+        order=caches.kv_cache_layout or config.cache_config.get_resolved_kv_cache_layout().name,
+        dtype=str(spec.dtype).removeprefix("torch.") if kind == "auto" else kind,
+        layers=len(caches.kv_cache_tensors[0].layers),
+        blocks=caches.num_blocks,
+        block_tokens=spec.block_size,
+        kv_heads=config.model_config.get_total_num_kv_heads(),
+        head_size=spec.head_size,
+        cell_bytes=spec.state_content_size_bytes,
+        tp=parallel.tensor_parallel_size,
+        latent=latent,
+        page_format=_page_format(config, spec) if backend == "CPU_ATTN" else "",
+    )
+
+
+def _page_format(config: Any, spec: Any) -> str:
+    dtype, cache_dtype = config.model_config.dtype, config.cache_config.cache_dtype
+    return f"cpu-{_get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype)}"
+
+
+def cache_region(layout: KvLayout, tensors: Sequence[Any], name: str) -> Region:
+    """Return a Region over the memory of the layers' tensors. Raises UnsupportedCache."""
+    views = []
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise UnsupportedCache(
+                f"KV on the device {tensor.device.type} is not supported, only host memory is"
+            )
+        size = tensor.element_size()
+        steps = tuple(step * size for step in tensor.stride()[:-1])
+        shape = (*tensor.shape[:-1], tensor.shape[-1] * size)
+        if tensor.stride()[-1] != 1:
+            raise UnsupportedCache(
+                "a KV cache in which the scalars of a token are not contiguous is not supported"
+            )
+        views.append(LayerView(tensor.data_ptr(), tuple(shape), (*steps, 1)))
+    address = find_memory(layout, views)
+    n_bytes = layout.blocks * layout.rank_block_bytes(0)
+    # The engine owns the memory and lives longer than the agent.
+    memory = (ctypes.c_uint8 * n_bytes).from_address(address)
+    return Region.over(np.ctypeslib.as_array(memory), layout.rank_block_bytes(0), name=name)

@@ -1,0 +1,191 @@
+"""Prefills whose KV is offered in parts while the engine still computes them. No I/O, no vLLM.
+
+A part is a range of the prompt's tokens. It is an offer of its own, made in the step that computes
+its last token; its layers are sent one by one as the step computes them. Both engines know the
+prompt and the prefill engine's card, so both compute the same parts and the same names. Only a
+holder of the fleet's key can compute a name, and only for the prompt that it covers, so a part is
+fetched by name, without a ticket.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from kvtransfer.engines.vllm.prompt_work import PromptChunk
+
+MAX_PARTS = 8
+"""Maximum number of parts of a prompt; an invitation of every decode rank waits for each of them"""
+
+_DOMAIN = b"penstock vllm part 1\0"
+
+
+class OfferOrder(msgspec.Struct, frozen=True):
+    """An instruction to vLLM's workers to offer KV to other engines.
+
+    ttl_s        duration of the offer's lease in seconds
+    nonces       random identifiers of the tickets, one per rank; empty: the KV is fetched by name
+    is_computed  whether all layers are computed already; False: the step computes them
+    """
+
+    request: str
+    name: str
+    blocks: list[int]
+    tokens: int
+    ttl_s: float
+    nonces: list[bytes] = []
+    is_computed: bool = True
+
+
+class PromptPart(msgspec.Struct, frozen=True):
+    """The tokens [begin, end) of a prompt, whose KV is offered under `name`."""
+
+    name: str
+    begin: int
+    end: int
+
+
+def split_prompt(
+    key: bytes, transfer: str, prompt: bytes, tokens: int, part_tokens: int, block_tokens: int
+) -> list[PromptPart]:
+    """Return the parts in which the KV of a prompt is offered, in order.
+
+    key           the fleet's key
+    transfer      id of the transfer, which both engines received with their requests
+    prompt        `digest_prompt` of all tokens
+    tokens        number of tokens of the prompt
+    part_tokens   minimum number of tokens of a part, except the last
+    block_tokens  tokens per block of the prefill engine; every part begins with a block
+    """
+    least = max(part_tokens, -(-tokens // MAX_PARTS), 1)
+    size = -(-least // block_tokens) * block_tokens
+    return [
+        PromptPart(_name(key, transfer, prompt, index), begin, min(begin + size, tokens))
+        for index, begin in enumerate(range(0, tokens, size))
+    ]
+
+
+def _name(key: bytes, transfer: str, prompt: bytes, index: int) -> str:
+    text = transfer.encode()
+    body = b"%b%d\0%b%b" % (_DOMAIN, index, prompt, text)
+    return hmac.digest(key, body, "sha256")[:16].hex()
+
+
+class StepOffers(msgspec.Struct):
+    """What follows from a step of the engine, or from the end of a request.
+
+    offers    parts to offer
+    revokes   requests whose offers must end before the step, because they have lost their blocks
+    declines  names of parts that will not be offered
+    is_kept   whether offers of the ended request remain, to which its blocks belong
+    """
+
+    offers: list[OfferOrder] = []
+    revokes: list[str] = []
+    declines: list[str] = []
+    is_kept: bool = False
+
+
+class _Prefill:
+    # A prompt of which parts are offered.
+    #
+    # left    parts that are not offered yet
+    # blocks  blocks of the offered parts
+    # is_lost whether the request has lost its blocks since
+
+    __slots__ = ("blocks", "is_lost", "left", "parts")
+
+    def __init__(self, parts: list[PromptPart]) -> None:
+        self.parts, self.left = parts, list(parts)
+        self.blocks: list[int] = []
+        self.is_lost = False
+
+    def take_declined(self) -> list[str]:
+        left, self.left = self.left, []
+        return [part.name for part in left]
+
+
+class PrefillParts:
+    """The prompts that one engine computes for other engines, in vLLM's scheduler process.
+
+    block_tokens  tokens per block
+    lease_s       seconds for which a part is kept for its decode engine
+    layerwise     whether parts are offered while they are computed; False: at the prompt's end
+    """
+
+    def __init__(self, block_tokens: int, lease_s: float, *, layerwise: bool) -> None:
+        self._block_tokens, self._lease_s, self._layerwise = block_tokens, lease_s, layerwise
+        self._prefills: dict[str, _Prefill] = {}
+
+    def begin(self, request: str, parts: list[PromptPart]) -> None:
+        """Offer the prompt of a new request in these parts, while it is computed."""
+        self._prefills[request] = _Prefill(parts)
+
+    def on_step(
+        self, chunks: Sequence[PromptChunk], blocks_of: Callable[[str], Sequence[int]]
+    ) -> StepOffers:
+        """Return the parts that a step completes, and the requests that were preempted before it.
+
+        chunks     what the step computes
+        blocks_of  function that returns the numbers of a request's blocks now
+        """
+        step = StepOffers()
+        if not self._layerwise or not self._prefills:
+            return step
+        by_request = {chunk.request: chunk for chunk in chunks}
+        for request, prefill in self._prefills.items():
+            chunk = by_request.get(request)
+            if prefill.is_lost or (chunk is None and not prefill.blocks):
+                continue
+            blocks = list(blocks_of(request))
+            if blocks[: len(prefill.blocks)] != prefill.blocks:
+                # vLLM does not report preemptions; the missing blocks show them.
+                prefill.is_lost = True
+                step.revokes.append(request)
+                step.declines += prefill.take_declined()
+            elif chunk is not None:
+                step.offers += self._offers(request, prefill, blocks, chunk)
+        return step
+
+    def _offers(
+        self, request: str, prefill: _Prefill, blocks: list[int], chunk: PromptChunk
+    ) -> Iterator[OfferOrder]:
+        end = chunk.computed + chunk.tokens
+        while prefill.left and prefill.left[0].end <= end:
+            part = prefill.left.pop(0)
+            prefill.blocks = blocks[: -(-part.end // self._block_tokens)]
+            yield self._order(request, part, prefill.blocks, part.end <= chunk.computed)
+
+    def _order(
+        self, request: str, part: PromptPart, blocks: list[int], is_computed: bool
+    ) -> OfferOrder:
+        return OfferOrder(
+            request,
+            part.name,
+            blocks[: -(-part.end // self._block_tokens)],
+            part.end,
+            self._lease_s,
+            is_computed=is_computed,
+        )
+
+    def end(self, request: str, blocks: Sequence[int], *, is_whole: bool) -> StepOffers | None:
+        """End a request; return what follows, or None if no part of it is offered.
+
+        blocks    its blocks
+        is_whole  whether its prompt was computed; False: the request was aborted
+        """
+        prefill = self._prefills.pop(request, None)
+        if prefill is None:
+            return None
+        step = StepOffers()
+        has_offers = bool(prefill.blocks) and not prefill.is_lost
+        if is_whole and not prefill.is_lost:
+            step.offers = [self._order(request, part, list(blocks), True) for part in prefill.left]
+        elif has_offers:
+            step.revokes = [request]
+        if not step.offers:
+            step.declines = prefill.take_declined()
+        step.is_kept = has_offers or bool(step.offers)
+        return step

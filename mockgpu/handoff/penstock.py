@@ -1,0 +1,87 @@
+"""The engine's side of Penstock's connector for vLLM: both requests start at once.
+
+The prefill and the decode request are matched by the member `kv_transfer`. The decode request
+contains the prefill engine's card, `kv_engine`, which the caller must know in advance, and waits
+until that engine has sent the KV. Here the card is plain text, and names no prompt. Source:
+kvtransfer/engines/vllm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mockgpu.handoff.interfaces import EngineIdentity
+from mockgpu.handoff.vllm_nixl import FIELD, checked_object, given_prompt
+from mockgpu.request_parser import (
+    NO_LEG,
+    MalformedHandoffError,
+    ParsedHandoff,
+    ParsedRequest,
+    RequestBody,
+)
+from mockgpu.split_legs import AgentPeer, DecodeLeg, OfferedKv, PrefillLeg
+
+WAIT_S = 30.0
+
+
+class PenstockDialect:
+    """The EngineDialect (handoff protocol) of PenstockConnector."""
+
+    name = "penstock"
+
+    def read(
+        self,
+        raw: bytes,
+        body: RequestBody,
+        headers: Mapping[str, str],
+        request_id: str,
+        identity: EngineIdentity,
+    ) -> ParsedHandoff:
+        """Parse the handoff fields of a request; both requests have the same `kv_transfer`."""
+        params = checked_object(body)
+        if params is None:
+            return NO_LEG
+        transfer = params.get("kv_transfer")
+        if params.get("do_remote_decode"):
+            return ParsedHandoff(
+                PrefillLeg(str(transfer or request_id), identity.lease_s, is_public=True)
+            )
+        if not params.get("do_remote_prefill"):
+            return NO_LEG
+        _, separator, address = str(params.get("kv_engine")).partition("@")
+        if not separator or not transfer:
+            raise MalformedHandoffError(f"{FIELD}.kv_engine")
+        leg = DecodeLeg(str(transfer), AgentPeer(address), identity.wait_s)
+        return ParsedHandoff(leg, given_prompt(params, body))
+
+    def response_members(
+        self,
+        parsed: ParsedRequest,
+        leg: PrefillLeg,
+        offered: OfferedKv | None,
+        identity: EngineIdentity,
+    ) -> dict[str, Any]:
+        """Return the object `kv_transfer_params` with this engine's card; null if no KV is kept."""
+        if offered is None:
+            return {FIELD: None}
+        card = f"{identity.engine_id}@{identity.address}"
+        return {
+            FIELD: {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_engine_id": identity.engine_id,
+                "tp_size": identity.tp,
+                "kv_engine": card,
+            }
+        }
+
+    def choice_members(
+        self,
+        parsed: ParsedRequest,
+        offered: OfferedKv | None,
+        first: bytes,
+        identity: EngineIdentity,
+    ) -> dict[str, Any]:
+        """Return no fields, because vLLM's handoff object is at the top level of the response."""
+        return {}
