@@ -148,6 +148,7 @@ def test_without_extras_it_brings_few_and_small_packages(plain: Path) -> None:
 def test_no_source_lies_beside_its_extension_module(plain: Path) -> None:
     compiled = list(plain.glob("lib/python*/site-packages/gateway/**/*.so"))
     assert len(compiled) > 50
+    assert [path for path in compiled if path.name.startswith("_byte_scan.")]
     assert not [path for path in compiled if (path.parent / _source_name(path)).exists()]
 
 

@@ -58,8 +58,8 @@ OFF_PATH = (
     *_modules("gateway/http", "api_application listener_sockets outgoing_tls tls_listener"),
     *_modules("gateway/metrics", "auto_metrics catalogue drift_metrics labels mirror_metrics"),
     *_modules("gateway/metrics", "process_metrics trial_metrics"),
-    *_modules("gateway/protocol", "api_table error_formats errors model_cards"),
-    *_modules("gateway/protocol", "response_store_probe upstream_error"),
+    *_modules("gateway/protocol", "api_table byte_scan error_formats errors model_cards"),
+    *_modules("gateway/protocol", "python_byte_scan response_store_probe upstream_error"),
     *_modules("gateway/protocol/request", "http2_refusal image_size lax_numbers multipart"),
     *_modules("gateway/protocol/response", "resume_eligibility"),
     *_modules("gateway/protocol/translate", "chat_types messages_conversation messages_request"),
@@ -120,6 +120,8 @@ MODULES = (
         & {*OFF_PATH}
     ),
 )
+HANDWRITTEN = (Path("gateway/protocol/_byte_scan.c"),)
+"""Modules in C, which setup.py compiles like those that Cython generates."""
 NOT_AN_ARGUMENT = object()
 # A compiled module must behave exactly as its source: access to attributes of None raises, and
 # annotations have no effect unless they name a C class.

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from gateway.metrics.metric_types import Histogram
 from gateway.protocol.error_formats import ErrorFormat
 from gateway.protocol.errors import Failure
+from gateway.protocol.python_byte_scan import EVENT_MARKER
 from gateway.protocol.response.event_grammar import EventGrammar, merge_usage, named_error_status
-from gateway.protocol.response.payload_scan import EVENT_MARKER, TAIL_BYTES
+from gateway.protocol.response.payload_scan import TAIL_BYTES
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.retryable_start import HeldNamedEvents, RetryableStart
 from gateway.protocol.response.rewrite import ModelNameRewriter
@@ -43,6 +44,7 @@ class EventRelay(Relay):
     ) -> None:
         super().__init__(own_headers, on_first_token, is_http_1_0, rewriter, chunk_gaps=chunk_gaps)
         self._grammar, self._errors = grammar, errors
+        self._has_named_events = True
         self._first_usage = TokenUsage()
 
     @property

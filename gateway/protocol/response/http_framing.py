@@ -13,6 +13,9 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
+from gateway.protocol.byte_scan import body_span, count_events
+from gateway.protocol.python_byte_scan import CHUNK_SIZES, SIZE_LINES
+
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_END = b"\r\n\r\n"
 MAX_SIZE_LINE = 288
@@ -29,11 +32,7 @@ _LENGTH_LINE = re.compile(rb"\r\ncontent-length: ?([1-9][0-9]{0,8})\r\n", re.IGN
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _ONCE = frozenset((b"content-length", b"content-encoding", b"transfer-encoding"))
 
-# Chunk sizes as engines usually write them; _SIZE parses any other form.
-_SIZES = {b"%x" % size: size for size in range(1, 4096)}
-
-# Size lines by the length of the whole chunk.
-_LINES = {len(line) + size + 4: line + b"\r\n" for line, size in _SIZES.items()}
+# CHUNK_SIZES has chunk sizes as engines usually write them; this parses any other form.
 _SIZE = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]{0,8};[^\r\n]{0,256})?\r\n")
 
 
@@ -116,12 +115,11 @@ class ResponseHeadReader:
     Content-Length.
     """
 
-    __slots__ = ("_after", "_before", "_ending", "_head", "_length_at")
+    __slots__ = ("_after", "_before", "_head")
 
     def __init__(self) -> None:
         self._head: ResponseHead | None = None
-        self._before = self._after = self._ending = b""
-        self._length_at = 0
+        self._before = self._after = b""
 
     def read(self, data: bytes, offset: int) -> tuple[ResponseHead, int] | None:
         """Return the response head at `offset` and the offset of its body; None if it is
@@ -129,14 +127,17 @@ class ResponseHeadReader:
 
         Raises FramingError if the head is malformed, ambiguous or too long.
         """
-        head, length_at = self._head, offset + self._length_at
-        if head is not None and data[offset:length_at] == self._before:
-            start = length_at + len(self._ending)
-            if data[length_at:start] == self._ending:
-                return head, start
-            digits = _LENGTH.match(data, length_at)
-            if digits is not None and data.startswith(self._after, digits.end()):
-                return self._read_length(head, data, length_at, digits)
+        head = self._head
+        if head is not None:
+            if head.length is None:
+                if data.startswith(self._before, offset):
+                    return head, offset + len(self._before)
+            elif (span := body_span(data, offset, self._before, self._after)) is not None:
+                start, end = span
+                if end - start == head.length:
+                    return head, start
+                if end > start:
+                    return self._read_length(head, end - start), start
         end = data.find(HEAD_END, offset, offset + MAX_HEAD_BYTES)
         if end < 0:
             if len(data) - offset >= MAX_HEAD_BYTES:
@@ -150,19 +151,19 @@ class ResponseHeadReader:
 
     def _remember(self, head: ResponseHead, text: bytes) -> None:
         length = _LENGTH_LINE.search(text)
-        if length is not None or head.length is None:
-            at, after = (len(text), len(text)) if length is None else length.span(1)
-            self._head, self._length_at = head, at
-            self._before, self._ending, self._after = text[:at], text[at:], text[after:]
+        if length is not None:
+            self._head, self._before, self._after = (
+                head,
+                text[: length.start(1)],
+                text[length.end(1) :],
+            )
+        elif head.length is None:
+            self._head, self._before, self._after = head, text, b""
 
-    def _read_length(
-        self, head: ResponseHead, data: bytes, length_at: int, digits: re.Match[bytes]
-    ) -> tuple[ResponseHead, int]:
-        start = digits.end() + len(self._after)
-        self._ending = data[length_at:start]
-        line = b"content-length: %b\r\n\r\n" % digits[0]
-        self._head = head = replace(head, length=int(digits[0]), length_line=line)
-        return head, start
+    def _read_length(self, head: ResponseHead, length: int) -> ResponseHead:
+        line = b"content-length: %d\r\n\r\n" % length
+        self._head = head = replace(head, length=length, length_line=line)
+        return head
 
 
 class ResponseBody(Protocol):
@@ -230,7 +231,7 @@ class ChunkedBody:
         A token of a stream usually arrives in this form. The length of `data` determines its size
         line, so the line is compared and not parsed. The state of the body does not change.
         """
-        line = _LINES.get(len(data))
+        line = SIZE_LINES.get(len(data))
         if (
             line is not None
             and self._expects_size
@@ -239,6 +240,13 @@ class ChunkedBody:
         ):
             return data[len(line) : -2]
         return b""
+
+    def count_events(self, data: bytes, finish_reason: bytes) -> int:
+        """Return the number of events in `data` if it is whole chunks of ordinary events; else 0.
+
+        The state of the body does not change. See gateway/protocol/python_byte_scan.py.
+        """
+        return count_events(data, finish_reason) if self._expects_size else 0
 
     def _feed(self, data: bytes) -> bytes:
         pieces: list[bytes] = []
@@ -303,7 +311,7 @@ def _whole_chunks(data: bytes, offset: int, pieces: list[bytes]) -> int:
     #
     # Return the offset at which these chunks end.
     while (line_end := data.find(b"\r\n", offset + 1, offset + 5)) > 0:
-        size = _SIZES.get(data[offset:line_end])
+        size = CHUNK_SIZES.get(data[offset:line_end])
         if size is None or not data.startswith(b"\r\n", line_end + 2 + size):
             break
         pieces.append(data[line_end + 2 : line_end + 2 + size])

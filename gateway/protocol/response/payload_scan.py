@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from gateway.protocol.python_byte_scan import ERROR_NAME, EVENT_MARKER
 from gateway.protocol.response.long_event import first_event_length
 from gateway.protocol.response.stream_search import (
     DONE_MARKER,
@@ -28,7 +29,6 @@ from gateway.protocol.response.stream_search import (
 MAX_PARTIAL_EVENT = 64 * 1024  # bytes of a partial event that are kept for scanning
 MAX_RESCAN = 1024  # bytes of a partial event that are scanned again at every read
 TAIL_BYTES = 16 * 1024  # bytes of a plain response that are kept for scanning
-EVENT_MARKER, _ERROR = b"\ndata:", b'"error"'
 
 
 class PayloadScan:
@@ -152,7 +152,7 @@ class PayloadScan:
             self._finish_payload = payload
             if self.choice_count > 1:
                 self._finished_choices |= find_finished_choices(payload)
-        if payload.find(_ERROR) >= 0 and ERROR_EVENT_PATTERN.search(payload):
+        if payload.find(ERROR_NAME) >= 0 and ERROR_EVENT_PATTERN.search(payload):
             self.has_error_event = True
         self._last_payload = payload
         if payload.find(DONE_MARKER) >= 0 and has_done_marker(payload):

@@ -111,6 +111,7 @@ class Relay(PayloadScan):
     __slots__ = (
         "_body",
         "_event_chunks",
+        "_has_named_events",
         "_held_size_line",
         "_held_start",
         "_is_torn",
@@ -154,6 +155,7 @@ class Relay(PayloadScan):
         self.hold_until_token = hold_until_token
         self.chunk_gaps = chunk_gaps
         self.translator = translator
+        self._has_named_events = False
         self.state = HEAD
         self.head: ResponseHead | None = None
         self.is_committed = self.is_refused = False
@@ -190,12 +192,11 @@ class Relay(PayloadScan):
             # The first token came with data, so the time of that data is known.
             self.chunk_gaps.observe(now - self.last_data_at)  # type: ignore[operator]
         self.last_data_at = now
-        if self._event_chunks is not None:
-            payload = self._event_chunks.match_whole_chunk(data)
-            if payload:  # the ordinary case: it changes neither the framing nor what is held back
-                self._scan_events(payload, now)
-                self.bytes_sent += len(data)
-                return data
+        chunks: ChunkedBody | None = self._event_chunks
+        # In the ordinary case, neither the framing nor what is held back changes.
+        if chunks is not None and self._scan_whole_chunks(chunks, data, now):
+            self.bytes_sent += len(data)
+            return data
         body = self._body
         try:
             payload = body.feed(data)
@@ -216,6 +217,19 @@ class Relay(PayloadScan):
             data = self._finish_body(data)
         self.bytes_sent += len(data)
         return data
+
+    def _scan_whole_chunks(self, chunks: ChunkedBody, data: bytes, now: float) -> bool:
+        # Scan `data` if it consists of whole chunks, in the usual form; return whether it does.
+        if self.first_token_at is not None and not (self._partial_event or self._has_named_events):
+            count = chunks.count_events(data, self._reason_marker)
+            if count:
+                self.event_count += count
+                self._last_payload = data
+                return True
+        payload = chunks.match_whole_chunk(data)
+        if payload:
+            self._scan_events(payload, now)
+        return bool(payload)
 
     def eof(self) -> bytes:
         """Handle the end of the engine's connection, and return the last bytes for the client.

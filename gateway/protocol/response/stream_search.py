@@ -10,12 +10,14 @@ from typing import Annotated
 
 import msgspec
 
-USAGE = b'"usage":'
+from gateway.protocol.byte_scan import finish_reason, usage_counts
+from gateway.protocol.python_byte_scan import DONE_MARKER as DONE_MARKER
+from gateway.protocol.python_byte_scan import USAGE as USAGE
+
 _FINISH_NAME = b'"finish_reason":'
 FINISH_REASON = b'"finish_reason":"'
 SPACED_FINISH_REASON = b'"finish_reason": "'
 """The form in which some engines write a finish reason, with a blank after each colon."""
-DONE_MARKER = b"[DONE]"
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 """The byte sequences that end an event. Engines write the first; proxies in front of them may write
 the second.
@@ -107,6 +109,9 @@ _read_usage = msgspec.json.Decoder(TokenUsage).decode
 
 def find_usage(text: bytes) -> TokenUsage:
     """Return the token counts after the last `usage` member in `text`."""
+    counts = usage_counts(text)
+    if counts is not None:
+        return TokenUsage(*counts)
     # partition() takes half as long as find(), whose offsets are parsed like a format string.
     _, found, rest = text.rpartition(USAGE)
     if not found:
@@ -127,6 +132,9 @@ def find_usage(text: bytes) -> TokenUsage:
 
 def find_finish_reason(text: bytes) -> str | None:
     """Return the last finish reason in `text` as the engine wrote it, or None."""
+    usual = finish_reason(text)
+    if usual is not None:
+        return usual
     _, found, value = text.rpartition(_FINISH_NAME)
     if found and value and value[0] == _QUOTE:
         reason = _FINISH_REASONS.get(value[1:_REASON_BYTES].partition(b'"')[0])

@@ -1,0 +1,223 @@
+"""Property tests that both forms of gateway/protocol/byte_scan.py find the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gateway.protocol.response import http_framing, stream_search
+from gateway.protocol.response.stream_search import (
+    EVENT_ENDS,
+    FINISH_REASON,
+    SPACED_FINISH_REASON,
+    find_finish_reason,
+    find_usage,
+)
+from tests.byte_scan_forms import PYTHON, c_form, needs_compiler
+from tests.property.gateway.protocol.response.relay_feed import (
+    CUTS,
+    HEAD,
+    TEXTS,
+    chunked,
+    feed,
+    whole_stream,
+)
+
+pytestmark = needs_compiler
+
+_CHUNK = re.compile(rb"([1-9a-f][0-9a-f]{0,2})\r\n")
+_SPECIAL = (b'"usage":', b'"error"', b"[DONE]")
+
+# Texts that begin like what the scan looks for, and the text between them.
+PIECES = st.sampled_from(
+    [
+        *(b'"usage":', b'"usage"', b'"error"', b"[DONE]", b"\ndata:", b"data:", b"[D", b'"e'),
+        *(b"\n\n", b"\r\n\r\n", b"\r\n", b"\n", FINISH_REASON, SPACED_FINISH_REASON),
+        *(
+            b'"finish_reason":null',
+            b"{",
+            b"}",
+            b'"',
+            b"word ",
+            b"a longer piece of text, ",
+            b"\xff",
+        ),
+    ]
+)
+EVENTS = st.lists(PIECES, max_size=12).map(lambda pieces: b"data:" + b"".join(pieces) + b"\n\n")
+MARKERS = st.sampled_from([FINISH_REASON, SPACED_FINISH_REASON])
+
+
+def chunk(payload: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(payload), payload)
+
+
+def events_of(data: bytes, marker: bytes) -> int:
+    # Return what count_events() must return for any number of chunks, found step by step.
+    at, events = 0, 0
+    while at < len(data):
+        line = _CHUNK.match(data, at)
+        if line is None:
+            return 0
+        end = line.end() + int(line[1], 16)
+        payload = data[line.end() : end]
+        if len(data) < end + 2 or data[end : end + 2] != b"\r\n":
+            return 0
+        if not payload.startswith(b"data:") or not payload.endswith(EVENT_ENDS):
+            return 0
+        if any(text in payload for text in (*_SPECIAL, marker)):
+            return 0
+        events += 1 + payload.count(b"\ndata:")
+        at = end + 2
+    return events
+
+
+@contextmanager
+def using(form: ModuleType) -> Iterator[None]:
+    """Let the modules of responses use one of the forms."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("finish_reason", "usage_counts"):
+            patch.setattr(stream_search, name, getattr(form, name))
+        for name in ("body_span", "count_events"):
+            patch.setattr(http_framing, name, getattr(form, name))
+        yield
+
+
+@given(st.lists(EVENTS, max_size=4), MARKERS)
+def test_events_of_whole_chunks_are_counted_unless_one_is_special(
+    payloads: list[bytes], marker: bytes
+) -> None:
+    data = b"".join(map(chunk, payloads))
+    assert c_form().count_events(data, marker) == events_of(data, marker)
+    if len(payloads) == 1:
+        assert PYTHON.count_events(data, marker) == events_of(data, marker)
+
+
+@given(st.lists(EVENTS, min_size=1, max_size=3), MARKERS, st.data())
+def test_bytes_that_are_no_whole_chunks_have_no_ordinary_events(
+    payloads: list[bytes], marker: bytes, draw: st.DataObject
+) -> None:
+    data = bytearray(b"".join(map(chunk, payloads)))
+    at = draw.draw(st.integers(0, len(data) - 1))
+    if draw.draw(st.booleans()):
+        data[at] = draw.draw(st.sampled_from(b"\r\n0af1Fg:d \xff"))
+    else:
+        del data[at:]
+    text = bytes(data)
+    assert c_form().count_events(text, marker) == events_of(text, marker)
+    assert PYTHON.count_events(text, marker) in (0, events_of(text, marker))
+
+
+@given(st.integers(1, 5000), MARKERS)
+def test_chunks_of_up_to_4095_bytes_are_recognised(size: int, marker: bytes) -> None:
+    payload = b"data:".ljust(size, b"x") + b"\n\n"
+    data = chunk(payload)
+    expected = 1 if len(payload) < 4096 else 0
+    assert c_form().count_events(data, marker) == PYTHON.count_events(data, marker) == expected
+
+
+@given(
+    st.lists(PIECES, max_size=4).map(b"".join),
+    st.sampled_from([b"0", b"7", b"10", b"007", b"123456789", b"1234567890", b"", b"-1", b"+1"]),
+    st.lists(PIECES, max_size=4).map(b"".join),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_the_span_of_a_body_is_found_alike(
+    before: bytes, digits: bytes, after: bytes, offset: int, cut: bool
+) -> None:
+    data = b"x" * offset + before + digits + after + b"body"
+    data = data[:-6] if cut else data
+    offset = min(offset, len(data))
+    expected = PYTHON.body_span(data, offset, before, after)
+    assert c_form().body_span(data, offset, before, after) == expected
+    if not cut and digits in (b"0", b"7", b"123456789") and not after[:1].isdigit():
+        start = len(data) - 4
+        assert expected == (start, start + int(digits))
+
+
+def test_an_offset_outside_the_text_is_an_error() -> None:
+    for offset in (-1, 4):
+        with pytest.raises(ValueError, match="outside"):
+            c_form().body_span(b"abc", offset, b"", b"")
+    with pytest.raises(TypeError):
+        c_form().body_span(bytearray(b"abc"), 0, b"", b"")
+    with pytest.raises(TypeError):
+        c_form().count_events(b"abc")
+
+
+NAMES = st.sampled_from(
+    ["prompt_tokens", "completion_tokens", "cached_tokens", "total_tokens", "prompt_tokens_details"]
+)
+VALUES = st.sampled_from(
+    [
+        *("0", "7", "12", "null", "007", "-1", "1.5", "1e3", '"7"', "true", "{}", " 7", ""),
+        *('{"cached_tokens":5}', "999999999999999", "1000000000000000"),
+    ]
+)
+
+
+@given(
+    st.lists(st.tuples(NAMES, VALUES), max_size=5),
+    st.sampled_from([("", ":", ","), (" ", ":", ","), ("", ": ", ", "), (" ", ": ", ", ")]),
+    st.sampled_from(['{"choices":[],', '{"usage":{"prompt_tokens":3},', ""]),
+    st.sampled_from(["}}", "}", ',"prompt_tokens":4}}', "", "}}\n\ndata: [DONE]\n\n"]),
+)
+@example([("prompt_tokens", "5"), ("prompt_tokens", "6")], ("", ":", ","), "", "}")
+@example([("prompt_tokens", "5"), ("prompt_tokens", "6")], (" ", ": ", ", "), "", "}")
+def test_token_counts_are_read_alike(
+    members: list[tuple[str, str]], blanks: tuple[str, str, str], before: str, end: str
+) -> None:
+    first, colon, comma = blanks
+    counts = comma.join(f'"{name}"{colon}{value}' for name, value in members)
+    text = f'{before}"usage":{first}{{{counts}{end}'.encode()
+    with using(PYTHON):
+        expected = find_usage(text)
+    with using(c_form()):
+        assert find_usage(text) == expected
+
+
+def test_usual_token_counts_are_read_in_c() -> None:
+    text = b'{"usage":{"prompt_tokens":17,"total_tokens":19,"completion_tokens": 2,"x":null}}'
+    assert c_form().usage_counts(text) == (17, 2, None)
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                *(b'"finish_reason":', b'"finish_reason": ', b"null", b'"', b"stop", b"length"),
+                *(b"tool_calls", b"other", b"abort", b"stopped", b",", b"}", b"content_filter"),
+            ]
+        ),
+        max_size=12,
+    ).map(b"".join)
+)
+@example(b'"finish_reason":"stop')
+@example(b'"finish_reason":"stop"')
+def test_finish_reasons_are_found_alike(text: bytes) -> None:
+    with using(PYTHON):
+        expected = find_finish_reason(text)
+    with using(c_form()):
+        assert find_finish_reason(text) == expected
+    assert c_form().finish_reason(text) in (None, expected)
+
+
+@given(TEXTS, st.lists(st.integers(1, 200), max_size=30), CUTS)
+def test_streams_are_relayed_alike(texts: list[str], sizes: list[int], cuts: list[int]) -> None:
+    events = [event + "\n\n" for event in whole_stream(texts).split("\n\n")[:-1]]
+    by_event = [len(event.encode()) for event in events]
+    for wire in (
+        HEAD + chunked("".join(events).encode(), sizes),
+        HEAD + chunked("".join(events).encode(), by_event),
+    ):
+        with using(PYTHON):
+            expected = feed(wire, cuts)
+        with using(c_form()):
+            assert feed(wire, cuts) == expected
