@@ -46,7 +46,8 @@ class LoadReservation(QueuedPrompt):
                       computes the prompt
     predicted_tpot_s  expected seconds per output token after the first
 
-    Both predictions are None where no policy reads the forecast.
+    Both predictions are None where no policy reads the forecast, and where the first token is not
+    observable: nothing could be compared with them.
     """
 
     __slots__ = (
@@ -129,20 +130,25 @@ class LoadReservation(QueuedPrompt):
             self.remaining_tokens, self.is_planned = 0, True
             timeline.start_decoding(self, now)
             return
-        self._reserved_at = now
+        load_forecast.add_sequence(load, prompt)
         if handed:
-            self._first_s: float | None = None
-            self._token_s = load_forecast.predict_tpot_s(
-                timeline, load, prompt, request.output_tokens, 0.0
-            )
+            if self.sees_first_token:
+                self._reserved_at = now
+                self._first_s: float | None = None
+                self._token_s = load_forecast.predict_tpot_s(
+                    timeline, load, prompt, request.output_tokens, 0.0
+                )
             timeline.expect_kv(load, self)
-        else:
-            self._place()
+            return
+        self._place()
+        timeline.advance(load, now)
+        if self.sees_first_token:
+            self._reserved_at = now
             self._first_s = first_s = ttft_simulation.simulate_ttft_s(timeline, load, self, now)
             self._token_s = load_forecast.predict_tpot_s(
                 timeline, load, prompt, request.output_tokens, first_s
             )
-            self._compute(now)
+        self._compute(now)
 
     def _place(self) -> None:
         # The last token is always computed: its logits produce the first output token.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from operator import attrgetter
 
 import msgspec
@@ -93,10 +94,12 @@ def snapshot_pick(policy: Policy, pick: Pick) -> PickSnapshot | None:
 
 def runner_up(pick: Pick) -> Candidate | None:
     """Return the candidate with the second best score, or None if there was only one."""
-    others = [
-        index for index, candidate in enumerate(pick.candidates) if candidate is not pick.candidate
-    ]
-    return pick.candidates[max(others, key=pick.scores.__getitem__)] if others else None
+    candidates = pick.candidates
+    if len(candidates) < 2:
+        return None
+    scores = list(pick.scores)
+    scores[candidates.index(pick.candidate)] = -inf
+    return candidates[scores.index(max(scores))]
 
 
 class RecentExchanges:

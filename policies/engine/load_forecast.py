@@ -19,6 +19,13 @@ FRESH_S = 0.5  # maximum age of the averages
 MOST_BUSY = 0.95  # upper bound of the share of time that prefill is predicted to take
 
 
+def add_sequence(load: EngineLoad, prompt_tokens: int) -> None:
+    """Add one more sequence with `prompt_tokens` tokens of context to the forecast."""
+    load.decode_s_per_token += (
+        load.decode_s_per_sequence + load.decode_s_per_context_token * prompt_tokens
+    )
+
+
 def predict_tpot_s(
     timeline: EngineModel, load: EngineLoad, prompt_tokens: int, output_tokens: int, first_s: float
 ) -> float:
@@ -35,9 +42,6 @@ def predict_tpot_s(
     belief, lately = load.belief, timeline.averages
     share = lately.share if lately.share < MOST_BUSY else MOST_BUSY
     step_s = timeline.decode_s + belief.sequence_s + belief.context_s * prompt_tokens
-    load.decode_s_per_token += (
-        load.decode_s_per_sequence + load.decode_s_per_context_token * prompt_tokens
-    )
     # steps with prompts also generate tokens
     expected = step_s / (1.0 - share + lately.pace * step_s)
     if output_tokens > 0:  # requests that arrive while it waits are computed while it decodes

@@ -227,16 +227,17 @@ def simulate_ttft_s(
 ) -> float:
     """Return the expected seconds until the first token of a prompt that is sent now.
 
-    The prompt is not in the engine model's queue yet.
+    The prompt is not in the engine model's queue yet. The caller must have advanced the timeline to
+    `now`.
     """
-    timeline.advance(load, now)
-    is_idle = not (timeline.is_busy or timeline.batch or timeline.queue or load.external_requests)
-    if (
-        is_idle
-        and not load.peer_load.decoding
-        and prompt.remaining_tokens <= load.belief.budget_tokens
+    if not (
+        timeline.is_busy or timeline.queue or load.external_requests or load.peer_load.decoding
     ):
-        return idle_ttft_s(timeline, load, prompt)
+        if not timeline.batch:
+            if prompt.remaining_tokens <= load.belief.budget_tokens:
+                return idle_ttft_s(timeline, load, prompt)
+        elif (seconds := decoding_ttft_s(timeline, load, prompt, now)) is not None:
+            return seconds
     if (
         max(
             len(timeline.queue),
@@ -288,3 +289,35 @@ def idle_ttft_s(timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt
     )
     prompts_s = belief.prompts_s(tokens, pairs) * belief.pace(tokens)
     return belief.request_s + prompts_s + decoding_batch_s + belief.layers_s
+
+
+def decoding_ttft_s(
+    timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt, now: float
+) -> float | None:
+    """Return the seconds to the first token of a prompt at an engine that only decodes, or None if
+    it must wait for KV or takes several steps.
+
+    The result equals that of simulate_ttft_s(), but costs less.
+    """
+    belief, batch = load.belief, timeline.batch
+    tokens, budget_tokens = float(prompt.remaining_tokens), belief.budget_tokens - batch
+    context = timeline.context_base + batch * timeline.steps + load.peer_load.decode_tokens
+    kv_free = timeline.free_kv_tokens(load) + UNSURE * (load.kv_tokens or 0)
+    clock, enters_at = timeline.step_began_at, now + belief.request_s
+    if enters_at > clock:  # it waits for the end of a decode step
+        step_s = max(belief.floor_s, belief.flop_s * batch) + belief.base_s
+        step_s = step_s + belief.context_s * context + belief.sequence_s * batch
+        steps = max(1, ceil((enters_at - clock) / step_s - 1e-9))
+        clock += steps * step_s
+        context += steps * batch
+        kv_free -= steps * batch
+    if clock < enters_at or tokens >= budget_tokens or timeline.needed_kv_tokens(prompt) > kv_free:
+        return None
+    pairs = tokens * (prompt.computed_tokens + 0.5 * tokens)
+    behind_s = clock - (enters_at - belief.request_s)
+    arriving = timeline.arrivals.expected_tokens_behind(behind_s)
+    if arriving > 0.0:
+        arriving = min(budget_tokens - tokens, arriving)
+        tokens, pairs = tokens + arriving, pairs + 0.5 * arriving * arriving
+    prompts_s = belief.prompts_s(tokens, pairs) * belief.pace(tokens)
+    return clock + (prompts_s + belief.decoding_batch_s(batch, context) + belief.layers_s) - now

@@ -323,12 +323,14 @@ class _PriceLoop:
 
     def set_request(self, request: Request, now: float, part: PhaseShare) -> None:
         # Set the request that is priced from here on, as if it came at `now`.
-        tpot_s, decodes = request.slo.tpot_s, part.decodes
+        slo, decodes = request.slo, part.decodes
         self.prompt, self.now, self.prefills = float(request.prompt_tokens), now, part.prefills
-        self.per_ttft, self.per_tpot = 1.0 / patience_s(request, now), 1.0 / tpot_s
+        left_s: float = slo.ttft_s
+        if request.arrived_s:
+            left_s = patience_s(request, now)
+        self.per_ttft, self.per_tpot = 1.0 / left_s, 1.0 / slo.tpot_s
         self.later, self.own = decodes * request.output_tokens, decodes * self.tpot
-        self.decoded = decodes / tpot_s
-        self.per_work = self.work / request.slo.ttft_s
+        self.decoded, self.per_work = decodes / slo.tpot_s, self.work / slo.ttft_s
 
     def prices(
         self, rows: Iterable[_Row], cached: Sequence[int], usual: float, is_partial: bool = False

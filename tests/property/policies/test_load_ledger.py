@@ -84,9 +84,9 @@ class Ledger(RuleBasedStateMachine):
         entry = (load_ledger.reserve_decode if handed else load_ledger.reserve)(
             self.load, request, int(prompt * share), self.now, told
         )
-        believed = self.load.is_modelled
-        assert (entry.predicted_ttft_s is None) == (handed or not believed)
-        assert (entry.predicted_tpot_s is None) == (not believed)
+        is_predicted = self.load.is_modelled and told
+        assert (entry.predicted_ttft_s is None) == (handed or not is_predicted)
+        assert (entry.predicted_tpot_s is None) == (not is_predicted)
         assert entry.predicted_tpot_s is None or isfinite(entry.predicted_tpot_s)
         self.open.add(entry)
         self.outputs[entry] = output

@@ -14,7 +14,12 @@ from policies.engine.running_averages import ArrivalAverages
 from policies.engine.shared_prefix_kv import SharedPrefixKv
 from policies.engine.step_time import SpeedBelief, shape_for
 from policies.latency import ttft_simulation
-from policies.latency.ttft_simulation import MOST_STEPS, idle_ttft_s, run_simulation
+from policies.latency.ttft_simulation import (
+    MOST_STEPS,
+    decoding_ttft_s,
+    idle_ttft_s,
+    run_simulation,
+)
 from policies.routing_types import Request
 
 SHAPE = shape_for("h100", 4, params_b=70.6, weight_bytes=1, request_s=0.0)
@@ -67,6 +72,49 @@ def test_the_time_at_an_idle_engine_is_that_of_the_simulation(
     predicted_ttft(load, tokens, 20.0, cached)
     ((short, simulated),) = pairs
     assert short == pytest.approx(simulated, rel=1e-9)
+
+
+@pytest.mark.parametrize("arrivals", [0, 200])
+@pytest.mark.parametrize(("tokens", "cached"), [(1, 0), (500, 0), (6_000, 5_000), (7_900, 0)])
+@pytest.mark.parametrize("now", [20.0, 20.0113, 31.7])
+def test_the_time_at_an_engine_that_only_decodes_is_that_of_the_simulation(
+    tokens: int, cached: int, arrivals: int, now: float
+) -> None:
+    load = load_of(200_000)
+    for number in range(arrivals):
+        load_ledger.reserve(load, request(500), 0, 0.05 * number).drop(0.05 * number)
+    for _ in range(3):
+        load_ledger.reserve(load, request(3000, 900), 0, 19.0).on_first_token(20.0)
+    entry = load_ledger.reserve(load, request(tokens), cached, now)
+    timeline = load.timeline
+    timeline.remove_from_queue(entry)
+    seconds = decoding_ttft_s(timeline, load, entry, now)
+    assert seconds == entry.predicted_ttft_s
+    assert seconds == run_simulation(timeline, load, entry, now)
+
+
+@pytest.mark.parametrize(("prompt", "kv_tokens"), [(9000, 200_000), (5000, 10_000)])
+def test_a_prompt_of_several_steps_or_without_free_kv_is_simulated(
+    prompt: int, kv_tokens: int
+) -> None:
+    load = load_of(kv_tokens)
+    for _ in range(3):
+        load_ledger.reserve(load, request(3000, 900), 0, 19.0).on_first_token(20.0)
+    entry = load_ledger.reserve(load, request(prompt), 0, 20.1)
+    timeline = load.timeline
+    timeline.remove_from_queue(entry)
+    assert decoding_ttft_s(timeline, load, entry, 20.1) is None
+    assert entry.predicted_ttft_s == run_simulation(timeline, load, entry, 20.1)
+
+
+def test_nothing_is_predicted_of_an_answer_that_comes_whole() -> None:
+    load = load_of()
+    whole = load_ledger.reserve(load, request(3000), 0, 20.0, False)
+    assert (whole.predicted_ttft_s, whole.predicted_tpot_s) == (None, None)
+    streamed = load_of()
+    load_ledger.reserve(streamed, request(3000), 0, 20.0)
+    assert load.prefill_done_at == streamed.prefill_done_at
+    assert load.decode_s_per_token == streamed.decode_s_per_token
 
 
 def test_a_prompt_that_comes_during_a_step_waits_for_its_end_and_not_for_those_behind() -> None:
