@@ -20,14 +20,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtransfer.contract import (
-    Link,
-    Transport,
-    TransportError,
-    WindowHead,
-    WindowSlice,
-    WindowVerdict,
-)
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import Blocks
@@ -57,6 +49,14 @@ from kvtransfer.transfer.sink import FetchRequest, TransferSink
 from kvtransfer.transfer.source import TransferSource
 from kvtransfer.transfer.stats import AgentStats
 from kvtransfer.transfer.transfer_order import Priority
+from kvtransfer.transport_interface import (
+    Link,
+    Transport,
+    TransportError,
+    WindowHead,
+    WindowSlice,
+    WindowVerdict,
+)
 from kvtransfer.transports.transport_choice import host_id
 from kvtransfer.util.agent_lock import AgentLock
 from kvtransfer.util.agent_options import AgentOptions

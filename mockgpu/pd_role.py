@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from kvtransfer.agent import Agent
-from kvtransfer.contract import Transport, TransportError
+from kvtransfer.transport_interface import Transport, TransportError
 from kvtransfer.transports.inproc import Inproc, InprocWire
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp

@@ -16,12 +16,12 @@ import numpy as np
 from pool import Bytes, Draw
 
 from kvtransfer.agent import Agent
-from kvtransfer.contract import Transport
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.outcomes import OutcomeKind, TransferOutcome
 from kvtransfer.transfer.handles import Offer
+from kvtransfer.transport_interface import Transport
 
 KEY = b"a key for this comparison alone"
 PATIENCE_S = 50.0

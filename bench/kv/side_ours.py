@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 from pool import Bytes, Draw
 
-from kvtransfer.contract import (
+from kvtransfer.layout.byte_ranges import ByteRuns
+from kvtransfer.layout.memory_files import MemoryFileRegion
+from kvtransfer.layout.memory_regions import GenerationCheck, Region
+from kvtransfer.transport_interface import (
     Link,
     MultiLaneLink,
     Transport,
@@ -24,9 +27,6 @@ from kvtransfer.contract import (
     WindowSlice,
     WindowVerdict,
 )
-from kvtransfer.layout.byte_ranges import ByteRuns
-from kvtransfer.layout.memory_files import MemoryFileRegion
-from kvtransfer.layout.memory_regions import GenerationCheck, Region
 from kvtransfer.transports.stream.link import LinkOptions
 
 BLOCK_BYTES = 64 << 10  # size of the region's blocks, which have generations

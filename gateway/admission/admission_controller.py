@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from gateway.admission.quotas import Quotas
 from gateway.config import Config, WaitingRoom
-from gateway.fleet.outgoing_updates import OutgoingUpdates
+from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.http.eager_task import timeout_after
 from gateway.http.large_bodies import LargeBodies
 from gateway.protocol.errors import Failure, GatewayError

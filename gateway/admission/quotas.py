@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from time import monotonic
 
 from gateway.config import Tenant
-from gateway.fleet.outgoing_updates import OutgoingUpdates
+from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.protocol.errors import Failure, GatewayError
 from policies.admission.quota import Quota, QuotaLimits, QuotaRefusal
 from policies.routing_types import Request

@@ -21,7 +21,7 @@ from gateway.fleet.endpoint_registry import (
 )
 from gateway.fleet.engine_metrics import UNKNOWN_PROGRESS, ScrapedLoad
 from gateway.fleet.kv_events.endpoint_events import CacheExpectation
-from gateway.fleet.outgoing_updates import OutgoingUpdates
+from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.fleet.reservation import DecodeReservation, Reservation
 from gateway.fleet.speed_monitor import SpeedMonitor, describe_slowness, find_healthy_peer

@@ -17,7 +17,7 @@ from gateway.admission.admission_controller import AdmissionController
 from gateway.config import Tenant
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.outgoing_updates import OutgoingUpdates
+from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.metrics.catalogue import Metrics
 from gateway.peers import peer_messages
 from gateway.peers.bus import BROADCAST

@@ -10,7 +10,7 @@
       prefill       the prefill part of a split request; its engine span also has a transfer span,
                     from the end of prefill to the first byte
 
-span_exporter.py exports the spans; semconv.py has the names of attributes.
+span_exporter.py exports the spans; span_attribute_names.py has the names of attributes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 from gateway.exchange import Exchange
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.trace_context import LegSpan, Trace, new_span_id
-from gateway.telemetry import semconv
+from gateway.telemetry import span_attribute_names as semconv
 from gateway.telemetry.slo_outcomes import effective_usage
 
 INTERNAL, SERVER, CLIENT = 1, 2, 3

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from kvtransfer.contract import MAX_LANES, Link, MultiLaneLink, Transport, TransportError
 from kvtransfer.links.peer_link import DialRequest, PeerLink, incompatibility, wrong_peer_error
 from kvtransfer.links.unproven_links import UnprovenLinks
 from kvtransfer.protocol.messages import (
@@ -35,6 +34,7 @@ from kvtransfer.transfer.commands import Command
 from kvtransfer.transfer.sink import TransferSink
 from kvtransfer.transfer.source import TransferSource
 from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transport_interface import MAX_LANES, Link, MultiLaneLink, Transport, TransportError
 from kvtransfer.transports.transport_choice import better_transport
 from kvtransfer.util.agent_lock import AgentLock
 from kvtransfer.util.agent_options import AgentOptions

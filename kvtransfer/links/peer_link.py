@@ -11,10 +11,10 @@ import threading
 
 import msgspec
 
-from kvtransfer.contract import Link, Transport
 from kvtransfer.protocol.messages import VERSION, AgentCard, Message
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.protocol.session import LinkSession
+from kvtransfer.transport_interface import Link, Transport
 from kvtransfer.util.agent_options import AgentOptions
 
 

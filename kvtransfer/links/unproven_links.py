@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvtransfer.contract import Link
+from kvtransfer.transport_interface import Link
 from kvtransfer.util.client_address import client_address
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from kvtransfer.contract import WindowHead, WindowVerdict
+from kvtransfer.transport_interface import WindowHead, WindowVerdict
 
 _MAGIC = b"KVF2"
 _CHECKED = struct.Struct("<4sQ")

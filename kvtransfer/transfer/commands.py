@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.contract import Link, WindowHead, WindowSlice
 from kvtransfer.protocol.messages import Invite, Message
 from kvtransfer.protocol.outcomes import TransferOutcome
+from kvtransfer.transport_interface import Link, WindowHead, WindowSlice
 
 
 class SendMessage(msgspec.Struct, frozen=True):

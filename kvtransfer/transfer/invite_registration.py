@@ -10,9 +10,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvtransfer.contract import Link, TransportError
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transfer.commands import SendInvite
+from kvtransfer.transport_interface import Link, TransportError
 from kvtransfer.util.agent_lock import AgentLock
 from kvtransfer.util.clock import Clock
 

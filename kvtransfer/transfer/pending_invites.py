@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvtransfer.contract import Link
 from kvtransfer.protocol.messages import Invite
 from kvtransfer.protocol.outcomes import EndReason
+from kvtransfer.transport_interface import Link
 from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.ttl_map import TtlMap
 

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.contract import Link, WindowHead, WindowSlice
 from kvtransfer.layout.byte_ranges import ByteRuns, sorted_distinct
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.memory_regions import GenerationCheck, Region, local_rank
@@ -22,6 +21,7 @@ from kvtransfer.protocol.messages import AgentCard
 from kvtransfer.transfer.commands import PutWindow
 from kvtransfer.transfer.send_credits import SendCredits
 from kvtransfer.transfer.transfer_order import Priority, TransferOrder
+from kvtransfer.transport_interface import Link, WindowHead, WindowSlice
 
 _NONE = np.empty(0, np.int64)
 # Tickets of one offer that are valid at the same time. Renewal keeps earlier tickets valid, because

@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.contract import Link, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.byte_ranges import ByteRuns, sorted_distinct
 from kvtransfer.layout.kv_layout import KvLayout, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region, local_rank
@@ -53,6 +52,7 @@ from kvtransfer.transfer.receive_tracker import ReceiveTracker, RepeatedWindowEr
 from kvtransfer.transfer.stats import AgentStats
 from kvtransfer.transfer.transfer_order import Priority
 from kvtransfer.transfer.window_forecast import WindowForecast
+from kvtransfer.transport_interface import Link, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.util.agent_options import AgentOptions
 
 

@@ -10,10 +10,6 @@ import heapq
 from collections.abc import Callable, Sequence
 from itertools import chain
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvtransfer.contract import Link
 from kvtransfer.layout.kv_layout import pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import (
@@ -55,10 +51,12 @@ from kvtransfer.transfer.commands import (
     plan_or_defer,
 )
 from kvtransfer.transfer.offer_division import OfferSharing
+from kvtransfer.transfer.offered_blocks import OfferedBlocks
 from kvtransfer.transfer.pending_invites import PendingInvites
 from kvtransfer.transfer.send_queue import LeasedOffer, OfferSpec, SendQueue
 from kvtransfer.transfer.stats import AgentStats
 from kvtransfer.transfer.transfer_order import Priority
+from kvtransfer.transport_interface import Link
 from kvtransfer.util.agent_options import AgentOptions
 
 
@@ -81,7 +79,7 @@ class TransferSource:
         self._authorizer = Authorizer(key, card, regions)
         self._sharing = OfferSharing(card, self._add_share)
         self.bandwidth = BandwidthMeter()
-        self._offer_counts = np.zeros(min(region.blocks for region in regions), np.int32)
+        self._blocks = OfferedBlocks(min(region.blocks for region in regions))
         self._deadlines: list[tuple[float, int]] = []
         self._set_deadlines = 0
         self._lost_rank: str | None = None
@@ -128,7 +126,7 @@ class TransferSource:
         offer = LeasedOffer(number, spec, generations, now)
         offer.ticket = self._authorizer.issue(offer)
         self._offers[number] = self._names[spec.name] = offer
-        self._offer_counts[spec.distinct] += 1
+        self._blocks.protect(spec.distinct)
         self._push_deadline(offer)
         if self._lost_rank is not None:
             return offer.ticket, self._end(offer, EndReason.RANK_LOST, self._lost_rank, now)
@@ -361,8 +359,7 @@ class TransferSource:
             )
         if spec.blocks.size > MAX_BLOCKS:
             raise ValueError(f"an offer has at most {MAX_BLOCKS} blocks, not {spec.blocks.size}")
-        if spec.blocks.min() < 0 or spec.blocks.max() >= self._offer_counts.size:
-            raise ValueError(f"block numbers must be from 0 to {self._offer_counts.size - 1}")
+        self._blocks.check_range(spec.blocks)
 
     def _refuse_waiting(self, name: str, reason: EndReason, detail: str) -> list[Command]:
         return [
@@ -404,7 +401,7 @@ class TransferSource:
 
     def _add_share(self, share: LeasedOffer) -> None:
         self._offers[share.number] = share
-        self._offer_counts[share.spec.distinct] += 1
+        self._blocks.protect(share.spec.distinct)
         self._push_deadline(share)
 
     def _claim(
@@ -584,17 +581,8 @@ class TransferSource:
             transport=transport,
             detail=detail,
         )
-        commands.append(BumpGenerations(self._release_blocks(offer)))
+        commands.append(BumpGenerations(self._blocks.release(offer.spec.distinct)))
         if offer.whole is None:
             self._stats.count_offer(outcome)
             commands.append(ResolveHandle(offer.number, outcome))
         return commands + pumped
-
-    def _release_blocks(self, offer: LeasedOffer) -> NDArray[np.int64]:
-        # Stop protecting an offer's blocks; return those that no other offer protects.
-        #
-        # Requests share blocks of a common prefix.
-        blocks = offer.spec.distinct
-        self._offer_counts[blocks] -= 1
-        freed: NDArray[np.int64] = blocks[self._offer_counts[blocks] == 0]
-        return freed

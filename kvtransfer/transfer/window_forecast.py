@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from kvtransfer.contract import WindowHead
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.reshard import TransferPlan
 from kvtransfer.transfer.receive_tracker import ReceiveTracker
+from kvtransfer.transport_interface import WindowHead
 
 _MOST_SKIPPED = 64  # windows that may be missing before a forecast is given up
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
-from kvtransfer.contract import LinkOwner, TransportError
+from kvtransfer.transport_interface import LinkOwner, TransportError
 from kvtransfer.transports.stream.link import StreamLink
 from kvtransfer.transports.waiting_sockets import WaitingSockets
 

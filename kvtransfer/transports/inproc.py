@@ -18,7 +18,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtransfer.contract import (
+from kvtransfer.layout.byte_ranges import ByteRuns
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.layout.reshard import Blocks
+from kvtransfer.transport_interface import (
     Link,
     LinkOwner,
     TransportError,
@@ -26,9 +29,6 @@ from kvtransfer.contract import (
     WindowSlice,
     WindowVerdict,
 )
-from kvtransfer.layout.byte_ranges import ByteRuns
-from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import Blocks
 from kvtransfer.util.clock import Callback, Clock, Timer
 
 _TRICKLE_S = 0.02

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.contract import TransportError
 from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transport_interface import TransportError
 from kvtransfer.transports.copy_runs import are_within
 from kvtransfer.transports.pump import Digest, PumpCalls
 

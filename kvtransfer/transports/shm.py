@@ -21,14 +21,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.contract import (
-    Link,
-    LinkOwner,
-    TransportError,
-    WindowHead,
-    WindowSlice,
-    WindowVerdict,
-)
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region, RegionError
@@ -39,6 +31,14 @@ from kvtransfer.protocol.frame import (
     encode_frame,
     pack_head,
     unpack_head,
+)
+from kvtransfer.transport_interface import (
+    Link,
+    LinkOwner,
+    TransportError,
+    WindowHead,
+    WindowSlice,
+    WindowVerdict,
 )
 from kvtransfer.transports.acceptor import LinkAcceptor
 from kvtransfer.transports.copy_runs import are_within, copy_runs, split_by_bytes

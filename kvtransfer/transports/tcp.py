@@ -11,8 +11,8 @@ import socket
 import ssl
 from collections.abc import Sequence
 
-from kvtransfer.contract import Link, LinkOwner, TransportError
 from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transport_interface import Link, LinkOwner, TransportError
 from kvtransfer.transports.acceptor import LinkAcceptor
 from kvtransfer.transports.stream.link import LinkOptions, StreamLink
 from kvtransfer.transports.stream.parallel_links import LanedLink

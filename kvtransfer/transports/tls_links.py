@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvtransfer.contract import LinkOwner, TransportError, WindowHead
+from kvtransfer.transport_interface import LinkOwner, TransportError, WindowHead
 from kvtransfer.transports.iovec import vectors_at
 from kvtransfer.transports.stream.inbound import Inbound
 from kvtransfer.transports.stream.link import LinkOptions

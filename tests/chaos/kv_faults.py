@@ -14,7 +14,9 @@ from random import Random
 
 import msgspec
 
-from kvtransfer.contract import (
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.layout.reshard import Blocks
+from kvtransfer.transport_interface import (
     Link,
     LinkOwner,
     MultiLaneLink,
@@ -24,8 +26,6 @@ from kvtransfer.contract import (
     WindowSlice,
     WindowVerdict,
 )
-from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import Blocks
 from kvtransfer.util.clock import Clock
 
 

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.agent import Agent
-from kvtransfer.contract import Transport
 from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.outcomes import EndReason, OutcomeKind, TransferOutcome
 from kvtransfer.transfer.handles import Landing, Offer, TransferHandle
+from kvtransfer.transport_interface import Transport
 from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import Clock
 

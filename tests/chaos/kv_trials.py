@@ -26,10 +26,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvtransfer.contract import Transport
 from kvtransfer.layout.kv_layout import KvContent, KvOrder
 from kvtransfer.protocol.outcomes import OutcomeKind
 from kvtransfer.transfer.handles import Landing, TransferHandle
+from kvtransfer.transport_interface import Transport
 from kvtransfer.transports.inproc import Inproc, InprocWire, WireConditions
 from kvtransfer.transports.stream import inbound, outbound
 from kvtransfer.util.clock import Clock, ThreadClock, VirtualClock

@@ -10,10 +10,10 @@ from itertools import repeat
 
 import pytest
 
-from kvtransfer.contract import WindowVerdict
 from kvtransfer.transfer import receive_tracker, send_queue, sink
 from kvtransfer.transfer.send_credits import SendCredits
 from kvtransfer.transfer.sink import TransferSink
+from kvtransfer.transport_interface import WindowVerdict
 from kvtransfer.transports import inproc
 from tests.chaos.kv_trials import FAULTS, small_batches, trial
 

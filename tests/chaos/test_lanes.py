@@ -13,8 +13,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvtransfer.contract import WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.byte_ranges import ByteRuns
+from kvtransfer.transport_interface import WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.transports.stream.parallel_links import LanedLink
 from tests.contract.kvtransfer.links import BLOCKS, Pair, linked_pair, until
 

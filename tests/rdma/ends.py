@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.contract import Link, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
+from kvtransfer.transport_interface import Link, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.transports.rdma.link import RdmaOptions
 from kvtransfer.transports.rdma.transport import Rdma
 

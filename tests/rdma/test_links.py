@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvtransfer.contract import TransportError, WindowVerdict
+from kvtransfer.transport_interface import TransportError, WindowVerdict
 from kvtransfer.transports.rdma.link import RdmaOptions
 from kvtransfer.transports.rdma.transport import Rdma
 from tests.rdma.ends import BLOCK, LinkedEnds, runs

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvtransfer.contract import TransportError
 from kvtransfer.layout.memory_files import MemoryFileRegion
+from kvtransfer.transport_interface import TransportError
 from kvtransfer.transports.rdma.verbs import (
     RECEIVED,
     Completion,

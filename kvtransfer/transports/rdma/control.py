@@ -13,7 +13,12 @@ from typing import Annotated
 
 import msgspec
 
-from kvtransfer.contract import MAX_UNPROVEN_BYTES, TransportError, WindowHead, WindowVerdict
+from kvtransfer.transport_interface import (
+    MAX_UNPROVEN_BYTES,
+    TransportError,
+    WindowHead,
+    WindowVerdict,
+)
 from kvtransfer.transports.rdma.verbs import QueuePairAddress
 
 MOST_FRAME_BYTES = 8 << 20

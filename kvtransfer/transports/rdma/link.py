@@ -21,8 +21,8 @@ from contextlib import suppress
 
 import msgspec
 
-from kvtransfer.contract import LinkOwner, TransportError, WindowHead, WindowSlice
 from kvtransfer.layout.memory_regions import Blocks, Region
+from kvtransfer.transport_interface import LinkOwner, TransportError, WindowHead, WindowSlice
 from kvtransfer.transports.rdma.control import (
     ControlDecoder,
     ControlMessage,

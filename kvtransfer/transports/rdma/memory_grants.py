@@ -17,9 +17,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtransfer.contract import TransportError
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import Blocks, Region
+from kvtransfer.transport_interface import TransportError
 
 MOST_KEYS = 512
 

@@ -5,7 +5,7 @@ A queue pair is usable once both ends have connected theirs: Setup is sent both 
 
 from __future__ import annotations
 
-from kvtransfer.contract import TransportError
+from kvtransfer.transport_interface import TransportError
 from kvtransfer.transports.rdma.control import QueuePairReady, QueuePairSetup
 from kvtransfer.transports.rdma.sender import MOST_WINDOWS, MOST_WRITES
 from kvtransfer.transports.rdma.verbs import CompletionQueue, ProtectionDomain, QueuePair

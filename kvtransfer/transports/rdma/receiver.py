@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvtransfer.contract import TransportError, WindowSlice, WindowVerdict
 from kvtransfer.layout.memory_regions import Blocks, Region
+from kvtransfer.transport_interface import TransportError, WindowSlice, WindowVerdict
 from kvtransfer.transports.rdma.control import RdmaTrailer
 from kvtransfer.transports.rdma.memory_grants import GrantedMemory, Registry
 

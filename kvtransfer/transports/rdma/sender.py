@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transport_interface import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.transports.rdma.memory_grants import RemoteGrant, Write, digest_of
 from kvtransfer.transports.rdma.verbs import LocalRange
 

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from kvtransfer.contract import LinkOwner, TransportError
 from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transport_interface import LinkOwner, TransportError
 from kvtransfer.transports.acceptor import accepted_sockets
 from kvtransfer.transports.rdma import verbs
 from kvtransfer.transports.rdma.link import RdmaLink, RdmaOptions

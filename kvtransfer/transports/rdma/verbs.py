@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from kvtransfer.contract import TransportError
 from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transport_interface import TransportError
 
 PORT = 1
 RECEIVED = 1 << 62  # marks the completions of receives; their numbers count from here

@@ -14,7 +14,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtransfer.contract import WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.protocol.frame import (
     PREAMBLE_BYTES,
     TRAILER_BYTES,
@@ -30,6 +29,7 @@ from kvtransfer.protocol.frame import (
     unpack_head,
     verify_header,
 )
+from kvtransfer.transport_interface import WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.transports.copy_runs import are_within, is_fine_grained, scatter
 from kvtransfer.transports.iovec import (
     IN_CACHE,

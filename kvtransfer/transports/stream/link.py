@@ -22,16 +22,6 @@ from typing import Any
 
 import msgspec
 
-from kvtransfer.contract import (
-    MAX_LANES,
-    MAX_UNPROVEN_BYTES,
-    LinkOwner,
-    TransportError,
-    WindowForecaster,
-    WindowHead,
-    WindowSlice,
-    WindowVerdict,
-)
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import Blocks
 from kvtransfer.protocol.frame import (
@@ -40,6 +30,16 @@ from kvtransfer.protocol.frame import (
     FrameKind,
     FrameLimits,
     encode_frame,
+)
+from kvtransfer.transport_interface import (
+    MAX_LANES,
+    MAX_UNPROVEN_BYTES,
+    LinkOwner,
+    TransportError,
+    WindowForecaster,
+    WindowHead,
+    WindowSlice,
+    WindowVerdict,
 )
 from kvtransfer.transports.pump import PUMP, PumpCalls, PumpFunctions
 from kvtransfer.transports.stream.inbound import Inbound

@@ -17,7 +17,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.memory_regions import GenerationCheck
 from kvtransfer.protocol.frame import (
     PROOF_BYTES,
@@ -26,6 +25,7 @@ from kvtransfer.protocol.frame import (
     encode_trailer,
     encode_window_frame,
 )
+from kvtransfer.transport_interface import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.transports.copy_runs import are_within, gather, is_fine_grained
 from kvtransfer.transports.iovec import NOTHING, Iovecs, MemoryPieces, address_of, writev
 from kvtransfer.transports.pump import Digest, PumpCalls

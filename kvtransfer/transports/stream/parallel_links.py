@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvtransfer.contract import Link, LinkOwner, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.protocol.frame import FrameError, FrameKind, encode_frame
+from kvtransfer.transport_interface import Link, LinkOwner, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.transports.stream.link import LinkOptions, StreamLink
 
 _SPREAD = struct.Struct("<Q")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvtransfer.contract import TransportError
+from kvtransfer.transport_interface import TransportError
 
 _KEY_BYTES = 16
 _SLACK = 16  # the cipher needs room for one more block than it writes

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.agent import Agent
-from kvtransfer.contract import Transport
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transport_interface import Transport
 from kvtransfer.transports.inproc import InprocWire
 from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import Clock, ThreadClock

@@ -24,7 +24,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.contract import (
+from kvtransfer.layout.byte_ranges import ByteRuns
+from kvtransfer.layout.memory_files import MemoryFileRegion
+from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transport_interface import (
     Link,
     MultiLaneLink,
     Transport,
@@ -32,9 +35,6 @@ from kvtransfer.contract import (
     WindowSlice,
     WindowVerdict,
 )
-from kvtransfer.layout.byte_ranges import ByteRuns
-from kvtransfer.layout.memory_files import MemoryFileRegion
-from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transports.inproc import Inproc, InprocWire
 from kvtransfer.util.clock import ThreadClock
 

@@ -1,4 +1,4 @@
-"""Contract tests that every KV transport must pass (kvtransfer/contract.py), with real bytes."""
+"""Contract tests that every KV transport must pass (kvtransfer/transport_interface.py), with real bytes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from itertools import chain, count, repeat
 import numpy as np
 import pytest
 
-from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import GenerationCheck
+from kvtransfer.transport_interface import TransportError, WindowHead, WindowSlice, WindowVerdict
 from tests.contract.kvtransfer.links import (
     BLOCK_BYTES,
     BLOCKS,

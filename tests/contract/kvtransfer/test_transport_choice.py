@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import msgspec
 import pytest
 
-from kvtransfer.contract import Link, LinkOwner, Transport, TransportError
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.outcomes import EndReason
+from kvtransfer.transport_interface import Link, LinkOwner, Transport, TransportError
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
 from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, group

@@ -13,10 +13,10 @@ from contextlib import ExitStack, asynccontextmanager, closing, suppress
 import pytest
 
 from kvtransfer.agent import Agent
-from kvtransfer.contract import MAX_UNPROVEN_BYTES
 from kvtransfer.protocol.frame import FrameKind, encode_frame
 from kvtransfer.protocol.messages import VERSION, AgentCard, LinkHello, encode
 from kvtransfer.protocol.session import greeting_nonce
+from kvtransfer.transport_interface import MAX_UNPROVEN_BYTES
 from kvtransfer.util.agent_options import AgentOptions
 from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S

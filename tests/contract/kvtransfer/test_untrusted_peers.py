@@ -13,7 +13,6 @@ from random import Random
 import msgspec
 import pytest
 
-from kvtransfer.contract import Link, TransportError
 from kvtransfer.protocol.messages import (
     VERSION,
     Accept,
@@ -31,6 +30,7 @@ from kvtransfer.protocol.messages import (
 )
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.protocol.session import LinkSession
+from kvtransfer.transport_interface import Link, TransportError
 from kvtransfer.transports.inproc import InprocWire
 from kvtransfer.util.clock import ThreadClock
 from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, group, until

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from kvtransfer import agent as agent_module
 from kvtransfer.agent import Agent
-from kvtransfer.contract import LinkOwner, TransportError, WindowHead
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.kv_layout import KvContent, KvOrder, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.messages import Accept, pack_blocks
 from kvtransfer.protocol.outcomes import EndReason, outcome_for
 from kvtransfer.transfer.handles import Landing, LoopWaker, Offer, TransferHandle
+from kvtransfer.transport_interface import LinkOwner, TransportError, WindowHead
 from kvtransfer.transports import shm
 from kvtransfer.transports.inproc import Inproc, InprocLink, InprocWire
 from kvtransfer.transports.rdma.transport import Rdma

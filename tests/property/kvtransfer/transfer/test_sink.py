@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvtransfer.contract import WindowHead, WindowVerdict
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import plan_transfer
@@ -41,6 +40,7 @@ from kvtransfer.transfer.receive_tracker import WindowError
 from kvtransfer.transfer.sink import FetchRequest, SinkState, TransferSink
 from kvtransfer.transfer.stats import AgentStats
 from kvtransfer.transfer.transfer_order import Priority
+from kvtransfer.transport_interface import WindowHead, WindowVerdict
 from kvtransfer.util.agent_options import AgentOptions
 
 LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4)

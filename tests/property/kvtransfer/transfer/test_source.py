@@ -282,7 +282,7 @@ def test_every_offer_ends_once_and_keeps_nothing_under_any_events(seed: int, ste
     assert set(world.resolved) == set(range(1, world.numbers + 1))
     assert sum(world.book.counts.values()) == 0
     assert world.book.in_flight_bytes() == 0
-    assert not world.book._offer_counts.any()
+    assert not world.book._blocks._offers.any()
 
 
 def test_any_order_reaches_every_end() -> None:

@@ -19,7 +19,8 @@ from gateway.http.upstream import UpstreamConnection
 from gateway.protocol import api_table
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.trace_context import LegSpan, Trace
-from gateway.telemetry import semconv, span_exporter
+from gateway.telemetry import span_attribute_names as semconv
+from gateway.telemetry import span_exporter
 from gateway.telemetry.spans import build_spans
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.e2e.split_fleet import SENTENCE, split_fleet

@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from kvtransfer.contract import Link, LinkOwner, TransportError
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.links.link_manager import LinkManager
 from kvtransfer.links.peer_link import DialRequest, PeerLink
@@ -22,6 +21,7 @@ from kvtransfer.protocol.messages import AgentCard, Beat, Message
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.protocol.session import LinkSession
 from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transport_interface import Link, LinkOwner, TransportError
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.util.agent_lock import AgentLock

@@ -12,13 +12,13 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from kvtransfer.contract import Link
 from kvtransfer.links import link_manager
 from kvtransfer.links.link_manager import LinkManager
 from kvtransfer.links.peer_link import DialRequest, PeerLink
 from kvtransfer.protocol.messages import StopTransfer
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.protocol.session import LinkSession
+from kvtransfer.transport_interface import Link
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.util.agent_options import AgentOptions
 from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, groups, until

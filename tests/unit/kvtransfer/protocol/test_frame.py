@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.contract import WindowHead, WindowVerdict
 from kvtransfer.protocol.frame import (
     PREAMBLE_BYTES,
     TRAILER_BYTES,
@@ -24,6 +23,7 @@ from kvtransfer.protocol.frame import (
     unpack_head,
     verify_header,
 )
+from kvtransfer.transport_interface import WindowHead, WindowVerdict
 
 LIMITS = FrameLimits(header_bytes=1000, payload_bytes=1 << 20)
 HEAD = WindowHead(1 << 61, 3, 2, 1000, 64, 1 << 22)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.contract import TransportError
 from kvtransfer.protocol.messages import Invite
 from kvtransfer.transfer.commands import SendInvite
 from kvtransfer.transfer.invite_registration import InviteRegistration
+from kvtransfer.transport_interface import TransportError
 from kvtransfer.util.agent_lock import AgentLock
 from kvtransfer.util.clock import ThreadClock
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtransfer.contract import WindowHead
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_regions import GenerationCheck, Region
 from kvtransfer.layout.reshard import plan_transfer
 from kvtransfer.transfer.receive_tracker import ReceiveTracker
 from kvtransfer.transfer.window_forecast import WindowForecast
+from kvtransfer.transport_interface import WindowHead
 
 LAYOUT = KvLayout(layers=8, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4, tp=2)
 PLAN = plan_transfer(LAYOUT, LAYOUT, [0, 2, 4, 6], [9, 7, 5, 3], 16, group_layers=2)

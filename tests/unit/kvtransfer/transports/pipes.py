@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtransfer.contract import WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.frame import FrameKind, FrameLimits
+from kvtransfer.transport_interface import WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.transports.pump import PumpCalls, PumpFunctions
 from kvtransfer.transports.stream.inbound import Inbound
 from kvtransfer.transports.stream.outbound import Outbound

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.contract import WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.frame import (
@@ -22,6 +21,7 @@ from kvtransfer.protocol.frame import (
     encode_trailer,
     pack_head,
 )
+from kvtransfer.transport_interface import WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.transports.copy_runs import gather, is_fine_grained, scatter
 from tests.contract.kvtransfer.links import (
     BLOCK_BYTES,

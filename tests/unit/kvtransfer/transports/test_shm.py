@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.frame import FrameKind, encode_frame, pack_head
+from kvtransfer.transport_interface import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.transports.copy_runs import are_within, copy_runs, split_by_bytes
 from kvtransfer.transports.shm import Shm, generation_mark
 from tests.contract.kvtransfer.links import BLOCK_BYTES, BLOCKS, Owner

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvtransfer.contract import Link, TransportError, WindowSlice, WindowVerdict
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
+from kvtransfer.transport_interface import Link, TransportError, WindowSlice, WindowVerdict
 from kvtransfer.transports import tcp as tcp_module
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.transports.tls_links import TlsContexts, TlsLink

@@ -13,9 +13,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvtransfer.contract import TransportError
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transport_interface import TransportError
 from kvtransfer.transports.rdma import link as rdma_link
 from kvtransfer.transports.rdma import transport
 from kvtransfer.transports.rdma.control import (

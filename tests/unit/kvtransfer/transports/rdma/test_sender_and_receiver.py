@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import Region
+from kvtransfer.transport_interface import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.transports.rdma.control import (
     ControlDecoder,
     ControlMessage,

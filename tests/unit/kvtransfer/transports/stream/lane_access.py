@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from kvtransfer.contract import Link
+from kvtransfer.transport_interface import Link
 from kvtransfer.transports.stream.parallel_links import LanedLink
 
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.protocol.frame import (
     PREAMBLE_BYTES,
@@ -25,6 +24,7 @@ from kvtransfer.protocol.frame import (
     encode_trailer,
     pack_head,
 )
+from kvtransfer.transport_interface import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.transports.pump import PUMP
 from kvtransfer.transports.stream.seal import WindowSeal, WindowSealError
 from tests.unit.kvtransfer.transports import pipes

@@ -12,11 +12,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvtransfer.contract import Link, TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.frame import FrameKind, PayloadProof, encode_frame, pack_head
+from kvtransfer.transport_interface import (
+    Link,
+    TransportError,
+    WindowHead,
+    WindowSlice,
+    WindowVerdict,
+)
 from kvtransfer.transports.stream.link import LinkOptions, StreamLink
 from kvtransfer.transports.tcp import Tcp
 from tests.contract.kvtransfer.links import (

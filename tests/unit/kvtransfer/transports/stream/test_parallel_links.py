@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from kvtransfer.contract import WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.protocol.frame import (
     FrameKind,
@@ -23,6 +22,7 @@ from kvtransfer.protocol.frame import (
     encode_trailer,
     encode_window_frame,
 )
+from kvtransfer.transport_interface import WindowHead, WindowSlice, WindowVerdict
 from tests.contract.kvtransfer.links import BLOCK_BYTES, Pair, expected, linked_pair, until, window
 from tests.unit.kvtransfer.transports.stream.lane_access import laned, lanes_of, standing
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.contract import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import GenerationCheck
 from kvtransfer.protocol.frame import FrameError, FrameKind, encode_frame
+from kvtransfer.transport_interface import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.transports.pump import PUMP
 from kvtransfer.transports.stream import inbound, outbound
 from tests.unit.kvtransfer.transports import pipes
