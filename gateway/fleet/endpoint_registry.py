@@ -59,6 +59,8 @@ class LiveEndpoint:
     is_stalled         whether it was found stalled: /health is not trusted until it generates again
     throttled_until    end of a period with few requests, after another endpoint overtook it; else
                        None
+    refused_until      end of a period in which its engine refuses requests (429, 503); 0.0 before
+                       the first
     is_leaving         whether it is in no configuration in force; older requests may still run
                        there
     is_drained         whether an operator drained it: it gets no new requests
@@ -74,6 +76,7 @@ class LiveEndpoint:
             "api_paths",
             "backlog_tokens",
             "throttled_until",
+            "refused_until",
             "is_drained",
             "encryption",
             "endpoint",
@@ -128,6 +131,7 @@ class LiveEndpoint:
         self.kv_received_bytes: int | None = None
         self.slow_start_at: float | None = None
         self.throttled_until: float | None = None
+        self.refused_until = 0.0
         self.speed = SpeedRecord()
         self.is_stalled = self.is_leaving = self.is_drained = False
 

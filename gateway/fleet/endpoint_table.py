@@ -23,6 +23,7 @@ from gateway.fleet.engine_metrics import UNKNOWN_PROGRESS, ScrapedLoad
 from gateway.fleet.kv_events.endpoint_events import CacheExpectation
 from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.fleet.prefix_cache_view import PrefixCacheView
+from gateway.fleet.rate_limits import hold_back
 from gateway.fleet.reservation import DecodeReservation, Reservation
 from gateway.fleet.speed_monitor import SpeedMonitor, describe_slowness, find_healthy_peer
 from gateway.fleet.speed_recovery import accept_returned
@@ -31,6 +32,7 @@ from gateway.metrics.catalogue import Metrics
 from gateway.protocol.response.stream_search import TokenUsage
 from gateway.protocol.upstream_error import (
     MODEL_GONE,
+    REFUSED_FOR_NOW,
     SHUTDOWN,
     UpstreamError,
     health_event,
@@ -310,6 +312,8 @@ class EndpointTable:
         self._metrics.upstream_errors_total.labels(live.endpoint.name, error.kind).inc()
         if error.kind == MODEL_GONE:
             self.on_model_gone(live)
+        elif error.kind in REFUSED_FOR_NOW:
+            hold_back(live, error.wait_s, monotonic())
         self.on_event(live, health_event(error))
 
     def on_probe(self, live: LiveEndpoint, status: int | None) -> None:
@@ -518,7 +522,8 @@ class EndpointTable:
         if live.speed.verdict is SpeedVerdict.SUSPECT:
             live.load.soft_cap = 0
         elif live.load.soft_cap == NO_SOFT_CAP or live.throttled_until is not None:
-            live.load.soft_cap, live.throttled_until = 0, monotonic() + stall.DOUBT_S
+            until = max(monotonic() + stall.DOUBT_S, live.refused_until)
+            live.load.soft_cap, live.throttled_until = 0, until
         live.load.mark_changed()
 
     def check_stalls(self, now: float) -> Sequence[LiveEndpoint]:
@@ -533,7 +538,7 @@ class EndpointTable:
         for live, verdict in self.speed_monitor.sweep(self._pools, self._by_slot, now):
             self._on_speed(live, verdict, now)
         for live in self.speed_monitor.reviewed:
-            if live.load.soft_cap == 0:
+            if live.load.soft_cap == 0 and now >= live.refused_until:
                 live.load.soft_cap = stall.SUSPECT_CEILING
                 live.load.mark_changed()
 

@@ -173,7 +173,8 @@ def refusal_status(relay: Relay) -> int:
     if status == 404 and _MODEL_GONE.search(relay.refusal_body):
         raise UpstreamError(MODEL_GONE, "the engine no longer serves the requested model")
     if (status != 501 and not 400 <= status < 500) or status in ENDPOINT_FAULTS:
-        raise UpstreamError(f"status_{status}", f"the engine answered {status}")
+        wait_s = None if relay.head is None else relay.head.wait_s
+        raise UpstreamError(f"status_{status}", f"the engine answered {status}", wait_s=wait_s)
     return status
 
 

@@ -9,6 +9,9 @@ SHUTDOWN = "shutdown"
 MODEL_GONE = "model_gone"
 """The kind of failure of an attempt at an engine that has dropped a model from its list."""
 
+REFUSED_FOR_NOW = ("status_429", "status_503")
+"""The kinds of failure by which an engine or provider refuses requests for some time."""
+
 # Failure kinds that count as something other than a failure of the engine.
 _HEALTH_EVENTS = {
     "connect_failed": HealthEvent.CONNECT_FAILED,
@@ -31,12 +34,17 @@ class UpstreamError(Exception):
     was_sent            whether the request was written to a connection, so that the engine may have
                         run it
     was_new_connection  whether the connection was new and was lost before any byte of a response
+    wait_s              seconds after which the engine wants to be sent another request; None if it
+                        did not say
     """
 
-    def __init__(self, kind: str, message: str, *, was_sent: bool = True) -> None:
+    def __init__(
+        self, kind: str, message: str, *, was_sent: bool = True, wait_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.kind = kind
         self.was_sent = was_sent
+        self.wait_s = wait_s
         self.was_new_connection = False
 
 

@@ -239,7 +239,7 @@ def _given_up(exchange: Exchange, problem: UpstreamError) -> GatewayError:
         return GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
     failure = Failure.UPSTREAM_TIMEOUT if problem.kind == "timeout" else Failure.UPSTREAM_FAILED
     message = f"No engine could respond ({problem.kind}); attempts: {exchange.failed_attempts}."
-    return GatewayError(failure, message)
+    return GatewayError(failure, message, retry_after_s=problem.wait_s)
 
 
 def is_too_long(call: Call, candidates: Sequence[Candidate]) -> bool:

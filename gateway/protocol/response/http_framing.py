@@ -27,6 +27,8 @@ _FIELDS = re.compile(
     rb"\n(content-type|content-length|content-encoding|transfer-encoding|connection)"
     rb"[ \t]*:([^\r\n]*)\r"
 )
+_RETRY_AFTER = re.compile(rb"\nretry-after[ \t]*:[ \t]*([0-9]{1,6}(?:\.[0-9]{1,6})?)[ \t]*\r")
+_REFUSED_FOR_NOW = (429, 503)
 _LENGTH = re.compile(rb"[1-9][0-9]{0,8}")
 _LENGTH_LINE = re.compile(rb"\r\ncontent-length: ?([1-9][0-9]{0,8})\r\n", re.IGNORECASE)
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -50,6 +52,8 @@ class ResponseHead(msgspec.Struct, frozen=True):
                  stream nor a web page
     head_start   the start of the gateway's own head: status 200 and the engine's content type
     length_line  the end of the gateway's own head when the body keeps its length
+    wait_s       seconds after which a 429 or 503 asks to be sent another request; None if it does
+                 not say (a date is not read)
     """
 
     status: int
@@ -62,6 +66,7 @@ class ResponseHead(msgspec.Struct, frozen=True):
     is_plain: bool
     head_start: bytes
     length_line: bytes
+    wait_s: float | None = None
 
 
 # Cached: heads of one engine are mostly equal for at least a second, until their date changes.
@@ -105,7 +110,13 @@ def parse_head(head: bytes) -> ResponseHead:
         bool(size) and is_success and status not in BODILESS and not (is_sse or is_html),
         b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n" % content_type,
         b"content-length: %d\r\n\r\n" % (size or 0),
+        _wait_s(head) if status in _REFUSED_FOR_NOW else None,
     )
+
+
+def _wait_s(head: bytes) -> float | None:
+    match = _RETRY_AFTER.search(head.lower())
+    return None if match is None else float(match[1])
 
 
 class ResponseHeadReader:
