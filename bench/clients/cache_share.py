@@ -13,9 +13,9 @@ from typing import Any
 
 from bench.clients.recorder import Exchange
 from mockgpu.blocks import BLOCK_TOKENS
+from mockgpu.http.chat_conversion import chat_body
 from mockgpu.http.choice import build_choices
 from mockgpu.http.messages_format import MessagesFormat
-from mockgpu.http.named_events import chat_body
 from mockgpu.http.responses_format import ResponsesFormat
 from mockgpu.http.responses_store import ResponsesStore
 from mockgpu.mock_tokenizer import block_keys

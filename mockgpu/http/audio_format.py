@@ -10,8 +10,8 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
+from mockgpu.http.chat_conversion import chat_of
 from mockgpu.http.choice import Choice
-from mockgpu.http.named_events import chat_of
 from mockgpu.http.openai_format import DONE, event, http_chunk
 from mockgpu.mock_tokenizer import TOKEN_BYTES
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody

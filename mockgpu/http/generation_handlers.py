@@ -32,6 +32,7 @@ from mockgpu.fault_grammar import (
 from mockgpu.group import TokenSink, TpGroup
 from mockgpu.group_faults import GroupFaults
 from mockgpu.http import audio_format, messages_format, openai_format, pooling
+from mockgpu.http.chat_conversion import read_members
 from mockgpu.http.choice import Choice, build_choices
 from mockgpu.http.handler_helpers import (
     JSON,
@@ -42,7 +43,7 @@ from mockgpu.http.handler_helpers import (
     reset_now,
     transport_of,
 )
-from mockgpu.http.named_events import EventChunks, NamedEventFormat, read_members
+from mockgpu.http.named_events import EventChunks, NamedEventFormat
 from mockgpu.http.response_sinks import (
     FaultySink,
     PendingResponse,

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from mockgpu.http.chat_conversion import chat_body, chat_tool, chat_turns
 from mockgpu.http.choice import Choice
-from mockgpu.http.named_events import chat_body, named_event
+from mockgpu.http.named_events import named_event
 from mockgpu.http.openai_format import http_chunk
-from mockgpu.http.tool_turns import chat_tool, chat_turns
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
 
 _PASSED = ("model", "max_tokens", "stream", "temperature", "top_p", "kv_transfer_params")

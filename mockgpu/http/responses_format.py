@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mockgpu.http.chat_conversion import chat_body, chat_call, chat_tool, flat_text, join_calls
 from mockgpu.http.choice import Choice
-from mockgpu.http.named_events import chat_body, flat_text, named_event
+from mockgpu.http.named_events import named_event
 from mockgpu.http.openai_format import http_chunk
 from mockgpu.http.responses_store import ResponsesStore, StoredResponse
-from mockgpu.http.tool_turns import chat_call, chat_tool, join_calls
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
 
 _PASSED = ("model", "stream", "temperature", "top_p", "cache_salt", "kv_transfer_params", "seed")

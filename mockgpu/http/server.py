@@ -21,6 +21,7 @@ from mockgpu.engine_formats import (
 from mockgpu.group import TpGroup
 from mockgpu.group_faults import GroupFaults
 from mockgpu.http import messages_format, openai_format, pooling
+from mockgpu.http.chat_conversion import read_members
 from mockgpu.http.control_pages import ControlPages
 from mockgpu.http.generation_handlers import GenerationHandlers
 from mockgpu.http.handler_helpers import (
@@ -28,7 +29,6 @@ from mockgpu.http.handler_helpers import (
     json_answer,
 )
 from mockgpu.http.kv_event_pages import KvEventPages
-from mockgpu.http.named_events import read_members
 from mockgpu.http.responses_store import ResponsesStore
 from mockgpu.mock_tokenizer import token_count
 from mockgpu.request_parser import (

@@ -1,4 +1,7 @@
-"""Converts tool calls and results of the Messages and Responses APIs to chat messages."""
+"""Converts requests of other APIs to chats: their text parts, tool calls and results.
+
+The other APIs are Messages, Responses and audio.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,40 @@ from typing import Any
 
 import msgspec
 
-from mockgpu.http.named_events import flat_text
+from mockgpu.request_parser import ApiError, RequestBody, decode_body
+
+
+def read_members(raw: bytes) -> dict[str, Any]:
+    """Parse a JSON request body into its members. Raises ApiError if it is no JSON object."""
+    return decode_body(raw, dict[str, Any])
+
+
+def chat_body(members: Mapping[str, Any]) -> RequestBody:
+    """Build a chat request from its JSON members. Raises ApiError if they are invalid."""
+    try:
+        return msgspec.convert(dict(members), RequestBody)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, f"1 validation error: {error}") from None
+
+
+def chat_of(text: str, model: object, **members: Any) -> RequestBody:
+    """Return a chat request whose only message is `text`, from the user. Raises ApiError if it is
+    invalid.
+    """
+    return chat_body({"model": model, "messages": [{"role": "user", "content": text}], **members})
+
+
+def flat_text(content: object, kinds: Sequence[str]) -> object:
+    """Return the text of content parts, one part per line.
+
+    Parts with a type in `kinds` are text. If another part is among them, `content` itself is
+    returned.
+    """
+    if not isinstance(content, list):
+        return content
+    if not all(isinstance(part, dict) and part.get("type") in kinds for part in content):
+        return content
+    return "\n".join(str(part.get("text", "")) for part in content)
 
 
 def chat_turns(message: Mapping[str, Any]) -> list[dict[str, Any]]:
