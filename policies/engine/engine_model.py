@@ -280,21 +280,19 @@ class EngineModel:
             return False
         self.queued_tokens -= tokens
         self.queued_pairs = max(0.0, self.queued_pairs - pairs) if queue else 0.0
-        prefill, decode = (
+        prefill_s, decode_s = (
             belief.prompts_s(tokens, pairs),
             belief.decoding_batch_s(self.batch, context),
         )
+        filling = part, beyond = shape.filling(tokens)
+        pace = belief.paces[part]
+        pace += beyond * (belief.paces[part + 1] - pace)
         self.planned_tokens += tokens
         self.step_tokens = tokens
         self.is_busy, self.step_began_at = True, now
-        self.step_ends_at = now + belief.pace(tokens) * prefill + decode + belief.layers_s
-        self.span.add(
-            prefill,
-            shape.filling(tokens),
-            belief.area_s * pairs,
-            decode,
-            load.peer_load.prefill_tokens,
-        )
+        self.step_ends_at = now + pace * prefill_s + decode_s + belief.layers_s
+        pairs_s, peer_tokens = belief.area_s * pairs, load.peer_load.prefill_tokens
+        self.span.add(prefill_s, filling, pairs_s, decode_s, peer_tokens)
         if self.batch + len(self.completing) >= load.slots:
             self.span.waits_for_kv = (
                 True  # the last slot may have become free after the step before
@@ -308,7 +306,7 @@ class EngineModel:
         if self.batch + len(self.completing) >= load.slots:
             self.span.waits_for_kv = True
             return False
-        if self.needed_kv_tokens(prompt) > self.free_kv_tokens(load):
+        if load.kv_tokens is not None and self.needed_kv_tokens(prompt) > self.free_kv_tokens(load):
             self.span.waits_for_kv = True
             if self.batch or self.kv_prompts:
                 return False

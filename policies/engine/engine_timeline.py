@@ -205,7 +205,7 @@ class EngineTimeline(EngineModel):
         #
         # The times of prompts are updated at once, the rest only if it is older than STALE_S.
         if now - self.forecast_at >= STALE_S or self.queue or load.peer_load.shares:
-            self.refresh_forecast(load, now)
+            load_forecast.refresh_forecast(self, load, now)
             return
         self.is_stale, self.answers_due_at = True, -inf
         load.prefill_done_at = self.step_ends_at if self.is_busy else self.step_began_at

@@ -66,7 +66,12 @@ def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> Non
     load.attention_s_per_pair = belief.pair_s
     timeline.idle_delay_s = idle_s = belief.request_s + (0.5 * step_s if batch else 0.0)
     load.fixed_ttft_s = idle_s + over
-    _queue(timeline, load, budget_tokens, now)
+    if timeline.queue or others.prefill_tokens:
+        _queue(timeline, load, budget_tokens, now)
+    else:
+        base = timeline.step_ends_at if timeline.is_busy else timeline.step_began_at
+        load.prefill_done_at = base
+        load.next_first_token_at = base if timeline.completing else inf
     lately = timeline.averages
     if now - lately.at > FRESH_S:
         lately.update(timeline.planned_tokens, timeline.prefill_s, timeline.prefill_steps, now)
@@ -109,7 +114,8 @@ def _forecast_kv(timeline: EngineModel, load: EngineLoad, context: float) -> Non
             uncached += prompt.uncached_tokens
     prefixes = timeline.prefixes
     own = context + timeline.kv_prompts + timeline.incoming_kv_tokens
-    load.kv_used_tokens = max(0.0, own + uncached + prefixes.distinct - prefixes.tokens)
+    used = own + uncached + prefixes.distinct - prefixes.tokens
+    load.kv_used_tokens = used if used > 0.0 else 0.0
     if load.kv_tokens is None:
         return
     load.free_kv_tokens = load.kv_tokens / timeline.kv_ratio - own - waiting

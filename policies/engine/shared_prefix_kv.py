@@ -35,12 +35,14 @@ class SharedPrefixKv:
 
     def add(self, tokens: int) -> None:
         """Count a new sequence that has a cached prefix of `tokens` tokens in the estimate."""
-        self.distinct += self.exclusive_share() * tokens
-        self.tokens += tokens
+        if tokens:
+            self.distinct += self.exclusive_share() * tokens
+            self.tokens += tokens
 
     def remove(self, tokens: int) -> None:
         """Remove a sequence that has a cached prefix of `tokens` tokens from the estimate."""
-        self.distinct = max(0.0, self.distinct - self.exclusive_share() * tokens)
-        self.tokens -= tokens
+        if tokens:
+            self.distinct = max(0.0, self.distinct - self.exclusive_share() * tokens)
+            self.tokens -= tokens
         if not self.tokens:
             self.distinct = 0.0

@@ -49,8 +49,10 @@ class StepCosts(msgspec.Struct, frozen=True):
         that is 60 % full gives (2, 0.4).
         """
         index = FILLS * tokens / self.budget_tokens
-        part = min(FILLS - 1, int(index))
-        return part, min(1.0, index - part)
+        part = int(index)
+        if part < FILLS:
+            return part, index - part
+        return FILLS - 1, 1.0
 
 
 class _Fit(msgspec.Struct, frozen=True):
