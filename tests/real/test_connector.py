@@ -31,13 +31,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Eng
 
 @contextmanager
 def started(
-    folder: Path, p_ranks: int, p_options: Sequence[str] = ()
+    folder: Path, p_ranks: int, p_options: Sequence[str] = (), **extra: object
 ) -> Iterator[tuple[Engine, Engine]]:
+    # Run two engines with our connector, with `extra` as further options of it.
     if not (REAL / "installed").exists():
         pytest.fail("the real engines are not installed; `make real` does it")
     key = folder / "key"
     key.write_bytes(b"the key of this fleet, 32 bytes.")
-    ports, connector = free_ports(2), penstock_connector(key)
+    ports, connector = free_ports(2), penstock_connector(key, **extra)
     engines = (
         Engine("KP", ports[0], 0, 0, connector, p_ranks, p_options),
         Engine("KD", ports[1], 0, 1, connector),

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from tests.real.asking import Answer, ask, body, differences, prompt
 from tests.real.engines import REAL, Engine, free_ports, penstock_connector
 from tests.real.fronts import config, gateway
+from tests.real.pushing import SERVING, card_of, push
 
 LAYERS, ROUNDS, WORDS = 16, 10, 700
-SERVING = "split: {dialect: penstock, threshold_tokens: 128, hysteresis: 0, transfer_timeout: 60s}"
 
 
 @dataclass(frozen=True)
@@ -78,35 +77,6 @@ async def idle(trio: Trio) -> AsyncIterator[Trio]:
         await engine.idle_within(15.0)
 
 
-async def prefill(engine: Engine, asked: dict[str, Any], transfer: str) -> dict[str, Any]:
-    params = {"do_remote_decode": True, "do_remote_prefill": False, "kv_transfer": transfer}
-    leg = asked | {"max_tokens": 1, "stream": False, "kv_transfer_params": params}
-    for name in ("stream_options", "logprobs", "top_logprobs"):
-        leg.pop(name, None)
-    url = f"{engine.url}/v1/chat/completions"
-    async with aiohttp.ClientSession() as http, http.post(url, json=leg) as answer:
-        page: dict[str, Any] = await answer.json()
-    found: dict[str, Any] = page["kv_transfer_params"]
-    return found
-
-
-async def card_of(engine: Engine) -> str:
-    # Return an engine's card, from a prompt that is then aborted nowhere: its lease is short of use.
-    params = await prefill(engine, body("hello", max_tokens=1), "introduction")
-    return str(params["kv_engine"])
-
-
-async def split(trio: Trio, p: Engine, card: str, seed: int) -> Answer:
-    # Send a request to the decode engine first, then its prefill; return the answer.
-    asked, transfer = body(prompt(WORDS, seed=seed), max_tokens=8), f"transfer-{p.name}-{seed}"
-    take = {"do_remote_prefill": True, "kv_transfer": transfer, "kv_engine": card}
-    salted = asked | {"cache_salt": transfer}
-    decode = asyncio.ensure_future(ask(trio.d.url, salted | {"kv_transfer_params": take}))
-    await asyncio.sleep(0.3)
-    await prefill(p, salted, transfer)
-    return await decode
-
-
 @dataclass(frozen=True)
 class Times:
     # Of one handoff, in seconds after its last layer was computed.
@@ -125,7 +95,8 @@ def lines_since(path: Path, offset: int) -> list[dict[str, Any]]:
 async def timed(trio: Trio, p: Engine, card: str, seed: int) -> tuple[Answer, Times]:
     traces = trace_of(p), trace_of(trio.d)
     offsets = [path.stat().st_size for path in traces]
-    answer = await split(trio, p, card, seed)
+    asked, transfer = body(prompt(WORDS, seed=seed), max_tokens=8), f"transfer-{p.name}-{seed}"
+    answer = await push(p, trio.d, asked | {"cache_salt": transfer}, transfer, card)
     computed, arrived = (
         lines_since(path, offset) for path, offset in zip(traces, offsets, strict=True)
     )

@@ -43,9 +43,15 @@ from kvtransfer.engines.vllm.cache_memory import cache_region, read_facts
 from kvtransfer.engines.vllm.counters import COUNTERS, Counts, add_counts
 from kvtransfer.engines.vllm.geometry import describe_cache
 from kvtransfer.engines.vllm.handoff import WorkerAddress
+from kvtransfer.engines.vllm.kv_dump import KvDump
 from kvtransfer.engines.vllm.options import ConnectorOptions
 from kvtransfer.engines.vllm.prompt_work import PromptChunk
-from kvtransfer.engines.vllm.scheduler import HandoffScheduler, PromptRequest, StepOrders
+from kvtransfer.engines.vllm.scheduler import (
+    HandoffScheduler,
+    LoadOrder,
+    PromptRequest,
+    StepOrders,
+)
 from kvtransfer.engines.vllm.store_scheduler import (
     StoredRequest,
     StoreOrders,
@@ -173,6 +179,8 @@ class PenstockConnector(KVConnectorBase_V1):
         self._layers: dict[str, int] = {}
         trace = self._options.trace
         self._trace = TransferTrace(trace) if trace is not None else None
+        self._dump: KvDump | None = None
+        self._dumped_loads: list[LoadOrder] = []
         self._step_began_s = 0.0
         self._sent: set[str] = set()
         self._scheduler = HandoffScheduler(
@@ -214,6 +222,8 @@ class PenstockConnector(KVConnectorBase_V1):
         self._agent.open(self)
         self._worker = TransferWorker(self._agent, layout, rank, self._options.timeout_s)
         log.info("kv: the agent of rank %d listens on %s", rank, self._agent.address)
+        if self._options.dump is not None:
+            self._dump = KvDump(self._options.dump, layout, rank, region.bytes)
         if self._options.store is not None:
             self._store_worker = StoreWorker(
                 layout,
@@ -288,6 +298,11 @@ class PenstockConnector(KVConnectorBase_V1):
         end of their offers.
         """
         assert self._worker is not None
+        if self._dump is not None:
+            orders = self._get_connector_metadata().orders
+            for offer in orders.offers:
+                self._dump.save("offered", offer.name, offer.blocks)
+            self._dumped_loads += orders.loads
         self._worker.finish_step()
 
     @classmethod
@@ -298,6 +313,8 @@ class PenstockConnector(KVConnectorBase_V1):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self._worker is not None
         done, store = self._worker.take_finished(), self._store_worker
+        if self._dump is not None:
+            self._dump_received(self._dump, done)
         if store is not None:
             stored = store.take_finished()
             done = FinishedTransfers(
@@ -306,6 +323,14 @@ class PenstockConnector(KVConnectorBase_V1):
                 done.failed | stored.failed,
             )
         return KVConnectorTransferResults(done.sent, done.received, done.failed)
+
+    def _dump_received(self, dump: KvDump, done: FinishedTransfers) -> None:
+        ended = [load for load in self._dumped_loads if load.request in done.received]
+        self._dumped_loads = [load for load in self._dumped_loads if load not in ended]
+        for load in ended:
+            if load.request not in done.failed:
+                n_blocks = -(-load.tokens // load.layout.block_tokens)
+                dump.save("received", load.name, load.blocks[:n_blocks])
 
     def _neither_offered_nor_saved(self, ended: set[str], store: StoreWorker) -> set[str]:
         # The blocks of a request may be offered and saved: they are free when both have ended.

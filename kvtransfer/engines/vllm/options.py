@@ -18,6 +18,8 @@ class ConnectorOptions:
     layerwise     whether KV is sent layer by layer while it is computed; True by default
     trace         path of a file that gets a line per computed or arrived layer, for tests
                   (transfer_trace.py); none by default
+    dump          path of a folder to which offered and received KV is written, for tests
+                  (kv_dump.py); none by default
     block_report  path of a Unix socket for tests (block_report.py); none by default
 
     `failure_policy` is vLLM's kv_load_failure_policy. Raises ValueError for a missing or unknown
@@ -38,6 +40,7 @@ class ConnectorOptions:
         self.store = _path(values.pop("store", None))
         self.layerwise = bool(values.pop("layerwise", True))
         self.trace = _path(values.pop("trace", None))
+        self.dump = _path(values.pop("dump", None))
         self.block_report = _path(values.pop("block_report", None))
         if values:
             raise ValueError(

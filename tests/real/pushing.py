@@ -1,0 +1,45 @@
+"""Sends both requests of a handoff of the dialect `penstock` by hand, without a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+from tests.real.asking import Answer, ask, body
+from tests.real.engines import Engine
+
+SERVING = "split: {dialect: penstock, threshold_tokens: 128, hysteresis: 0, transfer_timeout: 60s}"
+
+
+async def prefill(engine: Engine, asked: dict[str, Any], transfer: str) -> dict[str, Any]:
+    # Send the prefill request; return its kv_transfer_params.
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "kv_transfer": transfer}
+    leg = asked | {"max_tokens": 1, "stream": False, "kv_transfer_params": params}
+    for name in ("stream_options", "logprobs", "top_logprobs"):
+        leg.pop(name, None)
+    url = f"{engine.url}/v1/chat/completions"
+    async with aiohttp.ClientSession() as http, http.post(url, json=leg) as answer:
+        found: dict[str, Any] = (await answer.json())["kv_transfer_params"]
+    return found
+
+
+async def card_of(engine: Engine) -> str:
+    # Return an engine's card. The prompt's KV is not fetched, and free when its lease ends.
+    params = await prefill(engine, body("hello", max_tokens=1), "introduction")
+    return str(params["kv_engine"])
+
+
+def decode(engine: Engine, asked: dict[str, Any], transfer: str, card: str) -> asyncio.Task[Answer]:
+    # Begin to send the decode request.
+    take = {"do_remote_prefill": True, "kv_transfer": transfer, "kv_engine": card}
+    return asyncio.create_task(ask(engine.url, asked | {"kv_transfer_params": take}))
+
+
+async def push(p: Engine, d: Engine, asked: dict[str, Any], transfer: str, card: str) -> Answer:
+    # Send the decode request, then the prefill request; return the answer.
+    answer = decode(d, asked, transfer, card)
+    await d.holds_within(30.0)
+    await prefill(p, asked, transfer)
+    return await answer

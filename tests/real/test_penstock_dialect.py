@@ -1,0 +1,162 @@
+"""Tests of the dialect `penstock` between two real engines: many requests through the gateway, bytes
+between other numbers of ranks, and clients that leave.
+
+The prefill engine computes 512 tokens per step, so that longer prompts move in several parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.real.asking import Answer, ask, body, differences, prompt
+from tests.real.engines import Engine
+from tests.real.fronts import config, gateway
+from tests.real.pushing import SERVING, card_of, decode, prefill, push
+from tests.real.test_connector import fetched, started
+
+REQUESTS, AT_ONCE, PREFIXES = 200, 4, 8
+SMALL_STEPS = ("--max-num-batched-tokens", "512")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
+    with started(tmp_path_factory.mktemp("kv"), 1, SMALL_STEPS) as engines:
+        yield engines
+
+
+@pytest.fixture
+async def idle(pair: tuple[Engine, Engine]) -> AsyncIterator[tuple[Engine, Engine]]:
+    for engine in pair:
+        await engine.idle_within(40.0)
+    yield pair
+    for engine in pair:
+        await engine.idle_within(15.0)
+
+
+def text_of(number: int) -> str:
+    # Return a prompt of 200 to 1,900 tokens. Half of them begin like others.
+    if number % 2:
+        return prompt(120 + 4 * number, seed=9000 + number)
+    beginning = prompt(300, seed=9500 + number % PREFIXES)
+    return f"{beginning} {prompt(60 + 2 * number, seed=9000 + number)}"
+
+
+async def all_answers(url: str, **members: object) -> list[Answer]:
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(number: int) -> Answer:
+        async with gate:
+            asked = body(text_of(number), stream=bool(number // 2 % 2), max_tokens=8, **members)
+            return await ask(url, asked)
+
+    return list(await asyncio.gather(*map(one, range(REQUESTS))))
+
+
+async def test_split_answers_equal_the_aggregated_ones(
+    idle: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    p, d = idle
+    aggregated = await all_answers(d.url, cache_salt="aggregated")
+    before, counted = await fetched(d), await d.numbers()
+    engines = {"P": (p.url, "prefill"), "D": (d.url, "decode")}
+    with gateway(tmp_path, config(engines, serving=SERVING)) as front:
+        split = await all_answers(front.url)
+    for whole, halved in zip(aggregated, split, strict=True):
+        assert (halved.status, halved.error) == (200, "")
+        assert differences(halved, whole) == []
+        assert halved.finish_reason == whole.finish_reason
+    for engine in idle:
+        await engine.idle_within(10.0)
+    now = await d.numbers()
+    assert now["kv_ranks_not_received_total"] == counted["kv_ranks_not_received_total"]
+    accepted = now["kv_handoffs_accepted_total"] - counted["kv_handoffs_accepted_total"]
+    parts = now["kv_ranks_received_total"] - counted["kv_ranks_received_total"]
+    print(f"\n{accepted:.0f} of {REQUESTS} were split, {parts:.0f} parts were received")
+    assert accepted > REQUESTS * 3 / 4
+    assert parts > 1.5 * accepted
+    assert await fetched(d) > before
+
+
+async def test_another_prompt_with_the_same_transfer_id_gets_the_right_answer(
+    idle: tuple[Engine, Engine],
+) -> None:
+    p, d = idle
+    card = await card_of(p)
+    mine, other = body(prompt(500, seed=9801)), body(prompt(500, seed=9802))
+    first = await push(p, d, mine, "mine", card)
+    whole = await ask(d.url, mine | {"cache_salt": "w1"})
+    assert (first.status, differences(first, whole)) == (200, [])
+    # The prefill engine computes `mine` for the id, so the KV of `other` never comes.
+    answer = decode(d, other | {"cache_salt": "o"}, "mine", card)
+    await prefill(p, mine, "mine")
+    foreign = await answer
+    whole = await ask(d.url, other | {"cache_salt": "w2"})
+    assert (foreign.status, differences(foreign, whole)) == (200, [])
+    for engine in (p, d):
+        await engine.idle_within(40.0)
+
+
+async def test_clients_that_leave_at_any_moment_leave_no_block_behind(
+    idle: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    p, d = idle
+    engines = {"P": (p.url, "prefill"), "D": (d.url, "decode")}
+    with gateway(tmp_path, config(engines, serving=SERVING)) as front:
+        assert (await ask(front.url, body(prompt(300, seed=9900)))).status == 200
+        for moment in range(16):
+            asked = body(prompt(800, seed=9901 + moment), max_tokens=64, stream=True)
+            leg = asyncio.ensure_future(ask(front.url, asked))
+            await asyncio.sleep(0.03 * moment)
+            leg.cancel()
+            await asyncio.gather(leg, return_exceptions=True)
+        for engine in (d, p):
+            assert await engine.idle_within(15.0) < 15.0
+
+
+def dumped(folder: Path, side: str) -> dict[str, NDArray[np.uint8]]:
+    # Return dumped KV by name of the offer, with the heads of all ranks in order.
+    ranks: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob(f"{side}-*.npy")):
+        ranks.setdefault(path.stem.split("-", 1)[1].rpartition("-")[0], []).append(path)
+    return {name: np.concatenate(list(map(np.load, paths)), 2) for name, paths in ranks.items()}
+
+
+RANK_REQUESTS = 6
+
+
+def test_every_head_arrives_as_it_was_between_two_ranks_and_one(tmp_path: Path) -> None:
+    # Each rank is a process. Where aggregated answers differ between the engines, either counts.
+    folder = tmp_path / "dump"
+    with started(tmp_path, 2, SMALL_STEPS, dump=str(folder)) as (two, one):
+        for source, sink, first in ((two, one, 5200), (one, two, 5300)):
+            card = asyncio.run(card_of(source))
+            asyncio.run(source.idle_within(40.0))
+            for file in folder.glob("*.npy"):
+                file.unlink()
+            for seed in range(first, first + RANK_REQUESTS):
+                asked = body(prompt(150 + 150 * (seed % 100), seed=seed), max_tokens=8)
+                wholes = [
+                    asyncio.run(ask(engine.url, asked | {"cache_salt": f"w{seed}"}))
+                    for engine in (source, sink)
+                ]
+                answer = asyncio.run(push(source, sink, asked, f"t{seed}", card))
+                assert answer.status == 200
+                assert any(differences(answer, whole) == [] for whole in wholes)
+            for engine in (source, sink):
+                asyncio.run(engine.idle_within(20.0))
+            offered, received = dumped(folder, "offered"), dumped(folder, "received")
+            assert received.keys() == offered.keys()
+            assert len(received) >= RANK_REQUESTS
+            for name, pages in offered.items():
+                assert pages.any()
+                assert np.array_equal(pages, received[name]), name
+            print(
+                f"\n{source.name} to {sink.name}: {len(received)} offers, "
+                f"{sum(pages.nbytes for pages in received.values()) / 1e6:.1f} MB equal"
+            )
