@@ -45,8 +45,9 @@ def check(
     for problem in loaded.warnings:
         print_line(f"{problem} (warning)", style="yellow", err=True)
     print_line(
-        f"{file} is valid: {len(config.models)} models, {len(config.pools)} pools, "
-        f"{endpoints} endpoints, {gpus} GPUs",
+        f"{file} is valid: {_count(len(config.models), 'model')}, "
+        f"{_count(len(config.pools), 'pool')}, {_count(endpoints, 'endpoint')}, "
+        f"{_count(gpus, 'GPU')}",
         style="green",
     )
 
@@ -64,9 +65,12 @@ def exit_with_problems(error: ConfigError, *, as_json: bool) -> NoReturn:
     else:
         for problem in error.problems:
             print_line(str(problem), err=True)
-        count = len(error.problems)
-        print_line(f"{count} problem{'s' if count > 1 else ''}", style="red", err=True)
+        print_line(_count(len(error.problems), "problem"), style="red", err=True)
     raise SystemExit(1)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _problem_as_json(problem: Problem) -> dict[str, object]:

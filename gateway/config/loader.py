@@ -16,7 +16,7 @@ from gateway.config.file_reader import read_config_file, read_file
 from gateway.config.problems import ConfigError, Path, Problem, did_you_mean
 from gateway.config.tls_sections import FOLDER_KEY
 from gateway.config.tree import Config
-from gateway.config.yaml_source import ResolvedReferences, YamlSource, parse_yaml
+from gateway.config.yaml_source import EMPTY_FILE, ResolvedReferences, YamlSource, parse_yaml
 
 SCHEMA_ID = "urn:penstock:config:v1"
 SECRET_MASK = "**********"  # noqa: S105
@@ -208,16 +208,22 @@ _MESSAGES: Mapping[str, str] = {
 
 def _message(detail: Any, path: Path) -> str:
     kind, context = str(detail["type"]), detail.get("ctx", {})
+    if kind == "extra_forbidden" and path[-1] == "<<":
+        return "unknown key; YAML 1.2 has no merge keys (<<), so repeat the keys"
     if kind == "extra_forbidden":
         return f"unknown key{did_you_mean(str(path[-1]), _known_keys(path[:-1]))}"
     if kind == "missing":
         return f"is missing: {_description(path)}"
+    if detail["input"] is None and not path:
+        return EMPTY_FILE
     if detail["input"] is None:
         return "is empty; give it a value or remove the key"
     if kind == "value_error":
         return str(context["error"])
     if kind == "too_short":
         return "is empty; it needs at least one item"
+    if kind == "string_pattern_mismatch" and not detail["input"]:
+        return "is empty text"
     if kind == "string_pattern_mismatch":
         return f"has a character that is not allowed here (allowed: {context['pattern']})"
     template = _MESSAGES.get(kind)

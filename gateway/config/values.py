@@ -6,6 +6,7 @@ Defaults are written as an operator writes them ("30s", "32MiB"), and the same p
 from __future__ import annotations
 
 import re
+from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -29,6 +30,8 @@ AUTO: Literal["auto"] = "auto"
 MAX_WORKERS = 64
 
 _PREFIX = re.compile(r"(?:/[A-Za-z0-9._~%:@+-]+)*")
+_HOST = re.compile(r"[0-9A-Za-z._-]+")
+_API_PATHS = re.compile(r"/(chat/completions|completions|embeddings|messages|models|responses)$")
 _PARAMETERS = re.compile(r"^([0-9]{1,6}(?:\.[0-9]{1,3})?)([MBT])$")
 
 
@@ -84,16 +87,27 @@ def _from_parameters(value: object) -> float:
 
 
 def _resolvable(host: str) -> str:
-    # Return the host, with brackets around an IPv6 address.
+    # Return the host in ASCII, with brackets around an IPv6 address.
     #
     # Raises ValueError for an invalid name.
+    if ":" in host:
+        try:
+            ip_address(host)
+        except ValueError:
+            raise ValueError("the URL has an invalid IPv6 address as its host") from None
+        return f"[{host}]"
     try:
-        host.encode("idna")
+        name = host.encode("idna").decode()
     except UnicodeError:
         raise ValueError(
             "the URL has an invalid host: a part of it is empty or longer than 63 characters"
         ) from None
-    return f"[{host}]" if ":" in host else host
+    if not _HOST.fullmatch(name):
+        raise ValueError(
+            "the URL has an invalid host: it consists of letters, digits and -._ (an environment "
+            "variable is written ${NAME})"
+        )
+    return name
 
 
 def engine_url(url: str) -> str:
@@ -124,6 +138,11 @@ def engine_url(url: str) -> str:
     if prefix.endswith("/v1"):
         raise ValueError(
             "the URL of an engine must not end with /v1, because the gateway adds the API's paths"
+        )
+    if api := _API_PATHS.search(prefix):
+        raise ValueError(
+            f"the URL of an engine must not end with /{api[1]}, because the gateway adds the "
+            "API's paths, as in /v1/chat/completions"
         )
     port = port or (443 if parts.scheme == "https" else 80)
     return f"{parts.scheme}://{_resolvable(parts.hostname)}:{port}{prefix}"

@@ -72,6 +72,7 @@ _PLAIN: Mapping[str, Callable[[str], Any]] = {
 }
 
 
+EMPTY_FILE = "is empty; the shortest configuration begins with `version: 1`"
 _OPENED: Mapping[str, str] = {
     "flow sequence": "bracket",
     "flow mapping": "brace",
@@ -269,8 +270,7 @@ def _begin(raw: bytes, file: str) -> tuple[YamlSource, Node]:
         ) from None
     node = _compose(text, file)
     if node is None:
-        text = "is empty; the shortest configuration begins with `version: 1`"
-        raise invalid_file(file, text)
+        raise invalid_file(file, EMPTY_FILE)
     source = YamlSource(file)
     source.add_to_digest(raw)
     return source, node
@@ -294,6 +294,16 @@ def _compose(text: str, file: str) -> Node | None:
     return node
 
 
+_MEANINGS = {
+    "but found another document": "a second document begins here (---); a configuration is one",
+    "found character '\\t'": "a tab cannot indent; use blanks",
+    "expected <block end>": "the indentation does not match the lines before",
+    "mapping values are not allowed here": "a key cannot stand here; check the indentation and the "
+    "colon of the line before",
+}
+"""What frequent messages of the YAML parser mean."""
+
+
 def _syntax_error(error: MarkedYAMLError) -> tuple[SourcePosition, str]:
     # Return the position and the message of a syntax error.
     #
@@ -305,7 +315,9 @@ def _syntax_error(error: MarkedYAMLError) -> tuple[SourcePosition, str]:
             position = SourcePosition(opened.line + 1, opened.column + 1)
             return position, f"is not YAML: the {what} opened here is not closed"
     position = SourcePosition(mark.line + 1, mark.column + 1) if mark else _START
-    return position, f"is not YAML: {error.problem or error.context}"
+    problem = error.problem or error.context or ""
+    meaning = next((text for part, text in _MEANINGS.items() if part in problem), problem)
+    return position, f"is not YAML: {meaning}"
 
 
 class _Reader:

@@ -28,6 +28,7 @@ from gateway.protocol.model_cards import (
 )
 
 SERVER_NAME = "penstock"  # replaces aiohttp's own name and version
+_KNOWN_PATHS = frozenset(API_PATHS) | {"/v1/models"}
 CORS_METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 
 
@@ -143,8 +144,26 @@ async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamRe
         if request.rel_url.raw_path in API_PATHS:
             return _error(request, _method_not_allowed(request, ["POST"]))
         path = request.path[:64].encode("ascii", "backslashreplace").decode()
-        message = f"Unknown request URL: {request.method} {path}."
+        message = f"Unknown request URL: {request.method} {path}.{_hint(request.rel_url.raw_path)}"
         return _error(request, GatewayError(Failure.NOT_FOUND, message))
+
+
+def _hint(path: str) -> str:
+    # Return the known path that was probably meant, as a sentence.
+    #
+    # The base URL of some clients ends with /v1, that of others must not. A final slash is doubled.
+    meant = "/" + "/".join(part for part in path.split("/") if part)
+    while meant.startswith("/v1/v1/"):
+        meant = meant.removeprefix("/v1")
+    known = next(
+        (
+            name
+            for name in (meant, f"/v1{meant}", meant.removeprefix("/v1"))
+            if name in _KNOWN_PATHS
+        ),
+        None,
+    )
+    return "" if known is None else f" Did you mean {known}? Check the client's base URL."
 
 
 def _method_not_allowed(request: web.Request, allowed: list[str]) -> GatewayError:

@@ -7,6 +7,7 @@ so "0.1s" is the float 0.1, and a size is always a whole number of bytes.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from itertools import pairwise
 
@@ -34,6 +35,20 @@ _PART = re.compile(rf"({_NUMBER})(us|ms|s|m|h|d)")
 _DURATION = re.compile(rf"(?:{_NUMBER}(?:us|ms|s|m|h|d))+")
 _SIZE = re.compile(rf"({_NUMBER}) ?({'|'.join(_BYTES)})")
 _BARE = re.compile(_NUMBER)
+_MISSPELT = re.compile(rf"({_NUMBER}) *([A-Za-z]+)")
+_TIME_WORDS = {
+    unit: [unit, *words.split()]
+    for unit, words in {
+        "us": "usec usecs microseconds",
+        "ms": "msec msecs millis milliseconds",
+        "s": "sec secs second seconds",
+        "m": "min mins minute minutes",
+        "h": "hr hrs hour hours",
+        "d": "day days",
+    }.items()
+}
+# A letter alone, as in nginx's 32m, is a power of 1024.
+_SIZE_WORDS = {unit: [unit, unit[0]] if "i" in unit else [unit] for unit in _BYTES}
 
 DURATION_PATTERN = r"^([0-9]+(\.[0-9]+)?(us|ms|s|m|h|d))+$"
 SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?([KMGT]i?)?B$"
@@ -90,6 +105,17 @@ def _plain(amount: Decimal) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def _meant(text: str, words: Mapping[str, Sequence[str]]) -> str:
+    # Return the text with the unit that was probably meant, or "" if there is none.
+    match = _MISSPELT.fullmatch(text)
+    if match is None or type(text) is not str:
+        return ""
+    word = match[2].lower()
+    units = (unit for unit, known in words.items() if word in map(str.lower, known))
+    unit = next(units, "")
+    return match[1] + unit if unit else ""
+
+
 def _not_a_duration(text: str) -> str:
     # The value of a reference, of a subclass of str, is not shown.
     if _BARE.fullmatch(text) and type(text) is str:
@@ -98,6 +124,9 @@ def _not_a_duration(text: str) -> str:
             f"{text!r} is not a duration; write {text}s, "
             f"or {text}ms ({milliseconds}s) if milliseconds are meant"
         )
+    meant = _meant(text, _TIME_WORDS)
+    if meant:
+        return f"{text!r} is not a duration; write {meant}"
     return (
         f"{text!r} is not a duration; "
         "write a number with a unit (us, ms, s, m, h, d), as in 250ms or 1m30s"
@@ -107,6 +136,9 @@ def _not_a_duration(text: str) -> str:
 def _not_a_size(text: str) -> str:
     if _BARE.fullmatch(text) and type(text) is str:
         return f"{text!r} is not a size; write {text}B, or {text}MiB if mebibytes are meant"
+    meant = _meant(text, _SIZE_WORDS)
+    if meant:
+        return f"{text!r} is not a size; write {meant}"
     return (
         f"{text!r} is not a size; "
         "write a number with a unit (B, KiB, MiB, GiB, KB, MB, GB), as in 32MiB"

@@ -75,3 +75,37 @@ def test_any_text_is_parsed_or_rejected_with_unit_error(text: str) -> None:
     for parse in (durations_and_sizes.parse_duration, durations_and_sizes.parse_size):
         with contextlib.suppress(durations_and_sizes.UnitError):
             assert parse(text) >= 0
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("30sec", "30s"),
+        ("5 m", "5m"),
+        ("5M", "5m"),
+        ("5min", "5m"),
+        ("1hour", "1h"),
+        ("2.5S", "2.5s"),
+    ],
+)
+def test_a_misspelt_duration_is_rejected_with_the_one_that_was_meant(text: str, meant: str) -> None:
+    with pytest.raises(durations_and_sizes.UnitError, match=f"not a duration; write {meant}$"):
+        durations_and_sizes.parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("32mib", "32MiB"), ("32m", "32MiB"), ("2G", "2GiB"), ("64k", "64KiB"), ("256mb", "256MB")],
+)
+def test_a_misspelt_size_is_rejected_with_the_one_that_was_meant(text: str, meant: str) -> None:
+    with pytest.raises(durations_and_sizes.UnitError, match=f"not a size; write {meant}$"):
+        durations_and_sizes.parse_size(text)
+
+
+def test_no_unit_is_guessed_for_an_unknown_word_or_the_value_of_a_reference() -> None:
+    class Substituted(str):
+        __slots__ = ()
+
+    for text in ("5fortnights", "12 parsecs", Substituted("5min")):
+        with pytest.raises(durations_and_sizes.UnitError, match="write a number with a unit"):
+            durations_and_sizes.parse_duration(text)
