@@ -10,7 +10,7 @@ completion window of the batch is twice the time that it needs on the rest of th
 The gateway is killed (SIGKILL) and started again at the same moments of both runs. Live requests
 that a kill breaks count in neither run.
 
-Printed are the shares of live requests within their latency targets, how often requests of the
+It prints the shares of live requests within their latency targets, how often requests of the
 batch were stopped, and how many tokens engines generated more than once.
 """
 

@@ -11,7 +11,7 @@ own. Rounds of three kinds alternate:
 - "beside images": it sends chats with an image of 3 MB, at the same times.
 
 Each user of an image asks a second question about it. The mock engines count 900 tokens per image.
-Printed are the time to first token (TTFT) of text requests, that of images on an idle gateway, and
+It prints the time to first token (TTFT) of text requests, that of images on an idle gateway, and
 how many second questions found the image cached: the policy sends some elsewhere to balance load.
 """
 

@@ -91,7 +91,7 @@ def _per_request(tree: Path, kind: str, function: str, toggle: Path) -> float:
 
 
 def _count(tree: Path, kind: str, function: str, toggle: Path, requests: int) -> int:
-    # Serve so many requests in callgrind; return the instructions that were counted.
+    # Serve this number of requests in callgrind; return the instructions that were counted.
     base = free_base()
     with backend(base), tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts"

@@ -56,7 +56,8 @@ the last minute of the live page.
 class Structure(NamedTuple):
     """A structure that fills for a long time, with the files that allocate it.
 
-    bound  function that returns its most bytes, from the gateway and the requests of a minute
+    bound  function that returns its maximum size in bytes, given the gateway and the number of
+           requests per minute
     """
 
     files: tuple[str, ...]

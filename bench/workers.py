@@ -42,7 +42,7 @@ CORES = (GATEWAY_CORE, LOAD_CORE)
 CONNECTIONS = 128
 """Number of client connections.
 
-With so many, the kernel distributes them about evenly between two workers.
+With this many connections, the kernel distributes them about evenly between two workers.
 """
 
 WORDS = "How does a water wheel work? "

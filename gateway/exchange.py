@@ -277,8 +277,7 @@ class Exchange:
         """Reserve memory for a body of `body_bytes` bytes, minus what was reserved for it before.
 
         Raises GatewayError if the memory for bodies is used up. What was reserved for this body is
-        released then, so that of several bodies which grow at the same time no more are refused
-        than necessary.
+        released then, so that other bodies which grow at the same time can be accepted.
         """
         try:
             self.body_bytes += gate.reserve_body(body_bytes - self.body_bytes)

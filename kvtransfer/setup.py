@@ -15,10 +15,10 @@ PUMP = Extension(
 )
 
 setup(
-    script_name="setup.py",  # which is no module of the package in the same folder
+    script_name="setup.py",  # which is not a module of the package in the same folder
     packages=[ALIAS, "kvtransfer", *(f"kvtransfer.{name}" for name in INSIDE)],
     package_dir={"kvtransfer": ".", ALIAS: ALIAS},
-    include_package_data=False,  # C files are no data
+    include_package_data=False,  # C files are not data
     ext_modules=[] if os.environ.get("PENSTOCK_KV_PUMP") == "off" else [PUMP],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -69,7 +69,7 @@ class WindowSlice(msgspec.Struct, frozen=True):
     runs        the window's byte ranges
     region      this end's memory to read from or write to
     src_rank    the source's rank: index of a region in its agent, which may have only one rank
-    dst_rank    the sink's rank, likewise
+    dst_rank    the sink's rank
     is_current  function that returns whether the source's blocks still have the promised
                 generations; None on a sink. A transport calls it right before and right after it
                 reads the source's memory, on whichever side that happens

@@ -77,7 +77,7 @@ class StoreSpec(msgspec.Struct, frozen=True):
     path       path of the store's Unix socket
     gbps       simulated speed between host memory and the group's GPUs, in gigabits per second for
                the real model's KV; inf: no limit
-    disk_gbps  simulated speed from disk to host memory, likewise
+    disk_gbps  simulated speed from disk to host memory, in the same unit
     scale      stored bytes per byte of the real model's KV, in (0, 1]
     """
 

@@ -55,7 +55,7 @@ class RankDispatcher:
     def _pick(self, request: web.Request) -> MockServer:
         # Return the server of a request. Raises ApiError 400 for a rank that does not exist.
         text, count = request.headers.get(RANK_HEADER, ""), len(self._servers)
-        if not re.fullmatch("-?[0-9]+", text):  # vLLM ignores what is no integer
+        if not re.fullmatch("-?[0-9]+", text):  # vLLM ignores what is not an integer
             now = asyncio.get_running_loop().time()
             return self._servers[self._balancer.pick(now, self._counts)]
         if len(text) > 9 or not 0 <= int(text) < count:

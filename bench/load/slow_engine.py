@@ -10,10 +10,10 @@ the start, or from `--at` on. The cases:
     3x-decode   three times slower per token, with normal prefills
     unequal     two engines are twice as slow and have a different label `gpu`
 
-Printed for each case: the slow engine's share of the requests sent later than 10 s after it became
-slow, the p99 TTFT of all requests and that of the three engines alone, hedged requests, and when
-endpoints were ejected. Exit status: 1 if a share is above 1 %, a p99 above twice that of the three
-engines, hedged requests are above 5 %, or an endpoint of `unequal` was ejected.
+For each case, it prints the slow engine's share of the requests sent later than 10 s after it
+became slow, the p99 TTFT of all requests and that of the three engines alone, hedged requests, and
+when endpoints were ejected. Exit status: 1 if a share is above 1 %, a p99 above twice that of the
+three engines, hedged requests are above 5 %, or an endpoint of `unequal` was ejected.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m bench.load.slow_replay [--seconds 300] [--seed 11]... [--policy NAME]... [--unequal]
 
-The load is half of what three engines serve. Printed for each policy: the slow engine's share of
+The load is half of what three engines serve. For each policy, it prints the slow engine's share of
 the requests after 10 s, the p99 TTFT of both runs, hedged requests, and when engines were ejected.
 `--unequal` runs fleets without a fault instead: one or two engines of four always take twice as
 long, which their label says or does not say. Exit status: 1 if a share is above 1 %, a p99 above

@@ -1,7 +1,7 @@
 """The process that replays the access log with other routing policies, one for each comparison.
 
 The process limits its own CPU use (planner/auto/cpu_budget.py). It ends when its standard input
-closes, hence also when the gateway is killed.
+closes, and therefore also when the gateway is killed.
 """
 
 from __future__ import annotations

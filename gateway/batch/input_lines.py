@@ -26,8 +26,8 @@ BATCH_APIS: Mapping[str, Api] = {
 }
 """The APIs whose requests a batch may contain, by path.
 
-Excluded are APIs with form bodies, which do not fit a line of JSON, and those whose responses
-engines keep for a live client only.
+APIs with form bodies are left out, because a form does not fit a line of JSON. So are APIs whose
+responses an engine keeps for a live client only.
 """
 
 
@@ -100,7 +100,7 @@ class InputChecker:
         try:
             line = _decode(raw)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            return "invalid_json_line", f"This line is no valid request: {error}.", None
+            return "invalid_json_line", f"This line is not a valid request: {error}.", None
         custom_id = line.custom_id
         if not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
             message = f"custom_id must have 1 to {MAX_CUSTOM_ID_CHARS} characters."

@@ -28,7 +28,7 @@ from gateway.protocol.request.service_level_headers import (
 from gateway.route import Gateway, Snapshot
 
 WINDOW_S = 0.5  # period over which token rates and missed targets are measured
-KNOWN_CLASS_S = 600.0  # a service class counts for so long after its last request
+KNOWN_CLASS_S = 600.0  # a service class counts for this time after its last request
 NO_POOL = ""
 
 

@@ -108,7 +108,7 @@ class RequestAttempt:
         interrupted.
 
         It is 0 if the request was not sent or its answer can be continued. It is MANY_TOKENS if the
-        answer is no stream, so that its length is unknown.
+        answer is not streamed, so that its length is unknown.
         """
         ledger = self.exchange.ledger
         if self.exchange.sent_at is None or (ledger is not None and not ledger.current_obstacle):
@@ -167,7 +167,7 @@ class RequestAttempt:
         """Return the seconds from sending a batch request to its first token, or until `now`
         without one.
 
-        Return None if the request was not sent, or its answer is no stream.
+        Return None if the request was not sent, or its answer is not streamed.
         """
         relay, sent_at = self.exchange.relay, self.exchange.sent_at
         if relay is None or sent_at is None or self._client.answer is None:

@@ -24,7 +24,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_SECRET_BYTES = 64 << 10
 MAX_NODES = 100_000
 MAX_DEPTH = 32
-# A resolved value of fewer characters is no secret, and could be found in any text.
+# A resolved value of fewer characters is not a secret, and could be found in any text.
 LEAST_HIDDEN = 8
 _NONE_REFUSED: Mapping[Path, str] = MappingProxyType({})
 _START = SourcePosition(1, 1)

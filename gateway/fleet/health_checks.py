@@ -338,7 +338,7 @@ class HealthChecker:
     ) -> int | None:
         # Request a completion with these members; return its status, or None without an answer.
         #
-        # Nothing is sent to an engine none of whose models is known: None.
+        # No model of the engine is known, so nothing is sent to it: None.
         model = _model_of(live)
         if model is None:
             return None

@@ -16,7 +16,7 @@ class OutgoingUpdates:
 
     prompts         (fingerprint, endpoint, prompt tokens, cached tokens). Cached tokens are None
                     for a prompt sent to the endpoint. A number corrects that: the prompt was not
-                    computed, and at most so many of its tokens are cached there
+                    computed, and at most this number of its tokens is cached there
     cache_reports   (endpoint, predicted cached share of a prompt, share that its engine reported)
     health_changes  (endpoint, new state, cause)
     charges         (pool, tenant) -> tokens computed for the tenant

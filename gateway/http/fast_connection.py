@@ -304,7 +304,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     def _keep_or_switch(self, data: bytes) -> None:
         # Keep a partial request head for the next read; switch to aiohttp for any other request.
         #
-        # An HTTP/2 connection preface is refused, because it is no request of HTTP/1.1.
+        # An HTTP/2 connection preface is refused, because it is not an HTTP/1.1 request.
         if self.transport is None or self.phase is CLOSING:
             return
         if not self.headers and data.startswith(PREFACE):

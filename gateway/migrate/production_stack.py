@@ -141,7 +141,7 @@ def routing_policy(options: CommandOptions, draft: Draft) -> tuple[str, bool]:
 def split_model(draft: Draft, model: dict[str, object]) -> None:
     """Configure a model of the draft so that its requests are split into prefill and decode.
 
-    A note is added about what its engines need for that.
+    A note says what the engines need to serve split requests.
     """
     model["split"] = {"dialect": DIALECT}
     draft.do(

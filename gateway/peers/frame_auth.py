@@ -144,7 +144,7 @@ class FrameAuth:
 
 
 def create_frame_auth(config: Config, local_secret: bytes | None) -> FrameAuth | None:
-    """Return the authentication of messages to other gateways, or None if there are none.
+    """Return the authentication of messages to other gateways, or None if there are no others.
 
     `local_secret` is the secret of the worker processes of one machine, which have no `shared`.
     """

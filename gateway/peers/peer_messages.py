@@ -28,7 +28,7 @@ class SentPrompt(msgspec.Struct, frozen=True, array_like=True):
     n_bytes        number of bytes that these blocks cover
     keys           the block keys that an index samples (policies/prefix/sampled_keys.py)
     cached_tokens  None if the prompt was sent. A number corrects an earlier message: the prompt was
-                   not computed after all, and at most so many of its tokens are cached
+                   not computed after all, and at most this number of its tokens is cached
     """
 
     endpoint: NameDigest

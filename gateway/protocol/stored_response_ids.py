@@ -131,7 +131,7 @@ def _with_secret(
 
 
 def _decoded(response_id: str) -> bytes | None:
-    # Return the bytes that a response id encodes, or None if the text is no response id.
+    # Return the bytes that a response id encodes, or None if the text is not a response id.
     if not response_id.startswith(PREFIX) or len(response_id) > MAX_ID_CHARS:
         return None
     text = response_id[len(PREFIX) :]

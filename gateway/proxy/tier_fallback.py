@@ -44,7 +44,7 @@ def _can_serve(route: Route, call: Call) -> bool:
     # Return whether a smaller model's engines serve the API and have enough context length.
     #
     # Estimates of tokens that exceed the context by up to 15 % do not exclude the model: its engine
-    # counts the tokens. Token ids and a limit of the answer's length are no estimates.
+    # counts the tokens. Token ids and a limit of the answer's length are exact.
     if call.api.path in route.translated:  # it was parsed for engines that have this API
         return False
     if route.context_tokens is None:

@@ -139,6 +139,6 @@ def _read_all(folder: Path) -> list[Version]:
             versions.append(msgspec.json.decode(content, type=Version))
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             log.warning(
-                "the file %s is no valid configuration version, so it is ignored: %s", path, error
+                "the file %s is not a valid configuration version and is ignored: %s", path, error
             )
     return sorted(versions, key=lambda version: version.number)

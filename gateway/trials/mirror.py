@@ -36,7 +36,7 @@ log = logging.getLogger("penstock")
 BLOCK = 200
 """Number of compared requests per verdict.
 
-With so many, at most one of 100 candidates that are no worse is wrongly found to be worse.
+With this many requests, at most one of 100 candidates that are not worse is found to be worse.
 """
 
 MAX_BODY_BYTES = 1 << 18

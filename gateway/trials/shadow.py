@@ -40,7 +40,7 @@ Recording picks may take as much time again.
 RESULTS = ("agreed", "differed", "no_endpoint", "failed")
 FIRST_COST_S = 0.0005  # assumed cost of an evaluation until one has been measured
 MAX_RECORDS = 64  # recorded picks that may wait for their evaluation
-MIN_COMPARED = 100  # picks; with so many the agreement is accurate to about ten percentage points
+MIN_COMPARED = 100  # picks; with this many the agreement is accurate to about ten percentage points
 BUDGET_CAP_S = 0.01  # cap of the unused CPU budget, so that an idle hour is not spent in one second
 
 

@@ -63,7 +63,7 @@ class UnitError(ValueError):
 def parse_duration(text: str) -> float:
     """Return the number of seconds in a text such as "1m30s".
 
-    Raises UnitError if the text is no duration.
+    Raises UnitError if the text is not a duration.
 
     Units are us, ms, s, m, h and d, each at most once and the largest first.
     """
@@ -85,7 +85,7 @@ def parse_duration(text: str) -> float:
 def parse_size(text: str) -> int:
     """Return the number of bytes in a text such as "32MiB".
 
-    Raises UnitError if the text is no size.
+    Raises UnitError if the text is not a size.
 
     Units are B, KB to TB (powers of 1000) and KiB to TiB (powers of 1024).
     """

@@ -25,9 +25,9 @@ class RegionError(Exception):
 
 
 class GenerationCheck:
-    """Whether blocks still have the generations that their reader was promised.
+    """Checks whether blocks still have the generations that their reader was promised.
 
-    A call returns it. Native code may evaluate the arrays itself.
+    Calling the object returns the answer. Native code may evaluate the arrays itself.
 
     region      the memory of the blocks
     blocks      int64 array (n,): block numbers

@@ -37,7 +37,7 @@ _RANDOM_BYTES = 8  # random part of a greeting; the other 8 bytes are its tag
 def greeting_nonce(key: bytes, random: bytes) -> bytes:
     """Return a nonce for a first message that shows the key: 8 random bytes and their HMAC tag.
 
-    The nonce can be replayed, so it is no proof of identity. It only decides which new links are
+    The nonce can be replayed, so it does not prove an identity. It only decides which new links are
     served first.
     """
     random = random[:_RANDOM_BYTES]

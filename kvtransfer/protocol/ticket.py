@@ -67,8 +67,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     nonce       16 random bytes that identify the ticket, so that it is used once
     sink        the only agent that may present it; None: any of the fleet
 
-    There is no direction, because the source always writes, into blocks that the sink names. There
-    is no size, because the offer defines the number of tokens.
+    A ticket has no direction, because the source always writes, into blocks that the sink names. It
+    has no size, because the offer defines the number of tokens.
     """
 
     offer: _Name

@@ -1,7 +1,7 @@
 """Accepted sockets that wait to become links: first those whose client has sent something.
 
-A link costs a thread and almost a millisecond of CPU. Clients that connect and send nothing, be
-they ever so many, must not delay the link of a peer that sends its greeting.
+A link costs a thread and almost a millisecond of CPU. Clients that connect and send nothing, even
+if they are thousands, must not delay the link of a peer that sends its greeting.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from mockgpu.request_parser import ApiError, RequestBody, decode_body
 
 
 def read_members(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON request body into its members. Raises ApiError if it is no JSON object."""
+    """Parse a JSON request body into its members. Raises ApiError if it is not a JSON object."""
     return decode_body(raw, dict[str, Any])
 
 

@@ -50,7 +50,7 @@ class TokenEvents(Protocol):
 
 
 class WholeSink:
-    """The token sink of one choice of a response that is no stream.
+    """The token sink of one choice of a response that is not streamed.
 
     If `stalled` is true, it never reports the end.
     """

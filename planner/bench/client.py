@@ -28,8 +28,8 @@ class BenchRecord(msgspec.Struct):
 
     session  number of its session
     turn     number of the request within the session
-    due_s    when it should have been sent. Latencies count from here, so that a server that delays
-             the sender is charged for that as well
+    due_s    when it should have been sent. Latencies count from here, so that they include the time
+             for which a slow server delays the sender
     sent_s   when it was sent
     ended_s  when its answer ended
     first_s  time of the first token; None if there was none

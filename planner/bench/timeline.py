@@ -151,7 +151,7 @@ class AnswerTimeline:
     def _has_content(self, choice: _Choice) -> bool:
         # Return whether a choice has generated content, and store its text.
         #
-        # A role alone, or an empty final delta, is no content.
+        # A role alone, or an empty final delta, is not content.
         delta = choice.delta or _Delta()
         answer = delta.content or choice.text
         if answer:

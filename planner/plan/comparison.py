@@ -20,7 +20,7 @@ class PoolComparison(msgspec.Struct, frozen=True):
 
     pool    the pool's name
     before  its results before the change; None: the pool does not exist there
-    after   its results after the change; None likewise
+    after   its results after the change; None in the same case
     notes   what the comparison leaves out
     """
 

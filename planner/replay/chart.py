@@ -30,7 +30,7 @@ class Axis(msgspec.Struct, frozen=True):
 
     label  text beside the axis
     least  its lower end; None: from the data, or 0 without data
-    most   its upper end; None likewise
+    most   its upper end; None in the same case
     log    whether it is logarithmic
     write  function that formats a number
     """

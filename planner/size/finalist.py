@@ -17,7 +17,7 @@ class Finalist(msgspec.Struct, frozen=True):
     attainment  share of requests served within the promised latencies, 0 to 1
     refused     share of requests that the gateway refused with 429
     ttft_p95_s  95th percentile of the TTFT in seconds; None if no request was served
-    tpot_p95_s  95th percentile of the TPOT in seconds; None likewise
+    tpot_p95_s  95th percentile of the TPOT in seconds; None in the same case
     hit_ratio   share of prompt tokens that were cached
     """
 

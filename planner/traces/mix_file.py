@@ -37,7 +37,7 @@ class MixMember(msgspec.Struct, forbid_unknown_fields=True):
 def read_mix_file(path: Path) -> list[MixMember]:
     """Return the members of the mix in a YAML file.
 
-    Raises TraceError if the file cannot be read or is no list of members.
+    Raises TraceError if the file cannot be read or is not a list of members.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError

@@ -107,7 +107,7 @@ class DrainRate:
     """Completed requests (or seconds of work) per second, as an exponentially decaying mean.
 
     The time constant is `tau_s` seconds. The rate is None (unknown) before the second completion,
-    and after so long a silence that too little recent data is left. The object is not thread-safe.
+    and after a silence so long that too little recent data is left. The object is not thread-safe.
     """
 
     __slots__ = ("_began", "_last", "_presence", "_tau_s", "_weight")

@@ -81,7 +81,7 @@ class PricedAdmissionParams(AdmissionParams, frozen=True):
 
     full_load      requested work, as a multiple of the endpoints' capacity, up to which the pool
                    does not count as overloaded
-    overload       the multiple from which on the pool counts as fully overloaded; in between, the
+    overload       the multiple from which the pool counts as fully overloaded; in between, the
                    limits change gradually
     burst_share    in a pool that is not overloaded, admission is free while the mean queue is
                    shorter than this share of the TTFT budget

@@ -24,7 +24,7 @@ LEARN_S = 1.0  # consecutive first tokens are evaluated together up to this leng
 LESSON_S = 0.1  # minimum seconds between two updates of a kind; more would add little
 
 # Of this many spans with a wait for KV, one is used: the second shortest for its work, so that it
-# is no outlier. Some wait is left in it, which adds to the variance of its logarithm.
+# is not an outlier. Some wait is left in it, which adds to the variance of its logarithm.
 DELAYED_SPANS = 8
 DELAYED_RANK = 1
 DELAYED_VAR = 0.1

@@ -154,7 +154,11 @@ class RecentLengths:
             self._quantiles, self._new = None, 0
 
     def quantiles(self) -> Sequence[float]:
-        """Return the medians of CLASSES classes of equal probability, as ratios, in order."""
+        """Return typical ratios of actual to expected answer length, from small to large.
+
+        Recent ratios are divided into CLASSES classes of equal size; the median of each is
+        returned.
+        """
         if self._quantiles is None:
             ordered = self._ordered
             step = len(ordered) / CLASSES

@@ -61,7 +61,7 @@ def read_prompts(lines: Sequence[str]) -> list[dict[str, Any]]:
         except ValueError:
             body = None
         if not isinstance(body, dict) or not ("messages" in body or "prompt" in body):
-            raise GoldenError(f'line {number} is no request; valid: {{"messages": [...]}} or '
+            raise GoldenError(f'line {number} is not a request; valid: {{"messages": [...]}} or '
                               '{"prompt": "..."}')  # fmt: skip
         prompts.append(body)
     if not prompts:
@@ -121,7 +121,7 @@ def answer_of(body: Any, took_s: float) -> GoldenAnswer:
             completion_tokens=int((body.get("usage") or {}).get("completion_tokens") or 0),
         )
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-        return GoldenAnswer(error="the response is no chat or completion", took_s=took_s)
+        return GoldenAnswer(error="the response is neither a chat nor a completion", took_s=took_s)
 
 
 def _tokens(logprobs: Mapping[str, Any]) -> Iterator[TokenChoice]:

@@ -46,7 +46,7 @@ def scope_seed(lora_name: str, salt: str) -> int:
 def chain_keys(tokens: Sequence[int], block_tokens: int, seed: int) -> Keys:
     """Return the content keys (uint64) of the complete blocks of a prompt's tokens.
 
-    Raises OverflowError or TypeError for a token that is no unsigned 32-bit integer.
+    Raises OverflowError or TypeError for a token that is not an unsigned 32-bit integer.
     """
     data, size = memoryview(array("I", tokens)).cast("B"), _TOKEN_BYTES * block_tokens
     keys, key = array("Q"), seed
@@ -93,7 +93,7 @@ class SourceBlocks:
         """Record that an engine has cached consecutive blocks of a prompt's chain.
 
         A block whose parent or tokens are unknown is recorded without a content key. Raises
-        OverflowError or TypeError for a token that is no unsigned 32-bit integer.
+        OverflowError or TypeError for a token that is not an unsigned 32-bit integer.
 
         names   the engine's name of each block
         parent  the block before the first; None: the chain begins here, with `seed`

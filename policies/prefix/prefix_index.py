@@ -170,7 +170,7 @@ class PrefixIndex:
     when 1/32 of the engine's capacity has been stamped with it. A block that is used again gets a
     new stamp, as a hit does in an engine's LRU. When a slot's valid stamps exceed its capacity, its
     oldest generation expires by moving one number (`_oldest_alive[slot]`) past it. No entry is
-    visited for that: expired stamps are recognized when read.
+    visited to do this: expired stamps are recognized when read.
 
     The stamps of all holders of a block are packed into one Python int (64 bits each). The garbage
     collector does not visit an int, and consecutive blocks share one object. Along a chain, stamps
@@ -315,9 +315,9 @@ class PrefixIndex:
         """Return the share (0 to 1) of an endpoint's evicted prompt tokens that were requested
         again.
 
-        The index works as a ghost list for that: an entry whose holders have all expired stays in
-        the table until its key is used again or the memory limit drops it. The share decays over as
-        many evictions as the endpoint's cache holds.
+        An entry whose holders have all expired stays in the table (as in a ghost list) until its
+        key is used again or the memory limit drops it. The share decays over as many evictions as
+        the endpoint's cache holds.
         """
         return self._holders[slot].regret() if slot < len(self._holders) else 0.0
 

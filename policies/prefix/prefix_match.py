@@ -51,7 +51,7 @@ class PrefixMatch(Sequence[int]):
     def __init__(
         self, slots: int, narrow: dict[int, int], wide: Sequence[WideMatch], longest: int
     ) -> None:
-        # Initialize for `slots` slots; `longest` is the most tokens in `narrow`.
+        # Initialize for `slots` slots; `longest` is the largest number of tokens in `narrow`.
         self._slots = slots
         self.narrow, self.wide, self.longest = narrow, wide, longest
         for prefix in wide:

@@ -86,7 +86,7 @@ class SplitShape(msgspec.Struct, frozen=True):
 class SplitRule(msgspec.Struct, frozen=True):
     """The parameters of splitting, such as the least number of uncached prompt tokens.
 
-    threshold_tokens  uncached prompt tokens from which on a request is split
+    threshold_tokens  least number of uncached prompt tokens of a split request
     hysteresis        half the width of a band around the threshold, as a share of it. Inside the
                       band a request follows the last decision outside of it, so that the mode does
                       not flap
@@ -253,7 +253,7 @@ def begin_transfer(
 def end_transfer(transfer: PendingTransfer, pair: EndpointPair, first_token_at: float) -> None:
     """End the KV transfer of a request whose first token has come.
 
-    The expected wait at the decoder is no part of the transfer.
+    The expected wait at the decoder is not part of the transfer.
     """
     transfer.end(first_token_at - (pair.decode_wait_s or 0.0))
 
@@ -372,9 +372,9 @@ class PricedSplitter(Splitter, frozen=True):
         splitting: bool,
         transfers: TransferTimes | None = None,
     ) -> SplitDecision:
-        """Decide like Splitter.decide whether to split a request, but by price.
+        """Decide by comparing prices whether to split a request.
 
-        `splitting` is returned unchanged.
+        The parameters are those of Splitter.decide. The decision contains `splitting` unchanged.
         """
         why = unsplittable_reason(shape)
         if why is not None:

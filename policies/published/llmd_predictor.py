@@ -29,7 +29,7 @@ class LlmdPredictor(PolicyParams, frozen=True):
     which is an admission's task. A request of the standard class has no SLO here.
 
     ttft_weight  weight of the TTFT, which is scaled to its range among the candidates
-    tpot_weight  weight of the TPOT, scaled likewise
+    tpot_weight  weight of the TPOT, scaled in the same way
     warm_share   an endpoint is warm if it has this share of the prompt cached
     break_s      all endpoints are considered if the best TTFT of warm ones is this many seconds
                  longer than the best of all

@@ -26,10 +26,10 @@ class SglangCacheAware(PolicyParams, frozen=True):
     there by default.
 
     cache_threshold        share of the prompt that must be cached at some endpoint to go there
-    balance_abs_threshold  loads count as unbalanced only if the most and the fewest requests differ
-                           by more than this
-    balance_rel_threshold  a second condition for that: the most is more than this multiple of the
-                           fewest
+    balance_abs_threshold  loads count as unbalanced only if the largest and the smallest number of
+                           requests differ by more than this
+    balance_rel_threshold  the second condition: the largest number is more than this multiple of
+                           the smallest
     """
 
     cache_threshold: Fraction = 0.3

@@ -1,7 +1,7 @@
 """Reads a model's shape from its Hugging Face config.json, with parameters counted tensor by
 tensor.
 
-The input is plain data. Known are decoders with MHA, GQA or MLA; dense MLPs and mixtures of
+The input is plain data. The module knows decoders with MHA, GQA or MLA; dense MLPs and mixtures of
 experts; full, sliding-window and state-space layers. Sources: the modelling code of the
 `transformers` library and of vLLM for the families named here.
 """

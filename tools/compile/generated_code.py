@@ -2,7 +2,7 @@
 
 Attributes and method calls get inline caches, as in CPython's own interpreter: attribute_cache.h
 holds them and says when they apply. Its text becomes part of each C file, so that the file compiles
-on its own. And the compiler learns which code only handles exceptions, to place it elsewhere than
+on its own. The compiler is also told which code only handles exceptions, to place it elsewhere than
 the code of the usual case.
 """
 

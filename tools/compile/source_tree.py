@@ -125,7 +125,7 @@ HANDWRITTEN = (Path("gateway/protocol/_byte_scan.c"),)
 NOT_AN_ARGUMENT = object()
 # A compiled module must behave exactly as its source: access to attributes of None raises, and
 # annotations have no effect unless they name a C class.
-# C classes are not pickled or copied, and functions for that would be a tenth of their modules.
+# C classes are not pickled or copied, and the functions to do so would be a tenth of their modules.
 DIRECTIVES = {
     "language_level": 3,
     "annotation_typing": True,

@@ -245,7 +245,7 @@ def _cache_salt(responses: ProbeResult, endpoint: Endpoint) -> Iterator[CheckFin
         yield fail_finding(
             name,
             check,
-            f"its requests have no member {member}, so tenants share its cached prompts",
+            f"requests to it cannot have the member {member}, so tenants share its cached prompts",
             fix,
         )
 

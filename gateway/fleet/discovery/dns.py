@@ -1,8 +1,8 @@
 """Discovery by DNS: every address of a host name is an endpoint, as behind a headless Service.
 
 The name is looked up at intervals with jitter. The system's resolver is used, so hosts files,
-search domains and the resolver's cache apply. The resolver returns no TTL, hence the fixed
-interval.
+search domains and the resolver's cache apply. The resolver returns no TTL, so the interval is
+fixed.
 """
 
 from __future__ import annotations

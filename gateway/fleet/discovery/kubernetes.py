@@ -31,7 +31,7 @@ WATCH_S = (
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # pauses between attempts
 STATUS_GONE = 410
 
-# After so many failures in a row without an event the version itself may be invalid, for example
+# After this number of failures in a row, the version itself may be invalid, for example
 # after an API server was restored from a backup.
 FAILURES_BEFORE_RELIST = 2
 

@@ -138,7 +138,7 @@ def _reachable(address: object, url: str) -> str:
     scheme, separator, rest = text.partition("://")
     host, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not separator or not colon or not port.isdecimal():
-        raise SourceError(f"the address {text[:80]!r} of KV events is no tcp:// address")
+        raise SourceError(f"the address {text[:80]!r} of KV events is not a tcp:// address")
     return f"tcp://{_own_host(url) if host in _WILDCARDS else host}:{port}"
 
 

@@ -265,7 +265,7 @@ class ExactPrefixes:
         return expected
 
     def _most_recently_sent(self, fingerprint: Fingerprint, slot: int, prompt_tokens: int) -> int:
-        # Return the most bytes of the prompt that the endpoint was sent a moment ago.
+        # Return the largest number of the prompt's bytes that were sent to the endpoint just now.
         #
         # The index recognises a prefix at sampled lengths only, so its end lies before the next
         # one.

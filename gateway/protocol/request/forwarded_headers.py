@@ -37,8 +37,7 @@ class TrustedProxies:
         return is_proxy
 
     def client_address(self, headers: Mapping[str, str], peer: str) -> str:
-        """Return the client's address: the rightmost address in X-Forwarded-For that is no trusted
-        proxy.
+        """Return the client's address: the last one in X-Forwarded-For that is no trusted proxy's.
 
         Each proxy appends the address from which it received the request, so anything further left
         may have been written by the client itself. Text that is not an address ends the search at

@@ -71,8 +71,8 @@ def replace_media(body: bytes, start: int, end: int) -> tuple[bytes, MediaSize]:
     """Replace each medium in the JSON of a prompt by a placeholder; return the prompt and the size
     of the media.
 
-    The prompt is `body[start:end]`, which is not copied: fresh memory for it takes longer than all
-    else.
+    The prompt is `body[start:end]`, which is not copied: allocating memory for a copy would take
+    longer than everything else.
 
     A placeholder has as many bytes as text with the medium's number of tokens. It is derived from
     the medium's hash, so prompts with different media differ, and prompts with equal media share

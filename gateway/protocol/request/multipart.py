@@ -48,7 +48,7 @@ def read_form(body: bytes) -> dict[str, msgspec.Raw]:
     """Return the fields of a form as raw JSON; a file is replaced by a placeholder string.
 
     The size of a placeholder is the one by which media are estimated; its text is derived from the
-    file's content. Raises GatewayError (400) if the body is no form, exceeds a limit, or has a
+    file's content. Raises GatewayError (400) if the body is not a form, exceeds a limit, or has a
     field twice that affects routing.
     """
     members: dict[str, msgspec.Raw] = {}

@@ -175,7 +175,7 @@ class Call(msgspec.Struct):
         return msgspec.structs.replace(self, body=join_members(accepted), members=accepted)
 
     def release(self) -> None:
-        """Free the request's body after the first token, from which on no retry can need it."""
+        """Free the request's body after the first token, because no retry can need it any more."""
         self.body, self.prompt, self.members = b"", (), {}
 
 

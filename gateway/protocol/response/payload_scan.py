@@ -57,7 +57,7 @@ class PayloadScan:
         self._finish_payload = b""  # the newest payload with a finish reason, until that is parsed
         self._usage_result: TokenUsage | None = None
         self._finish_reason: str | None = None
-        # What has been received of a long event, or of the end of a response that is no stream.
+        # What has been received of a long event, or of the end of a response that is not streamed.
         self._unscanned = bytearray()
 
     def _begin_scan(self, is_sse: bool) -> None:

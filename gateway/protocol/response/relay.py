@@ -482,7 +482,7 @@ class Relay(PayloadScan):
         return b"".join(out)
 
     def _relay_whole(self, head: ResponseHead, payload: bytes, now: float) -> bytes:
-        # Relay a response that is no stream and has arrived as a whole in one read.
+        # Relay a response that is not streamed and has arrived as a whole in one read.
         self.head, self._body = head, COMPLETE
         self.state, self.is_committed = DONE, True
         self.first_byte_at = self.first_token_at = self.last_data_at = now

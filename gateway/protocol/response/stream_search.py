@@ -191,7 +191,7 @@ def find_leading_error(stream: bytes, hold_until_token: bool) -> re.Match[bytes]
 
 
 def find_error_body(body: bytes, start: int = 0) -> re.Match[bytes] | None:
-    """Return the match of an error at the start of a body that is no stream, or None.
+    """Return the match of an error at the start of a body that is not streamed, or None.
 
     Some providers send an error with status 200. `start` is the offset of the body.
     """

@@ -137,7 +137,7 @@ def read_answer(data: bytes | bytearray) -> ChatAnswer:
 def read_error(error: msgspec.Raw) -> ErrorDetail:
     """Return the error object in an engine's error response, given as JSON.
 
-    A string becomes its message; any other value that is no error object gives a default.
+    A string becomes its message; any other value that is not an error object gives a default.
     """
     try:
         detail = _read_error(error)

@@ -23,7 +23,7 @@ request."""
 def read_object(body: bytes) -> dict[str, Any]:
     """Decode a request body and return its JSON object.
 
-    Raises GatewayError (400) if it is no JSON object.
+    Raises GatewayError (400) if it is not a JSON object.
     """
     try:
         members = _decode(body)

@@ -28,7 +28,7 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
         "kv_store_failed_loads": "Loads of a rank that found too few blocks; they were computed.",
         "kv_store_declined_tokens": "Stored tokens that were computed, as the faster choice.",
         "kv_store_saved_blocks": "Blocks that a rank saved in the store, which lacked them.",
-        "kv_store_skipped_saves": "Requests not saved, because too many blocks waited for that.",
+        "kv_store_skipped_saves": "Requests not saved, because too many blocks waited to be saved.",
         "kv_store_lost_calls": "Lookups, loads and saves that could not reach the store.",
     }
 )

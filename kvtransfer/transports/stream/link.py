@@ -66,11 +66,12 @@ class LinkOptions(msgspec.Struct, frozen=True):
     """The options of a connection between two agents over a stream socket.
 
     checked       whether windows (pieces of KV) carry xxh3-64 checksums. The source computes them
-                  of its memory, the sink again of its own
+                  over its memory, the sink over its own
     sealed        whether windows are encrypted and authenticated (AES-128-GCM); both ends must
                   agree
-    spin_s        seconds to poll before sleeping, below 1; four times as long after a sleep that
-                  this would have avoided. While other threads want the core, links sleep at once
+    spin_s        seconds to poll before sleeping, below 1. The time is four times as long after a
+                  sleep that a longer poll would have avoided. While other threads want the core,
+                  links sleep at once
     window_bytes  the preferred maximum size of a window
     native        whether to use the native pump if it is compiled (pump.py)
     lanes         number of parallel connections to a peer that this agent opens (tcp). One core can

@@ -12,9 +12,10 @@ _MOST_S = 0.512
 
 
 class SpinPause:
-    """The pauses of one thread's spinning, which double while its core stays contended.
+    """Decides when a thread pauses spinning, because other threads want its core.
 
-    Times are seconds on any one clock.
+    Each pause is twice as long as the one before while the core stays contended. All times are
+    seconds on the same clock.
     """
 
     __slots__ = ("_pause_s", "_until_s")
@@ -27,7 +28,7 @@ class SpinPause:
         return now_s >= self._until_s
 
     def is_contended(self, begin_s: float, end_s: float) -> bool:
-        """Return whether one look, from `begin_s` to `end_s`, took so long that spinning pauses."""
+        """Return whether one poll, from `begin_s` to `end_s`, took so long that spinning pauses."""
         if end_s - begin_s <= _CONTENDED_S:
             return False
         self._pause_s = min(max(_LEAST_S, 2 * self._pause_s), _MOST_S)

@@ -13,7 +13,7 @@ from kvtransfer.transports.iovec import Iovecs, MemoryPieces, Stretch, address_o
 from kvtransfer.transports.pump import Digest, PumpCalls
 
 MOST_WINDOWS = 16
-# A batch ends behind so many bytes, so that other work gets a turn.
+# A batch ends after this number of bytes, so that other work gets a turn.
 MOST_BYTES = 128 << 20
 # Smaller windows are not worth the preparation.
 LEAST_BYTES = 256 << 10

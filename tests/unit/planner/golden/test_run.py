@@ -107,4 +107,4 @@ def test_an_engine_that_is_not_there_and_a_wrong_file_are_named(tmp_path: Path) 
     words = ["golden", "run", str(file), "--base", "http://a", "--candidate", "http://b"]
     wrong = CommandRunner().invoke(penstock, words)
     assert wrong.exit_code == 2
-    assert "line 1 is no request; valid:" in " ".join(wrong.output.split())
+    assert "line 1 is not a request; valid:" in " ".join(wrong.output.split())

@@ -64,7 +64,11 @@ def test_sglang_names_the_first_port_and_the_number_of_ranks() -> None:
         (200, b"[]", "is no JSON object"),
         (200, b"{}", "publishes no KV events"),
         (200, b'{"0": {"enable_kv_cache_events": false}}', "publishes no KV events"),
-        (200, b'{"0": {"enable_kv_cache_events": true, "endpoint": "ipc:///tmp/x"}}', "no tcp://"),
+        (
+            200,
+            b'{"0": {"enable_kv_cache_events": true, "endpoint": "ipc:///tmp/x"}}',
+            "not a tcp://",
+        ),
     ],
 )
 def test_a_description_without_a_usable_source_is_explained(
