@@ -155,14 +155,8 @@ def _hint(path: str) -> str:
     meant = "/" + "/".join(part for part in path.split("/") if part)
     while meant.startswith("/v1/v1/"):
         meant = meant.removeprefix("/v1")
-    known = next(
-        (
-            name
-            for name in (meant, f"/v1{meant}", meant.removeprefix("/v1"))
-            if name in _KNOWN_PATHS
-        ),
-        None,
-    )
+    likely = (meant, f"/v1{meant}", meant.removeprefix("/v1"))
+    known = next((name for name in likely if name in _KNOWN_PATHS), None)
     return "" if known is None else f" Did you mean {known}? Check the client's base URL."
 
 

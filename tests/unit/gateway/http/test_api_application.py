@@ -1,4 +1,4 @@
-"""Tests of what clients with a wrong base URL are told."""
+"""Tests of the errors for clients with a wrong base URL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _no_models() -> Any:
     [
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/messages", "/v1/messages"),
-        ("//v1/chat/completions", "/v1/chat/completions"),
+        ("/v1//chat/completions", "/v1/chat/completions"),
         ("/v1/chat/completions/", "/v1/chat/completions"),
         ("/models", "/v1/models"),
         ("/v1/models/", "/v1/models"),
