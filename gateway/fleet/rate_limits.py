@@ -13,13 +13,17 @@ LEAST_WAIT_S, MOST_WAIT_S = 1.0, 60.0
 
 
 def hold_back(live: LiveEndpoint, wait_s: float | None, now: float) -> None:
-    """Send the endpoint no requests for some seconds, while other endpoints have capacity.
+    """Limit the endpoint's concurrent requests for some seconds, while others have capacity.
 
-    Afterwards its limit of concurrent requests grows from one, as after a stall.
+    With a Retry-After it gets none. Without one, the engine may only be full: the requests that it
+    runs are what it accepts, so their number is the limit, and it gets none only if it runs none.
+    Afterwards the limit grows step by step, as after a stall.
 
     wait_s  what the engine asked for in Retry-After; None if it did not say
     """
     until = now + min(MOST_WAIT_S, max(LEAST_WAIT_S, wait_s or 0.0))
+    accepted = live.load.in_flight - 1 if wait_s is None else 0  # without the refused request
     live.refused_until = max(live.refused_until, until)
-    live.slow_start_at, live.throttled_until, live.load.soft_cap = None, live.refused_until, 0
+    live.slow_start_at, live.throttled_until = None, live.refused_until
+    live.load.soft_cap = max(0, min(live.load.soft_cap, accepted))
     live.load.mark_changed()

@@ -64,6 +64,25 @@ async def test_a_refusing_endpoint_is_held_back_for_a_second_at_least_and_a_minu
     assert live.refused_until - monotonic() == pytest.approx(held_s, abs=0.2)
 
 
+@pytest.mark.parametrize("kind", ["status_429", "status_503"])
+async def test_a_full_engine_that_names_no_time_keeps_as_many_requests_as_it_runs(
+    kind: str,
+) -> None:
+    table, _, _ = table_of(TWO)
+    live = table.all()[0]
+    began = monotonic()
+    live.load.in_flight = 9  # eight and the refused one
+    table.on_failure(live, UpstreamError(kind, "no"))
+    assert live.load.soft_cap == 8
+    table.sweep(began + 0.9)
+    assert live.load.soft_cap == 8
+    table.sweep(began + 1.1)
+    assert live.load.soft_cap == 16
+    live.load.in_flight = 9
+    table.on_failure(live, UpstreamError(kind, "no", wait_s=7.0))
+    assert live.load.soft_cap == 0
+
+
 @pytest.mark.parametrize(
     ("lines", "wait_s"),
     [
