@@ -1,7 +1,8 @@
 """KV benchmark: complete transfers between two of our KV agents, from ticket to confirmation.
 
 side_ours measures a connection alone. This module also includes everything that makes a transfer
-safe. Settings: transport (tcp or shm), layers (True: the request is computed layer by layer).
+safe. Settings: transport (tcp or shm), layers (True: the request is computed layer by layer),
+options (fields of AgentOptions).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvtransfer.layout.memory_regions import Region
 from kvtransfer.protocol.outcomes import OutcomeKind, TransferOutcome
 from kvtransfer.transfer.handles import Offer
 from kvtransfer.transport_interface import Transport
+from kvtransfer.util.agent_options import AgentOptions
 
 KEY = b"a key for this comparison alone"
 PATIENCE_S = 50.0
@@ -49,7 +51,10 @@ class Agents:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         transports = [_transport(settings["transport"])]
-        self.agent = Agent(role, self.LAYOUT, [self.region], key=KEY, transports=transports)
+        options = AgentOptions(**settings.get("options", {}))
+        self.agent = Agent(
+            role, self.LAYOUT, [self.region], key=KEY, transports=transports, options=options
+        )
         self.peer = ""
         self.offers: list[Offer] = []
         self.drawn: Draw | None = None

@@ -2,6 +2,25 @@
 
 from __future__ import annotations
 
+from kvtransfer.transfer.transfer_order import Priority
+
+# Transfers for which no client waits leave most of the bytes in flight to others.
+_URGENT_FACTOR = 4
+
+
+def in_flight_limit(budget_bytes: int, window_bytes: int, priority: Priority) -> int:
+    """Return how many bytes may be in flight to a peer when a transfer's next window is sent.
+
+    budget_bytes  the sink's limit
+    window_bytes  maximum size of the transfer's windows
+
+    Interactive transfers use the whole limit, others a quarter but at least two windows: an urgent
+    transfer waits for what is in flight. Both ends compute the same.
+    """
+    if priority is Priority.INTERACTIVE:
+        return budget_bytes
+    return min(budget_bytes, max(budget_bytes // _URGENT_FACTOR, 2 * window_bytes))
+
 
 class SendCredits:
     """A limit on the bytes of KV that are in flight to one peer.
@@ -17,12 +36,13 @@ class SendCredits:
         self.in_flight_bytes = 0
         self._by_transfer: dict[int, int] = {}
 
-    def try_acquire(self, transfer: int, n_bytes: int) -> bool:
+    def try_acquire(self, transfer: int, n_bytes: int, limit_bytes: int | None = None) -> bool:
         """Take send credit for `n_bytes` bytes of a transfer, if there is enough.
 
-        Returns whether it was taken.
+        `limit_bytes` replaces the whole limit for this window. Returns whether it was taken.
         """
-        if self.in_flight_bytes and self.in_flight_bytes + n_bytes > self.budget_bytes:
+        limit = self.budget_bytes if limit_bytes is None else limit_bytes
+        if self.in_flight_bytes and self.in_flight_bytes + n_bytes > limit:
             return False
         self.in_flight_bytes += n_bytes
         self._by_transfer[transfer] = self._by_transfer.get(transfer, 0) + n_bytes

@@ -19,7 +19,7 @@ from kvtransfer.layout.reshard import MAX_RUNS, TransferPlan
 from kvtransfer.protocol.lease import Lease
 from kvtransfer.protocol.messages import AgentCard
 from kvtransfer.transfer.commands import PutWindow
-from kvtransfer.transfer.send_credits import SendCredits
+from kvtransfer.transfer.send_credits import SendCredits, in_flight_limit
 from kvtransfer.transfer.transfer_order import Priority, TransferOrder
 from kvtransfer.transport_interface import Link, WindowHead, WindowSlice
 
@@ -267,13 +267,16 @@ class SendQueue:
             head = offer.peek()
             if head is None:
                 self._turns.remove(transfer)
-            elif self.credits.try_acquire(transfer, head.n_bytes):
+            elif self.credits.try_acquire(transfer, head.n_bytes, self._limit_bytes(offer)):
                 self._flow.start(now)
                 puts.append(self._put(offer, head))
                 runs += head.count
             else:
                 break
         return puts
+
+    def _limit_bytes(self, offer: LeasedOffer) -> int:
+        return in_flight_limit(self.credits.budget_bytes, offer.window_bytes, offer.priority)
 
     def _put(self, offer: LeasedOffer, head: WindowHead) -> PutWindow:
         assert offer.plan is not None

@@ -49,6 +49,7 @@ from kvtransfer.transfer.commands import (
     plan_or_defer,
 )
 from kvtransfer.transfer.receive_tracker import ReceiveTracker, RepeatedWindowError, WindowError
+from kvtransfer.transfer.send_credits import in_flight_limit
 from kvtransfer.transfer.stats import AgentStats
 from kvtransfer.transfer.transfer_order import Priority
 from kvtransfer.transfer.window_forecast import WindowForecast
@@ -367,7 +368,8 @@ class TransferSink:
         if moving is None or moving.tracker is None or moving.forecast is None:
             return []
         # Half of what may be in flight, so that credit returns before the source stops.
-        most_bytes = self._options.budget_bytes // 2
+        window_bytes, priority = moving.forecast.window_bytes, moving.request.priority
+        most_bytes = in_flight_limit(self._options.budget_bytes, window_bytes, priority) // 2
         following = moving.forecast.following(head, moving.tracker, most, most_bytes)
         return [(after, self._slice(moving, after, runs)) for after, runs in following]
 
@@ -469,12 +471,8 @@ class TransferSink:
         written = request.blocks[
             request.skip_tokens // block_tokens : -(-request.tokens // block_tokens)
         ]
-        return SendInvite(
-            link,
-            invite,
-            written,
-            # The blocks before are cached, and others may be reading them: no access to those.
-        )
+        # The blocks before are cached, and others may be reading them: no access to those.
+        return SendInvite(link, invite, written)
 
     def _plan(self, reservation: BlockReservation, message: Accept) -> ReceiveTracker | str:
         # Compute the same plan as the source, or return as text why there is none.

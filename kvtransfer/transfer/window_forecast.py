@@ -21,6 +21,7 @@ class WindowForecast:
     """The windows of a transfer in the order of its plan; not thread-safe."""
 
     def __init__(self, transfer: int, plan: TransferPlan, window_bytes: int) -> None:
+        self.window_bytes = window_bytes
         self._heads = _planned(transfer, plan, window_bytes)
         self._ahead: deque[WindowHead] = deque()
 

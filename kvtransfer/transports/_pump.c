@@ -28,6 +28,7 @@
 #define FRAME 60                    /* a window's preamble and header */
 #define LOOK_EVERY (4 << 20)        /* bytes between two looks at the stop descriptor */
 #define MESSAGE_US 50000            /* how long a batch that is sent lets messages wait */
+#define NEXT_MS 1                   /* how long a verified window waits for the next to begin */
 #define CONTENDED_US 50             /* a longer sched_yield means that others want this core */
 #define LEAST_PAUSE_US 1000         /* then this thread does not spin for so long */
 #define MOST_PAUSE_US 512000
@@ -408,7 +409,8 @@ PyDoc_STRVAR(receive_windows_doc,
     "only if that is an intact window's trailer and exactly the next header of the table.\n"
     "`moved` is the number of bytes of window `index`, the last one begun, and behind it; all\n"
     "windows before it are intact. `all`: bytes of all windows, which are added to the word at\n"
-    "`progress` as they arrive. Else like move.");
+    "`progress` as they arrive. A window whose successor does not begin soon ends the batch, so\n"
+    "that it is reported and its credit returns. Else like move.");
 
 static PyObject *receive_windows(PyObject *module, PyObject *args)
 {
@@ -437,10 +439,15 @@ static PyObject *receive_windows(PyObject *module, PyObject *args)
             size_t have = moved - size;
             struct digest digest = job.digest;
             rest = (struct iovec){stage + have, TRAILER + FRAME - have};
+            int64_t deadline_us = job.deadline_us;
+            int patience_ms = job.patience_ms;
             job.digest.update = NULL;
+            job.deadline_us = 0;
+            if (patience_ms > NEXT_MS)
+                job.patience_ms = NEXT_MS;
             begin(&job, &rest, 1, 0, rest.iov_len, 0);
             run(&job, &unlocked);
-            job.digest = digest;
+            job.digest = digest, job.deadline_us = deadline_us, job.patience_ms = patience_ms;
             moved += job.moved;
             all += job.moved;
             if (moved < size + TRAILER + FRAME || job.stopped)

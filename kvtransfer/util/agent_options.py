@@ -6,6 +6,10 @@ import msgspec
 
 from kvtransfer.protocol.frame import MAX_PAYLOAD_BYTES
 
+# Windows in flight by default. A sink expects half of them in one batch, and a batch takes the
+# interpreter lock once at either end.
+_WINDOWS = 8
+
 
 class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Time and size limits of a KV transfer agent.
@@ -16,7 +20,7 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
     handshake_s               seconds in which both ends of a new link must prove their identity
     window_bytes              maximum size of a window to send; a link may prefer smaller windows
     budget_bytes              maximum number of bytes in flight from a source to this agent on one
-                              link
+                              link; 0: eight windows, so that four can move in one batch
     invite_wait_s             maximum seconds for which an invitation waits at this agent for its
                               offer
     name_memory_s             seconds for which the name of an ended or unwanted offer is remembered
@@ -33,7 +37,7 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_missed_beats: int = 3
     handshake_s: float = 2.0
     window_bytes: int = 8 << 20
-    budget_bytes: int = 16 << 20
+    budget_bytes: int = 0
     invite_wait_s: float = 60.0
     name_memory_s: float = 30.0
     max_waiting_invites: int = 1024
@@ -47,11 +51,13 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"beat_s, max_missed_beats and handshake_s must be positive, got {self}"
             )
-        if not 0 < self.window_bytes <= MAX_PAYLOAD_BYTES or self.budget_bytes < 1:
+        if not 0 < self.window_bytes <= MAX_PAYLOAD_BYTES or self.budget_bytes < 0:
             raise ValueError(
-                f"window_bytes must be 1 to {MAX_PAYLOAD_BYTES} and budget_bytes positive, got "
+                f"window_bytes must be 1 to {MAX_PAYLOAD_BYTES} and budget_bytes not negative, got "
                 f"{self}"
             )
+        if not self.budget_bytes:
+            msgspec.structs.force_setattr(self, "budget_bytes", _WINDOWS * self.window_bytes)
         if not self.max_unproven_per_address >= 1 or not self.max_unproven_links >= 1:
             raise ValueError(f"the limits of unproven links must be at least 1, got {self}")
 

@@ -50,7 +50,7 @@ MAY_DO_IO = {
     "kvtransfer.engines.vllm.cache_memory": {"ctypes"},
     "kvtransfer.engines.vllm.connector": {"threading", "time"},
     "kvtransfer.engines.vllm.transfer_trace": {"threading", "time"},
-    "kvtransfer.transfer.handles": {"asyncio", "os"},
+    "kvtransfer.transfer.handles": {"asyncio", "os", "threading"},
     "kvtransfer.links.peer_link": {"threading"},
     "kvtransfer.util.agent_lock": {"threading"},
     "kvtransfer.util.clock": {"threading", "time"},

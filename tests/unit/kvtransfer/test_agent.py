@@ -25,8 +25,10 @@ from kvtransfer.transfer.handles import Landing, LoopWaker, Offer, TransferHandl
 from kvtransfer.transport_interface import LinkOwner, TransportError, WindowHead
 from kvtransfer.transports import shm
 from kvtransfer.transports.inproc import Inproc, InprocLink, InprocWire
+from kvtransfer.transports.pump import PUMP, Digest
 from kvtransfer.transports.rdma.transport import Rdma
 from kvtransfer.transports.stream.link import LinkOptions
+from kvtransfer.transports.stream.window_batch import WindowBatch
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import VirtualClock
@@ -290,6 +292,43 @@ def test_options_that_no_link_could_live_with_are_refused(wrong: dict[str, float
     if "window_bytes" in wrong:
         with pytest.raises(ValueError, match="got LinkOptions"):
             LinkOptions(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(PUMP is None, reason="the pump is not compiled")
+async def test_agents_with_default_options_move_windows_in_batches_at_both_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent, received = [], []
+    move = WindowBatch.move
+
+    def spy(
+        batch: WindowBatch, digest: Digest | None, stage: int = 0
+    ) -> tuple[int, int | None, int]:
+        (received if stage else sent).append(batch.count)
+        return move(batch, digest, stage)
+
+    monkeypatch.setattr(WindowBatch, "move", spy)
+    layout = replace(SMALL, layers=1, head_dim=128, tp=1)
+    size, blocks = layout.rank_block_bytes(0), list(range(63, -1, -1))
+    window = replace(AgentOptions(), window_bytes=4 * size, budget_bytes=0)
+    ends = [
+        Agent(name, layout, [Region.over(bytearray(64 * size), size, name=name)], key=KEY,
+              transports=[Tcp()], options=options)
+        for name, options in (("p", AgentOptions()), ("d", window))
+    ]  # fmt: skip
+    for agent in ends:
+        await agent.start()
+    offer = ends[0].offer("r", blocks, 64 * layout.block_tokens)
+    landing = ends[1].fetch(
+        ends[0].address, "r", blocks, 64 * layout.block_tokens, ticket=offer.ticket
+    )
+    outcome = await landing.wait_ended()
+    assert outcome.has_landed
+    # The source has eight windows to send at first, and the sink expects half of them.
+    assert max(sent) > 1
+    assert received[0] == 4
+    for agent in ends:
+        await agent.close()
 
 
 async def test_an_agent_that_fails_to_start_leaks_no_descriptor(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.transfer.send_credits import SendCredits
+from kvtransfer.transfer.send_credits import SendCredits, in_flight_limit
 from kvtransfer.transfer.transfer_order import Priority, TransferOrder
 
 events = st.lists(
@@ -55,3 +55,19 @@ def test_no_transfer_starves_behind_a_stream_of_urgent_ones(
         now, number = now + 1 / rivals_per_s, number + 1
         turns.add(number, Priority.INTERACTIVE, now + 1.0, now)
         assert now <= max(klass * 0.5, deadline) + 1.1
+
+
+@given(
+    budget=st.integers(1, 1 << 30), window=st.integers(1, 1 << 26), klass=st.sampled_from(Priority)
+)
+def test_background_transfers_leave_most_of_the_bytes_in_flight_to_others(
+    budget: int, window: int, klass: Priority
+) -> None:
+    limit = in_flight_limit(budget, window, klass)
+    assert 0 < limit <= budget
+    if klass is Priority.INTERACTIVE:
+        assert limit == budget
+    elif budget >= 8 * window:
+        assert limit == budget // 4
+    else:
+        assert limit == min(budget, 2 * window)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import GenerationCheck
-from kvtransfer.protocol.frame import FrameError, FrameKind, encode_frame
+from kvtransfer.protocol.frame import TRAILER_BYTES, FrameError, FrameKind, encode_frame
 from kvtransfer.transport_interface import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.transports.pump import PUMP
 from kvtransfer.transports.stream import inbound, outbound
+from kvtransfer.transports.stream.window_batch import FRAME_BYTES
 from tests.unit.kvtransfer.transports import pipes
 from tests.unit.kvtransfer.transports.pipes import BLOCK_BYTES, BLOCKS, Pipe, pipe
 
@@ -155,6 +157,25 @@ def _feed(channel: Pipe, sent: bytes, step: int) -> None:
             channel.receive()
     channel.near.close()
     channel.receive()
+
+
+def test_a_window_is_reported_although_the_next_one_does_not_come() -> None:
+    # Its layers may be computed later, or its source may wait for credit. The pump would wait for
+    # the rest of a window for a minute here.
+    with piped() as channel:
+        put(channel)
+        head, *_ = channel.ear.places
+        first = wire(channel)[: FRAME_BYTES + head.n_bytes + TRAILER_BYTES]
+        assert channel.inn.calls is not None
+        channel.inn.calls.patience_ms = 15_000
+        channel.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        channel.near.setblocking(True)
+        channel.near.sendall(first)
+        began_s = time.monotonic()
+        while not verdicts(channel):
+            channel.inn.receive_available()
+        assert time.monotonic() - began_s < 60.0
+        assert verdicts(channel) == [WindowVerdict.OK]
 
 
 def test_a_window_that_is_no_longer_wanted_when_it_is_placed_is_not_reported() -> None:
