@@ -142,7 +142,7 @@ class Agent:
 
         Raises TransportError if the first transport does not start.
         """
-        doorbell = LoopWaker(asyncio.get_running_loop())
+        doorbell = LoopWaker(asyncio.get_running_loop(), self._lock.defer)
         try:
             self.open(doorbell)
         except BaseException:

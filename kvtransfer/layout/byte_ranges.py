@@ -102,13 +102,16 @@ class SegmentPlace(NamedTuple):
 
     src_index  index of the block in the source's list of blocks
     dst_index  the same at the sink
-    columns    array (3, 1): position of the first token in the source's block and in the sink's
-               block, number of tokens
+    src_token  position of the first token in the source's block
+    dst_token  position of the first token in the sink's block
+    tokens     number of tokens
     """
 
     src_index: int
     dst_index: int
-    columns: Offsets
+    src_token: int
+    dst_token: int
+    tokens: int
 
     @classmethod
     def of(cls, src: KvLayout, dst: KvLayout, covered: range) -> SegmentPlace | None:
@@ -117,17 +120,20 @@ class SegmentPlace(NamedTuple):
         first, last = covered.start, covered.stop - 1
         if first // p != last // p or first // d != last // d:
             return None
-        return cls(first // p, first // d, np.array([[first % p], [first % d], [len(covered)]]))
+        return cls(first // p, first // d, first % p, first % d, len(covered))
 
-    def segment(self, src_blocks: Offsets, dst_blocks: Offsets) -> Segments:
-        """Return the tokens of a transfer that this range stands for.
+    def blocks(self, src_blocks: Offsets, dst_blocks: Offsets) -> tuple[int, int]:
+        """Return the numbers of the blocks that have these tokens at both ends.
 
         src_blocks  the blocks of the transfer at the source, in order of their tokens
         dst_blocks  its blocks at the destination
         """
-        at_src, at_dst, (src_token, dst_token, tokens) = self
-        from_block = src_blocks[at_src : at_src + 1]
-        return Segments(from_block, src_token, dst_blocks[at_dst : at_dst + 1], dst_token, tokens)
+        return src_blocks.item(self.src_index), dst_blocks.item(self.dst_index)
+
+    def segment(self, blocks: tuple[int, int]) -> Segments:
+        """Return these tokens as the only range of a transfer between these two blocks."""
+        numbers = (blocks[0], self.src_token, blocks[1], self.dst_token, self.tokens)
+        return Segments(*(np.array([number], np.int64) for number in numbers))
 
 
 def sorted_distinct(numbers: Offsets) -> Offsets:
@@ -152,7 +158,7 @@ def split_segments(
     """
     place = SegmentPlace.of(src, dst, covered)
     if place is not None:
-        return place.segment(src_blocks, dst_blocks)
+        return place.segment(place.blocks(src_blocks, dst_blocks))
     p, d = src.block_tokens, dst.block_tokens
     cuts = [
         np.arange(covered.start // size + 1, -(-covered.stop // size)) * size for size in {p, d}
@@ -191,42 +197,38 @@ def build_runs(
     Contiguous runs are joined. If blocks are not the outermost axis on either side, runs are in the
     order of the sink's memory, where the blocks of one layer or head are neighbours.
     """
-    if segments.tokens.size == 1:
-        return _runs_of_segment(src, dst, segments, share, most_run_bytes)
     return _join_and_split(src, dst, _pieces(src, dst, segments, share), most_run_bytes)
 
 
-def _runs_of_segment(
-    src: KvLayout, dst: KvLayout, segment: Segments, share: PairShare, most_run_bytes: int
+def runs_between_blocks(
+    src: KvLayout,
+    dst: KvLayout,
+    place: SegmentPlace,
+    blocks: tuple[int, int],
+    share: PairShare,
+    most_run_bytes: int,
 ) -> ByteRuns:
-    # Return the byte ranges (runs) of one token range, as in a request of one block.
-    place = (segment.src_token.item(), segment.dst_token.item(), segment.tokens.item())
+    """Return what `build_runs` returns for tokens of one block at both ends, from a cache.
+
+    blocks  the numbers of the source's and of the sink's block
+    """
     cached = _runs_in_block(src, dst, share, place, most_run_bytes)
     if cached is None:
-        return _join_and_split(src, dst, _pieces(src, dst, segment, share), most_run_bytes)
+        return build_runs(src, dst, place.segment(blocks), share, most_run_bytes)
     runs, src_step, dst_step = cached
-    return ByteRuns(
-        runs.src + segment.src_block.item() * src_step,
-        runs.dst + segment.dst_block.item() * dst_step,
-        runs.length,
-    )
+    return ByteRuns(runs.src + blocks[0] * src_step, runs.dst + blocks[1] * dst_step, runs.length)
 
 
 # Apart from the numbers of the blocks, few small requests between two engines differ.
 @lru_cache(64)
 def _runs_in_block(
-    src: KvLayout, dst: KvLayout, share: PairShare, place: tuple[int, int, int], most_run_bytes: int
+    src: KvLayout, dst: KvLayout, share: PairShare, place: SegmentPlace, most_run_bytes: int
 ) -> tuple[ByteRuns, int, int] | None:
     # Return the runs of a token range in block 0 of both ends, with the bytes from one block to
     # the next at the source and at the sink. None: there are too many runs to cache.
-    #
-    # place  (first token in the source's block, first token in the sink's block, tokens)
-    src_token, dst_token, tokens = (np.array([number]) for number in place)
-    first_block = np.zeros(1, np.int64)
-    segment = Segments(first_block, src_token, first_block, dst_token, tokens)
-    if max_runs(src, dst, share, place[2], most_run_bytes) > _MOST_CACHED_RUNS:
+    if max_runs(src, dst, share, place.tokens, most_run_bytes) > _MOST_CACHED_RUNS:
         return None
-    runs = _join_and_split(src, dst, _pieces(src, dst, segment, share), most_run_bytes)
+    runs = build_runs(src, dst, place.segment((0, 0)), share, most_run_bytes)
     runs.length.flags.writeable = False  # shared by all plans
     src_steps, dst_steps = _steps(src, share.pair.src_rank), _steps(dst, share.pair.dst_rank)
     return runs, src_steps.block, dst_steps.block

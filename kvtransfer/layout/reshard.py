@@ -24,6 +24,7 @@ from kvtransfer.layout.byte_ranges import (
     Segments,
     build_runs,
     max_runs,
+    runs_between_blocks,
     sorted_distinct,
     split_segments,
 )
@@ -140,13 +141,18 @@ class TransferPlan:
     tokens  number of tokens that are copied, including the unused tokens of the last block
     """
 
-    def __init__(self, outline: _Outline, segments: Segments) -> None:
+    def __init__(self, outline: _Outline, tokens_at: Segments | tuple[int, int]) -> None:
+        # tokens_at: the token ranges; or, if the outline has a place, the two blocks there.
         self.src, self.dst, self.tokens = outline.src, outline.dst, outline.tokens
         self.group_layers = outline.group_layers
         self._outline, self._division = outline, outline.division
-        self._chunks = _chunks(outline, segments)
-        self._chunk_tokens = tuple(int(np.add.reduce(chunk.tokens)) for chunk in self._chunks)
-        self.groups = len(self._division.bands) * len(self._chunks)
+        if isinstance(tokens_at, Segments):
+            self._chunks = _chunks(outline, tokens_at)
+            self._chunk_tokens = tuple(int(np.add.reduce(chunk.tokens)) for chunk in self._chunks)
+        else:
+            assert outline.place is not None
+            self._blocks, self._chunk_tokens = tokens_at, (outline.place.tokens,)
+        self.groups = len(self._division.bands) * len(self._chunk_tokens)
         self._cached_runs: dict[tuple[int, int], ByteRuns] = {}
 
     def layers(self, group: int) -> range:
@@ -191,13 +197,19 @@ class TransferPlan:
         shares = self._division.shares[self._band(group)]
         if not 0 <= pair < len(shares):
             raise IndexError(f"there is no rank pair {pair}; the layer group has {len(shares)}")
-        chunk, run_bytes = self._chunks[group % len(self._chunks)], self._outline.limits.run_bytes
-        runs = build_runs(self.src, self.dst, chunk, shares[pair], run_bytes)
+        runs = self._build_runs(group, shares[pair])
         # Windows come group by group, so the runs of two groups are enough to cache.
         if len(self._cached_runs) >= max(2, 2 * self._division.most_pairs):
             self._cached_runs.pop(next(iter(self._cached_runs)), None)
         self._cached_runs[group, pair] = runs
         return runs
+
+    def _build_runs(self, group: int, share: PairShare) -> ByteRuns:
+        place, run_bytes = self._outline.place, self._outline.limits.run_bytes
+        if place is not None:
+            return runs_between_blocks(self.src, self.dst, place, self._blocks, share, run_bytes)
+        chunk = self._chunks[group % len(self._chunks)]
+        return build_runs(self.src, self.dst, chunk, share, run_bytes)
 
     def group_bytes(self, group: int) -> int:
         """Return the number of bytes that a transfer copies for one layer group, summed over all
@@ -292,7 +304,7 @@ def plan_transfer(
     if sorted_distinct(to_blocks).size != to_blocks.size:
         raise ValueError("the sink's list of blocks contains a block twice")
     if outline.place is not None:
-        return TransferPlan(outline, outline.place.segment(from_blocks, to_blocks))
+        return TransferPlan(outline, outline.place.blocks(from_blocks, to_blocks))
     return TransferPlan(outline, split_segments(src, dst, from_blocks, to_blocks, outline.tokens))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -27,10 +28,19 @@ class LoopWaker:
     """Wakes the coroutines of one event loop that wait for KV transfers.
 
     It may be used from any thread. All coroutines share one eventfd.
+
+    defer  function that runs a call once the agent's lock is released. The event loop would else
+           wait for that lock as soon as it is awake
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        defer: Callable[[Callable[[], None]], None] = lambda call: call(),
+    ) -> None:
+        self._loop, self._defer = loop, defer
+        self._gate = threading.Lock()
+        self._is_closed = False
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._changed_handles: deque[TransferHandle] = deque()
         loop.add_reader(self._fd, self._on_readable)
@@ -39,7 +49,12 @@ class LoopWaker:
         # A coroutine that begins to wait now finds the change by itself.
         if handle.is_awaited:
             self._changed_handles.append(handle)
-            os.eventfd_write(self._fd, 1)
+            self._defer(self._ring)
+
+    def _ring(self) -> None:
+        with self._gate:
+            if not self._is_closed:
+                os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
         """Close the eventfd, and wake all coroutines that still wait.
@@ -48,7 +63,9 @@ class LoopWaker:
         """
         self._loop.remove_reader(self._fd)
         self._wake()
-        os.close(self._fd)
+        with self._gate:
+            self._is_closed = True
+            os.close(self._fd)
 
     def _on_readable(self) -> None:
         os.eventfd_read(self._fd)

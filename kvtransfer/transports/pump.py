@@ -103,7 +103,11 @@ class Digest:
         if not state:
             raise MemoryError("there is not enough memory for an XXH3 digest")
         self.state_address = state
-        _XXH3.reset(state)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start again, as a new digest would."""
+        _XXH3.reset(self.state_address)
 
     @property
     def addresses(self) -> tuple[int, int, int, int]:

@@ -116,6 +116,9 @@ class Inbound:
     """Reads the socket `fd`, and reports frames and received KV to its listener.
 
     `receive` works like socket.recv_into; it is not called with a native pump.
+
+    is_drained  whether the last read found less than it asked for, and no payload has begun. Only
+                with a native pump: without it, TLS may have bytes that poll does not show
     """
 
     _readv: Any = staticmethod(readv)
@@ -143,6 +146,8 @@ class Inbound:
         self._scratch: NDArray[np.uint8] | None = None  # allocated for the first discarded payload
         self._bounce = np.empty(0, np.uint8)
         self._batch: WindowBatch | None = None  # allocated for the first batch
+        self._digest: Digest | None = None
+        self.is_drained = False
 
     @property
     def received_bytes(self) -> int:
@@ -200,20 +205,25 @@ class Inbound:
 
         Raises EOFError, FrameError or OSError when the connection is over.
         """
+        self.is_drained = False
         arrival = self._arrival
         if arrival is None or not arrival.pieces.remaining:
             if not self._read_frames():
                 return False
+            is_short = self._end < _STAGE_BYTES and self.calls is not None
             self._handle_all()
             arrival = self._arrival
             if arrival is None or not arrival.pieces.remaining:
+                self.is_drained = is_short
                 return True
             # A window's bytes arrive with its header or right after it.
             self._read_body(arrival)
         elif not self._read_body(arrival):
             return False
         if not self.is_in_payload:
+            self.is_drained = self._end < _BEHIND_WINDOW and self.calls is not None
             self._handle_all()
+            self.is_drained = self.is_drained and not self.is_in_payload
         return True
 
     def _handle_all(self) -> None:
@@ -436,9 +446,17 @@ class Inbound:
             arrival.opening, arrival.sealed = bytes(frame_bytes), bytearray(announced.payload_bytes)
             arrival.pieces = MemoryPieces.of_buffer(arrival.sealed, self._iovecs)
         elif announced.proof is PayloadProof.XXH3 and window is not None:
-            arrival.digest = xxhash.xxh3_64() if self.calls is None else Digest()
+            arrival.digest = xxhash.xxh3_64() if self.calls is None else self._new_digest()
         self._arrival = arrival
         self._copy_staged(arrival)
+
+    def _new_digest(self) -> Digest:
+        # Windows arrive one after the other, so they may share a digest.
+        if self._digest is None:
+            self._digest = Digest()
+        else:
+            self._digest.reset()
+        return self._digest
 
     def _discarded(self, size: int) -> MemoryPieces:
         if self._scratch is None:

@@ -344,7 +344,8 @@ class StreamLink:
     def _step(self, done: Callable[[], bool] | None = None) -> None:
         self._stepping_thread = threading.get_ident()
         try:
-            if not self._move_bytes():
+            # A read that found less than it asked for need not be repeated before the wait.
+            if not self._move_bytes() or (self._in.is_drained and not (done and done())):
                 self._await_event(done)
         except (EOFError, FrameError, WindowSealError, TransportError) as error:
             self._broken = str(error)
@@ -365,12 +366,12 @@ class StreamLink:
             self._room_alone = False
         elif self._receive_available():
             moved = True
-            if self._orders:
-                # The end of a transfer, whose waiter wakes up while a reply is sent.
-                self._run_orders()
+            # Replies first: the end of a transfer, among the orders, wakes a thread that would take
+            # the interpreter lock.
             if not (out.is_idle or out.is_blocked):
-                # Send a reply at once.
                 self._send_available()
+            if self._orders:
+                self._run_orders()
         return moved
 
     def _send_available(self) -> bool:

@@ -5,6 +5,7 @@ notifications.
 from __future__ import annotations
 
 import asyncio
+import select
 import threading
 from collections.abc import Sequence
 from unittest.mock import Mock, patch
@@ -30,6 +31,7 @@ from kvtransfer.transports.rdma.transport import Rdma
 from kvtransfer.transports.stream.link import LinkOptions
 from kvtransfer.transports.stream.window_batch import WindowBatch
 from kvtransfer.transports.tcp import Tcp
+from kvtransfer.util.agent_lock import AgentLock
 from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import VirtualClock
 from tests.contract.kvtransfer.groups import KEY, SMALL, groups
@@ -429,6 +431,27 @@ async def test_the_event_loop_is_woken_only_for_what_a_coroutine_waits_for() -> 
     waker.on_change(landing)
     assert (await asyncio.wait_for(ended, 5)).has_landed
     waker.close()
+
+
+async def test_the_event_loop_is_woken_after_the_agents_lock_is_released() -> None:
+    # It would else wait for the lock with its next call.
+    lock, woken = AgentLock(), asyncio.Event()
+    waker = LoopWaker(asyncio.get_running_loop(), lock.defer)
+    landing = Landing(Mock(), 1, "r")
+    landing.wake = woken.set  # type: ignore[method-assign]
+    ended = asyncio.create_task(landing.wait_ended())
+    await asyncio.sleep(0)
+    with lock:
+        landing.outcome = outcome_for(EndReason.LANDED)
+        waker.on_change(landing)
+        assert not select.select([waker._fd], [], [], 0)[0]
+    assert select.select([waker._fd], [], [], 0)[0]
+    await asyncio.wait_for(woken.wait(), 5)
+    ended.cancel()
+    with lock:
+        landing._waiters.add(asyncio.get_running_loop().create_future())
+        waker.on_change(landing)
+        waker.close()  # its descriptor may belong to another file from now on
 
 
 async def test_a_change_between_the_look_and_the_wait_is_not_missed() -> None:

@@ -140,6 +140,33 @@ def test_a_message_of_megabytes_between_windows_arrives_whole(proof: str) -> Non
         ]
 
 
+def test_a_reader_knows_when_the_socket_has_nothing_more() -> None:
+    # Without the pump it does not: TLS may hold bytes that poll does not show.
+    is_native = pipes.current_pump is not None
+    with pipe() as channel:
+        channel.out.enqueue(encode_frame(FrameKind.MESSAGE, b"short"))
+        channel.out.send_available()
+        assert channel.inn.receive_available()
+        assert channel.inn.is_drained == is_native
+        for _ in range(2):
+            channel.out.enqueue(encode_frame(FrameKind.MESSAGE, bytes(5000)))
+        channel.out.send_available()
+        assert channel.inn.receive_available()
+        assert not channel.inn.is_drained
+        channel.receive()
+        channel.put(ByteRuns(np.array([0]), np.array([0]), np.array([9000])))
+        data = bytearray()
+        while not channel.out.is_idle:
+            channel.out.send_available()
+        with contextlib.suppress(BlockingIOError):
+            while part := channel.far.recv(1 << 20):
+                data += part
+        for begin, end in ((0, 8500), (8500, len(data))):
+            channel.near.send(data[begin:end])
+            channel.inn.receive_available()
+            assert channel.inn.is_drained == (is_native and end == len(data))
+
+
 def test_an_altered_byte_of_a_window_is_corrupt() -> None:
     with pipe() as channel:
         head = channel.put(scattered(3, 5, 3000))
