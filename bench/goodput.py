@@ -248,12 +248,31 @@ def handwritten_part(path: Path) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with the recorded traces")
+    _add_cell_options(parser)
     parser.add_argument(
         "--jobs",
         type=int,
         default=os.cpu_count() or 1,
         help="number of processes that run simulations at the same time (default: one per core)",
     )
+    parser.add_argument(
+        "--any-code",
+        action="store_true",
+        help="keep results that were measured with other versions of the code",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "build" / "goodput",
+        help="folder for the results of all cells; those already there are kept (default: "
+        "build/goodput)",
+    )
+    parser.add_argument("--page", type=Path, help="Markdown file to which the tables are written")
+    return parser.parse_args()
+
+
+def _add_cell_options(parser: argparse.ArgumentParser) -> None:
+    # Add the options that choose the cells to measure.
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -280,20 +299,6 @@ def _options() -> argparse.Namespace:
         default=",".join(policy_registry.names()),
         help="policies to measure, comma-separated (default: all)",
     )
-    parser.add_argument(
-        "--any-code",
-        action="store_true",
-        help="keep results that were measured with other versions of the code",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "build" / "goodput",
-        help="folder for the results of all cells; those already there are kept (default: "
-        "build/goodput)",
-    )
-    parser.add_argument("--page", type=Path, help="Markdown file to which the tables are written")
-    return parser.parse_args()
 
 
 def main() -> None:

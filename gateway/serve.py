@@ -9,7 +9,8 @@ Otherwise admission control decides by how much of the prompt is cached, so the 
 first.
 
 Stages are plain calls, in order. A retry is possible until the first byte reaches the client. After
-that, an answer can only be continued by another endpoint (resume/) or be ended with an error.
+that, an answer can only be continued by another endpoint (proxy/resume.py) or be ended with an
+error.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from gateway.protocol.cors import CorsLines, CorsRule
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.forwarded_headers import TrustedProxies, proxy_request_id
 from gateway.protocol.request.request_body import Call, CallContext, parse_call
+from gateway.protocol.request.service_level_headers import RequestPreferences
 from gateway.proxy import tier_fallback
 from gateway.proxy.attempt_loop import attempts, end_retries
 from gateway.proxy.engine_api import call_for_engines
@@ -41,7 +43,7 @@ from gateway.proxy.resume import continue_stream
 from gateway.proxy.split_request import SplitAttempts, SplitPlan
 from gateway.proxy.stored_responses import explain_missing, pin_route, serve_stored
 from gateway.proxy.whole_request import UncountedPlan, WholePlan
-from gateway.route import Gateway, Route, Snapshot
+from gateway.route import Gateway, ModelScope, Route, Snapshot
 from gateway.telemetry.slo_outcomes import admission_outcome
 from policies.prefix.fingerprint import Fingerprint
 from policies.routing_types import Request, RoutingQuery
@@ -177,23 +179,8 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     exchange.received_at = received_at = monotonic()
     exchange.take_memory(gate, len(body))
     models = snapshot.scope(client.headers) if snapshot.scopes else snapshot
-    tracker = gateway.accounts.slo_tracker
-    caller = CallContext(
-        exchange.id,
-        exchange.tenant,
-        preferences,
-        received_at,
-        tracker.output_lengths,
-        snapshot.salts,
-        tracker.prompt_lengths,
-    )
-    call = exchange.call = parse_call(
-        body, exchange.api, models.routes, caller, models.unlisted, models.shapes
-    )
+    route, call = _parse(gateway, snapshot, models, exchange, body, preferences, received_at)
     del body  # the call owns the bytes, and releases them when no retry can need them
-    route = models.routes[call.requested_model]
-    if not call.api.is_plain or route.unserved:
-        call = exchange.call = call_for_engines(gateway, exchange, route, call, caller)
     if gate.quotas.by_tenant:
         exchange.quota = gate.quotas.take(call.request)
     if route.canary is not None:
@@ -210,9 +197,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     with route.pool_queue:
         exchange.admitted_at = admitted_at
         if route.fingerprints and exchange.fingerprint is None and exchange.api.generates:
-            exchange.fingerprint = gateway.endpoints.prefixes.fingerprint(call, route.name)
-            if route.pool_queue.reads_sessions:
-                gateway.endpoints.prefixes.recognise_session(call, exchange.fingerprint)
+            _set_fingerprint(gateway, exchange, route, call)
         if call.api.keeps_answers:
             route = pin_route(gateway, snapshot, models, exchange, route, call)
         if route.split is None:
@@ -222,6 +207,43 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
             problem = await attempts(plan)
         if problem is not None:
             await continue_stream(gateway, exchange, client, route, call, problem)
+
+
+def _parse(
+    gateway: Gateway,
+    snapshot: Snapshot,
+    models: Snapshot | ModelScope,
+    exchange: Exchange,
+    body: bytes,
+    preferences: RequestPreferences,
+    received_at: float,
+) -> tuple[Route, Call]:
+    # Parse a request's body; return the route of its model, and the call for that model's engines.
+    tracker = gateway.accounts.slo_tracker
+    caller = CallContext(
+        exchange.id,
+        exchange.tenant,
+        preferences,
+        received_at,
+        tracker.output_lengths,
+        snapshot.salts,
+        tracker.prompt_lengths,
+    )
+    call = exchange.call = parse_call(
+        body, exchange.api, models.routes, caller, models.unlisted, models.shapes
+    )
+    route = models.routes[call.requested_model]
+    if not call.api.is_plain or route.unserved:
+        call = exchange.call = call_for_engines(gateway, exchange, route, call, caller)
+    return route, call
+
+
+def _set_fingerprint(gateway: Gateway, exchange: Exchange, route: Route, call: Call) -> None:
+    # Compute the fingerprint of the prompt, and recognise the session that it continues.
+    prefixes = gateway.endpoints.prefixes
+    exchange.fingerprint = prefixes.fingerprint(call, route.name)
+    if route.pool_queue.reads_sessions:
+        prefixes.recognise_session(call, exchange.fingerprint)
 
 
 async def _serve_uncounted(
