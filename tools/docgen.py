@@ -27,6 +27,7 @@ from planner.seeds.cli import counts_text
 from planner.seeds.items import TITLES, golden_text, seed_items
 from policies import admission_registry, policy_registry
 from tools.kv_layouts import CONNECTOR_REFUSALS, TP_PAIRS, layouts_page_rows
+from tools.module_index import packages
 from tools.monitoring.files import files
 
 _GENERATED_NOTE = "<!-- Written by `make docs` from the code; do not edit. -->\n"
@@ -40,6 +41,7 @@ def generated_files() -> Mapping[str, str]:
         "docs/reference/cli.md": cli_page(),
         "docs/reference/split-states.md": states_page(),
         "docs/reference/kv-layouts.md": layouts_page(),
+        "docs/reference/modules.md": modules_page(),
         "docs/seeds.md": seeds_page(),
         "deploy/config/gateway.schema.json": json.dumps(json_schema(), indent=1) + "\n",
         **files(),
@@ -177,6 +179,16 @@ def layouts_page() -> str:
             _table(("cache", "reason"), stopped),
         ]
     )
+
+
+def modules_page() -> str:
+    """Return the index of all modules, one line each, as Markdown."""
+    parts = [_GENERATED_NOTE, _MODULES_INTRO]
+    for path, contents, modules in packages():
+        rows = [(f"`{name}`", text.replace("<", "&lt;")) for name, text in modules]
+        parts += [f"## {path}\n", *([f"{contents}\n"] if contents else ())]
+        parts.append(_table(("module", "what it does"), rows))
+    return "\n".join(parts)
 
 
 def main() -> None:
@@ -395,6 +407,12 @@ first line). Sample files: `deploy/config/`.
   configuration's folder. `$${` is a literal `${`.
 - Secrets are never printed: not in logs, not in `/config`, not in errors.
 - Unknown keys and duplicate keys are errors.
+"""
+
+_MODULES_INTRO = """# Modules
+
+Every module in one line, by package. Search this page for the words of a feature to find the module
+that a change belongs to. [Architecture](../architecture.md) says which package owns what.
 """
 
 _SEEDS_INTRO = """\
