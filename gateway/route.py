@@ -1,4 +1,4 @@
-"""The data that serving a request needs: its route, the snapshot, and the gateway's live parts.
+"""Routes of models to pools, the configuration snapshot, and the live parts that requests use.
 
 reload/snapshot.py builds snapshots from a configuration, reload/swap.py puts them in force, and
 serve.py serves a request along its route.

@@ -1,4 +1,4 @@
-"""Access rules of the admin server: allowed host names, origins, and credentials.
+"""Security of the admin server: allowed hosts and origins, credentials, and response headers.
 
 The Host check stops a web page that reaches the server under its own name (DNS rebinding); the
 origin check stops cross-site requests (CSRF). Reading needs no credential. Changes need the

@@ -1,4 +1,4 @@
-"""A mapping by the model names that clients use: exact names, and patterns for all others."""
+"""Finds the entry of a model name: exact names and aliases first, then patterns with `*`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spreads reads over event loop iterations, so that one iteration never reads too much.
+"""Limits what is read from clients per event loop iteration, so that uploads delay no others.
 
 After a long read, or a piece of a request, a connection is not read again until its turn comes.
 Otherwise the event loop would read all bytes that the kernel has buffered for every connection

@@ -1,4 +1,4 @@
-"""A queue of socket writes that sends all writes of one event loop iteration together at its end.
+"""Sends all writes of an event loop iteration together at its end; defers chunks beyond a limit.
 
 Handling thirty reads and then thirty sends keeps the processor's caches warm, which saves CPU under
 load (docs/performance.md). On an idle loop, a write leaves a few microseconds later.

@@ -55,5 +55,5 @@ def _chain(key: Key, tokens: memoryview, size: int) -> Iterator[Key]:
 
 
 def are_keys(keys: Sequence[bytes]) -> bool:
-    """Return whether all of these have the length of a key."""
+    """Return whether all of these byte strings have the length of a key."""
     return all(len(key) == KEY_BYTES for key in keys)

@@ -1,6 +1,7 @@
 """Bootstrap servers, which tell decode engines the addresses of a prefill engine, and their client.
 
-Mooncake's answers `GET /query`; SGLang's answers `GET /route` (503 until ready) and `/health`.
+The bootstrap server of Mooncake answers `GET /query`. That of SGLang answers `GET /route` (503
+until it is ready) and `/health`.
 Source: engines.md B.4, D.
 """
 

@@ -73,7 +73,7 @@ class BenchReport:
     def cached_ratio(self) -> float | None:
         """Return the share of prompt tokens that came from prefix caches, 0 to 1.
 
-        Only answers that report it count. Returns None if there are none.
+        Answers that do not report cached tokens are left out. Returns None if none reports them.
         """
         reporting = [record for record in self.completed if record.cached_tokens is not None]
         prompt = sum(record.prompt_tokens or 0 for record in reporting)

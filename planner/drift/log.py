@@ -15,9 +15,9 @@ from planner.traces import (
 
 
 def read_log(path: Path, models: Collection[str] | None) -> tuple[float, list[TraceRequest]]:
-    """Return the requests of an access log or trace in order of arrival, and their beginning.
+    """Return the requests of an access log or trace in order of arrival, and the time of the first.
 
-    The beginning is Unix time for an access log, so that hours are those of UTC, else 0. A trace
+    The time is Unix time for an access log, and 0 for a trace, whose times are relative. A trace
     has requests for one model. Raises TraceError.
     """
     is_log = path.suffix not in (".yaml", ".yml") and looks_like(path) == "access"

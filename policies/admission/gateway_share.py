@@ -1,4 +1,4 @@
-"""Computes how many requests a gateway may run at once in a pool that it shares with others."""
+"""Divides the concurrency caps of a pool's endpoints among the gateways that share the pool."""
 
 from __future__ import annotations
 

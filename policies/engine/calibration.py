@@ -91,8 +91,8 @@ class StepSpan:
         """Begin to measure engine steps, with zero steps counted.
 
         at       when the steps begin (`anchor`)
-        wait_s   the attribute of the class
-        entered  the attribute of the class
+        wait_s   the mean wait for the end of a decode step, in seconds, as in the class
+        entered  when the prompt entered, as in the class
         """
         self.anchor, self.wait_s, self.entered, self.waits_for_kv = at, wait_s, entered, False
         self.fills = [0.0] * (FILLS + 1)

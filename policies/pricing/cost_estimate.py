@@ -24,7 +24,7 @@ class CostEstimate(msgspec.Struct, frozen=True):
     prefill_s      time to compute the prompt where most of it is cached, without any queue
     decode_s       engine time of its decoding: share of KV memory times residence, or share of the
                    steps if more
-    cached_tokens  the most prompt tokens that any candidate is believed to have cached
+    cached_tokens  largest number of prompt tokens that any candidate is believed to have cached
     count          number of available candidates
     """
 

@@ -1,10 +1,11 @@
 """Build the distributions penstock and penstock-kv: python -m tools.compile.wheel [PYTHON ...]
 
-Writes to dist/, for both, an sdist, a pure Python wheel made from it, and wheels with extension
-modules, which pip prefers where they fit: of penstock one for each version of CPython, of
-penstock-kv one for all versions. Without arguments, every supported interpreter with headers that
-is found is used. auditwheel checks that the wheels need nothing but glibc 2.28 (Debian 10, RHEL 8)
-on x86-64. With `--one`, only the compiled wheels for the running interpreter are built.
+Each distribution gets an sdist, a pure Python wheel made from it, and wheels with extension
+modules, which pip prefers where they fit. All are written to dist/. penstock has one compiled wheel
+for each version of CPython, penstock-kv has one for all versions. Without arguments, every
+supported interpreter that has headers is used. auditwheel checks that the wheels need nothing but
+glibc 2.28 (Debian 10, RHEL 8) on x86-64. With `--one`, only the compiled wheels for the running
+interpreter are built.
 """
 
 from __future__ import annotations
