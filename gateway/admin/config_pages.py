@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
+from gateway.admin.readiness import unserved_models
 from gateway.admin.security import is_supervisor
 from gateway.config import LoadedConfig, Problem
 from gateway.config.diff import ConfigChange, display
@@ -77,6 +78,7 @@ def _add_state(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
             "generation": snapshot.generation,
             "models": sorted(snapshot.routes),
             "unlisted": dict(sorted(snapshot.unlisted.items())),
+            "unserved": dict(sorted(unserved_models(snapshot).items())),
             "retiring": target.swap.retiring,
         }
         # In a thread, because the text of a thousand endpoints takes many milliseconds.

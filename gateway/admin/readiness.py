@@ -28,11 +28,19 @@ def not_ready_reason(gateway: Gateway, *, is_draining: bool) -> str | None:
 
 def _all_unserved(snapshot: Snapshot) -> list[str] | None:
     # Return one line per model if no model can be served, else None.
-    served = {route.name: _missing_endpoint(route) for route in snapshot.routes.values()}
-    missing = dict(snapshot.unlisted) | served
+    missing = dict(snapshot.unlisted) | _missing_endpoints(snapshot)
     if not all(missing.values()):
         return None
     return [f"model '{name}': {text}" for name, text in sorted(missing.items())] or None
+
+
+def unserved_models(snapshot: Snapshot) -> dict[str, str]:
+    """Return, for each model whose requests get a 503, which kind of endpoint it lacks."""
+    return {name: text for name, text in _missing_endpoints(snapshot).items() if text}
+
+
+def _missing_endpoints(snapshot: Snapshot) -> dict[str, str]:
+    return {route.name: _missing_endpoint(route) for route in snapshot.routes.values()}
 
 
 def _missing_endpoint(route: Route) -> str:

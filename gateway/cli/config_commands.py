@@ -19,7 +19,8 @@ ForceOption = Annotated[
     bool,
     Option(
         "--force",
-        help="Apply the configuration even if some pool has no endpoint that can be reached.",
+        help="Apply the configuration even if some pool has no endpoint that can be reached, or no "
+        "endpoint lists a model that is served now.",
     ),
 ]
 

@@ -15,7 +15,7 @@ from gateway.cli.terminal_output import print_json, print_line
 # Members of the reply to GET /config that `penstock status --json` prints.
 _STATUS_MEMBERS = (
     *("version", "applied", "file_differs", "last_error", "needs_restart"),
-    *("models", "shared", "certificates", "unlisted"),
+    *("models", "shared", "certificates", "unlisted", "unserved"),
 )
 
 
@@ -65,6 +65,8 @@ def _print_problems(config: dict[str, Any]) -> None:
             print_line(f"{row['path']}: {row['file']} {row['problem']}", style="red")
     for name, message in config["unlisted"].items():
         print_line(f"requests for model {name} get 404: {message}", style="red")
+    for name, text in config["unserved"].items():
+        print_line(f"requests for model {name} get 503: {text} that lists it", style="red")
     error = config["last_error"]
     for problem in error["problems"] if error else ():
         print_line(

@@ -59,7 +59,8 @@ class ChangeOptions(msgspec.Struct, frozen=True):
     dry_run            whether to check the change and change nothing
     records_rejection  whether to record a rejection although this is a dry run: a supervisor
                        dry-runs a change in all its workers before the first one applies it
-    force              whether to apply the change even if none of a pool's endpoints can be reached
+    force              whether to apply the change even if none of a pool's endpoints can be
+                       reached, or if no endpoint lists a model that is served now
     was_in_force       whether the text was in force before, so that its references may be resolved
                        anywhere
     trigger            the version's trigger, given by a supervisor that makes the change; empty:
@@ -350,9 +351,12 @@ class Reloader:
         changed = await asyncio.to_thread(diff, self.running, loaded)
         bound = _bound(await asyncio.to_thread(diff, self._started, loaded))
         try:
-            if not options.force and (options.records_rejection or not options.dry_run):
+            is_checked = not options.force and (options.records_rejection or not options.dry_run)
+            if is_checked:
                 await self._swap.check_reachable(loaded.config)
             plan = self._swap.plan(loaded.config)
+            if is_checked:
+                self._swap.check_listed(plan)
             await asyncio.sleep(0)  # so that the swap has a turn of the event loop of its own
             if not self._swap.is_valid(plan):
                 plan = self._swap.plan(loaded.config)

@@ -66,6 +66,20 @@ class Swap:
             )
             raise ConfigRejectedError(("pools", pool), text)
 
+    def check_listed(self, plan: SnapshotPlan) -> None:
+        """Raise ConfigRejectedError if a model that is served now would be listed by no endpoint.
+
+        A mistyped `served_model` would otherwise lead to a 404 for every request.
+        """
+        unlisted = plan.snapshot.unlisted
+        for index, model in enumerate(plan.snapshot.config.models):
+            if model.name in unlisted and model.name in self._gateway.snapshot.routes:
+                text = (
+                    f"{unlisted[model.name]} It is served now; `penstock reload --force` applies "
+                    "the change"
+                )
+                raise ConfigRejectedError(("models", index), text)
+
     def plan(self, config: Config) -> SnapshotPlan:
         """Build the plan of a configuration and try its policies, without any change to live state.
 
