@@ -31,7 +31,10 @@ class LoadChoice(msgspec.Struct, frozen=True):
 
 
 def shapes_of(points: Sequence[FleetPoint]) -> list[list[FleetPoint]]:
-    """Return the points of each shape (weights, TP, PP) by batch, with no more stages than needed."""
+    """Return the points of each shape (weights, TP, PP) by batch.
+
+    Shapes with more pipeline stages than needed are left out.
+    """
     shapes: dict[tuple[str, int, int], list[FleetPoint]] = {}
     for point in points:
         shapes.setdefault((point.model, point.tp, point.pp), []).append(point)

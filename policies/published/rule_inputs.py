@@ -2,8 +2,8 @@
 TTFT.
 
 The original routers read the engine's metrics many times per second. Here scraped metrics are
-seconds old, but the gateway knows its own requests in flight at once. The rules therefore use its own counts,
-and take only the number of external requests from recent metrics.
+seconds old, but the gateway knows its own requests in flight at once. The rules therefore use its
+own counts, and take only the number of external requests from recent metrics.
 """
 
 from __future__ import annotations
