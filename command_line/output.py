@@ -20,8 +20,9 @@ def write_line(text: str, *, err: bool = False) -> None:
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
-    """Return the text with terminal codes for a style such as "bold red", if the stream is a
-    terminal and NO_COLOR is not set.
+    """Return the text with terminal codes for a style such as "bold red".
+
+    Returns it unchanged if the stream is not a terminal or NO_COLOR is set.
     """
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     if not style or is_plain or not stream.isatty():

@@ -8,10 +8,10 @@ from gateway.config.yaml_source import MAX_FILE_BYTES, NotARegularFileError, inv
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Return the content of a file, but at most `limit` + 1 bytes, so that the caller can recognise
-    a file that is too long.
+    """Return the content of a file, at most `limit` + 1 bytes of it.
 
-    Raises OSError, or NotARegularFileError for a folder, pipe or device.
+    The caller can therefore recognise a file that is longer than `limit`. Raises OSError, or
+    NotARegularFileError for a folder, pipe or device.
     """
     if path.exists() and not path.is_file():  # opening a pipe would block until it is written
         raise NotARegularFileError(path)

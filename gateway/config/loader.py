@@ -270,8 +270,9 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def default_of(path: Path, value: object) -> object:
-    """Return the default value of the setting at `path` as written in a file (such as "30s"), or
-    `value` if the setting has no default.
+    """Return the default value of the setting at `path`, as written in a file (such as "30s").
+
+    Returns `value` if the setting has no default.
     """
     section = _section(path[:-1])
     if section is None:

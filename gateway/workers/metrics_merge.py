@@ -113,8 +113,8 @@ def merge_families(
 ) -> list[FamilyReading]:
     """Merge the metric families of several workers by name.
 
-    Counters and histograms are summed, gauges follow the merge rule of their specification. Of
-    `ended` workers only counters and histograms count.
+    Counters and histograms are summed, gauges follow the merge rule of their specification. The
+    gauges of `ended` workers are left out.
     """
     merged: dict[str, FamilyReading] = {}
     without_gauges = (reading for page in ended for reading in page if reading.spec.kind != "gauge")

@@ -65,7 +65,7 @@ class PrefillPace:
     def mean_share(self, candidates: Sequence[Candidate], tpot_s: float) -> float:
         """Return the share of the time (0 to 1) that prefill may take, as a mean over endpoints.
 
-        candidates  the endpoints; only available ones count. Without any, the result is 1
+        candidates  the endpoints. The mean is over the available ones; without any, it is 1
         tpot_s      the TPOT budget in seconds per token
         """
         paces = [

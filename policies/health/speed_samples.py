@@ -333,7 +333,7 @@ class SpeedRecord:
     def waiting(self) -> int:
         """Return the number of prompts at the endpoint that wait for their first token.
 
-        Only prompts whose first token can be observed count.
+        Prompts whose first token cannot be observed are left out.
         """
         return len(self._queue)
 

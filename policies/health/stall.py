@@ -61,10 +61,10 @@ RAMP_END  limit at which the growth ends: from then on there is no limit
 """
 
 LEAST_PEERS = 2
-"""Number of endpoints from which on the expected times are computed once per review, not on demand.
+"""Least number of endpoints for which expected times are computed once per review, not on demand.
 
-Only endpoints of a kind that have completed prompts count. While there are fewer, the next prompt
-changes what is expected considerably, so the times are computed whenever they are needed.
+The endpoints are those of one kind that have completed prompts. While there are fewer, the next
+prompt changes the expected times considerably, so they are computed whenever they are needed.
 """
 
 

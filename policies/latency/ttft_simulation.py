@@ -294,10 +294,10 @@ def idle_ttft_s(timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt
 def decoding_ttft_s(
     timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt, now: float
 ) -> float | None:
-    """Return the seconds to the first token of a prompt at an engine that only decodes, or None if
-    it must wait for KV or takes several steps.
+    """Return the seconds to the first token of a prompt at an engine that only decodes.
 
-    The result equals that of simulate_ttft_s(), but costs less.
+    Returns None if the prompt must wait for KV or takes several steps. The result equals that of
+    simulate_ttft_s(), but costs less.
     """
     belief, batch = load.belief, timeline.batch
     tokens, budget_tokens = float(prompt.remaining_tokens), belief.budget_tokens - batch

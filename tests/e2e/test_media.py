@@ -1,5 +1,6 @@
-"""Tests of images through a real gateway, whose large base64 text must cause no refusal or wait,
-and which must find their prefix cache again.
+"""Tests of requests with images through a real gateway.
+
+Their large base64 text causes no refusal or wait, and a repeated image finds its prefix cache.
 """
 
 from __future__ import annotations

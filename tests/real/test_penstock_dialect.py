@@ -1,7 +1,8 @@
-"""Tests of the dialect `penstock` between two real engines: many requests through the gateway, bytes
-between other numbers of ranks, and clients that leave.
+"""Tests of the dialect `penstock` between two real engines.
 
-The prefill engine computes 512 tokens per step, so that longer prompts move in several parts.
+They send many requests through the gateway, compare bytes between other numbers of ranks, and
+disconnect clients. The prefill engine computes 512 tokens per step, so that longer prompts move in
+several parts.
 """
 
 from __future__ import annotations

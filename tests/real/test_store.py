@@ -1,5 +1,7 @@
-"""Tests of a host's store of KV with two real engines: answers from stored KV equal computed ones,
-tenants stay apart, and a lost store costs a computation.
+"""Tests of a host's store of KV with two real engines.
+
+Answers from stored KV equal computed ones, tenants stay apart, and a lost store costs a
+computation.
 """
 
 from __future__ import annotations
