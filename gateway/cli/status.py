@@ -84,7 +84,10 @@ def _print_shared(shared: dict[str, Any] | None) -> None:
             style="red",
         )
     elif shared["connected"]:
-        print_line(f"shares state with {shared['gateways']} other gateways through Redis")
+        others = shared["gateways"]
+        print_line(
+            f"shares state with {others} other gateway{'' if others == 1 else 's'} through Redis"
+        )
 
 
 def _print_trials(shadows: list[dict[str, Any]], canaries: list[dict[str, Any]]) -> None:

@@ -173,7 +173,7 @@ def _add_problems(source: YamlSource, error: ValidationError) -> None:
         if detail["type"] == "too_short" and detail["input"]:
             continue  # it is empty only because its items are invalid
         on_key = on_key or detail["type"] == "extra_forbidden"
-        source.add_error(path, _message(detail, path), on_key=on_key)
+        source.add_error(path, problem_text(detail, path), on_key=on_key)
 
 
 def _split_location(loc: tuple[int | str, ...]) -> tuple[Path, bool]:
@@ -206,7 +206,8 @@ _MESSAGES: Mapping[str, str] = {
 }
 
 
-def _message(detail: Any, path: Path) -> str:
+def problem_text(detail: Any, path: Path) -> str:
+    """Return the message for one of pydantic's errors in the value at `path` of a configuration."""
     kind, context = str(detail["type"]), detail.get("ctx", {})
     if kind == "extra_forbidden" and path[-1] == "<<":
         return "unknown key; YAML 1.2 has no merge keys (<<), so repeat the keys"

@@ -43,8 +43,15 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("READONLY", "it is a replica and accepts no writes"),
     ("OOM", "its memory is full (maxmemory)"),
     ("LOADING", "it is loading its data set"),
+    ("closed by server", "it closed the connection"),
+    ("Name or service not known", "its host name does not resolve"),
     ("max number of clients", "it has its highest number of clients (maxclients)"),
 )
+
+
+_TYPES = {
+    "InvalidResponse": "its answers are not those of a Redis server; is it the right port?",
+}
 
 
 def describe_redis_error(error: BaseException) -> str:
@@ -64,4 +71,4 @@ def describe_redis_error(error: BaseException) -> str:
         return "it does not answer in time"
     if isinstance(error, OSError) and error.strerror:
         return f"{type(error).__name__}: {error.strerror}"
-    return type(error).__name__
+    return _TYPES.get(type(error).__name__, type(error).__name__)

@@ -16,9 +16,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from gateway.config.endpoint_sections import EndpointSpec, EndpointTraits
+from gateway.config.loader import problem_text
 from gateway.config.tls_sections import FOLDER_KEY
 from gateway.fleet.discovery.source import MAX_ENDPOINTS, DiscoveredEndpoints, log
 
+_ENTRIES = ("pools", "", "endpoints")  # where such entries stand in a configuration
 FILE_CAP_BYTES = 1 << 20
 POLL_S = 0.5
 """Seconds between two polls of the file.
@@ -84,20 +86,18 @@ class FileSource:
                 raise ValueError(
                     f"the file must contain a list of at most {MAX_ENDPOINTS} endpoints"
                 )
-            endpoints = tuple(self._parse_item(item) for item in items)
+            endpoints = tuple(self._parse_item(*item) for item in enumerate(items))
             if len({endpoint.url for endpoint in endpoints}) < len(endpoints):
                 raise ValueError("two endpoints of the file have the same url")
             if len({endpoint.display_name for endpoint in endpoints}) < len(endpoints):
                 raise ValueError("two endpoints of the file have the same name")
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            path = ".".join(map(str, first["loc"]))
+        except YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            place = f", line {mark.line + 1}" if mark is not None else ""
             log.warning(
-                "service discovery: the file %s is ignored: %s: %s", self._path, path, first["msg"]
-            )
-        except YAMLError:
-            log.warning(
-                "service discovery: the file %s is ignored: it is not valid YAML", self._path
+                "service discovery: the file %s is ignored: it is not valid YAML%s",
+                self._path,
+                place,
             )
         except (ValueError, RecursionError) as error:
             log.warning("service discovery: the file %s is ignored: %s", self._path, error)
@@ -105,11 +105,17 @@ class FileSource:
             return endpoints
         return None
 
-    def _parse_item(self, item: Any) -> EndpointSpec:
+    def _parse_item(self, index: int, item: Any) -> EndpointSpec:
         own = {"url": item} if isinstance(item, str) else item
         if not isinstance(own, dict):
             raise ValueError("an item of the file is neither a URL nor a mapping with a url")
         shared = {name: getattr(self._traits, name) for name in self._traits.model_fields_set}
-        return EndpointSpec.model_validate(
-            shared | own, context={FOLDER_KEY: str(self._path.parent)}
-        )
+        try:
+            return EndpointSpec.model_validate(
+                shared | own, context={FOLDER_KEY: str(self._path.parent)}
+            )
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            text = problem_text(first, (*_ENTRIES, index, *first["loc"]))
+            name = ".".join(map(str, first["loc"]))
+            raise ValueError(f"entry {index + 1}, {name}: {text}") from None

@@ -12,7 +12,7 @@ from time import monotonic
 
 import pytest
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import InvalidResponse, ResponseError
 
 from gateway.peers import redis_bus as shared
 from gateway.peers.redis_bus import RedisAddress, RedisBus
@@ -105,6 +105,15 @@ async def test_a_wrong_password_is_named_without_showing_it(
     [
         (ConnectionError("Error 111 connecting"), "ConnectionError"),
         (TimeoutError(), "it does not answer in time"),
+        (
+            InvalidResponse("Protocol Error: b'HTTP/1.1 400'"),
+            "its answers are not those of a Redis",
+        ),
+        (ConnectionError("Connection closed by server."), "it closed the connection"),
+        (
+            ConnectionError("Error -2 connecting to redis:6379. Name or service not known."),
+            "its host name does not resolve",
+        ),
         (
             ResponseError("NOAUTH Authentication required."),
             "it requires a password, and none is configured",

@@ -155,6 +155,29 @@ async def test_the_last_known_endpoints_stay_when_the_file_is_deleted(
     ] == [True]
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("- http://h:1\n- nonsense\n", "entry 2, url: the URL of an engine must have the form"),
+        ("- {url: 'http://h:1/v1'}\n", "entry 1, url: the URL of an engine must not end with /v1"),
+        (
+            "- {url: 'http://h:1', max_concurency: 3}\n",
+            'entry 1, max_concurency: unknown key; did you mean "max_concurrency"?',
+        ),
+        ("- {name: a}\n", "entry 1, url: is missing"),
+        ("- http://h:1\n- [\n", "it is not valid YAML, line 3"),
+    ],
+)
+async def test_the_entry_that_makes_a_file_invalid_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, reason: str
+) -> None:
+    file = tmp_path / "engines.yaml"
+    file.write_text(text)
+    assert FileSource(file, TRAITS)._parse(file.read_bytes()) is None
+    (line,) = caplog.messages
+    assert line.startswith(f"service discovery: the file {file} is ignored: {reason}"), line
+
+
 def piece(name: str, version: int, *addresses: str, **endpoint: Any) -> dict[str, Any]:
     return {
         "metadata": {"name": name, "resourceVersion": str(version)},
