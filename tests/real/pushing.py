@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import aiohttp
@@ -25,10 +26,13 @@ async def prefill(engine: Engine, asked: dict[str, Any], transfer: str) -> dict[
     return found
 
 
-async def card_of(engine: Engine) -> str:
-    # Return an engine's card. The prompt's KV is not fetched, and free when its lease ends.
-    params = await prefill(engine, body("hello", max_tokens=1), "introduction")
-    return str(params["kv_engine"])
+async def card_of(p: Engine, d: Engine) -> str:
+    # Return the prefill engine's card, after a first handoff, which connects both engines.
+    transfer = f"first-{os.urandom(4).hex()}"
+    asked = body(transfer, max_tokens=2)
+    card = str((await prefill(p, asked, transfer))["kv_engine"])
+    assert (await decode(d, asked, transfer, card)).status == 200
+    return card
 
 
 def decode(engine: Engine, asked: dict[str, Any], transfer: str, card: str) -> asyncio.Task[Answer]:

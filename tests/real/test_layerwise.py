@@ -107,7 +107,7 @@ async def timed(trio: Trio, p: Engine, card: str, seed: int) -> tuple[Answer, Ti
 
 
 async def test_layers_arrive_while_later_ones_are_computed(idle: Trio) -> None:
-    cards = {p.name: await card_of(p) for p in (idle.by_layers, idle.afterwards)}
+    cards = {p.name: await card_of(p, idle.d) for p in (idle.by_layers, idle.afterwards)}
     ratios, times = list[float](), dict[str, list[Times]]()
     for turn in range(ROUNDS + 1):
         pair = (idle.by_layers, idle.afterwards)

@@ -88,7 +88,7 @@ async def test_another_prompt_with_the_same_transfer_id_gets_the_right_answer(
     idle: tuple[Engine, Engine],
 ) -> None:
     p, d = idle
-    card = await card_of(p)
+    card = await card_of(p, d)
     mine, other = body(prompt(500, seed=9801)), body(prompt(500, seed=9802))
     first = await push(p, d, mine, "mine", card)
     whole = await ask(d.url, mine | {"cache_salt": "w1"})
@@ -136,8 +136,7 @@ def test_every_head_arrives_as_it_was_between_two_ranks_and_one(tmp_path: Path) 
     folder = tmp_path / "dump"
     with started(tmp_path, 2, SMALL_STEPS, dump=str(folder)) as (two, one):
         for source, sink, first in ((two, one, 5200), (one, two, 5300)):
-            card = asyncio.run(card_of(source))
-            asyncio.run(source.idle_within(40.0))
+            card = asyncio.run(card_of(source, sink))
             for file in folder.glob("*.npy"):
                 file.unlink()
             for seed in range(first, first + RANK_REQUESTS):
