@@ -324,7 +324,7 @@ def _learn_slots(load: EndpointLoad, running: int, kv_usage: float, now: float) 
         and kv_usage < FREE_KV
         and _is_slot_missing(load, running, now)
     ):
-        load.slots = running
+        load.slots = float(running)
 
 
 def _is_slot_missing(load: EndpointLoad, running: int, now: float) -> bool:

@@ -260,7 +260,8 @@ class EngineModel:
         belief, queue = load.belief, self.queue
         shape = belief.shape
         budget_tokens = shape.budget_tokens - self.batch
-        context = self.context_base + self.batch * self.steps
+        batch: float = self.batch
+        context: float = self.context_base + batch * self.steps
         tokens, pairs = 0, 0.0
         while queue and budget_tokens > tokens:
             head = queue[0]

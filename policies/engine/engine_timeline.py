@@ -41,20 +41,21 @@ class EngineTimeline(EngineModel):
         """Queue a prompt that was sent to the engine, and update the forecast of the endpoint's
         load.
         """
-        left, start = prompt.remaining_tokens, prompt.computed_tokens
+        left = prompt.remaining_tokens
         self.answers_due_at = -inf
-        pairs = left * (start + 0.5 * left)
+        uncached: float = left
+        pairs: float = uncached * (prompt.computed_tokens + 0.5 * uncached)
         self.arrivals.record(left, now)
         self.queue.append(prompt)
         self.queued_tokens += left
         self.queued_pairs += pairs
         load.free_kv_tokens -= prompt.prompt_tokens
-        load.kv_used_tokens += left
-        ready_at = load.prefill_done_at
+        load.kv_used_tokens += uncached
+        ready_at: float = load.prefill_done_at
         if ready_at < now:
             ready_at = now + self.idle_delay_s
         load.prefill_done_at = (
-            ready_at + left * load.prefill_s_per_token + pairs * load.attention_s_per_pair
+            ready_at + uncached * load.prefill_s_per_token + pairs * load.attention_s_per_pair
         )
         if load.next_first_token_at == inf:
             load.next_first_token_at = load.prefill_done_at + self.step_overhead_s

@@ -53,15 +53,16 @@ def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> Non
     """Recompute the forecast of an endpoint's load. The class EngineLoad describes its fields."""
     timeline.forecast_at, timeline.is_stale, timeline.answers_due_at = now, False, -inf
     belief, others = load.belief, load.peer_load
-    batch = timeline.batch + load.external_requests + others.decoding
-    context = timeline.context_base + timeline.batch * timeline.steps + others.decode_tokens
+    running: float = timeline.batch
+    batch: float = running + load.external_requests + others.decoding
+    context: float = timeline.context_base + running * timeline.steps + others.decode_tokens
     decode = belief.context_s * context + belief.sequence_s * batch
     flops, floor = belief.flop_s * batch, belief.floor_s
     timeline.step_overhead_s = over = decode + flops + belief.layers_s
     timeline.decode_s = step_s = (floor if floor > flops else flops) + belief.base_s + decode
     timeline.raw_base_s = (step_s - belief.context_s * context) / belief.decodes.factors[0]
     timeline.raw_context_s = belief.shape.context_s * context
-    budget_tokens = belief.budget_tokens - batch
+    budget_tokens: float = belief.budget_tokens - batch
     load.prefill_s_per_token = belief.token_s + over / (budget_tokens if budget_tokens > 1 else 1)
     load.attention_s_per_pair = belief.pair_s
     timeline.idle_delay_s = idle_s = belief.request_s + (0.5 * step_s if batch else 0.0)
@@ -84,7 +85,7 @@ def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> Non
     _forecast_kv(timeline, load, context)
 
 
-def _queue(timeline: EngineModel, load: EngineLoad, budget_tokens: int, now: float) -> None:
+def _queue(timeline: EngineModel, load: EngineLoad, budget_tokens: float, now: float) -> None:
     others, tokens = load.peer_load, timeline.queued_tokens
     base = timeline.step_ends_at if timeline.is_busy else timeline.step_began_at
     if others.prefill_tokens:  # prompts of other gateways are computed in between
@@ -113,8 +114,8 @@ def _forecast_kv(timeline: EngineModel, load: EngineLoad, context: float) -> Non
             waiting += prompt.prompt_tokens
             uncached += prompt.uncached_tokens
     prefixes = timeline.prefixes
-    own = context + timeline.kv_prompts + timeline.incoming_kv_tokens
-    used = own + uncached + prefixes.distinct - prefixes.tokens
+    own: float = context + timeline.kv_prompts + timeline.incoming_kv_tokens
+    used: float = own + uncached + prefixes.distinct - prefixes.tokens
     load.kv_used_tokens = used if used > 0.0 else 0.0
     if load.kv_tokens is None:
         return

@@ -8,12 +8,18 @@ from pathlib import Path
 import pytest
 
 from tools.compile import classes, source_tree
-from tools.compile.declarations import declarations
+from tools.compile.declarations import FLOATS, declarations
 
 ROOT = Path(__file__).parents[2]
 
 
 PROJECT = source_tree.read(ROOT)
+WITH_DOUBLES = {
+    "policies.pricing.price",
+    *("policies.engine.engine_model", "policies.engine.engine_timeline"),
+    "policies.engine.load_forecast",
+}
+"""The modules in which a local that is annotated `float` may become a C double."""
 
 
 def told(module: str) -> list[str]:
@@ -215,18 +221,20 @@ def test_private_functions_are_called_without_a_look_up_and_public_ones_are_not(
     assert declarations("module", of(module=text)) == "cpdef object _own(object a, bytes data)\n"
 
 
-def test_what_a_price_is_made_of_are_doubles_and_nothing_else_is_declared_so() -> None:
-    declared = [
-        line
-        for line in told("policies.pricing.price")
-        if line.startswith("    cdef public double ")
-    ]
-    assert {line.split()[-1] for line in declared} == set(
-        classes.slots(PROJECT.classes["policies.pricing.price._PriceLoop"]) or ()
-    )
-    others = set(PROJECT.compiled) - {"policies.pricing.price"}
-    assert not [line for module in others for line in told(module) if "double" in line]
-    for module in others:
+def test_what_prices_and_engine_models_are_made_of_are_doubles_and_nothing_else_is_declared_so() -> (
+    None
+):
+    for module in PROJECT.compiled:
+        declared = [line for line in told(module) if "double" in line]
+        expected = [
+            name
+            for full, names in FLOATS.items()
+            if full.rpartition(".")[0] == module
+            for name in names or classes.slots(PROJECT.classes[full]) or ()
+        ]
+        assert sorted(declared) == sorted(f"    cdef public double {name}" for name in expected)
+        if module in WITH_DOUBLES:
+            continue
         for each in ast.walk(PROJECT.trees[module]):
             if (
                 isinstance(each, ast.AnnAssign)

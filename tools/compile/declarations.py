@@ -48,8 +48,34 @@ The attributes keep memory views for calls of `chain_words`. For a short prompt,
 each call would cost more than the call itself.
 """
 
-FLOATS = {"policies.pricing.price._PriceLoop"}
-"""Names of the classes whose attributes are all floats."""
+FLOATS: Mapping[str, Collection[str]] = {
+    "policies.pricing.price._PriceLoop": (),
+    "policies.engine.engine_load.EngineLoad": (
+        *("attention_s_per_pair", "decode_s_per_context_token", "decode_s_per_sequence"),
+        *("decode_s_per_token", "fixed_ttft_s", "free_kv_tokens", "kv_used_tokens"),
+        *("next_first_token_at", "prefill_done_at", "prefill_s_per_token"),
+        *("s_per_freed_kv_token", "slots"),
+    ),
+    "policies.engine.engine_model.EngineModel": (
+        *("answers_due_at", "batch_changed_at_step", "context_base", "decode_base_s"),
+        *("decode_context_s", "decode_s", "first_tokens_at", "forecast_at", "idle_delay_s"),
+        *("kv_ratio", "prefill_s", "queued_pairs", "raw_base_s", "raw_context_s"),
+        *("step_began_at", "step_ends_at", "step_overhead_s", "steps"),
+    ),
+    "policies.engine.queued_prompt.QueuedPrompt": (
+        *("decode_base_s", "decode_began_at", "decode_begin_step", "decode_context_s"),
+        *("enters_at", "output_tokens", "per_expected_token", "prefill_s"),
+    ),
+    "policies.engine.running_averages.ArrivalAverages": (),
+    "policies.engine.running_averages.EngineAverages": (
+        *("at", "first_event_at", "pace", "rate", "seen_s", "share"),
+    ),
+    "policies.engine.step_time.SpeedBelief": (
+        *("area_s", "base_s", "context_s", "floor_s", "flop_s", "layers_s", "pair_s"),
+        *("request_s", "sequence_s", "token_s"),
+    ),
+}
+"""Attributes that are always floats, by class; all attributes of the class if none is named."""
 
 HAS_NO_C_FORM = (
     ast.AsyncFunctionDef,
@@ -96,7 +122,8 @@ def _declare_class(
     yield f"cdef class {node.name}({', '.join(map(ast.unparse, node.bases))}):"
     types = c_types.attribute_types(node) | NUMBERS.get(full, {})
     for attribute in slots(node) or ():
-        kind = "double" if full in FLOATS else types.get(attribute) or "object"
+        is_float = full in FLOATS and attribute in (FLOATS[full] or (attribute,))
+        kind = "double" if is_float else types.get(attribute) or "object"
         yield f"    cdef public {kind} {attribute}"
     related = {
         name: other

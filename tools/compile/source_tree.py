@@ -81,7 +81,7 @@ about ten times the size of its source.
 SMALL = (
     *("gateway/admission", "gateway/fleet/kv_events", "gateway/metrics"),
     "gateway/protocol/translate",
-    *("policies/admission", "policies/engine", "policies/health", "policies/latency"),
+    *("policies/admission", "policies/health"),
     *_modules("gateway", "route"),
     *_modules("gateway/disagg", "bootstrap_client handoffs leg leg_requests attempt_record"),
     *_modules("gateway/disagg", "internal_answer"),
@@ -99,7 +99,8 @@ SMALL = (
     *_modules("gateway/proxy", "attempt_loop engine_api split_request"),
     *_modules("gateway/telemetry", "access_log cost_counter log_file pick_explanation"),
     *_modules("gateway/telemetry", "request_shapes spans"),
-    *_modules("policies", "endpoint_load policy_types"),
+    *_modules("policies", "policy_types"),
+    *_modules("policies/engine", "calibration kalman peer_load"),
     *_modules("policies/prefix", "block_ids cached_blocks learned_prompts prefix_match"),
     *_modules("policies/prefix", "sampled_keys"),
     *_modules("policies/pricing", "cost_estimate split transfer_time"),
