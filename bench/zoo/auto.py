@@ -41,7 +41,7 @@ from policies import policy_registry
 from policies.admission.admission_policy import WaitQueueLimits
 from policies.admission.fairness import FairShares
 from policies.auto.decider import Action, PolicyDecider
-from policies.auto.policy_estimates import PolicyMember
+from policies.auto.replay_messages import PolicyMember
 
 INTERVAL_S = 300.0
 """Most seconds between two comparisons; the gateway's default."""

@@ -24,8 +24,7 @@ from gateway.auto.replay_process import ReplayError, run_replay
 from gateway.config import AutoPolicy
 from gateway.metrics.auto_metrics import AutoMetrics
 from policies.auto.decider import Action, PolicyDecision
-from policies.auto.policy_estimates import PoolEstimate
-from policies.auto.replay_messages import ReplayAnswer, ReplayJob
+from policies.auto.replay_messages import PoolEstimate, ReplayAnswer, ReplayJob
 
 log = logging.getLogger("penstock")
 

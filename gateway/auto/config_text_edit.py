@@ -10,7 +10,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from gateway.config.auto_section import AUTO
-from policies.auto.policy_estimates import PolicyMember
+from policies.auto.replay_messages import PolicyMember
 
 LONGEST_LINE = 1 << 20  # so that no line of the text is folded
 

@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.config import PolicySpec
 from policies.auto.decider import PolicyDecider, PolicyDecision
-from policies.auto.policy_estimates import PolicyMember, PoolEstimate
+from policies.auto.replay_messages import PolicyMember, PoolEstimate
 
 
 class SwitchRecord(msgspec.Struct, frozen=True):

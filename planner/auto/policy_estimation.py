@@ -26,7 +26,7 @@ from planner.replay.traffic import Traffic
 from planner.traces.access import LoggedRequest, arrived_s
 from planner.traces.recorded_request import TraceRequest
 from policies import policy_registry
-from policies.auto.policy_estimates import MemberEstimate, PolicyMember, PoolEstimate
+from policies.auto.replay_messages import MemberEstimate, PolicyMember, PoolEstimate
 
 JITTER_S = 0.005
 """Standard deviation, in seconds, of the random shift of each arrival in the second replay."""

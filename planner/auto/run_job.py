@@ -16,8 +16,7 @@ from planner.auto.policy_estimation import evaluate
 from planner.plan.pool_case import PoolCaseError, cases
 from planner.plan.recent_traffic import RecentTraffic, recent
 from planner.traces.recorded_request import TraceError
-from policies.auto.policy_estimates import PoolEstimate
-from policies.auto.replay_messages import PoolJob, ReplayAnswer, ReplayJob
+from policies.auto.replay_messages import PoolEstimate, PoolJob, ReplayAnswer, ReplayJob
 
 TAIL_BYTES = 32 << 20
 """Maximum bytes of the access log that are read, counted from its end."""

@@ -13,8 +13,8 @@ from enum import StrEnum
 
 import msgspec
 
-from policies.auto.policy_estimates import MemberEstimate, PoolEstimate
 from policies.auto.pooled_gains import PooledGains
+from policies.auto.replay_messages import MemberEstimate, PoolEstimate
 
 LEAST_GAIN = 0.01
 """Minimum gain in goodput (0 to 1) that justifies a change of policy.

@@ -13,7 +13,7 @@ from math import sqrt
 
 import msgspec
 
-from policies.auto.policy_estimates import MemberEstimate, PoolEstimate
+from policies.auto.replay_messages import MemberEstimate, PoolEstimate
 
 HALF_LIFE_S = 1800.0
 """Seconds after which a comparison has half of its weight."""

@@ -15,7 +15,7 @@ from policies.auto.decider import (
     Action,
     PolicyDecider,
 )
-from policies.auto.policy_estimates import MemberEstimate, PoolEstimate
+from policies.auto.replay_messages import MemberEstimate, PoolEstimate
 
 NAMES = ("a", "b", "c", "d")
 SHARES = st.floats(-1, 1)

@@ -18,8 +18,7 @@ from gateway.config import LoadedConfig, load_text
 from gateway.config.diff import diff
 from gateway.metrics.auto_metrics import AutoMetrics
 from gateway.metrics.metric_types import MetricRegistry
-from policies.auto.policy_estimates import MemberEstimate, PoolEstimate
-from policies.auto.replay_messages import ReplayAnswer, ReplayJob
+from policies.auto.replay_messages import MemberEstimate, PoolEstimate, ReplayAnswer, ReplayJob
 
 TEXT = """version: 1
 observability: {access_log: /tmp/access.jsonl}

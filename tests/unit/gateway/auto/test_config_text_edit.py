@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway.auto.config_text_edit import with_pin, with_policy
 from gateway.config import load_text
 from gateway.config.diff import diff
-from policies.auto.policy_estimates import PolicyMember
+from policies.auto.replay_messages import PolicyMember
 
 TEXT = b"""version: 1
 observability: {access_log: /tmp/access.jsonl}   # for auto

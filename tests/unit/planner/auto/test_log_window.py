@@ -9,7 +9,7 @@ from planner.auto.policy_estimation import evaluate
 from planner.plan.pool_case import cases
 from planner.plan.recent_traffic import RecentTraffic
 from planner.traces.access import LoggedRequest, arrived_s
-from policies.auto.policy_estimates import PolicyMember
+from policies.auto.replay_messages import PolicyMember
 from tests import auto_log
 
 

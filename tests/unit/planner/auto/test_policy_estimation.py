@@ -15,8 +15,7 @@ from planner.auto.run_job import run_job
 from planner.plan.pool_case import PoolCase, cases
 from planner.plan.recent_traffic import RecentTraffic
 from planner.traces.access import LoggedRequest, arrived_s
-from policies.auto.policy_estimates import PolicyMember
-from policies.auto.replay_messages import PoolJob, ReplayAnswer, ReplayJob
+from policies.auto.replay_messages import PolicyMember, PoolJob, ReplayAnswer, ReplayJob
 from tests import auto_log
 
 ROUND_ROBIN, PREFIX_AWARE = PolicyMember("round_robin"), PolicyMember("prefix_aware")

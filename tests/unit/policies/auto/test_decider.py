@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import sqrt
 
 from policies.auto.decider import HOUR_S, Action, PolicyDecider
-from policies.auto.policy_estimates import MemberEstimate, PolicyMember, PoolEstimate
+from policies.auto.replay_messages import MemberEstimate, PolicyMember, PoolEstimate
 
 
 def member(name: str, gain: float, error: float) -> MemberEstimate:

@@ -6,8 +6,8 @@ from math import sqrt
 
 import pytest
 
-from policies.auto.policy_estimates import MemberEstimate, PoolEstimate
 from policies.auto.pooled_gains import HALF_LIFE_S, PooledGains
+from policies.auto.replay_messages import MemberEstimate, PoolEstimate
 
 
 def estimate(
