@@ -198,7 +198,7 @@ def _load_row(live: LiveEndpoint, now: float) -> dict[str, Any]:
     load, health = live.load, live.health
     return {
         "state": endpoint_state(live),
-        "cause": None if health.cause is None else str(health.cause),
+        "cause": live.cause,
         "slow": None if live.speed.slowness is None else describe_slowness(live.speed.slowness),
         "since_s": round(now - health.since, 1) if health.since else None,
         "available": load.is_available,

@@ -26,13 +26,14 @@ CAUSE_TEXTS: Mapping[str, str] = MappingProxyType(
     {
         "connect_failed": "it accepts no connections",
         "failed": "its responses failed or broke off",
+        "unresolved": "its host name cannot be resolved",
         "timed_out": "it did not respond in time",
         "probe_failed": "its health check failed",
         "engine_dead": "its engine is dead or stalled",
         "slow": "it is much slower than its peers",
     }
 )
-"""Sentence for each cause, from policies.health, for which an endpoint is out of rotation."""
+"""Sentence for each cause, from LiveEndpoint.cause, for which an endpoint is out of rotation."""
 
 SHED_TEXTS: Mapping[str, str] = MappingProxyType(
     {

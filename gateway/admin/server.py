@@ -201,7 +201,7 @@ def _endpoint_row(live: LiveEndpoint, now: float) -> dict[str, object]:
         "kv_tokens": load.kv_tokens or None,
         "available": load.is_available,
         "state": endpoint_state(live),
-        "cause": health.cause,
+        "cause": live.cause,
         "slow": None if live.speed.slowness is None else msgspec.to_builtins(live.speed.slowness),
         "back_in_s": max(0.0, round(health.until - now, 3)) if not load.is_available else None,
         "in_flight": load.in_flight - load.peer_load.in_flight,

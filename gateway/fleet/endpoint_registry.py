@@ -61,6 +61,7 @@ class LiveEndpoint:
                        None
     refused_until      end of a period in which its engine refuses requests (429, 503); 0.0 before
                        the first
+    is_unresolved      whether the newest probe failed because its host name cannot be resolved
     is_leaving         whether it is in no configuration in force; older requests may still run
                        there
     is_drained         whether an operator drained it: it gets no new requests
@@ -77,6 +78,7 @@ class LiveEndpoint:
             "backlog_tokens",
             "throttled_until",
             "refused_until",
+            "is_unresolved",
             "is_drained",
             "encryption",
             "endpoint",
@@ -133,7 +135,14 @@ class LiveEndpoint:
         self.throttled_until: float | None = None
         self.refused_until = 0.0
         self.speed = SpeedRecord()
-        self.is_stalled = self.is_leaving = self.is_drained = False
+        self.is_stalled = self.is_leaving = self.is_drained = self.is_unresolved = False
+
+    @property
+    def cause(self) -> str | None:
+        """Return why the endpoint is or was out of rotation, in one word; None if it never was."""
+        if self.is_unresolved:
+            return "unresolved"
+        return None if self.health.cause is None else str(self.health.cause)
 
     @property
     def is_doubted(self) -> bool:

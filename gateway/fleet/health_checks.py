@@ -12,6 +12,7 @@ import asyncio
 import errno
 import json
 import logging
+import socket
 import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -270,7 +271,9 @@ class HealthChecker:
         status, timeout_s = None, self._config.health.timeout
         try:
             status = await self._health_status(live, timeout_s)
+            live.is_unresolved = False
         except PROBE_ERRORS as error:
+            _record_resolution(live, error)
             if _is_unreachable(error):
                 self._endpoints.on_connection_refused(live)
         is_due = is_probe_due(live.health, monotonic()) or self._endpoints.is_needed(live)
@@ -488,6 +491,20 @@ def _model_of(live: LiveEndpoint) -> str | None:
     if served and (served in live.models or not live.models):
         return served
     return next(iter(live.models), None)
+
+
+def _record_resolution(live: LiveEndpoint, error: BaseException) -> None:
+    # Record whether a probe failed because of the endpoint's host name; log the first such failure.
+    cause = error.os_error if isinstance(error, ConnectError) else None
+    is_unresolved = isinstance(cause, socket.gaierror)
+    if is_unresolved and not live.is_unresolved:
+        log.warning(
+            "the host name of endpoint %s cannot be resolved (%s): %s",
+            live.endpoint.name,
+            live.endpoint.url,
+            cause,
+        )
+    live.is_unresolved = is_unresolved
 
 
 def _is_unreachable(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -13,10 +14,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from msgspec.structs import replace
 
-from gateway.fleet.endpoint_registry import RegistryPlan
+from gateway.fleet.endpoint_registry import LiveEndpoint, RegistryPlan
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.engine_metrics import ScrapedLoad
 from gateway.fleet.health_checks import HealthChecker
+from gateway.http.poll_client import ConnectError
 from gateway.http.upstream import ConnectionPool
 from policies.routing_types import EngineKind
 from tests.unit.gateway.fleet.tables import table_of
@@ -162,3 +164,32 @@ async def test_an_engine_that_takes_more_kv_for_a_long_prompt_makes_progress() -
         live.upstream.last_body_at = 0.0
         table.on_scrape(live, ScrapedLoad(1, 0, usage, None))
         assert (live.upstream.last_body_at > 0.0) is has_moved
+
+
+async def test_a_host_name_that_cannot_be_resolved_is_logged_once_and_is_the_cause(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    table, _, config = table_of(["http://no-such-host.invalid:8000"])
+    (live,) = table.all()
+    checker = HealthChecker(config, table, lambda: None)
+    answers: list[BaseException | None] = [_unresolved(), _unresolved(), None, _unresolved()]
+
+    async def health_status(live: LiveEndpoint, timeout_s: float) -> int:
+        error = answers.pop(0)
+        if error is not None:
+            raise error
+        return 200
+
+    monkeypatch.setattr(checker, "_health_status", health_status)
+    causes = []
+    while answers:
+        await checker._probe(live)
+        causes.append(live.cause)
+    assert [cause == "unresolved" for cause in causes] == [True, True, False, True]
+    lines = [line for line in caplog.messages if "cannot be resolved" in line]
+    assert len(lines) == 2
+    assert "http://no-such-host.invalid:8000): [Errno -2] Name or service not known" in lines[0]
+
+
+def _unresolved() -> ConnectError:
+    return ConnectError(socket.gaierror(-2, "Name or service not known"))
