@@ -55,6 +55,7 @@ struct job {
     size_t moved;
     int stopped, error;
     int64_t deadline_us;            /* set at the first wait */
+    int64_t deaf_until_us;          /* until then, the peer's messages do not end the call */
     size_t unlooked;                /* bytes since the last look at the stop descriptor */
     uint64_t *progress;             /* NULL, or a count of all bytes that moves on with them */
 };
@@ -186,6 +187,7 @@ static void run(struct job *job, PyThreadState **unlocked)
     while (job->moved < needed) {
         ssize_t moved;
         struct pollfd both[2];
+        short events = POLLIN;
         int left_ms = job->patience_ms;
         while (job->moved >= at + job->rows[row].iov_len)
             at += job->rows[row++].iov_len;
@@ -223,10 +225,16 @@ static void run(struct job *job, PyThreadState **unlocked)
             break;
         if (*unlocked == NULL)
             *unlocked = PyEval_SaveThread();
-        if (!job->is_writing)
+        if (job->is_writing) {
+            int64_t deaf_us = job->deaf_until_us == 0 ? 0 : job->deaf_until_us - now_us();
+            events = deaf_us > 0 ? POLLOUT : POLLOUT | POLLIN;
+            if (deaf_us > 0 && deaf_us / 1000 + 1 < left_ms)
+                left_ms = (int)(deaf_us / 1000) + 1;
+        } else {
             want(job->fd, &wanted, needed - job->moved);
-        if (wait_for(job->fd, job->is_writing ? POLLOUT | POLLIN : POLLIN, job->stop_fd,
-                     job->moved ? 0 : job->spin_us, left_ms, both) < 0 && errno != EINTR)
+        }
+        if (wait_for(job->fd, events, job->stop_fd, job->moved ? 0 : job->spin_us, left_ms,
+                     both) < 0 && errno != EINTR)
             break;
         if (both[1].revents) {
             job->stopped = 1;
@@ -378,6 +386,8 @@ static PyObject *send_windows(PyObject *module, PyObject *args)
         return NULL;
     job.is_writing = 1;
     begin_us = now_us();
+    /* Credit that returns meanwhile is not needed before the windows that are here. */
+    job.deaf_until_us = count > 1 ? begin_us + MESSAGE_US : 0;
     unlocked = PyEval_SaveThread();
     for (window = windows;; window++) {
         struct iovec *rows = memory_at(window->rows);

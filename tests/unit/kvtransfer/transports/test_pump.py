@@ -20,8 +20,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtransfer.protocol.frame import TRAILER_BYTES
 from kvtransfer.transports.iovec import NOTHING, Iovecs, MemoryPieces, address_of
 from kvtransfer.transports.pump import PUMP, Digest, PumpCalls, PumpFunctions
+from kvtransfer.transports.stream.window_batch import FRAME_BYTES, WindowBatch
 
 HAS_COMPILER = (
     shutil.which("cc") is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
@@ -187,6 +189,36 @@ def test_a_message_of_the_peer_ends_the_wait_for_room(ends: Ends) -> None:
     moved = pieces(np.zeros(1 << 20, np.uint8), []).move(ends.writing, NOTHING, NOTHING, 0, None)
     assert not ends.writing.was_stopped
     assert 0 < (moved or 0) < 1 << 20
+
+
+@needs_pump
+def test_a_batch_goes_on_while_a_message_of_the_peer_waits(ends: Ends) -> None:
+    # For 50 ms, which pass while a busy machine runs other threads: then it is tried again.
+    ends.writing.patience_ms = 1000
+    ends.far.send(b"credit")
+    assert any(_sends_all_windows(ends) for _ in range(20))
+
+
+def _sends_all_windows(ends: Ends) -> bool:
+    size, count, is_over = 256 << 10, 3, threading.Event()
+
+    def drain() -> None:
+        while not is_over.is_set():
+            with suppress(BlockingIOError):
+                ends.far.recv(1 << 20)
+
+    reader = threading.Thread(target=drain)
+    reader.start()
+    batch = WindowBatch(ends.writing)
+    windows = [pieces(np.zeros(size, np.uint8), []) for _ in range(count)]
+    batch.begin(windows[0])
+    batch.check(0, None)
+    for window in windows[1:]:
+        batch.add(window, bytes(FRAME_BYTES), None)
+    _, _, moved = batch.move(None)
+    is_over.set()
+    reader.join()
+    return moved == count * size + (count - 1) * (TRAILER_BYTES + FRAME_BYTES)
 
 
 @needs_pump
