@@ -75,9 +75,13 @@ class PricedPolicy(PolicyParams, frozen=True):
                 That length is unknown: the loss is a mean over the lengths that are still possible
                 at the answer's age (running_answers.py). Prompts that wait for KV delay no answer.
                 A request that only prefills here has one token, and nothing to lose after it.
-        work    work_weight x the prefill as a share of the TTFT budget, because other requests lose
-                that engine time, plus regret_weight x the regret for evicted cache: the prefill
-                that later requests must repeat. KV that was computed elsewhere evicts cache too.
+        work    work_weight x what later requests lose by this prefill. The next one finds a queue
+                that is longer by it, and loses so much more; of a queue in which all are late,
+                as much counts as the next one in time would have. Those behind it lose the engine's
+                time: the prefill as a share of the TTFT budget, x the share of time for which the
+                engine has computed prompts lately. So time that would not be used costs little.
+                To it comes regret_weight x the regret for evicted cache: the prefill that later
+                requests must repeat. KV that was computed elsewhere evicts cache too.
         kv      kv_weight x the expected number of other requests that will lack KV or a slot. A
                 full engine loses about one request for each that it takes, and the probability that
                 it will be full is taken as the cube of the used share of KV. So for KV the number
@@ -235,6 +239,8 @@ class PriceScorer:
         busy = prefill_share(load)
         own_s = (step_s + more_s) * (1.0 + (weights.lumps - 1.0) * busy)
         grown = (uncached + part.decodes * request.output_tokens) / room
+        # the queue of the next request, so short that it can be in time
+        ahead = min(wait_s / slo.ttft_s, max(0.0, weights.late - work_s / slo.ttft_s))
         return PriceTerms(
             ttft=self._loss(first_s / patience_s(request, query.now)),
             tpot=part.decodes * weights.tpot_weight * self._loss(own_s / slo.tpot_s),
@@ -243,8 +249,12 @@ class PriceScorer:
                 load, query.now, slo.tpot_s, step_s * (1.0 - 0.5 * busy), more_s, wait_s, work_s
             ),
             work=weights.work_weight
-            / slo.ttft_s
-            * (work_s + weights.regret_weight * load.eviction_regret * fill_s),
+            * (
+                self._loss(ahead + work_s / slo.ttft_s)
+                - self._loss(ahead)
+                + busy * work_s / slo.ttft_s
+                + weights.regret_weight * load.eviction_regret * fill_s / slo.ttft_s
+            ),
             kv=weights.kv_weight
             * (
                 min(FULLEST, share + grown) ** 3 * grown * (load.answers + 1)
@@ -308,7 +318,7 @@ class _PriceLoop:
 
     __slots__ = (
         *("beyond", "fresh_s", "kv", "late", "lumps", "others", "overdue", "regret"),
-        *("now", "per_tpot", "per_ttft", "per_work", "prompt"),
+        *("now", "per_budget", "per_tpot", "per_ttft", "prompt"),
         *("decoded", "later", "own", "prefills", "tpot", "work"),
     )
 
@@ -330,7 +340,7 @@ class _PriceLoop:
             left_s = patience_s(request, now)
         self.per_ttft, self.per_tpot = 1.0 / left_s, 1.0 / slo.tpot_s
         self.later, self.own = decodes * request.output_tokens, decodes * self.tpot
-        self.decoded, self.per_work = decodes / slo.tpot_s, self.work / slo.ttft_s
+        self.decoded, self.per_budget = decodes / slo.tpot_s, 1.0 / slo.ttft_s
 
     def prices(
         self, rows: Iterable[_Row], cached: Sequence[int], usual: float, is_partial: bool = False
@@ -367,16 +377,16 @@ class _PriceLoop:
                 start_s = max(wait_s, room_s(load, prompt), slot_wait_s(load, usual))
             first: float = (delay_s + start_s + load.fixed_ttft_s + work_s) * self.per_ttft
             price: float = first * first * first if first < late else beyond + overdue * first
-            work: float = self.per_work * (work_s + self.regret * load.eviction_regret * fill_s)
+            context_s: float = load.decode_s_per_context_token
+            busy: float = prefill_share(load)
+            work: float = self.regret * load.eviction_regret * fill_s + busy * work_s
+            work = self.work * (work * self.per_budget + self._loss_of_next(wait_s, work_s))
             answers: float = load.answers
             if answers and self.now >= load.timeline.answers_due_at:
                 load.timeline.update_answers(load, self.now)
             if price + work <= lowest:
-                context_s: float = load.decode_s_per_context_token
                 more = self.decoded * slow * (load.decode_s_per_sequence + context_s * prompt)
                 step = slow * load.decode_s_per_token * self.per_tpot + more
-                belief_s: float = load.belief.context_s
-                busy: float = 1.0 - belief_s / context_s if context_s > belief_s else 0.0
                 own = step * (1.0 + self.lumps * busy)
                 price += self.own * (own * own * own if own < late else beyond + overdue * own)
                 grown = (uncached + self.later) / room
@@ -392,6 +402,20 @@ class _PriceLoop:
             prices.append(price)
             lowest = price if is_partial and price < lowest else lowest
         return prices
+
+    def _loss_of_next(self, wait_s: float, work_s: float) -> float:
+        # Return what the next request loses: its queue is `ahead` without this one, else `behind`.
+        #
+        # The queue is taken as short enough that the next request can be in time. Else a prefill
+        # would cost the less, the longer the queue before it is.
+        late: float = self.late
+        behind: float = work_s * self.per_budget
+        ahead: float = late - behind if behind < late else 0.0
+        ahead = min(ahead, wait_s * self.per_budget)
+        behind += ahead
+        if behind >= late:
+            return self.beyond + self.overdue * behind - ahead * ahead * ahead
+        return behind * behind * behind - ahead * ahead * ahead
 
     def _harm(
         self, timeline: EngineTimeline, pace: float, more: float, wait_s: float, work_s: float
