@@ -176,7 +176,7 @@ async def ask(http: aiohttp.ClientSession, url: str, number: int) -> Answer:
 def arrivals(rate: float, places: int, seconds: float, seed: int) -> list[float]:
     """Return the times at which live requests are sent, in seconds.
 
-    They are random, with bursts that could occupy every engine slot at once.
+    The times are random. They contain bursts that are large enough to occupy all engine slots.
     """
     rng = random.Random(seed)
     burst = int(places * BURST_SIZE)

@@ -65,8 +65,8 @@ class EventEngine(msgspec.Struct, frozen=True):
 
 @contextmanager
 def started_engine(folder: Path, place: int, ports: list[int]) -> Iterator[Engine]:
-    """Run a vLLM engine that publishes KV events and reports its blocks at
-    `folder`/{place}.sock.
+    """Run a vLLM engine that publishes KV events. It lists its cached blocks to every client of the
+    socket `folder`/{place}.sock.
     """
     key = folder / "key"
     key.write_bytes(b"the key of this fleet, 32 bytes.")

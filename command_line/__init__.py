@@ -1,4 +1,4 @@
-"""Command lines from annotated functions, parsed by argparse of the standard library."""
+"""Turns annotated functions into commands: argparse parses their arguments."""
 
 from command_line.output import styled, table_lines, write_line
 from command_line.parameters import Argument, Option, Parameter, UsageError, parameters_of

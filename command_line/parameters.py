@@ -87,7 +87,10 @@ class Parameter(msgspec.Struct, frozen=True):
         return self.traits.envvar if isinstance(self.traits, _OptionTraits) else None
 
     def parse(self, text: str) -> Any:
-        """Return the value of a text. Raises ValueError or UsageError if it is wrong."""
+        """Convert the text of an argument to its value.
+
+        Raises ValueError or UsageError if the text is invalid.
+        """
         traits = self.traits
         if isinstance(traits, _OptionTraits) and traits.parse is not None:
             return traits.parse(text)

@@ -48,9 +48,11 @@ def run_command(
 def parse_command(
     command: Callable[..., Any], words: Sequence[str], program: str, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the values of a command's parameters by name, like run_command(), without calling it.
+    """Parse a command's arguments as run_command() does, but do not run the command.
 
-    Raises UsageError or SystemExit for wrong words.
+    Returns the values of its parameters by name.
+
+    Raises UsageError or SystemExit if an argument is invalid.
     """
     parameters = parameters_of(command)
     parser = _parser(command, program, parameters)

@@ -1,7 +1,7 @@
 """StepTimer: times the steps of one mock engine, in which all of its ranks take part.
 
-A TP group is one rank. Data-parallel ranks that share their experts are several: every layer of
-experts waits for all of them, so their steps begin and end together.
+An engine without data parallelism has one rank, its TP group. Data-parallel ranks that share
+experts wait for each other in every layer, so their steps begin and end together.
 """
 
 from __future__ import annotations

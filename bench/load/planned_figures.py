@@ -57,9 +57,9 @@ def figures_of_replay(run: ReplayRun) -> RunFigures:
 
 
 def figures_of_live(report: BenchReport, log: Iterable[bytes]) -> RunFigures:
-    """Return the figures of a client's report and the access log of the gateway.
+    """Combine a client's report and the gateway's access log to the figures of a run.
 
-    Lines of the log that are not of served requests are ignored.
+    Log lines of requests that were not served are ignored.
     """
     assert report.ttft is not None
     assert report.tpot is not None

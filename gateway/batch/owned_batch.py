@@ -104,7 +104,7 @@ class OwnedBatch:
     async def load(self, max_line: int) -> None:
         """Read the batch's journal, and record where each line of its input file begins.
 
-        The file has been checked before. `max_line` is the maximum number of bytes of a line.
+        The input file is known to be valid. `max_line` is the maximum length of a line in bytes.
         """
         if not self._spans:
             await self._scan(max_line, lambda _: None, lambda: False)

@@ -1,4 +1,4 @@
-"""The command `penstock auto`: shows how pools choose their routing policies, and pins a policy."""
+"""The command `penstock auto`: shows how pools choose policies, and pins a pool to a policy."""
 
 from __future__ import annotations
 

@@ -107,8 +107,7 @@ class ClientConnections:
         return iter(self._connections)
 
     async def sweep(self, now: float) -> None:
-        """Check the deadlines of all client connections, or of the next SWEPT_AT_ONCE if there are
-        more.
+        """Check the deadlines of at most SWEPT_AT_ONCE client connections; the next call goes on.
 
         `now` is in monotonic seconds. Checking in parts bounds the time of one call, but with
         thousands of connections a deadline may take effect a few seconds late. At most

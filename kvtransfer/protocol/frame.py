@@ -81,9 +81,9 @@ MAX_PAYLOAD_BYTES = 64 << 20
 
 
 class FrameLimits(msgspec.Struct, frozen=True):
-    """Limits in bytes of one frame that is read or written.
+    """Limits on the bytes of one frame, for reading and for writing.
 
-    A peer can make an agent buffer one header at most.
+    So a peer cannot make an agent buffer more than one header.
     """
 
     header_bytes: int = 16 << 10

@@ -257,7 +257,7 @@ def check_texts(name: str, ticket: str | None = None) -> None:
 def check_seconds(what: str, seconds: float) -> None:
     """Raise ValueError if a time is negative, infinite or NaN.
 
-    With such a time, blocks would be held for ever. `what` names the time in the message.
+    Blocks with such a time would never be freed. `what` is the name of the time in the message.
     """
     if not 0.0 <= seconds < inf:
         raise ValueError(

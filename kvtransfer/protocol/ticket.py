@@ -132,7 +132,7 @@ def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None =
     text   the signed text
     now    present time on this host's monotonic clock; the ticket must not have expired
     epoch  random bytes of this run of the agent, which the ticket must contain
-    sink   the agent that presents the ticket, which must permit it
+    sink   the agent that presents the ticket; it must be the one that the ticket names, if any
 
     Raises TicketRefused. No field is read before the HMAC is verified.
     """

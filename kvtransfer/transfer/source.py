@@ -91,7 +91,7 @@ class TransferSource:
         return {**counts, "waiting_invitations": len(self._pending_invites)}
 
     def unclaimed_s(self, now: float) -> float:
-        """Return how many seconds KV has waited here to be fetched, summed over all offers."""
+        """Return the seconds that offered KV has waited to be fetched, summed over all offers."""
         offers = self._offers.values()
         waiting = [now - offer.started_at for offer in offers if offer.is_unclaimed]
         return self._stats.unclaimed_s + sum(waiting)

@@ -32,7 +32,7 @@ class EventChunks(Protocol):
 
 
 class NamedEventFormat(Protocol):
-    """Converts between one HTTP API and chat completions."""
+    """Converts requests of one HTTP API to chat completions, and answers back."""
 
     prefix: str
     """Prefix of the ids of its answers."""

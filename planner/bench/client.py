@@ -73,7 +73,7 @@ class BenchRecord(msgspec.Struct):
 
     @property
     def lag_s(self) -> float:
-        """Return by how many seconds this client sent the request later than planned."""
+        """Return how many seconds later than planned the client sent the request."""
         return self.sent_s - self.due_s
 
 

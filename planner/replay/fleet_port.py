@@ -1,6 +1,6 @@
 """The interfaces by which the parts of a replay call each other.
 
-They make it unnecessary for the parts to import fleet_sim.py, which creates them.
+fleet_sim.py creates the parts. With these interfaces, no part needs to import it.
 """
 
 from __future__ import annotations

@@ -121,7 +121,10 @@ def _answer(row: _TimedLine) -> Iterator[MeasuredAnswer]:
 
 
 def phases_of(answers: Sequence[MeasuredAnswer], model: Llm) -> list[PrefillPhase | DecodePhase]:
-    """Return the usable prefills and decodes of the answers, at most MOST_PHASES of each kind."""
+    """Return the prefill and decode phases of the answers that can serve as samples.
+
+    At most MOST_PHASES of each kind are returned.
+    """
     by_endpoint: dict[str, list[MeasuredAnswer]] = defaultdict(list)
     for answer in answers:
         by_endpoint[answer.endpoint].append(answer)

@@ -53,8 +53,9 @@ def replica_counts(gpus: int) -> list[int]:
 def with_replicas(point: FleetPoint, replicas: int, gpus: int) -> FleetPoint:
     """Return the point with another number of replicas.
 
-    Its reason says so if they need more than `gpus` GPUs. It is one of the best points if `point`
-    is, and if no further replica has room: more replicas of a shape are as fast, and serve more.
+    If these replicas need more than `gpus` GPUs, the reason of the new point says so. The new point
+    is marked as one of the best only if `point` is, and if one more replica would not fit: further
+    replicas of a shape are as fast, and serve more requests.
     """
     needed = point.tp * point.pp * replicas
     reason = point.reason or (f"needs {needed} GPUs of {gpus}" if needed > gpus else "")

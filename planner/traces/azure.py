@@ -27,8 +27,8 @@ def azure(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]
         row = _ROW.fullmatch(line.rstrip(b"\r\n"))
         if row is None or not int(row[3]):
             raise TraceError(
-                f"{name}:{number}: expected TIMESTAMP,ContextTokens,GeneratedTokens with a prompt, "
-                f"got {line[:80]!r}"
+                f"{name}:{number}: expected TIMESTAMP,ContextTokens,GeneratedTokens with at least "
+                f"one context token, got {line[:80]!r}"
             )
         at_s = _seconds(row, f"{name}:{number}")
         begin_s = at_s if begin_s is None else begin_s

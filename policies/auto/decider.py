@@ -116,7 +116,7 @@ class PolicyDecider:
 
     @property
     def counted_until_s(self) -> float:
-        """Return the Unix time from which requests have not been compared yet; 0 if none have."""
+        """Return the Unix time up to which requests have been compared; 0 if none have been."""
         return self._evidence.until_s
 
     def on_switched(self, now: float, left: str) -> None:

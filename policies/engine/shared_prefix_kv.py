@@ -9,7 +9,9 @@ from __future__ import annotations
 
 
 class SharedPrefixKv:
-    """Estimates the total and the stored tokens of the cached prefixes of all prompts that have KV.
+    """Estimates how many tokens of cached prefixes a group really stores.
+
+    Sequences with an equal prefix store its tokens once.
 
     tokens    total prefix tokens, as if every sequence had its own copy
     distinct  estimate of the tokens that are really stored. Scraped metrics correct it; `add` and

@@ -59,7 +59,10 @@ class EngineLaunch(msgspec.Struct, frozen=True):
 
 
 def vllm_command(launch: EngineLaunch, is_module: bool = False) -> str:
-    """Return the command line `vllm serve ...`, or the one of its server module if `is_module`."""
+    """Return the command line that starts vLLM: `vllm serve ...`.
+
+    If `is_module`, it starts vLLM's server module with Python.
+    """
     layout = launch.layout
     head = f"vllm serve {launch.model}"
     if is_module:

@@ -43,8 +43,8 @@ class Layout(msgspec.Struct, frozen=True):
 def layers_of_stages(layers: int, pp: int) -> list[int]:
     """Return the number of layers of each pipeline stage.
 
-    Remaining layers go to the stages before the last, one each, because the last one also has the
-    output head. Source: vLLM's get_pp_indices.
+    If the layers do not divide evenly, the stages just before the last get one more layer each. The
+    last does not, because it also has the output head. Source: vLLM's get_pp_indices.
     """
     stages = [layers // pp] * pp
     for place in range(2, layers % pp + 2):

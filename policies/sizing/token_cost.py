@@ -114,7 +114,7 @@ class EngineShare:
         self.busy_s = self.idle_s = 0.0
 
     def advance(self, now_s: float) -> None:
-        """Count the time up to `now_s`, since the last call, as busy or idle time of the engine."""
+        """Add the time since the last call, up to `now_s`, to the engine's busy or idle time."""
         elapsed = now_s - self._now_s
         if elapsed <= 0:
             return

@@ -92,7 +92,8 @@ def _events(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def unlike(reply: Reply, engine: Reply, names: tuple[str, str]) -> list[str]:
-    """Return the differences between the gateway's answer and the engine's own answer, as texts.
+    """Compare the gateway's answer with the engine's own answer; return a description of each
+    difference.
 
     `names` are the model's name in a request to the gateway and in one to the engine.
     """

@@ -26,7 +26,9 @@ _ON_EXCEPTION = "static void __Pyx_AddTraceback("
 
 
 def improve(code: str) -> str:
-    """Return the text of a C file with inline caches, and with exceptions marked as rare.
+    """Add inline caches to the text of a C file, and mark its error branches as unlikely.
+
+    Returns the new text.
 
     Raises ValueError if the text is not in the form that Cython generates.
     """

@@ -67,7 +67,7 @@ def build_sdist(project: Path, out: Path) -> Path:
 
 
 def build_pure_wheel(source: Path, out: Path) -> Path:
-    """Build the wheel without extension modules from an sdist or a folder; return its path."""
+    """Build the pure Python wheel of an sdist or a folder; return its path."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     with tempfile.TemporaryDirectory() as folder:
         without_pump = {**os.environ, "PENSTOCK_KV_PUMP": "off"}

@@ -127,9 +127,7 @@ def share(name: str, by: str, window: str = WINDOW, **matchers: str) -> str:
 
 
 def quantile(q: float, name: str, by: str = "", window: str = WINDOW, **matchers: str) -> str:
-    """Return the query for a quantile of a histogram over all its series, with buckets summed
-    first.
-    """
+    """Return the query for a quantile of a histogram. It sums the buckets of all series first."""
     labels = f"le, {by}" if by else "le"
     buckets = selector(f"{name}_bucket", matchers)
     return f"histogram_quantile({q:g}, sum by ({labels}) (rate({buckets}[{window}])))"

@@ -1,5 +1,5 @@
-"""Tests that a policy which declares that it reads no load forecast decides independently of the
-forecast.
+"""Tests of the policies that declare that they read no load forecast: it must not affect their
+decisions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process with the KV transfer agents of one engine's ranks, over memory in files.
+"""A process that runs the KV transfer agents of one engine's ranks. Their KV lies in memory files.
 
 It executes commands from stdin and writes replies to stdout, as lines of JSON.
 """

@@ -11,7 +11,7 @@ from gateway.http.api_application import api_application
 
 
 def _no_models() -> Any:
-    raise AssertionError("an unknown path needs no models")
+    raise AssertionError("expected no models for an unknown path")
 
 
 @pytest.mark.parametrize(

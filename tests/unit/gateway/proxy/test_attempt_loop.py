@@ -42,7 +42,7 @@ class Endpoints:
 class Plan:
     """A fake plan that picks the first remaining endpoint.
 
-    Attempts fail as listed, then succeed.
+    The first attempts fail with the listed errors; all later ones succeed.
     """
 
     def __init__(self, endpoints: Endpoints, *failures: UpstreamError) -> None:

@@ -1,4 +1,4 @@
-"""Tests that another fleet is suggested only if it gains enough for the cost of switching."""
+"""Tests that another fleet is suggested only if its gain exceeds the cost of the switch."""
 
 from __future__ import annotations
 
