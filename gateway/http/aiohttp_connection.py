@@ -63,6 +63,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
     __slots__ = (
         "_body_read",
         "_connections",
+        "_descriptor",
         "_head_bytes",
         "_is_chunked",
         "_kernel_bytes",

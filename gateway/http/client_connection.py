@@ -82,6 +82,7 @@ class ClientConnection(ABC):
     clock            supplies the Date header line of responses
     response_lines   header lines that every response contains: the date, plus those that the
                      current request adds
+    _descriptor      descriptor of the socket if it may be sent to directly, else -1
     _reading_paused  whether reading is paused because too much is buffered, so that the event loop
                      cannot notice a disconnect
     """
@@ -103,6 +104,7 @@ class ClientConnection(ABC):
     is_draining: bool
     will_close: bool
     _outbox: WriteQueue
+    _descriptor: int
     _reading_paused: bool
 
     def _init_connection(
@@ -115,6 +117,7 @@ class ClientConnection(ABC):
         self._outbox = outbox
         self.clock = self.response_lines = connections.clock
         self._source = None
+        self._descriptor = -1
         self._must_close = self.is_draining = self.will_close = False
         self.address = ""
         self.phase = IDLE
@@ -144,7 +147,7 @@ class ClientConnection(ABC):
         if transport is not None:
             # Annotated so that compiled code calls the method directly, for every chunk.
             outbox: WriteQueue = self._outbox
-            outbox.enqueue(transport, data)
+            outbox.enqueue(transport, data, self._descriptor)
 
     def send_error(self, error: GatewayError, request_id: str, shape: ErrorFormat = OPENAI) -> None:
         """Send a complete error response in the format of the client's API (`shape`)."""
@@ -319,6 +322,7 @@ class ClientConnection(ABC):
         transport = self.transport
         if transport is not None:
             self._outbox.flush()
+            self._descriptor = -1
             self._enter(CLOSING)
             if transport.can_write_eof():
                 with suppress(OSError):  # the client reset the connection while reading was paused

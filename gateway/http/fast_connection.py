@@ -21,6 +21,7 @@ from gateway.http.connection_limits import ClientConnections, unread_budget_erro
 from gateway.http.connection_phase import BODY, CLOSING, HEAD, IDLE, SERVING
 from gateway.http.eager_task import EagerFuture, EagerTask, new_future
 from gateway.http.large_bodies import LARGE_BODY, JoinInTurn
+from gateway.http.socket_send import descriptor_of
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.errors import GatewayError, new_request_id
 from gateway.protocol.request.http2_refusal import PREFACE, REFUSAL
@@ -55,6 +56,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         "_body_done",
         "_closed",
         "_connections",
+        "_descriptor",
         "_head",
         "_is_turn_due",
         "_kernel_bytes",
@@ -153,6 +155,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop sets TCP_NODELAY on every TCP transport.
         self.transport = cast(asyncio.Transport, transport)
+        self._descriptor = descriptor_of(transport)
         tcp_keepalive(self.transport)
         peer = transport.get_extra_info("peername")
         self.address = peer[0] if isinstance(peer, tuple) else ""

@@ -20,6 +20,7 @@ from gateway.http.ack_delay import delay_acks
 from gateway.http.client_read_turns import LONG_READ
 from gateway.http.connect_errors import is_local_error
 from gateway.http.eager_task import EagerFuture, new_future, timeout_after
+from gateway.http.socket_send import descriptor_of
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.response.relay import BEHIND, DONE, Relay, UpstreamError
 from gateway.util.tls_contexts import WRITE_BUFFER_BYTES, Encryption
@@ -73,7 +74,7 @@ class UpstreamConnection:
 
     last_activity_at  when the connection last delivered part of a committed response, else when the
                       request was sent (monotonic seconds)
-    idle_since        when the connection was returned to the pool (monotonic seconds)
+    idle_since        when the connection's newest response ended (monotonic seconds)
     transport         None before the connection is established and after it is lost
 
     The class implements asyncio.Protocol without inheriting from it: with a Python base class it
@@ -81,18 +82,8 @@ class UpstreamConnection:
     """
 
     __slots__ = (
-        "_done",
-        "_downstream",
-        "_examined",
-        "_is_half_closed",
-        "_long_read",
-        "_outbox",
-        "_paused",
-        "_pool",
-        "_relay",
-        "idle_since",
-        "last_activity_at",
-        "transport",
+        *("_descriptor", "_done", "_downstream", "_examined", "_is_half_closed", "_long_read"),
+        *("_outbox", "_paused", "_pool", "_relay", "idle_since", "last_activity_at", "transport"),
     )
 
     def __init__(self, pool: ConnectionPool) -> None:
@@ -104,6 +95,7 @@ class UpstreamConnection:
         self._done: EagerFuture | None = None
         self.last_activity_at = 0.0
         self.idle_since = 0.0
+        self._descriptor = -1  # of the socket, if it may be sent to directly
         self._paused = self._is_half_closed = False
         self._long_read = LONG_READ  # bytes from which on a read is relayed in slices
         self._examined = STEPS_AND_ACKS
@@ -134,7 +126,7 @@ class UpstreamConnection:
         if len(body) > JOIN_LIMIT:
             transport.writelines((head, body))
         else:
-            self._outbox.enqueue(transport, head + body)
+            self._outbox.enqueue(transport, head + body, self._descriptor)
         return done
 
     def abort(self) -> None:
@@ -153,6 +145,7 @@ class UpstreamConnection:
         closes the connection.
         """
         self._outbox.flush()
+        self._descriptor = -1
         self._is_half_closed = True
         if self.is_open and self.transport is not None and self.transport.can_write_eof():
             self.transport.write_eof()
@@ -229,6 +222,7 @@ class UpstreamConnection:
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop sets TCP_NODELAY on every TCP transport.
         self.transport = cast(asyncio.Transport, transport)
+        self._descriptor = descriptor_of(transport)
         self._pool.connections.add(self)
         with suppress(OSError):
             transport.get_extra_info("socket").setsockopt(
@@ -265,6 +259,7 @@ class UpstreamConnection:
         elif relay.is_committed:  # else an engine could stay active by sending interim heads
             self.last_activity_at = now
         if relay.state is DONE:
+            self.idle_since = now
             self._finish(None)
         elif self._examined:
             self._examine(relay)
@@ -546,7 +541,6 @@ class ConnectionPool:
         if len(self._idle) >= MAX_IDLE:
             connection.abort()
             return
-        connection.idle_since = monotonic()
         self._idle.append(connection)
 
     def discard(self, connection: UpstreamConnection) -> None:

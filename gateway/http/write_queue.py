@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from gateway.http.client_read_turns import PIECE_TURNS, ReadTurns
 from gateway.http.close_queue import CloseQueue
 from gateway.http.long_engine_reads import LongReads
+from gateway.http.socket_send import send_now
 
 if TYPE_CHECKING:
     from gateway.protocol.response.relay import Relay
@@ -63,27 +64,33 @@ class WriteQueue:
         self.close_queue = CloseQueue(loop)
         self.budget_spent = False
         self._is_scheduled = False
-        self._queue: list[tuple[asyncio.Transport, bytes]] = []
+        self._queue: list[tuple[asyncio.Transport, bytes, int]] = []
         self._deferred: deque[tuple[DeferringConnection, Relay, bytes]] = deque()
         self._deferred_bytes = 0
 
-    def enqueue(self, transport: asyncio.Transport, data: bytes) -> None:
+    def enqueue(self, transport: asyncio.Transport, data: bytes, descriptor: int = -1) -> None:
         """Queue a write to a socket.
 
-        It is sent before any callback runs that is scheduled after this call.
+        It is sent before any callback runs that is scheduled after this call. `descriptor` is the
+        socket's if it may be sent to directly (socket_send.py).
         """
         if not self._is_scheduled:
             self._is_scheduled = True
             self.loop.call_soon(self._run)
-        self._queue.append((transport, data))
+        self._queue.append((transport, data, descriptor))
         if len(self._queue) == WRITES_PER_TURN:
             self.budget_spent = True
 
     def flush(self) -> None:
         """Send all queued writes now, except those to transports that have closed."""
         queue, self._queue = self._queue, []
-        for transport, data in queue:
-            if not transport.is_closing():
+        for transport, data, descriptor in queue:
+            if not transport.is_closing():  # the descriptor belongs to no other connection yet
+                if descriptor >= 0 and not transport.get_write_buffer_size():
+                    sent = send_now(descriptor, data)
+                    if sent == len(data):
+                        continue
+                    data = data[sent:]
                 try:
                     transport.write(data)
                 except RuntimeError:  # half-closed: drop its data, but keep writing to the others

@@ -18,6 +18,7 @@ WITH_DOUBLES = {
     "policies.pricing.price",
     *("policies.engine.engine_model", "policies.engine.engine_timeline"),
     "policies.engine.load_forecast",
+    "gateway.telemetry.accounting",
 }
 """The modules in which a local that is annotated `float` may become a C double."""
 
@@ -114,8 +115,9 @@ def test_the_path_of_a_chunk_is_called_without_a_look_up() -> None:
     assert "    cpdef object feed(self, bytes data, object now)" in told(
         "gateway.protocol.response.relay"
     )
-    assert "    cpdef object enqueue(self, object transport, bytes data)" in told(
-        "gateway.http.write_queue"
+    assert (
+        "    cpdef object enqueue(self, object transport, bytes data, object descriptor=*)"
+        in told("gateway.http.write_queue")
     )
 
 

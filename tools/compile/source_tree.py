@@ -55,7 +55,8 @@ OFF_PATH = (
     *_modules("gateway/fleet/kv_events", "prompt_learner tokenization zmq_subscription"),
     *_modules("gateway/http", "aiohttp_connection client_interface connect_errors head_errors"),
     *_modules("gateway/http", "health_api"),
-    *_modules("gateway/http", "api_application listener_sockets outgoing_tls tls_listener"),
+    *_modules("gateway/http", "api_application listener_sockets outgoing_tls socket_send"),
+    *_modules("gateway/http", "tls_listener"),
     *_modules("gateway/metrics", "auto_metrics catalogue drift_metrics labels mirror_metrics"),
     *_modules("gateway/metrics", "process_metrics trial_metrics"),
     *_modules("gateway/protocol", "api_table byte_scan error_formats errors model_cards"),
@@ -121,7 +122,7 @@ MODULES = (
         & {*OFF_PATH}
     ),
 )
-HANDWRITTEN = (Path("gateway/protocol/_byte_scan.c"),)
+HANDWRITTEN = (Path("gateway/http/_socket_send.c"), Path("gateway/protocol/_byte_scan.c"))
 """Modules in C, which setup.py compiles like those that Cython generates."""
 NOT_AN_ARGUMENT = object()
 # A compiled module must behave exactly as its source: access to attributes of None raises, and

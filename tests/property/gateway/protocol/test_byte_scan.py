@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from gateway.protocol import python_byte_scan as python_form
 from gateway.protocol.response import http_framing, stream_search
 from gateway.protocol.response.stream_search import (
     EVENT_ENDS,
@@ -19,7 +20,7 @@ from gateway.protocol.response.stream_search import (
     find_finish_reason,
     find_usage,
 )
-from tests.byte_scan_forms import PYTHON, c_form, needs_compiler
+from tests.c_forms import compile_module, needs_compiler
 from tests.property.gateway.protocol.response.relay_feed import (
     CUTS,
     HEAD,
@@ -52,6 +53,10 @@ PIECES = st.sampled_from(
 )
 EVENTS = st.lists(PIECES, max_size=12).map(lambda pieces: b"data:" + b"".join(pieces) + b"\n\n")
 MARKERS = st.sampled_from([FINISH_REASON, SPACED_FINISH_REASON])
+
+
+def c_form() -> ModuleType:
+    return compile_module("gateway/protocol/_byte_scan.c")
 
 
 def chunk(payload: bytes) -> bytes:
@@ -96,7 +101,7 @@ def test_events_of_whole_chunks_are_counted_unless_one_is_special(
     data = b"".join(map(chunk, payloads))
     assert c_form().count_events(data, marker) == events_of(data, marker)
     if len(payloads) == 1:
-        assert PYTHON.count_events(data, marker) == events_of(data, marker)
+        assert python_form.count_events(data, marker) == events_of(data, marker)
 
 
 @given(st.lists(EVENTS, min_size=1, max_size=3), MARKERS, st.data())
@@ -111,7 +116,7 @@ def test_bytes_that_are_no_whole_chunks_have_no_ordinary_events(
         del data[at:]
     text = bytes(data)
     assert c_form().count_events(text, marker) == events_of(text, marker)
-    assert PYTHON.count_events(text, marker) in (0, events_of(text, marker))
+    assert python_form.count_events(text, marker) in (0, events_of(text, marker))
 
 
 @given(st.integers(1, 5000), MARKERS)
@@ -119,7 +124,7 @@ def test_chunks_of_up_to_4095_bytes_are_recognised(size: int, marker: bytes) -> 
     payload = b"data:".ljust(size, b"x") + b"\n\n"
     data = chunk(payload)
     expected = 1 if len(payload) < 4096 else 0
-    assert c_form().count_events(data, marker) == PYTHON.count_events(data, marker) == expected
+    assert c_form().count_events(data, marker) == python_form.count_events(data, marker) == expected
 
 
 @given(
@@ -135,7 +140,7 @@ def test_the_span_of_a_body_is_found_alike(
     data = b"x" * offset + before + digits + after + b"body"
     data = data[:-6] if cut else data
     offset = min(offset, len(data))
-    expected = PYTHON.body_span(data, offset, before, after)
+    expected = python_form.body_span(data, offset, before, after)
     assert c_form().body_span(data, offset, before, after) == expected
     if not cut and digits in (b"0", b"7", b"123456789") and not after[:1].isdigit():
         start = len(data) - 4
@@ -177,7 +182,7 @@ def test_token_counts_are_read_alike(
     first, colon, comma = blanks
     counts = comma.join(f'"{name}"{colon}{value}' for name, value in members)
     text = f'{before}"usage":{first}{{{counts}{end}'.encode()
-    with using(PYTHON):
+    with using(python_form):
         expected = find_usage(text)
     with using(c_form()):
         assert find_usage(text) == expected
@@ -202,7 +207,7 @@ def test_usual_token_counts_are_read_in_c() -> None:
 @example(b'"finish_reason":"stop')
 @example(b'"finish_reason":"stop"')
 def test_finish_reasons_are_found_alike(text: bytes) -> None:
-    with using(PYTHON):
+    with using(python_form):
         expected = find_finish_reason(text)
     with using(c_form()):
         assert find_finish_reason(text) == expected
@@ -217,7 +222,7 @@ def test_streams_are_relayed_alike(texts: list[str], sizes: list[int], cuts: lis
         HEAD + chunked("".join(events).encode(), sizes),
         HEAD + chunked("".join(events).encode(), by_event),
     ):
-        with using(PYTHON):
+        with using(python_form):
             expected = feed(wire, cuts)
         with using(c_form()):
             assert feed(wire, cuts) == expected

@@ -1,4 +1,4 @@
-"""Both forms of gateway/protocol/byte_scan.py: the one in C is compiled from the checkout."""
+"""Compiles the gateway's modules in C from the checkout, for tests beside their forms in Python."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from types import ModuleType
 
 import pytest
 
-from gateway.protocol import python_byte_scan
-
-SOURCE = Path(__file__).parents[1] / "gateway" / "protocol" / "_byte_scan.c"
+ROOT = Path(__file__).parents[1]
 HAS_COMPILER = (
     shutil.which("cc") is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
 )
 needs_compiler = pytest.mark.skipif(
     not HAS_COMPILER, reason="needs a C compiler and Python's headers"
 )
-PYTHON = python_byte_scan
 
 
 @cache
-def c_form() -> ModuleType:
-    """Compile the C form with all warnings as errors, and return it."""
-    with tempfile.TemporaryDirectory(prefix="penstock-byte-scan-") as folder:
-        library = Path(folder) / "_byte_scan.so"
+def compile_module(source: str) -> ModuleType:
+    """Compile a C file, named by its path in the checkout, with all warnings as errors; return the
+    module.
+    """
+    name = Path(source).stem
+    with tempfile.TemporaryDirectory(prefix="penstock-c-form-") as folder:
+        library = Path(folder) / f"{name}.so"
         command = ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"]
         include = f"-I{sysconfig.get_path('include')}"
         subprocess.run(
-            [*command, "-shared", "-fPIC", include, str(SOURCE), "-o", str(library)], check=True
+            [*command, "-shared", "-fPIC", include, str(ROOT / source), "-o", str(library)],
+            check=True,
         )
-        spec = importlib.util.spec_from_file_location("_byte_scan", library)
+        spec = importlib.util.spec_from_file_location(name, library)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)

@@ -1,0 +1,3 @@
+"""The C form of gateway/http/socket_send.py, which describes this function."""
+
+def send_now(descriptor: int, data: bytes, /) -> int: ...
