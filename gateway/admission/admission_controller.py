@@ -336,6 +336,10 @@ class PoolQueue:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Return the permit of a request that has ended, so that others may enter."""
         if self._queue.free_place(monotonic()) or self._first:
             self._settle()
 

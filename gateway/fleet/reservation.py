@@ -179,6 +179,10 @@ class Reservation:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the reserved capacity, and learn from the time that the request took."""
         now, usage = monotonic(), self._usage
         if usage is None:
             self.entry.drop(now)

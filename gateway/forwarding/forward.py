@@ -61,14 +61,15 @@ def prepare(
         body = body.with_member(call.salt_member(endpoint.salt_member))
     if not call.api.is_plain:
         return _prepare_special(exchange, body, client, reservation, on_first, served)
-    relay = Relay(
+    relay = Relay(  # by position: compiled, keywords cost as much as the rest of the call
         response_headers(exchange, client, endpoint.name),
         on_first,
         client.is_http_1_0,
         new_rewriter(endpoint.engine, call.api, served, call.requested_model),
-        chunk_gaps=exchange.gaps,
-        choice_count=call.request.choices,
-        translator=None if exchange.new_translator is None else exchange.new_translator(),
+        False,
+        exchange.gaps,
+        call.request.choices,
+        None if exchange.new_translator is None else exchange.new_translator(),
     )
     head = reservation.upstream.request_head(call.api.path) + request_headers(
         exchange, client.headers, len(body.body), endpoint.name

@@ -15,6 +15,12 @@ from typing import Any
 
 TaskCoroutine = Coroutine[Any, Any, None]
 
+_ENDED = object()
+"""What next() returns at the end of a coroutine, where send() would raise StopIteration.
+
+An exception costs as much as several steps.
+"""
+
 
 class EagerFuture(asyncio.Future[None]):
     """A future whose resolve() resumes the waiting EagerTask directly.
@@ -54,10 +60,10 @@ class EagerTask:
     `on_done` is called exactly once when the coroutine ends, for whatever reason.
     """
 
-    __slots__ = ("_coroutine", "_on_done", "_task", "_waits_for")
+    __slots__ = ("_on_done", "_steps", "_task", "_waits_for")
 
     def __init__(self, coroutine: TaskCoroutine, on_done: Callable[[], None]) -> None:
-        self._coroutine = coroutine
+        self._steps: Generator[Any, None, None] = coroutine.__await__()
         self._on_done = on_done
         self._waits_for: EagerFuture | None = None
         self._task: asyncio.Task[None] | None = None
@@ -70,7 +76,7 @@ class EagerTask:
         """
         self._waits_for = None
         try:
-            awaited = self._coroutine.send(None) if error is None else self._coroutine.throw(error)
+            awaited = next(self._steps, _ENDED) if error is None else self._steps.throw(error)
         except (StopIteration, asyncio.CancelledError):
             self._on_done()
             return
@@ -80,8 +86,10 @@ class EagerTask:
         if type(awaited) is EagerFuture:
             awaited.waiter = self
             self._waits_for = awaited
+        elif awaited is _ENDED:
+            self._on_done()
         else:
-            remainder = _Remainder(self._coroutine, awaited)
+            remainder = _Remainder(self._steps, awaited)
             self._task = asyncio.get_running_loop().create_task(remainder)
             self._task.add_done_callback(lambda _: self._on_done())
 
@@ -107,16 +115,16 @@ class _Remainder(Coroutine[Any, Any, None]):
     # It is not a generator, because a Task may be cancelled before its first step, and an unstarted
     # generator does not pass that exception on to the code inside it.
 
-    __slots__ = ("_awaited", "_coroutine", "_is_started")
+    __slots__ = ("_awaited", "_is_started", "_steps")
 
-    def __init__(self, coroutine: TaskCoroutine, awaited: Any) -> None:
-        self._coroutine = coroutine
+    def __init__(self, steps: Generator[Any, None, None], awaited: Any) -> None:
+        self._steps = steps
         self._awaited = awaited
         self._is_started = False
 
     def send(self, value: Any) -> Any:
         if self._is_started:
-            return self._coroutine.send(value)
+            return self._steps.send(value)
         self._is_started = True
         awaited, self._awaited = self._awaited, None
         return awaited
@@ -128,12 +136,12 @@ class _Remainder(Coroutine[Any, Any, None]):
         if isinstance(awaited, asyncio.Future):
             awaited.cancel()
         try:
-            return self._coroutine.throw(*error)
+            return self._steps.throw(*error)
         finally:
             del error  # its traceback refers to this frame: a cycle that keeps the request alive
 
     def close(self) -> None:
-        self._coroutine.close()
+        self._steps.close()
 
     def __await__(self) -> Generator[Any, None, None]:
         raise TypeError("this coroutine must be run by a Task")

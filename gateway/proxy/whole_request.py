@@ -8,6 +8,7 @@ from time import monotonic
 from msgspec.structs import replace
 
 from gateway.exchange import Exchange
+from gateway.fleet.reservation import Reservation
 from gateway.forwarding.forward import settle_failure
 from gateway.forwarding.hedge import OVERTAKEN
 from gateway.http.client_interface import Client
@@ -65,38 +66,39 @@ class WholePlan:
         exchange.picked_at = monotonic()
         if route.notes_picks:
             self._record_pick(pick)
-        with gateway.endpoints.reserve(
+        reservation: Reservation = gateway.endpoints.reserve(
             pick, self.call.request, exchange.fingerprint
-        ) as reservation:
+        )
+        waiting = gateway.hedger.waiting
+        try:  # compiled, `with` costs ten times as much as this
             exchange.on_reserved(route.pool_queue, self.query, pick)
-            waiting = gateway.hedger.waiting
             waiting[exchange] = self
-            try:
-                head, body, relay = route.prepare(
-                    exchange,
-                    self.call,
-                    self.client,
-                    reservation,
-                    exchange.on_first_token,
-                    route.resolve_name(reservation.endpoint),
-                )
-                exchange.reservation = reservation
-                exchange.relay = relay
-                exchange.sent_request = body
-                exchange.sent_at = monotonic()
-                await reservation.upstream.send(head, body, relay, self.client)
-                if relay.is_refused or relay.has_error_event:
-                    settle_failure(exchange, self.client, relay, reservation)
-                else:
-                    exchange.status = 200
-                    reservation.on_served(relay.usage)
-            except UpstreamError as broke:
-                if broke.kind != OVERTAKEN:
-                    reservation.on_failed(broke)
-                # Its traceback leads to this frame and its callers: a reference cycle.
-                return broke.with_traceback(None)
-            finally:
-                waiting.pop(exchange, None)
+            head, body, relay = route.prepare(
+                exchange,
+                self.call,
+                self.client,
+                reservation,
+                exchange.on_first_token,
+                route.resolve_name(reservation.endpoint),
+            )
+            exchange.reservation = reservation
+            exchange.relay = relay
+            exchange.sent_request = body
+            exchange.sent_at = monotonic()
+            await reservation.upstream.send(head, body, relay, self.client)
+            if relay.is_refused or relay.has_error_event:
+                settle_failure(exchange, self.client, relay, reservation)
+            else:
+                exchange.status = 200
+                reservation.on_served(relay.usage)
+        except UpstreamError as broke:
+            if broke.kind != OVERTAKEN:
+                reservation.on_failed(broke)
+            # Its traceback leads to this frame and its callers: a reference cycle.
+            return broke.with_traceback(None)
+        finally:
+            waiting.pop(exchange, None)
+            reservation.close()
         return None
 
     def _record_pick(self, pick: Pick) -> None:

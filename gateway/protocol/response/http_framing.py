@@ -145,10 +145,8 @@ class ResponseHeadReader:
                     return head, offset + len(self._before)
             elif (span := body_span(data, offset, self._before, self._after)) is not None:
                 start, end = span
-                if end - start == head.length:
-                    return head, start
                 if end > start:
-                    return self._read_length(head, end - start), start
+                    return self._with_length(head, end - start), start
         end = data.find(HEAD_END, offset, offset + MAX_HEAD_BYTES)
         if end < 0:
             if len(data) - offset >= MAX_HEAD_BYTES:
@@ -171,7 +169,9 @@ class ResponseHeadReader:
         elif head.length is None:
             self._head, self._before, self._after = head, text, b""
 
-    def _read_length(self, head: ResponseHead, length: int) -> ResponseHead:
+    def _with_length(self, head: ResponseHead, length: int) -> ResponseHead:
+        if length == head.length:
+            return head
         line = b"content-length: %d\r\n\r\n" % length
         self._head = head = replace(head, length=length, length_line=line)
         return head

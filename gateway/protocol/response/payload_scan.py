@@ -31,6 +31,9 @@ MAX_RESCAN = 1024  # bytes of a partial event that are scanned again at every re
 TAIL_BYTES = 16 * 1024  # bytes of a plain response that are kept for scanning
 
 
+_NOTHING = bytearray()  # nothing is ever added to it
+
+
 class PayloadScan:
     """What is known about the payload of one response, which is scanned piece by piece.
 
@@ -58,11 +61,12 @@ class PayloadScan:
         self._usage_result: TokenUsage | None = None
         self._finish_reason: str | None = None
         # What has been received of a long event, or of the end of a response that is not streamed.
-        self._unscanned = bytearray()
+        self._unscanned = _NOTHING
 
     def _begin_scan(self, is_sse: bool) -> None:
         # Only a response that does not arrive whole in one read needs these fields.
         self._is_sse = is_sse
+        self._unscanned = bytearray()
         self._has_done_marker = False
         self._partial_event = b""  # the partial event at the end of the last payload, or its end
         self._last_payload = b""  # the newest payload, including the event it began in

@@ -111,7 +111,8 @@ def find_usage(text: bytes) -> TokenUsage:
     """Return the token counts after the last `usage` member in `text`."""
     counts = usage_counts(text)
     if counts is not None:
-        return TokenUsage(*counts)
+        prompt_tokens, completion_tokens, cached_tokens = counts
+        return TokenUsage(prompt_tokens, completion_tokens, cached_tokens)
     # partition() takes half as long as find(), whose offsets are parsed like a format string.
     _, found, rest = text.rpartition(USAGE)
     if not found:
