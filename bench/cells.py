@@ -277,7 +277,7 @@ def ttft_ms(rate: float) -> Measure:
 
 
 def find_half_load_rate(running: Running, work: Path) -> float:
-    """Find the rate of short streams per second at which this gateway uses half of its core."""
+    """Find how many short streams per second occupy half of the gateway's CPU core."""
     bodies = write_bodies(work / "short", [paced(*SHORT_STREAM)])
     rate = 500.0
     # The cost of a stream falls as more arrive at once, so measure again near the result.

@@ -13,7 +13,7 @@ _GAP = "  "
 
 
 def write_line(text: str, *, err: bool = False) -> None:
-    """Write a line to stdout, or to stderr, at once: a reader of a pipe may wait for it."""
+    """Write a line to stdout or stderr and flush it: a program may wait for it at a pipe."""
     stream = sys.stderr if err else sys.stdout
     stream.write(f"{text}\n")
     stream.flush()

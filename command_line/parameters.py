@@ -131,7 +131,9 @@ def _check_file(path: Path) -> None:
 
 
 def parameters_of(command: Callable[..., Any]) -> Sequence[Parameter]:
-    """Return the parameters of a command that are given on the command line, in their order."""
+    """Return the parameters of a command that have an argument on the command line, in order of
+    definition.
+    """
     found = []
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         traits = next(

@@ -21,7 +21,7 @@ _NO_WORK = StepWork()
 
 
 class SteppingRank(Protocol):
-    """The interface of an engine's rank (GPU group) whose steps a StepTimer times.
+    """The interface of one rank (GPU group) of an engine, as a StepTimer uses it.
 
     slow_prefill  factor on the duration of steps with prompt tokens
     slow_decode   factor on the duration of steps without prompt tokens

@@ -163,7 +163,7 @@ def seeds_page() -> str:
 
 
 def layouts_page() -> str:
-    """Return the page of the KV layouts that move and of those that are refused, as Markdown."""
+    """Return the page of KV layouts as Markdown: which can be transferred, which are refused."""
     moving, refused = layouts_page_rows()
     pairs = [f"{source} → {sink}" for source, sink in TP_PAIRS]
     stopped = [(refusal.cache, refusal.reason) for refusal in CONNECTOR_REFUSALS]

@@ -63,7 +63,7 @@ class AdminAddress(msgspec.Struct, frozen=True):
 def with_admin_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command: replace its parameter `admin` with the options of `admin_address`.
 
-    The decorated command receives their values as one AdminAddress.
+    The decorated command receives the values of these options as one AdminAddress.
     """
     options = inspect.signature(admin_address, eval_str=True).parameters
     signature = inspect.signature(command, eval_str=True)

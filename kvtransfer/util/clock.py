@@ -69,7 +69,7 @@ class VirtualClock:
     def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
         """Let `seconds` of simulated time pass, or less if `until` becomes true.
 
-        Returns whether `until` became true; True without `until`.
+        Returns whether `until` became true. Without `until`, returns True.
         """
         end_s = self._now + seconds
         while until is None or not until():

@@ -38,9 +38,7 @@ class Grid(msgspec.Struct, frozen=True):
         return ((int(tokens), ms / 1e3) for tokens, ms in self.prefill.items())
 
     def decode_points(self) -> Iterator[tuple[int, int, float]]:
-        """Yield the measured decode steps of the grid as (sequences, context tokens of each,
-        seconds).
-        """
+        """Yield the measured decode steps: (sequences, context tokens per sequence, seconds)."""
         for key, ms in self.decode.items():
             seqs, context = key[1:].split("c")
             yield int(seqs), int(context), ms / 1e3

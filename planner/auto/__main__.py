@@ -1,5 +1,5 @@
-"""The replay process beside a gateway: reads one job from stdin, writes one result to stdout, and
-ends.
+"""A process that replays traffic for a gateway: it reads one job from stdin, writes one result to
+stdout, and ends.
 
 It ends at once when its stdin closes, because the gateway has then ended or does not need the
 result any more.

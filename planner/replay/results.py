@@ -35,7 +35,7 @@ class ShareFigures(msgspec.Struct, frozen=True):
 
     @property
     def attainment(self) -> float:
-        """Return the share of the offered requests that were good; 1 if none were offered."""
+        """Return the share of requests that kept their latency budgets; 1 if there were none."""
         return self.good / self.offered if self.offered else 1.0
 
 

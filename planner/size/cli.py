@@ -172,7 +172,7 @@ Last = Annotated[
     Option(
         "--last",
         metavar="TIME",
-        help="Length of the end of the log in --from or --calibrate to use, for example 1h.",
+        help="Use only this much of the end of the log in --from or --calibrate, for example 1h.",
     ),
 ]
 Calibrate = Annotated[

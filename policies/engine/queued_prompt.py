@@ -83,7 +83,7 @@ class QueuedPrompt:
 
     @property
     def uncached_tokens(self) -> int:
-        """Return the number of prompt tokens that were to be computed when the prompt arrived.
+        """Return the number of prompt tokens that had to be computed: those that were not cached.
 
         It is at least 1, because the last token is always computed.
         """

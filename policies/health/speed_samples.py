@@ -358,8 +358,8 @@ class SpeedRecord:
         """Return whether a prompt sent at `sent_at` is certainly not part of the engine's current
         step.
 
-        It then waits for the step's end. The engine completes a step even if the request by which
-        the step was measured has been cancelled.
+        Such a prompt waits for the step's end. The engine completes a step even if the requests in
+        it have been cancelled.
         """
         return sent_at - self._running_since >= JOIN_S
 

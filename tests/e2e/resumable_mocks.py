@@ -1,5 +1,5 @@
-"""Two mock engines in processes of their own, and a gateway that resumes broken streams on the
-other one.
+"""A gateway and two mock engines, each in its own process. The gateway resumes a stream of one
+engine on the other.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def container_of(full: str) -> str:
 
 
 def names_of(module: str, tree: ast.Module) -> dict[str, str]:
-    """Return the full names of the classes that a module defines or imports, by local name."""
+    """Return the classes that a module defines or imports: full names by names in the module."""
     return {node.name: f"{module}.{node.name}" for node in classes_of(tree)} | from_imports(
         tree.body
     )

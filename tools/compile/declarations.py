@@ -88,7 +88,7 @@ HAS_NO_C_FORM = (
 
 
 def declarations(module: str, project: Project) -> str:
-    """Return the .pxd text of a module; empty if it has nothing to declare."""
+    """Return the .pxd text for a module; empty if the module has nothing to declare."""
     tree, known_classes = project.trees[module], project.known_classes(module)
     c_types = CTypes(known_classes)
     mine = [

@@ -118,7 +118,7 @@ def rate_or_zero(name: str, window: str = WINDOW, **matchers: str) -> str:
 
 
 def share(name: str, by: str, window: str = WINDOW, **matchers: str) -> str:
-    """Return the query for the share of the matching series in a whole counter family, by rate.
+    """Return the query for a share of a counter: rate of matching series / rate of all series.
 
     The share is 0 if no series has ever matched.
     """

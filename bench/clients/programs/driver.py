@@ -61,7 +61,7 @@ class Session(Protocol):
 
 
 def measure(pump: int) -> str:
-    """Return the text result of the tool `measure`: the depth at pump number `pump`."""
+    """Return the result of the tool `measure`: a sentence on the water depth at pump `pump`."""
     return f"The depth at pump {pump} is {pump + 3} m."
 
 

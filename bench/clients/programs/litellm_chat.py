@@ -1,7 +1,7 @@
-"""Client program of `make clients`: litellm with chat completions, or the API that VARIANT names.
+"""Client program of `make clients`: litellm, with the API that the variable VARIANT names.
 
-VARIANT=anthropic uses the model `anthropic/NAME`, and VARIANT=responses the Responses API;
-otherwise the model is `openai/NAME`.
+VARIANT=anthropic uses the Messages API (model `anthropic/NAME`), VARIANT=responses the Responses
+API. Without VARIANT it uses chat completions (model `openai/NAME`).
 """
 
 from __future__ import annotations

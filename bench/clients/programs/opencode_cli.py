@@ -1,4 +1,4 @@
-"""Client program of `make clients`: OpenCode's server, with all sessions at once."""
+"""Client program of `make clients`: runs all sessions at once on OpenCode's server."""
 
 from __future__ import annotations
 

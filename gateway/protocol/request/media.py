@@ -56,9 +56,9 @@ NO_MEDIA = MediaSize()
 
 
 def may_contain_media(body: bytes) -> bool:
-    """Return whether a body may contain base64 media, judged by sampling.
+    """Return whether a body may contain base64 media. Only samples of its bytes are examined.
 
-    Text has a blank or a quote every few words, so a few samples suffice to rule media out.
+    Text contains blanks and quotes, base64 does not. So a few samples suffice to exclude media.
     """
     for start in range(_STEP, len(body), _STEP):
         end = start + _WINDOW

@@ -1,4 +1,4 @@
-"""Property tests that both forms of gateway/protocol/byte_scan.py find the same."""
+"""Property tests that the C form and the Python form of byte_scan.py have the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Property tests of the index of a block store: it must never name a slot that has other bytes."""
+"""Property tests of the index of a block store: the slot that it names for a block must contain
+this block.
+"""
 
 from __future__ import annotations
 

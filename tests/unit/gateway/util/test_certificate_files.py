@@ -1,4 +1,4 @@
-"""Tests of TLS settings: problems of certificate files, and the contexts created from them."""
+"""Tests of TLS settings: reports of unusable certificate files, and the SSL contexts created."""
 
 from __future__ import annotations
 
