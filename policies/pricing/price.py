@@ -74,6 +74,8 @@ class PricedPolicy(PolicyParams, frozen=True):
                 the queue before this request and this prefill are divided by the answer's length.
                 That length is unknown: the loss is a mean over the lengths that are still possible
                 at the answer's age (running_answers.py). Prompts that wait for KV delay no answer.
+                Of the queue, only prompts known to this gateway count: the others are assumed to
+                take as long as this one, so a longer prefill would seem to do less harm.
                 A request that only prefills here has one token, and nothing to lose after it.
         work    work_weight x what later requests lose by this prefill. The next one finds a queue
                 that is longer by it, and loses so much more; of a queue in which all are late,
@@ -225,7 +227,7 @@ class PriceScorer:
         fill_s = fast * uncached * token_s
         work_s = part.prefills * fill_s
         usual = usual_slots(candidates)
-        wait_s = backlog_s(load, query.now)
+        wait_s = known_s = backlog_s(load, query.now)
         share = (load.kv_used_tokens + 0.5 * load.expected_tokens) / room
         if load.external_requests and is_fresh(load, query.now - weights.fresh_s):
             wait_s += waiting_external_requests(load) * work_s
@@ -238,6 +240,7 @@ class PriceScorer:
         more_s, step_s = part.decodes * slow * sequence_s, slow * load.decode_s_per_token
         busy = prefill_share(load)
         own_s = (step_s + more_s) * (1.0 + (weights.lumps - 1.0) * busy)
+        pace_s = step_s * (1.0 - 0.5 * busy)
         grown = (uncached + part.decodes * request.output_tokens) / room
         # the queue of the next request, so short that it can be in time
         ahead = min(wait_s / slo.ttft_s, max(0.0, weights.late - work_s / slo.ttft_s))
@@ -245,9 +248,7 @@ class PriceScorer:
             ttft=self._loss(first_s / patience_s(request, query.now)),
             tpot=part.decodes * weights.tpot_weight * self._loss(own_s / slo.tpot_s),
             others=weights.others_weight
-            * self._loss_of_others(
-                load, query.now, slo.tpot_s, step_s * (1.0 - 0.5 * busy), more_s, wait_s, work_s
-            ),
+            * self._loss_of_others(load, query.now, slo.tpot_s, pace_s, more_s, known_s, work_s),
             work=weights.work_weight
             * (
                 self._loss(ahead + work_s / slo.ttft_s)
@@ -363,10 +364,10 @@ class _PriceLoop:
             pairs_s: float = attention * (hit + 0.5 * uncached) * load.attention_s_per_pair
             fill_s = fast * uncached * (load.prefill_s_per_token + pairs_s)
             work_s = self.prefills * fill_s
-            wait_s: float = load.prefill_done_at - self.now
-            if self.now > load.next_first_token_at:
-                wait_s = backlog_s(load, self.now)
-            wait_s = wait_s if wait_s > 0.0 else 0.0
+            known_s: float = load.prefill_done_at - self.now
+            if known_s < 0.0 or self.now > load.next_first_token_at:
+                known_s = backlog_s(load, self.now) if self.now > load.next_first_token_at else 0.0
+            wait_s: float = known_s
             used: float = load.kv_used_tokens + 0.5 * load.expected_tokens
             room: float = load.kv_tokens or UNKNOWN_KV_TOKENS
             if load.external_requests and is_fresh(load, self.now - self.fresh_s):
@@ -396,7 +397,7 @@ class _PriceLoop:
                 lack = self.kv * (lack if usual == inf else lack + slot_loss(load, usual))
                 if answers and price + lack + work <= lowest:
                     pace = (step - more) * (1.0 - 0.5 * busy)
-                    lack += self.others * self._harm(load.timeline, pace, more, wait_s, work_s)
+                    lack += self.others * self._harm(load.timeline, pace, more, known_s, work_s)
                 price += lack
             price += work
             prices.append(price)

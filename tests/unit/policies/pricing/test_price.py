@@ -269,6 +269,15 @@ def test_a_scrape_counts_external_requests_only_while_fresh() -> None:
     assert prices[0] == prices[1] < prices[2]
 
 
+def test_running_answers_do_not_feel_the_assumed_queue_of_external_requests() -> None:
+    load = {"scraped_at": 99.0, "answers": 4, "expected_tokens": 1200}
+    alone = outlook(0, **load)
+    with_others = outlook(0, external_requests=5, waiting=3, **load)
+    question = ask(4000, 300)
+    assert term(question, alone, "others") == term(question, with_others, "others")
+    assert term(question, alone, "ttft") < term(question, with_others, "ttft")
+
+
 def test_time_spent_waiting_at_the_gateway_is_gone_from_the_budget() -> None:
     request = Request(
         "id", "model", "tenant", 4000, 300, slo=Slo("tight", 2.0, 0.1), arrived_s=10.0
