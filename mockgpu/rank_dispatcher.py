@@ -23,7 +23,7 @@ from mockgpu.request_parser import ApiError
 
 RANK_HEADER = "x-data-parallel-rank"
 _COMPUTING = frozenset(("chat", "completions", "converse", "pool", "listen"))
-"""Handlers whose work is done by one rank."""
+"""Methods of GenerationHandlers, whose work is done by one rank."""
 
 
 class RankDispatcher:
@@ -49,7 +49,9 @@ class RankDispatcher:
         server = self._pick(request)
         headers = CIMultiDict(request.headers)
         headers.popall(RANK_HEADER, None)  # a server is one rank and refuses the others
-        answer: web.StreamResponse = await getattr(server, name)(request.clone(headers=headers))
+        answer: web.StreamResponse = await getattr(server.generation, name)(
+            request.clone(headers=headers)
+        )
         return answer
 
     def _pick(self, request: web.Request) -> MockServer:

@@ -110,8 +110,8 @@ class Metrics:
         self._admission(registry.section(Row.ADMISSION, "admission/admission_controller.py"))
         self._endpoints(registry.section(Row.ENDPOINTS, "fleet/endpoint_table.py"))
         self._tokens(registry.section(Row.CACHE, "telemetry/accounting.py"))
-        self._batches(registry.section(Row.BATCHES, "batch/runner.py"))
-        self._kv_events(registry.section(Row.CACHE, "fleet/kv_events/reader.py"))
+        self._batches(registry.section(Row.BATCHES, "batch/batch_runner.py"))
+        self._kv_events(registry.section(Row.CACHE, "fleet/kv_events/event_reader.py"))
         self._split(registry.section(Row.SPLIT, "disagg/handoffs.py"))
         self._shared(registry.section(Row.SHARED, "peers/sync_loop.py"))
         self._process(

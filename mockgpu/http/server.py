@@ -49,7 +49,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class MockServer:
     """The HTTP routes of one mock engine, and its injected faults.
 
-    `pd_role` is its half of split (prefill/decode) requests; None if it serves whole requests only.
+    pd_role     its half of split (prefill/decode) requests; None if it serves whole requests only
+    generation  the handlers of requests that an engine's rank computes
     """
 
     def __init__(self, group: TpGroup, faults: GroupFaults, half: PdRole | None = None) -> None:
@@ -65,7 +66,7 @@ class MockServer:
         self._kv_event_pages = KvEventPages(group, self._engine)
         self._control_pages = ControlPages(group, faults, half)
         self._stored = ResponsesStore(group.spec.stores_responses)
-        self._generation = GenerationHandlers(group, faults, half, self._engine, self._stored)
+        self.generation = GenerationHandlers(group, faults, half, self._engine, self._stored)
 
     def app(self, *further: Middleware) -> web.Application:
         """Return the aiohttp application, to be served with `handler_cancellation=True`.
@@ -81,17 +82,17 @@ class MockServer:
 
     def _routes(self) -> list[web.RouteDef]:
         return [
-            web.post("/v1/chat/completions", self._generation.chat),
-            web.post("/v1/completions", self._generation.completions),
+            web.post("/v1/chat/completions", self.generation.chat),
+            web.post("/v1/completions", self.generation.completions),
             web.get("/v1/models", self.models),
             web.post("/tokenize", self.tokenize),
             web.post("/detokenize", self.detokenize),
             web.post("/v1/messages/count_tokens", self.count_tokens),
-            web.post("/v1/audio/transcriptions", self._generation.listen),
-            web.post("/v1/audio/translations", self._generation.listen),
-            *(web.post(path, self._generation.converse) for path in self._generation.formats),
+            web.post("/v1/audio/transcriptions", self.generation.listen),
+            web.post("/v1/audio/translations", self.generation.listen),
+            *(web.post(path, self.generation.converse) for path in self.generation.formats),
             *self._kv_event_pages.engine_routes(),
-            *(web.post(path, self._generation.pool) for path in pooling.READERS),
+            *(web.post(path, self.generation.pool) for path in pooling.READERS),
             web.get("/health", self.health),
             web.get("/ping", self.health),
             web.post("/ping", self.health),
@@ -120,7 +121,7 @@ class MockServer:
             api_error = error
         except ConnectionResetError:  # the client left before its response began
             raise asyncio.CancelledError from None
-        form = self._generation.formats.get(request.path.removesuffix("/count_tokens"))
+        form = self.generation.formats.get(request.path.removesuffix("/count_tokens"))
         body = error_body(api_error, self._engine) if form is None else form.error(api_error)
         return web.Response(status=api_error.status, body=body, content_type=JSON)
 
