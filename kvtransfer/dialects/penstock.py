@@ -8,10 +8,12 @@ first handoff is sequential. The card changes with a restart; it is forgotten wh
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import msgspec
 
+from kvtransfer.dialects import first_answer
 from kvtransfer.dialects.dialect import (
     DecodeRequest,
     Dialect,
@@ -25,7 +27,6 @@ from kvtransfer.dialects.dialect import (
     encode_json,
     encode_members,
     is_null,
-    parse_response,
 )
 from kvtransfer.dialects.vllm_nixl import NOT_FOR_PREFILL, ONE_TOKEN, Name, Size
 
@@ -59,9 +60,7 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
 
 def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
     """Return the decode request for PenstockConnector, with the prefill engine's card."""
-    identity = terms.identity
-    if identity is None and answer is not None:
-        identity = next(iter(_identities(answer)), None)
+    identity = first_answer.find_identity(_identity, terms, answer)
     if identity is None or identity.card is None:
         return UnusableResponse("the prefill engine's card is unknown")
     params = {
@@ -76,32 +75,18 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
     )
 
 
-def identify(body: bytes) -> tuple[PrefillIdentity, ...]:
-    """Return the prefill engine's identity, parsed from its response, in a tuple.
-
-    The tuple is empty if the engine has no PenstockConnector.
-    """
-    answer = parse_response(body)
-    return () if isinstance(answer, UnusableResponse) else _identities(answer)
-
-
-def _identities(answer: PrefillResponse) -> tuple[PrefillIdentity, ...]:
+def _identity(answer: PrefillResponse) -> PrefillIdentity | None:
     if is_null(answer.handoff):
-        return ()
+        return None
     try:
         params = _decode_params(answer.handoff)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return ()
+        return None
     engine, card = params.remote_engine_id, params.kv_engine
-    return (PrefillIdentity(engine, tp_size=params.tp_size, card=card),)
+    return PrefillIdentity(engine, tp_size=params.tp_size, card=card)
 
 
-def check(answer: PrefillResponse) -> UnusableResponse | None:
-    """Return why a prefill response is unusable, or None if it is usable."""
-    return (
-        None if _identities(answer) else UnusableResponse("the prefill answer promises no transfer")
-    )
-
+identify, check = partial(first_answer.identify, _identity), partial(first_answer.check, _identity)
 
 PENSTOCK = Dialect(
     "penstock",

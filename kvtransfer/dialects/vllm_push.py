@@ -7,9 +7,11 @@ is sequential. It is forgotten when a request fails there, because engine ids ch
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
-from kvtransfer.dialects import vllm_nixl
+from kvtransfer.dialects import first_answer, vllm_nixl
 from kvtransfer.dialects.dialect import (
     DecodeRequest,
     Dialect,
@@ -23,7 +25,6 @@ from kvtransfer.dialects.dialect import (
     encode_json,
     encode_members,
     is_null,
-    parse_response,
 )
 from kvtransfer.dialects.vllm_nixl import Name, Port, Size
 
@@ -44,9 +45,7 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
     """Return the decode request for NixlPushConnector, which names the engine that will write KV
     and the request's id there.
     """
-    identity = terms.identity
-    if identity is None and answer is not None:
-        identity = next(iter(_identities(answer)), None)
+    identity = first_answer.find_identity(_identity, terms, answer)
     if identity is None or identity.host is None:
         return UnusableResponse("the prefill engine's identity is unknown")
     host = terms.prefill_host if vllm_nixl.is_loopback(identity.host) else identity.host
@@ -66,44 +65,25 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
     )
 
 
-def identify(body: bytes) -> tuple[PrefillIdentity, ...]:
-    """Return the prefill engine's identity, parsed from its response, in a tuple.
-
-    The tuple is empty if the identity is absent or the engine is in pull mode.
-    """
-    answer = parse_response(body)
-    return () if isinstance(answer, UnusableResponse) else _identities(answer)
-
-
-def _identities(answer: PrefillResponse) -> tuple[PrefillIdentity, ...]:
+def _identity(answer: PrefillResponse) -> PrefillIdentity | None:
     if is_null(answer.handoff):
-        return ()
+        return None
     try:
         params = _decode_params(answer.handoff)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return ()
+        return None
     if params.transfer_mode not in (None, "push"):
-        return ()
-    return (
-        PrefillIdentity(
-            params.remote_engine_id,
-            params.remote_host,
-            params.remote_port,
-            params.tp_size,
-            params.pp_size,
-        ),
+        return None
+    return PrefillIdentity(
+        params.remote_engine_id,
+        params.remote_host,
+        params.remote_port,
+        params.tp_size,
+        params.pp_size,
     )
 
 
-def check(answer: PrefillResponse) -> UnusableResponse | None:
-    """Return why a prefill response is unusable, or None if it is usable.
-
-    Without kv_transfer_params in the response, the engine writes no KV.
-    """
-    return (
-        None if _identities(answer) else UnusableResponse("the prefill answer promises no transfer")
-    )
-
+identify, check = partial(first_answer.identify, _identity), partial(first_answer.check, _identity)
 
 VLLM_PUSH = Dialect(
     "vllm_push",

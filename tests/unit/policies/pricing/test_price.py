@@ -170,8 +170,8 @@ def test_a_prefix_cached_elsewhere_makes_prefill_here_redundant() -> None:
 def test_an_endpoint_with_eviction_regret_costs_more_to_fill() -> None:
     question, calm, thrashing = ask(20_000, 300), outlook(0), outlook(1, eviction_regret=0.5)
     regret = term(question, thrashing, "work") - term(question, calm, "work")
-    alike = term(question, outlook(1, eviction_regret=0.25), "work") - term(question, calm, "work")
-    assert regret == pytest.approx(2.0 * alike)
+    half = term(question, outlook(1, eviction_regret=0.25), "work") - term(question, calm, "work")
+    assert regret == pytest.approx(2.0 * half)
     assert regret > term(question, calm, "work")
 
 
