@@ -6,32 +6,49 @@ may take one before it is bound. The ports here are below the ephemeral range.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
-from contextlib import ExitStack
+import tempfile
+from functools import cache
+from pathlib import Path
 from random import SystemRandom
 
 LOWEST, HIGHEST = 15_000, 30_000
 
+_returned: set[int] = set()
+
 
 def free_port() -> int:
-    while True:
-        port = SystemRandom().randrange(LOWEST, HIGHEST)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
+    """Return a free port that no call has returned before, in this or another running process."""
+    return free_run(1)
 
 
 def free_run(count: int) -> int:
-    """Return the first of `count` consecutive free ports."""
+    """Return the first of `count` consecutive ports that no call has returned before."""
     while True:
-        first = free_port()
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return first
+        first = SystemRandom().randrange(LOWEST, HIGHEST - count + 1)
+        run = range(first, first + count)
+        if _returned.isdisjoint(run) and all(_take(port) for port in run):
+            _returned.update(run)
+            return first
+
+
+def _take(port: int) -> bool:
+    # Parallel test processes share one file and lock one byte per port. The system releases the
+    # locks when the process ends.
+    locks = _lock_file()
+    try:
+        fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
+
+
+@cache
+def _lock_file() -> int:
+    # Kept open, because closing it releases the locks.
+    path = Path(tempfile.gettempdir()) / f"penstock-test-ports-{os.getuid()}"
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

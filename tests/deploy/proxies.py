@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
 
+from tests.ports import free_port
+
 PROXIES = Path(__file__).parents[2] / "deploy" / "proxies"
 SBIN = "/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin"
 WITHIN_S = 10.0
@@ -22,12 +24,6 @@ def program(name: str) -> str:
     found = shutil.which(name, path=SBIN)
     assert found, f"{name} is not installed: run `make deploy-check`"
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def certificate(folder: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import socket
 import sys
 import tempfile
 from collections import defaultdict
@@ -23,6 +22,7 @@ import aiohttp
 
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
+from tests.ports import free_port
 from tests.unit.tools.monitoring.test_live_scrape import (
     WITHOUT_CHILDREN,
     Seen,
@@ -172,12 +172,6 @@ async def data(http: aiohttp.ClientSession, url: str, **params: str) -> Any:
         told = await answer.json()
         assert told["status"] == "success", (params, told)
         return told["data"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":
