@@ -1,4 +1,9 @@
-"""Turns annotated functions into commands: argparse parses their arguments."""
+"""Builds command-line programs from annotated functions; argparse parses the arguments.
+
+def serve(port: Annotated[int, Option("--port", help="Port to listen on.")] = 8080) -> None: ...
+
+run_command(serve, sys.argv[1:], program="example serve", environment=os.environ)
+"""
 
 from command_line.output import styled, table_lines, write_line
 from command_line.parameters import Argument, Option, Parameter, UsageError, parameters_of

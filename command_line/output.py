@@ -1,4 +1,4 @@
-"""Writes the output of commands: lines, colours on terminals, and tables."""
+"""Output of command-line programs: flushed lines, coloured text and aligned tables."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ _GAP = "  "
 
 
 def write_line(text: str, *, err: bool = False) -> None:
-    """Write a line to stdout or stderr and flush it: a program may wait for it at a pipe."""
+    """Write a line to stdout, or to stderr if `err` is true.
+
+    The stream is flushed, so a program that reads it through a pipe gets the line at once.
+    """
     stream = sys.stderr if err else sys.stdout
     stream.write(f"{text}\n")
     stream.flush()
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
-    """Return the text with terminal codes for a style such as "bold red".
+    """Return the text with ANSI escape codes for a style such as "bold red".
 
-    Returns it unchanged if the stream is not a terminal or NO_COLOR is set.
+    Returns the text unchanged if the style is empty or the stream is not a terminal. The
+    environment variables NO_COLOR and TERM=dumb also disable styles.
     """
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     if not style or is_plain or not stream.isatty():
@@ -32,7 +36,10 @@ def styled(text: str, style: str, stream: TextIO) -> str:
 
 
 def table_lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table, heads first. All columns but the first are right-aligned."""
+    """Yield the lines of a table: first the column heads, then the rows.
+
+    The first column is left-aligned, the others are right-aligned.
+    """
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     for first, *others in (heads, *rows):
         cells = [first.ljust(widths[0])]

@@ -1,8 +1,9 @@
-"""The parameters of a command: how a function's annotated parameters appear on the command line.
+"""Turns the annotated parameters of a function into command-line options and arguments.
 
     def serve(port: Annotated[int, Option("--port", min=0, help="Port to listen on.")] = 8080): ...
 
-A parameter without an Option or an Argument is passed by the program that runs the command.
+A parameter without an Option or an Argument does not appear on the command line. Its value is
+passed to run_command().
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import msgspec
 
 
 class UsageError(Exception):
-    """Raised by a command for options that are wrong or contradict each other."""
+    """Raised by a command if its options are invalid or contradict each other."""
 
 
 class Argument(msgspec.Struct, frozen=True, kw_only=True):
-    """Annotation of a positional argument.
+    """Annotation of a function's parameter that becomes a positional command-line argument.
 
     help      text for `--help` and the reference page
-    metavar   name of the value in the help; by default the parameter's name
-    min, max  smallest and largest number
-    is_file   whether the value must be the path of an existing file
+    metavar   name of the value in the help; by default the parameter's name in capitals
+    min, max  smallest and largest valid number; None means no limit
+    is_file   whether a Path must name an existing file
     """
 
     help: str
@@ -45,28 +46,29 @@ class _OptionTraits(Argument, frozen=True, kw_only=True):
 
 
 def Option(*flags: str, **traits: Any) -> _OptionTraits:  # noqa: N802
-    """Return the annotation of an option.
+    """Return the annotation of a function's parameter that becomes a command-line option.
 
-    flags   its names; for a bool also "--yes/--no". By default they follow from the parameter
-    traits  those of Argument, and:
-            envvar: environment variable that is used without the option
-            parse: converts the text; raises ValueError or UsageError for a wrong one
-            check: called with the value if the option is given; raises UsageError for a wrong one
+    flags   names of the option, such as "--port", or "--yes/--no" for a bool. By default they are
+            made from the parameter's name: a bool `dry_run` gets --dry-run and --no-dry-run
+    traits  keyword arguments: those of Argument, and
+            envvar: environment variable that is read if the option is not given
+            parse: function that converts the text; raises ValueError or UsageError for invalid text
+            check: function called with a given value; raises UsageError if the value is invalid
     """
     return _OptionTraits(flags=flags, **traits)
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """One parameter of a command.
+    """One command-line option or argument of a command.
 
-    name        name of the function's parameter
-    on          the option's names that take a value, or turn a bool on; () for an argument
-    off         the names that turn a bool off
-    kind        type of one value
-    is_list     whether it may be given several times
-    default     value without it
-    is_required whether it must be given
-    traits      its annotation
+    name         name of the function's parameter
+    on           flags that are followed by a value, or that turn a bool on; () for an argument
+    off          flags that turn a bool off, such as --no-wait
+    kind         type of one value, such as int
+    is_list      whether several values can be given
+    default      value if it is not given
+    is_required  whether it must be given
+    traits       the Option or Argument in the parameter's annotation
     """
 
     name: str
@@ -87,7 +89,7 @@ class Parameter(msgspec.Struct, frozen=True):
         return self.traits.envvar if isinstance(self.traits, _OptionTraits) else None
 
     def parse(self, text: str) -> Any:
-        """Convert the text of an argument to its value.
+        """Convert the text given on the command line to a value of the parameter's type.
 
         Raises ValueError or UsageError if the text is invalid.
         """
@@ -119,7 +121,7 @@ class Parameter(msgspec.Struct, frozen=True):
 def _member(kind: type[Enum], text: str) -> Enum:
     names = [str(member.value) for member in kind]
     if text not in names:
-        raise ValueError(f"{text!r} is not one of {', '.join(names)}")
+        raise ValueError(f"{text!r} is not a valid value; use one of: {', '.join(names)}")
     return kind(text)
 
 
@@ -127,13 +129,11 @@ def _check_file(path: Path) -> None:
     if not path.exists():
         raise ValueError(f"the file {path} does not exist")
     if path.is_dir():
-        raise ValueError(f"{path} is a directory, not a file")
+        raise ValueError(f"{path} is a directory; give the path of a file")
 
 
 def parameters_of(command: Callable[..., Any]) -> Sequence[Parameter]:
-    """Return the parameters of a command that have an argument on the command line, in order of
-    definition.
-    """
+    """Return a function's command-line options and arguments, in order of definition."""
     found = []
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         traits = next(

@@ -1,4 +1,4 @@
-"""Runs commands: argparse parses their parameters, and prints help and errors."""
+"""Parses the command line of a command with argparse, then calls the command's function."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ def run_command(
     environment: Mapping[str, str],
     **given: Any,
 ) -> None:
-    """Call a command with the values of command-line words.
+    """Parse a command line and call the command's function with the values.
 
-    program      how the command is called, such as "penstock serve", for help and errors
-    environment  variables, of which some stand for options that are not given
-    given        values of parameters that do not come from the command line; others are ignored
+    command      function whose parameters have Option and Argument annotations
+    words        the command line without the program's name, such as ["--port", "8080"]
+    program      name of the program in help and errors, such as "penstock serve"
+    environment  environment variables, read for options that have an `envvar`
+    given        values of other parameters; those that the function does not have are ignored
 
-    Raises SystemExit, with status 2 and a message on stderr for wrong words.
+    Raises SystemExit after printing the help (status 0), or an error if the command line or an
+    option is invalid (status 2).
     """
     try:
         values = parse_command(command, words, program, environment)
@@ -48,11 +51,11 @@ def run_command(
 def parse_command(
     command: Callable[..., Any], words: Sequence[str], program: str, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Parse a command's arguments as run_command() does, but do not run the command.
+    """Parse a command line as run_command() does, but do not call the command's function.
 
-    Returns the values of its parameters by name.
+    Returns the values of the function's parameters by name.
 
-    Raises UsageError or SystemExit if an argument is invalid.
+    Raises UsageError or SystemExit if the command line is invalid.
     """
     parameters = parameters_of(command)
     parser = _parser(command, program, parameters)
@@ -63,7 +66,7 @@ def parse_command(
 
 
 def short_help(command: Callable[..., Any]) -> str:
-    """Return the first sentence of a command's documentation."""
+    """Return the first sentence of a command's docstring, for example for a list of commands."""
     text = " ".join((inspect.getdoc(command) or "").split("\n\n")[0].split())
     return text.partition(". ")[0].rstrip(".") + "."
 
@@ -182,7 +185,7 @@ def _complete(parameter: Parameter, values: dict[str, Any], environment: Mapping
         values[parameter.name] = _from_environment(parameter, environment[traits.envvar or ""])
     if values[parameter.name] is None:
         if parameter.is_required:
-            raise UsageError(f"the option {parameter.on[0]} is missing")
+            raise UsageError(f"the required option {parameter.on[0]} is missing")
         values[parameter.name] = parameter.default
     elif traits.check is not None:
         traits.check(values[parameter.name])
@@ -191,7 +194,7 @@ def _complete(parameter: Parameter, values: dict[str, Any], environment: Mapping
 def _from_environment(parameter: Parameter, text: str) -> Any:
     if parameter.kind is bool:
         if text.lower() not in (*_TRUE, *_FALSE):
-            raise UsageError(f"{parameter.envvar}={text} is neither true nor false")
+            raise UsageError(f"{parameter.envvar}={text} is not a valid boolean; use true or false")
         return text.lower() in _TRUE
     try:
         return parameter.parse(text)

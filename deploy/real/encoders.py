@@ -1,8 +1,12 @@
-"""Create the models of the tests with real engines that compute no text: random BERTs.
+"""Creates random BERT models for the tests with real engines: embedding, reranker and classifier.
 
-Run `encoders.py FOLDER` with the engines' interpreter. FOLDER/embedding has an encoder for
-embeddings, FOLDER/reranker a cross-encoder with one score per pair of texts, FOLDER/classifier one
-with three classes. Their tokenizer is trained on the project's own pages; nothing is downloaded.
+Run `encoders.py FOLDER` with the Python interpreter of the engines. It writes three models:
+
+FOLDER/embedding   an encoder, for embeddings
+FOLDER/reranker    a cross-encoder with one score per pair of texts
+FOLDER/classifier  a classifier with three classes
+
+The tokenizer is trained on the pages of this project's documentation. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -31,9 +35,7 @@ SEED = 7
 
 
 def main(folder: Path) -> None:
-    """Write the three models, each with its tokenizer (1 MB each), into the folder named on the
-    command line.
-    """
+    """Write the three models, each with its tokenizer, into a folder. Each takes about 1 MB."""
     words = BertWordPieceTokenizer()
     pages = sorted(str(page) for page in (ROOT / "docs").rglob("*.md"))
     words.train(pages, vocab_size=VOCABULARY)

@@ -1,6 +1,7 @@
-"""Writes a Llama with random weights as a GGUF file for llama.cpp: gguf_model.py FILE
+"""Writes a small Llama with random weights as a GGUF file, for tests with llama.cpp.
 
-Two layers and a vocabulary of bytes and common words, 0.5 MB. Needs numpy and the package `gguf`.
+Run `gguf_model.py FILE`. The model has two layers and a vocabulary of bytes and common words; the
+file has 0.5 MB. It needs the packages numpy and gguf.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ CHAT_TEMPLATE = (
 
 
 def vocabulary() -> tuple[list[str], list[float], list[int]]:
-    """Return the vocabulary as (tokens, scores, types), as SentencePiece models have them."""
+    """Return the model's vocabulary as three lists: tokens, scores and token types.
+
+    The values are those of a SentencePiece model, in the order of the token identifiers.
+    """
     kinds = gguf.TokenType
     tokens = [("<unk>", 0.0, kinds.UNKNOWN), ("<s>", 0.0, kinds.CONTROL)]
     tokens.append(("</s>", 0.0, kinds.CONTROL))
@@ -35,7 +39,7 @@ def vocabulary() -> tuple[list[str], list[float], list[int]]:
 
 
 def write(path: Path) -> None:
-    """Write the GGUF file of the model. Its random weights are the same in every run."""
+    """Write the model to a GGUF file. Its random weights are the same in every run."""
     writer = gguf.GGUFWriter(path, "llama")
     _add_description(writer)
     _add_tensors(writer)

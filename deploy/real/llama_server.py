@@ -1,6 +1,7 @@
-"""Runs llama.cpp's server with a GGUF model: llama_server.py FILE PORT
+"""Runs llama.cpp's HTTP server with a GGUF model, for tests with a real engine.
 
-The package `xllamacpp` contains the server that `llama-server` runs.
+Run `llama_server.py FILE PORT`. The package xllamacpp contains the same server as the program
+`llama-server`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ SLOTS, CONTEXT = 4, 8192
 
 
 def main(model: str, port: int) -> None:
-    """Serve the GGUF file on the port, both named on the command line, until SIGTERM."""
+    """Serve the GGUF file `model` on a port of 127.0.0.1 until SIGTERM or SIGINT arrives."""
     settings = xllamacpp.CommonParams()
     settings.model.path, settings.model_alias = model, {"tiny"}
     settings.hostnames, settings.port = ["127.0.0.1"], port

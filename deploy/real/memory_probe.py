@@ -1,9 +1,14 @@
-"""Print what vLLM itself allocates for a model: bytes of weights and of KV per rank, as JSON.
+"""Prints how many bytes vLLM allocates for the weights and the KV cache of a model, as JSON.
 
-Run `memory_probe.py TP KV_BYTES "FOLDER OPTION..."...` with the engines' interpreter. A folder has
-a config.json, the options are vLLM's own. vLLM builds the model on torch's meta device, so every
-tensor has its shape and type but no memory: models of any size are measured. TP processes
-form the group, as in an engine. KV_BYTES is the memory per rank for the cache.
+Run `memory_probe.py TP KV_BYTES "FOLDER OPTION..."...` with the Python interpreter of the engines:
+
+TP        number of tensor-parallel processes (ranks)
+KV_BYTES  memory for the KV cache of each rank, in bytes
+FOLDER    folder with the model's config.json
+OPTION    options of vLLM for this model
+
+Models of any size can be measured: vLLM builds them on torch's meta device. Their tensors have a
+shape and a type, but occupy no memory.
 """
 
 from __future__ import annotations
@@ -34,9 +39,7 @@ LAYOUT = "LBHNC"  # any: a layout orders the bytes, and does not change their nu
 
 
 def engine_config(folder: str, tp: int, options: Iterable[str]) -> VllmConfig:
-    """Return the engine configuration that vLLM's own parser makes of these options and its
-    defaults.
-    """
+    """Return the configuration that vLLM creates for a model's folder and command-line options."""
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     common = ["--model", folder, "--tensor-parallel-size", str(tp), "--load-format", "dummy"]
     flags = [*common, "--skip-tokenizer-init", "--enforce-eager", *options]
@@ -44,7 +47,10 @@ def engine_config(folder: str, tp: int, options: Iterable[str]) -> VllmConfig:
 
 
 def measure(rank: int, tp: int, kv_bytes: int, jobs: list[list[str]]) -> None:
-    """Build one rank's part of each model; rank 0 prints the measured bytes, one line per model."""
+    """Build one rank's part of each model, and measure it.
+
+    Rank 0 prints one line of JSON per model. If vLLM rejects a model, the line has its error.
+    """
     os.environ["VLLM_DIST_IDENT"] = "probe"  # names the ranks' shared memory, as an engine does
     for number, (folder, *options) in enumerate(jobs):
         config = engine_config(folder, tp, options)

@@ -1,10 +1,12 @@
-"""Create the model that the tests with real engines use: a tokenizer and a small random Llama.
+"""Creates the model for the tests with real engines: a small Llama with random weights.
 
-Run `model.py FOLDER [deep]` with the engines' interpreter, which has torch and transformers. The
-tokenizer is trained on the project's own pages, and nothing is downloaded. The deep model has 16
-layers with much KV: a prompt of 1,100 tokens has 6.6 MB per layer. vLLM's dummy weights are
-unsuitable: they are so small that all tokens are equally likely, whatever the KV cache contains.
-These weights are large enough for every key and value to affect the answer.
+Run `model.py FOLDER [deep]` with an interpreter that has torch and transformers. The tokenizer is
+trained on the pages of this project's documentation. Nothing is downloaded.
+
+The deep model has 16 layers and a large KV cache: 6.6 MB per layer for 1,100 tokens.
+
+vLLM's own dummy weights are too small for tests. With them, all tokens are equally likely, whatever
+the KV cache contains. Here the weights are so large that every key and value affects the output.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ DEEP = {"num_hidden_layers": 16, "num_attention_heads": 8, "num_key_value_heads"
 
 
 def main(folder: Path, *, is_deep: bool) -> None:
-    """Write the tokenizer, the configuration and the weights (2.5 or 17 MB) into a folder."""
+    """Write the tokenizer, the configuration and the weights into a folder.
+
+    The folder takes 2.5 MB, or 17 MB for the deep model.
+    """
     tokenizer = ByteLevelBPETokenizer()
     pages = sorted(str(page) for page in (ROOT / "docs").rglob("*.md"))
     special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]

@@ -1,7 +1,9 @@
-"""Parse commands `vllm serve ...` with vLLM's own argument parser and print the results as JSON.
+"""Parses `vllm serve` commands with vLLM's own argument parser, and prints the results as JSON.
 
-Run it with the engines' interpreter: standard input has a JSON list of commands, each a list of
-words without `vllm serve`. A command that vLLM refuses ends the program with status 2.
+Run it with the Python interpreter of the engines. It reads a JSON list of commands from stdin. Each
+command is a list of words without `vllm serve`, such as ["MODEL", "--port", "8000"].
+
+It ends with status 2 if vLLM rejects a command.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def test_the_environment_stands_for_an_option(text: str, value: bool) -> None:
 
 def test_a_required_option_may_come_from_the_environment_and_is_named_where_it_is_missing() -> None:
     assert parse_command(required, [], "it", {"PORT": "8"}) == {"port": 8}
-    with pytest.raises(UsageError, match="the option --port is missing"):
+    with pytest.raises(UsageError, match="the required option --port is missing"):
         parse_command(required, [], "it", {})
     with pytest.raises(UsageError, match="PORT: 'x' is not a whole number"):
         parse_command(required, [], "it", {"PORT": "x"})
@@ -110,9 +110,9 @@ def test_words_after_two_dashes_are_arguments() -> None:
         ("wall --layers 0", "0 is too small; the smallest value is 1"),
         ("wall --layers two", "'two' is not a whole number"),
         ("wall --hours nan", "nan is too small"),
-        ("wall --colour green", "'green' is not one of red, blue"),
+        ("wall --colour green", "'green' is not a valid value; use one of: red, blue"),
         ("wall --plan /nonexistent/file", "the file /nonexistent/file does not exist"),
-        ("wall --plan /", "/ is a directory, not a file"),
+        ("wall --plan /", "/ is a directory; give the path of a file"),
         ("wall --even 3", "3 is odd"),
         ("wall --colour blue --layers 4", "blue needs at most 3 layers"),
         ("wall --lay 3", "unrecognized arguments: --lay"),
