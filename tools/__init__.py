@@ -1,1 +1,4 @@
-"""Generators of documents, dashboards and rules, and the build of compiled modules; not shipped."""
+"""Development tools: they generate documentation, dashboards and alert rules, and compile modules.
+
+They run in a checkout and are not part of the released packages.
+"""

@@ -1,7 +1,6 @@
-"""Generator of the reference pages, the JSON Schema, dashboards and alert rules from the code.
+"""Generates reference pages, the JSON Schema, dashboards and alert rules from the code.
 
-Run by `make docs`. A test compares the files with this module's output, so that they stay up to
-date.
+`make docs` runs this module. A test fails if the files in the repository differ from its output.
 """
 
 from __future__ import annotations
@@ -34,7 +33,9 @@ _GENERATED_NOTE = "<!-- Written by `make docs` from the code; do not edit. -->\n
 
 
 def generated_files() -> Mapping[str, str]:
-    """Return the text of every generated file, by its path from the project root."""
+    """Return the text of every generated file, by its path relative to the project's root
+    folder.
+    """
     return {
         "docs/reference/config.md": config_page(),
         "docs/reference/metrics.md": metrics_page(),
@@ -49,7 +50,10 @@ def generated_files() -> Mapping[str, str]:
 
 
 def config_page() -> str:
-    """Return the reference page of the configuration file's sections and keys, as Markdown."""
+    """Return the reference page for the configuration file, as Markdown.
+
+    It lists the keys of each section with their types, defaults and meanings.
+    """
     schema = json_schema()
     parts = [
         _GENERATED_NOTE,
@@ -63,7 +67,7 @@ def config_page() -> str:
 
 
 def metrics_page() -> str:
-    """Return the reference page of all metrics with their labels and buckets, as Markdown."""
+    """Return the reference page for all metrics with their labels and buckets, as Markdown."""
     catalogue = (*Metrics().catalogue(), *SupervisorMetrics().catalogue())
     table = "\n".join(_row(row, [spec for spec in catalogue if spec.row == row]) for row in Row)
     caps = {label.name: label.max_values for spec in catalogue for label in spec.labels}
@@ -110,7 +114,7 @@ def _row(row: Row, specs: Sequence[FamilySpec]) -> str:
 
 
 def cli_page() -> str:
-    """Return the reference page of all commands with their arguments and options, as Markdown."""
+    """Return the reference page for all commands with their arguments and options, as Markdown."""
     parts = [_GENERATED_NOTE, _CLI_INTRO]
     for name in COMMANDS:
         command = command_function(name)
@@ -120,8 +124,9 @@ def cli_page() -> str:
 
 
 def states_page() -> str:
-    """Return the page with the state machine of a split request, one table per state, as
-    Markdown.
+    """Return the page about the states of a split request, with one table per state, as Markdown.
+
+    A split request runs its prefill on one engine and its decode on another one.
     """
     parts = [_GENERATED_NOTE, _STATES_INTRO]
     for state, (owner, deadline) in LIVE_STATES.items():
@@ -141,8 +146,9 @@ def states_page() -> str:
 
 
 def seeds_page() -> str:
-    """Return the page about the seed texts: for each item, the command that answers it and the
-    expected result.
+    """Return the page about the five texts on inference parallelism that the project follows.
+
+    For each item of a text, it lists the command that computes the item and the expected result.
     """
     items = seed_items()
     parts = [_GENERATED_NOTE, _SEEDS_INTRO, counts_text(items) + ".\n"]
@@ -163,7 +169,10 @@ def seeds_page() -> str:
 
 
 def layouts_page() -> str:
-    """Return the page of KV layouts as Markdown: which can be transferred, which are refused."""
+    """Return the page that lists which KV cache layouts can be transferred, as Markdown.
+
+    It also lists the layouts for which a transfer is refused, with the reason.
+    """
     moving, refused = layouts_page_rows()
     pairs = [f"{source} → {sink}" for source, sink in TP_PAIRS]
     stopped = [(refusal.cache, refusal.reason) for refusal in CONNECTOR_REFUSALS]
@@ -182,7 +191,7 @@ def layouts_page() -> str:
 
 
 def modules_page() -> str:
-    """Return the index of all modules, one line each, as Markdown."""
+    """Return the page that lists all modules, each with the first paragraph of its docstring."""
     parts = [_GENERATED_NOTE, _MODULES_INTRO]
     for path, contents, modules in packages():
         rows = [(f"`{name}`", text.replace("<", "&lt;")) for name, text in modules]
@@ -192,7 +201,7 @@ def modules_page() -> str:
 
 
 def main() -> None:
-    """Write all generated files; run it from the project root."""
+    """Write all generated files, relative to the working directory (the project's root folder)."""
     for path, text in generated_files().items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)

@@ -1,8 +1,13 @@
-"""The rows of the table of KV layouts: which caches move between which numbers of ranks.
+"""Lists which KV cache layouts can be transferred between engines with different numbers of GPUs.
 
-tests/contract/kvtransfer/layouts moves every row's bytes between two processes, tests/real/
-test_layouts.py those of vLLM's own classes, and docgen.py writes the page. A row has values only,
-so that the tests build the memory by other code than kvtransfer's.
+The list is used in three places:
+
+- tests/contract/kvtransfer/layouts transfers every layout between two processes
+- tests/real/test_layouts.py does the same with memory that vLLM's own classes create
+- docgen.py writes the page docs/reference/kv-layouts.md
+
+The rows contain plain values only. The tests build the memory from them with their own code, so
+that a bug in kvtransfer cannot hide itself.
 """
 
 from __future__ import annotations
@@ -17,11 +22,11 @@ TP_PAIRS = ((1, 2), (2, 1), (2, 4), (4, 2))
 
 
 class ProofKind(StrEnum):
-    """How a row is proven.
+    """The kinds of tests that prove that a layout is transferred correctly.
 
-    ENGINE  two running vLLM engines answer as one does alone
-    VLLM    tensors and memory that vLLM's own classes made, without a forward pass
-    MODEL   memory that the test's own model of the layout made
+    ENGINE  two running vLLM engines give the same answer as one engine alone
+    VLLM    a transfer between tensors that vLLM's own classes created, without running a model
+    MODEL   a transfer between memory that the test arranged by its own description of the layout
     """
 
     ENGINE = "E"
@@ -30,11 +35,11 @@ class ProofKind(StrEnum):
 
 
 class CacheType(NamedTuple):
-    """The type of a cached scalar, with vLLM's name for it.
+    """The data type of the numbers in a KV cache.
 
-    dtype        name of the type in KvLayout
-    n_bytes      bytes of a scalar
-    scale_bytes  bytes of the scale that follows the scalars of one head and token; 0: none there
+    dtype        name of the type in kvtransfer's class KvLayout, such as "bf16"
+    n_bytes      size of one number in bytes
+    scale_bytes  size of the scale stored after the numbers of each head and token; 0 for no scale
     """
 
     dtype: str
@@ -56,13 +61,13 @@ CACHE_TYPES: Mapping[str, CacheType] = MappingProxyType(
 
 
 class CacheMemory(NamedTuple):
-    """How an engine's memory is arranged.
+    """How an engine arranges the KV cache in its memory.
 
-    content       where keys and values lie, as in KvLayout: planes, tokens or pages
-    order         the order of layers, blocks, heads, tokens and content in memory
-    block_tokens  tokens of a block
-    page_format   name of the format of pages
-    cache_type    only if it differs from the row's: vLLM's name of the type
+    content       place of keys and values, as in KvLayout: "planes", "tokens", "heads" or "pages"
+    order         order of the dimensions, such as "lbhnc": layer, block, head, token, content
+    block_tokens  number of tokens in a block
+    page_format   name of the format of pages; "" if the content is not "pages"
+    cache_type    vLLM's name of the data type, if it differs from the row's; otherwise ""
     """
 
     content: str
@@ -73,18 +78,18 @@ class CacheMemory(NamedTuple):
 
 
 class LayoutRow(NamedTuple):
-    """A row of the table: a cache, the memory at both engines, and what happens.
+    """One row of the table: a transfer of a KV cache between two engines, and its expected result.
 
-    cache        description of the cache
-    kv_heads     key/value heads of the model; 1 for latent caches
-    source       memory of the engine that sends
-    sink         memory of the engine that receives
-    cache_types  vLLM's names of the types with which the row is tested
-    is_latent    whether a token has one latent vector (MLA) instead of keys and values
-    windows      window in tokens of each cache group (0: full attention), if there are several
-    refusal      part of the reason why the transfer is refused; empty: it moves
-    backend      vLLM's attention backend if vLLM's classes prove the row; empty: they do not
-    engine_pairs (ranks, ranks) and cache types that running engines prove
+    cache         description of the cache
+    kv_heads      number of key/value heads of the model; 1 for latent caches
+    source        memory of the sending engine
+    sink          memory of the receiving engine
+    cache_types   vLLM's names of the data types that are tested
+    is_latent     whether each token has one latent vector (MLA) instead of keys and values
+    windows       attention window of each cache group in tokens (0: full); () for one group
+    refusal       part of the error message if the transfer is refused; "" if it works
+    backend       vLLM's attention backend in the tests with vLLM's classes; "" without such tests
+    engine_pairs  ((source ranks, sink ranks), data type) of each test with running engines
     """
 
     cache: str
@@ -100,11 +105,11 @@ class LayoutRow(NamedTuple):
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Return the pairs of tensor-parallel sizes with which the row is tested."""
+        """Return the tested (source, sink) numbers of tensor-parallel ranks (GPUs)."""
         return TP_PAIRS
 
     def proofs(self, pair: tuple[int, int]) -> list[ProofKind]:
-        """Return what proves the row between these numbers of ranks."""
+        """Return the kinds of tests that exist for these (source, sink) numbers of ranks (GPUs)."""
         proofs = [ProofKind.MODEL] + [ProofKind.VLLM] * bool(self.backend)
         return proofs + [ProofKind.ENGINE] * any(pair == there for there, _ in self.engine_pairs)
 
@@ -184,10 +189,10 @@ _REASONS: Mapping[str, str] = MappingProxyType(
 
 
 class ConnectorRefusal(NamedTuple):
-    """A cache that PenstockConnector refuses when vLLM starts.
+    """A KV cache that PenstockConnector (the plug-in for vLLM) refuses when vLLM starts.
 
     cache    description of the cache
-    changes  what differs from a supported cache, as fields of CacheFacts
+    changes  fields of CacheFacts in which it differs from a supported cache
     message  part of the error message
     reason   why the cache is refused
     """
@@ -233,7 +238,9 @@ CONNECTOR_REFUSALS = (
 
 
 def layouts_page_rows() -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """Return the cells of the rows that move, and of those that are refused."""
+    """Return the table rows of the layouts that can be transferred, and of those that are
+    refused.
+    """
     moving: list[tuple[str, ...]] = [
         (
             row.cache,

@@ -1,6 +1,6 @@
-"""The index of all modules, by package: what each module does, from the beginning of its docstring.
+"""Lists all modules by package, each with the first paragraph of its docstring.
 
-docgen.py writes it to docs/reference/modules.md.
+docgen.py writes the list to docs/reference/modules.md.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ FOLDERS = (
 
 
 def packages() -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
-    """Yield each folder with modules: its path, what it contains, and its modules.
+    """Yield (path, summary, modules) for each folder that has modules.
 
-    A module is given as its file name and what it does. Empty packages are left out.
+    The modules are pairs of file name and summary. A summary is the first paragraph of a docstring,
+    or "" without one.
     """
     for folder in FOLDERS:
         sources = [

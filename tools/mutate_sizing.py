@@ -1,9 +1,10 @@
-"""Mutation test of policies/sizing: replace each formula by 1 and check that a test fails.
+"""Mutation test of policies/sizing: replaces each formula by 1, and checks that a test fails.
 
-A formula is arithmetic in a function, or a comparison that the function returns. Each formula in
-turn is replaced in a copy of the repository, and the tests of sizing run there until the first
-failure. Prints one line per formula with the test that failed; exits with 1 if no test fails for a
-formula.
+A formula is an arithmetic expression, or a comparison that a function returns. Each one is replaced
+in a copy of the repository, and the tests of the sizing code run there.
+
+Prints one line per formula, with the name of a test that failed. Exits with status 1 if a formula
+can be replaced and all tests pass.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def mutants(source: str) -> Iterator[tuple[int, str, str]]:
 
 
 def failing_test(tree: Path) -> str | None:
-    """Return the name of the first test that fails with the sources in the folder `tree`, or None
-    if all pass.
+    """Return the name of the first test that fails in the folder `tree`, or None if all pass.
+
+    tree  copy of the repository, with one formula replaced
     """
     return next((test for tests in TESTS if (test := _failing(tree, tests)) is not None), None)
 
@@ -94,9 +96,9 @@ def _failing(tree: Path, tests: Sequence[str]) -> str | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Test all formulas, or only those of the modules named in `arguments`.
+    """Test the formulas of the named modules, or of all modules, and print the results.
 
-    Returns the exit status: 1 if a formula can be replaced without a failing test.
+    Returns the exit status: 1 if all tests pass although a formula was replaced, otherwise 0.
     """
     survivors = tried = 0
     with tempfile.TemporaryDirectory() as folder:

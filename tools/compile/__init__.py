@@ -1,1 +1,4 @@
-"""The build that compiles the packages on the path of a request with Cython; not shipped."""
+"""Compiles the modules that serve requests to C extension modules, with Cython.
+
+It runs in a checkout and is not part of the released packages.
+"""

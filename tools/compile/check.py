@@ -1,8 +1,10 @@
-"""Check that the request path compiles, without code generation: python -m tools.compile.check
+"""Checks quickly that the modules compile: `python -m tools.compile.check`
 
-Cython translates all modules (source_tree.py), and the C compiler checks types and pointers only.
-That takes a seventh of a build's time, and finds what the tests on the sources cannot: C classes
-that Cython confuses.
+Cython translates the modules to C. The C compiler then checks syntax and types only, and generates
+no code, which takes a seventh of the time of a full build.
+
+The check finds one kind of error that tests of the Python sources cannot find: a value of one
+Cython class that is passed where another class is declared.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ FLAGS = ("-fsyntax-only", "-Werror=incompatible-pointer-types")
 
 
 def check(tree: Path, sources: Iterable[Path]) -> list[str]:
-    """Return the C compiler's error messages for these C files of a source tree, in the order of
-    the files.
+    """Return the C compiler's error messages, one text for each C file that does not compile.
+
+    tree     folder in which the compiler runs
+    sources  paths of the C files, relative to `tree`
     """
 
     def errors(source: Path) -> str:

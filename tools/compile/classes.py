@@ -1,8 +1,9 @@
-"""Selects the classes of the compiled modules that become C classes (Cython extension types).
+"""Finds the Python classes that can be compiled to C classes (Cython extension types).
 
-Every class with __slots__ becomes a C class if all its bases do. Attributes of C classes are fields
-of a struct instead of dictionary look-ups. Everything is derived from the sources. The main class
-is Project; declarations.py writes the declarations for Cython.
+A class with __slots__ becomes a C class if all its base classes do. The attributes of a C class are
+fields of a C struct, so that access needs no dictionary look-up.
+
+The main class is Project. declarations.py writes the declarations that Cython needs.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Project:
-    """All parsed modules of the project, and the classes in them that Cython turns into C classes.
+    """The parsed modules of the project, and the classes that are compiled to C classes.
 
-    trees     all modules by name
+    trees     syntax trees of all modules, by module name
     compiled  names of the modules that Cython compiles
-    classes   C classes by full name, base classes first
+    classes   the C classes by full name (module and class); base classes come first
     """
 
     trees: Mapping[str, ast.Module]
@@ -27,12 +28,14 @@ class Project:
     classes: Mapping[str, ast.ClassDef]
 
     def known_classes(self, module: str) -> dict[str, str]:
-        """Return the full names of the C classes that a module defines or imports, by local name.
+        """Return the C classes that a module can name: full names by their names in the module.
 
-        Cython imports C classes at run time, even where Python imports them under `if
-        TYPE_CHECKING` only, so modules may import each other in a cycle. A cycle works if its
-        modules import only C classes without bases from each other, because those exist before any
-        other code runs. In other cycles the type-only imports are omitted.
+        They are the classes that the module defines or imports. Imports under `if TYPE_CHECKING`
+        count, because Cython executes them at run time as well.
+
+        Modules that import each other can fail to load at run time. Therefore a type-only import
+        that closes such a cycle is left out, unless all classes imported in the cycle are C classes
+        without bases. Those exist before any other code of their module runs.
         """
         tree = self.trees[module]
         for_types = {
@@ -85,11 +88,12 @@ class Project:
 
     @cached_property
     def used_as_values(self) -> frozenset[str]:
-        """Return the full names of functions and methods that are used as values, not only called.
+        """Return the full names of functions and methods that are used as values, such as
+        callbacks.
 
-        Where the class is unknown, the result contains the bare method name, unless some class has
-        an attribute of that name. Otherwise half of the methods would be excluded. A method that is
-        used as a value under such a name fails to compile.
+        If the class of a method is unknown, the result contains the method's bare name. Names that
+        are also attributes of some class are left out, because otherwise half of all methods would
+        match. If this is wrong for a method, its module fails to compile.
         """
         fields = {name for node in self.classes.values() for name in slots(node) or ()}
         for tree in self.trees.values():
@@ -112,7 +116,7 @@ class Project:
     def called_with_unpacking(self) -> frozenset[str]:
         """Return the names of functions and methods that are called with *arguments or **keywords.
 
-        They must stay Python functions, because C functions cannot be called like that.
+        They must stay Python functions, because C functions do not support such calls.
         """
         return frozenset(
             ast.unparse(node.func).rpartition(".")[2]
@@ -211,7 +215,9 @@ def container_of(full: str) -> str:
 
 
 def names_of(module: str, tree: ast.Module) -> dict[str, str]:
-    """Return the classes that a module defines or imports: full names by names in the module."""
+    """Return the classes that a module defines or imports: full names by their names in the
+    module.
+    """
     return {node.name: f"{module}.{node.name}" for node in classes_of(tree)} | from_imports(
         tree.body
     )

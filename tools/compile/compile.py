@@ -1,9 +1,11 @@
-"""Compile the modules on the path of a request in place: python -m tools.compile.compile OUT
+"""Compiles the modules that serve requests, for use in place: `python -m tools.compile.compile OUT`
 
-OUT receives a copy of the project with extension modules next to the sources, for this version of
-Python. It can be used as the working directory or on PYTHONPATH. wheel.py builds wheels.
-Requirements: a C compiler, Python's headers, the project's dependencies, three minutes of two cores
-and 250 MB of memory.
+The folder OUT gets a copy of the project, with extension modules beside the Python sources. Run
+programs from OUT, or add OUT to PYTHONPATH, to use them. wheel.py builds wheels instead.
+
+The extension modules work with the running version of Python only. A build needs a C compiler, the
+headers of Python, the project's dependencies and 250 MB of memory. It takes about three minutes on
+two cores.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ imported functions could be made read-only after loading.
 
 
 def main(out: Path) -> None:
-    """Copy the project to `out` and compile it there, unless `out` is up to date."""
+    """Copy the project to the folder `out` and compile it there, unless `out` is up to date."""
     digest = build_digest()
     if (out / STAMP).is_file() and (out / STAMP).read_text() == digest:
         print(f"{out} is up to date")  # noqa: T201
@@ -64,14 +66,17 @@ def main(out: Path) -> None:
 def build_digest() -> str:
     """Return a hash of everything that a build depends on.
 
-    That is the source tree (source_tree.py), the interpreter and the compiler's flags.
+    This includes the sources, the Python version, the C compiler and its flags.
     """
     compiler = f"{os.environ.get('CC')} {flags(compiler_environment())}"
     return hashlib.sha256(f"{sys.version} {compiler} {tree_digest()}".encode()).hexdigest()
 
 
 def compiler_environment() -> dict[str, str]:
-    """Return the environment variables for a build, with the flags of the C compiler and linker."""
+    """Return the environment variables for a build.
+
+    They are those of this process, with CFLAGS and LDFLAGS for the C compiler and the linker.
+    """
     chosen = os.environ.get("CFLAGS")
     return {
         "LDFLAGS": LINKER_FLAGS,
@@ -82,7 +87,7 @@ def compiler_environment() -> dict[str, str]:
 
 
 def flags(environment: Mapping[str, str]) -> str:
-    """Return the compiler's and linker's flags in a build's environment, as one line."""
+    """Return the flags of the C compiler and the linker in an environment, as one line of text."""
     return " | ".join(environment[name] for name in ("CFLAGS", "SMALL_CFLAGS", "LDFLAGS"))
 
 

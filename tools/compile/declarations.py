@@ -1,8 +1,7 @@
-"""Generator of the .pxd files that declare the compiled modules' C classes and functions to Cython.
+"""Generates .pxd files, which declare a module's C classes and C functions to Cython.
 
-Attributes, arguments and results that are annotated with a C class (classes.py) are declared as
-such. Methods and private functions become C functions where possible, because these are called
-without a look-up by name.
+Attributes, arguments and results keep their type if it is a C class (see classes.py). Methods and
+private functions become C functions where possible, because C calls need no look-up by name.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ HAS_NO_C_FORM = (
 
 
 def declarations(module: str, project: Project) -> str:
-    """Return the .pxd text for a module; empty if the module has nothing to declare."""
+    """Return the text of a module's .pxd file, or "" if the module has nothing to declare."""
     tree, known_classes = project.trees[module], project.known_classes(module)
     c_types = CTypes(known_classes)
     mine = [
@@ -205,15 +204,17 @@ def _c_functions(
 
 @dataclass(frozen=True)
 class CTypes:
-    """Maps annotations in one module to the C classes that the module may name in declarations."""
+    """Finds the C types for the annotations in one module.
+
+    names  the C classes that the module can name: full names by their names in the module
+    """
 
     names: Mapping[str, str]
 
     def of(self, annotation: ast.expr | None) -> str:
-        """Return the name of the C class that a type annotation names, alone or in a union with
-        None.
+        """Return the C class that an annotation names, such as "Request" for `Request | None`.
 
-        Returns "" if it names no C class.
+        Returns "" if it does not name a C class.
         """
         if isinstance(annotation, ast.BinOp) and ast.unparse(annotation.right) == "None":
             annotation = annotation.left
@@ -223,7 +224,8 @@ class CTypes:
     def signature(self, function: ast.FunctionDef, *, of_class: bool = False) -> str:
         """Return the Cython declaration (cpdef) of a function, with its arguments and their types.
 
-        Only bytes and C classes keep their type; all others are declared as object.
+        For example "cpdef object _add(Request request, object number)": bytes and C classes keep
+        their type, all other types are declared as object.
         """
         arguments = function.args.args[of_class:]
         declared = ["self"] if of_class else []
@@ -239,8 +241,10 @@ class CTypes:
         )
 
     def attribute_types(self, node: ast.ClassDef) -> dict[str, str]:
-        """Return the C class of each attribute of a class, by the attribute's annotation or first
-        assignment.
+        """Return the C class of each attribute that a class assigns to `self`, by attribute name.
+
+        The type is that of the attribute's annotation, or of the first value assigned to it. It is
+        "" if it is not a C class.
         """
         types: dict[str, str] = {}
         for method in _functions(node):

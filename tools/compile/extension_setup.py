@@ -1,9 +1,12 @@
-"""Build script that makes an extension module of every generated C file in a source tree.
+"""The setup.py of a compiled build: makes an extension module of every C file that Cython
+generates.
 
-source_tree.py copies it into that tree as setup.py, and lists the packages and modules that are
-optimized for size. SMALL_CFLAGS holds the compiler's flags for those, in addition to CFLAGS. The
-folder kvtransfer/ is a project of its own. A wheel contains no sources of extension modules: they
-would never be imported.
+source_tree.py copies this file into the source tree. It also writes small_packages.txt, a list of
+packages and modules that are compiled for small size instead of speed. For those, the compiler gets
+the flags in SMALL_CFLAGS in addition to CFLAGS.
+
+The folder kvtransfer/ is left out, because it is a project with its own setup. Wheels contain no
+Python sources of compiled modules, because Python would never import them.
 """
 
 import os
@@ -17,15 +20,17 @@ small_flags = os.environ.get("SMALL_CFLAGS", "").split()
 
 
 def is_small(source):
-    """Return whether a C file's Python source, or its package, is optimized for size."""
+    """Return whether a C file belongs to a module or package that is compiled for small size."""
     return not {source.with_suffix(".py").as_posix(), source.parent.as_posix()}.isdisjoint(small)
 
 
 class UncompiledModules(build_py):
-    """The modules of a wheel that are Python sources: those without a C file."""
+    """Build step that copies only the modules without a C file into a wheel."""
 
     def find_package_modules(self, package, package_dir):
-        """Return (package, module, path) of the uncompiled modules in a package's folder."""
+        """Return (package, module, path) of each module in a package's folder that is not
+        compiled.
+        """
         found = super().find_package_modules(package, package_dir)
         return [module for module in found if not Path(module[2]).with_suffix(".c").exists()]
 

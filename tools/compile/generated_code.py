@@ -1,9 +1,11 @@
-"""Edits C code that Cython has generated, to make it faster; what it does stays the same.
+"""Makes the C code that Cython generates faster, without a change of its behaviour.
 
-Attributes and method calls get inline caches, as in CPython's own interpreter: attribute_cache.h
-holds them and says when they apply. Its text becomes part of each C file, so that the file compiles
-on its own. The compiler is also told which code only handles exceptions, to place it elsewhere than
-the code of the usual case.
+There are two changes:
+
+- Access to attributes and calls of methods get inline caches, as in CPython's own interpreter.
+  attribute_cache.h implements the caches. Its text is copied into each C file.
+- The function that records a traceback is marked as cold, so that the C compiler moves the code
+  for errors away from the usual path.
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ _ON_EXCEPTION = "static void __Pyx_AddTraceback("
 
 
 def improve(code: str) -> str:
-    """Add inline caches to the text of a C file, and mark its error branches as unlikely.
+    """Return the text of a C file with inline caches, and with its error branches marked as
+    unlikely.
 
-    Returns the new text.
-
-    Raises ValueError if the text is not in the form that Cython generates.
+    Raises ValueError if the text does not look like Cython's output.
     """
     if code.count(_PLACE) != 1 or _ON_EXCEPTION not in code:
-        raise ValueError("the C code lacks a section or a function that Cython generates")
+        raise ValueError(
+            "the C code does not look like Cython's output: the section module_code or the "
+            "function __Pyx_AddTraceback is missing; check the version of Cython"
+        )
     for cython_call, cached in _SITES:
         code = re.sub(cython_call, f"PENSTOCK_{cached}", code)
     code = code.replace(_ON_EXCEPTION, f"__attribute__((cold)) {_ON_EXCEPTION}", 1)

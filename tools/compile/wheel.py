@@ -1,11 +1,16 @@
-"""Build the distributions penstock and penstock-kv: python -m tools.compile.wheel [PYTHON ...]
+"""Builds the release files of penstock and penstock-kv: `python -m tools.compile.wheel [PYTHON
+...]`
 
-Each distribution gets an sdist, a pure Python wheel made from it, and wheels with extension
-modules, which pip prefers where they fit. All are written to dist/. penstock has one compiled wheel
-for each version of CPython, penstock-kv has one for all versions. Without arguments, every
-supported interpreter that has headers is used. auditwheel checks that the wheels need nothing but
-glibc 2.28 (Debian 10, RHEL 8) on x86-64. With `--one`, only the compiled wheels for the running
-interpreter are built.
+For each of the two packages, the folder dist/ gets:
+
+- an sdist, and a pure Python wheel made from it
+- compiled wheels for x86-64 Linux, which pip prefers where they fit: one for each PYTHON for
+  penstock, and one for all versions of CPython for penstock-kv
+
+PYTHON is the path of an interpreter. By default, every supported interpreter that is installed with
+its headers is used. With `--one`, only compiled wheels for the running interpreter are built.
+
+auditwheel checks that the compiled wheels need only glibc 2.28 or later (Debian 10, RHEL 8).
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ _BUILD_SDIST = (
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Build all distributions, or one wheel with `--one`, and print the paths of the results."""
+    """Build the files that the arguments of the command line request, and print their paths."""
     DIST.mkdir(exist_ok=True)
     if arguments == ["--one"]:
         interpreters = [sys.executable]
@@ -59,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def build_sdist(project: Path, out: Path) -> Path:
-    """Build a project's sdist from the files that git tracks; return its path in `out`."""
+    """Build a project's sdist from the files that git tracks, and return its path in `out`."""
     with tempfile.TemporaryDirectory() as source:
         copy_tracked_files(project, Path(source))
         build = [sys.executable, "-c", _BUILD_SDIST, str(out)]
@@ -67,7 +72,7 @@ def build_sdist(project: Path, out: Path) -> Path:
 
 
 def build_pure_wheel(source: Path, out: Path) -> Path:
-    """Build the pure Python wheel of an sdist or a folder; return its path."""
+    """Build a pure Python wheel from an sdist or a folder, and return its path in `out`."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     with tempfile.TemporaryDirectory() as folder:
         without_pump = {**os.environ, "PENSTOCK_KV_PUMP": "off"}
@@ -77,11 +82,10 @@ def build_pure_wheel(source: Path, out: Path) -> Path:
 
 
 def copy_tracked_files(checkout: Path, target: Path) -> None:
-    """Copy the files that git tracks in a checkout; files behind a link to a folder are copied to
-    both places.
+    """Copy the files that git tracks from a checkout to the folder `target`.
 
-    setuptools visits each folder once, and would otherwise leave out the links and what they lead
-    to.
+    A symbolic link to a folder is replaced by a copy of that folder. Otherwise setuptools would
+    leave it out of the sdist, because it visits each folder only once.
     """
     names = _run(["git", "ls-files", "-z"], checkout).split("\0")[:-1]
     for name in names:
@@ -143,10 +147,13 @@ def _is_stamped(stamp: Path, text: str) -> bool:
 
 
 def build_compiled(tree: Path, interpreter: str) -> Path:
-    """Build a project's wheel with extension modules by an interpreter; return its path in dist/.
+    """Build a compiled wheel of a project for one interpreter, and return its path in dist/.
 
-    Raises subprocess.CalledProcessError if the project does not compile or the wheel needs a newer
-    glibc.
+    tree         folder of the project, with C files
+    interpreter  path of the interpreter
+
+    Raises subprocess.CalledProcessError if the project does not compile, or if the wheel needs a
+    newer glibc than 2.28.
     """
     raw = WORK / "raw"
     shutil.rmtree(raw, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""Generators of Prometheus rules and Grafana dashboards from the catalogue of metrics."""
+"""Generates Prometheus rules and Grafana dashboards from the list of the gateway's metrics."""

@@ -1,6 +1,7 @@
-"""`python -m tools.monitoring`: write the Prometheus rules and Grafana dashboards.
+"""Writes the Prometheus rules and Grafana dashboards: `python -m tools.monitoring`
 
-`make docs` writes the same files. This command can also set the folder and the URL of the runbooks.
+`make docs` writes the same files to deploy/. Use this command to choose another folder, or another
+URL for the runbooks that the alerts link to.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def main() -> None:
     parser.add_argument(
         "--runbooks",
         default=RUNBOOKS,
-        help="URL or folder of the alerts' runbooks; the page of an alert is at /NAME.md below it",
+        help="URL or folder of the runbooks; the alert NAME links to NAME.md in it",
     )
     options = parser.parse_args()
     for path, text in files(options.runbooks).items():

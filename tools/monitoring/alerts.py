@@ -1,7 +1,7 @@
-"""Alerts on problems inside the system that may not have violated a service level objective yet.
+"""Prometheus alerts on problems that may not affect users yet, such as an engine that has failed.
 
-Every alert lists series of metrics that make it fire and series that do not; its promtool test is
-generated from them. The runbooks are in docs/runbooks/.
+Each alert contains sample values with which it fires, and others with which it does not. They
+become its test with promtool. The runbook of an alert is docs/runbooks/NAME.md.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ The first text is the series, the second its values per minute in promtool's not
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """A Prometheus alert, which fires when `value` has satisfied `compare` for the duration `hold`.
+    """A Prometheus alert. It fires once `value` has met the comparison `compare` for the time
+    `hold`.
 
-    fires      test series with which the alert fires within 30 minutes, with `labels`
-    quiet      test series with which it does not fire
-    condition  a further query with the labels of `value`, whose result must be above 0 as well; ""
-               if there is none
+    value      PromQL query
+    compare    comparison with a limit, such as "> 0.1"
+    hold       duration in Prometheus notation, such as "5m"
+    fires      sample series with which the alert fires within 30 minutes
+    quiet      sample series with which it does not fire
+    labels     labels of the alert that fires in the test
+    condition  second query that must also be above 0, with the same labels as `value`; "" for none
     """
 
     name: str

@@ -1,6 +1,7 @@
 """The four Grafana dashboards as data: their rows, panels and queries.
 
-A metric family that no panel shows gets a generated panel. grafana.py converts them to JSON.
+Metrics that no handwritten panel shows get a generated panel. grafana.py converts the dashboards to
+JSON.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ UNITS: Mapping[str, str] = MappingProxyType(
 
 
 class Query(msgspec.Struct, frozen=True):
-    """A query of a dashboard panel, and the legend of its lines, which may contain {{label}}."""
+    """A PromQL query of a panel. The legend of its lines can contain labels, such as {{pool}}."""
 
     expr: str
     legend: str = ""
 
 
 class Panel(msgspec.Struct, frozen=True):
-    """A panel of a dashboard: its title, its queries and how they are shown.
+    """A panel of a Grafana dashboard.
 
-    unit  a unit of Grafana
-    kind  timeseries, stat or heatmap
+    unit  unit of the values, by its name in Grafana, such as "s" or "bytes"
+    kind  type of the panel: timeseries, stat or heatmap
+    text  description of the panel
     """
 
     title: str
@@ -53,7 +55,9 @@ class Panel(msgspec.Struct, frozen=True):
 
 
 class Board(msgspec.Struct, frozen=True):
-    """A Grafana dashboard: its file name, its title, and its rows of handwritten panels."""
+    """A Grafana dashboard: its identifier (also its file name), its title and its handwritten
+    panels.
+    """
 
     uid: str
     title: str
@@ -405,7 +409,7 @@ def generate_panel(spec: FamilySpec) -> Panel:
 
 
 def family_name(name: str) -> str:
-    """Return the metric family of a series: the series' name without a suffix such as _bucket."""
+    """Return the metric of a series: the name without a suffix such as _bucket, _sum or _count."""
     return next((name.removesuffix(end) for end in SUFFIXES if name.endswith(end)), name)
 
 

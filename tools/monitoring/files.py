@@ -1,6 +1,4 @@
-"""The files that are generated from the catalogue of metrics, by path, and all queries in these
-files.
-"""
+"""Collects the generated Prometheus and Grafana files, and the PromQL queries in them."""
 
 from __future__ import annotations
 
@@ -15,9 +13,9 @@ PROMTOOL_TESTS = "deploy/prometheus/tests.yml"
 
 
 def files(runbooks: str = rules.RUNBOOKS) -> Mapping[str, str]:
-    """Return the text of each generated monitoring file by path.
+    """Return the text of each Prometheus and Grafana file, by path.
 
-    Alerts link to pages below `runbooks`, a folder or URL.
+    runbooks  URL or folder of the runbooks that the alerts link to
     """
     catalogue = Metrics().catalogue()
     boards = {

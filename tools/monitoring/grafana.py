@@ -1,4 +1,7 @@
-"""Converts the dashboards to Grafana's JSON. Ids and positions follow the order of panels."""
+"""Converts the dashboards to the JSON format of Grafana.
+
+The identifiers and positions of panels follow from their order.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +51,10 @@ def queries(catalogue: Sequence[FamilySpec]) -> dict[str, str]:
 
 
 def filter_by_variables(expr: str, catalogue: Sequence[FamilySpec]) -> str:
-    """Return a panel's query, restricted to the values of the dashboard's variables, such as pool
-    and model.
+    """Return a query that selects only the values chosen in the dashboard's menus.
+
+    The menus are those for job, namespace, pool and model. A series is filtered by the labels that
+    its metric has.
     """
     labels = {spec.name: {"job", "namespace", *spec.exposed_labels} for spec in catalogue}
     labels |= {name: set(VARIABLES) for name in recorded_names()}

@@ -1,7 +1,6 @@
-"""Helpers for PromQL: build queries of dashboards and rules, and find the series in a query.
+"""Builds PromQL queries for dashboards and rules, and finds the metrics and labels in a query.
 
-The second part checks queries against scraped metrics. It is not a full parser: it finds selectors
-and label lists only.
+Queries are not parsed completely: regular expressions find their selectors and label lists.
 """
 
 from __future__ import annotations
@@ -34,7 +33,9 @@ _WORDS = frozenset({"and", "or", "unless", "bool", "offset", "inf", "nan", "vect
 
 
 class Selector(msgspec.Struct, frozen=True):
-    """A selector in a PromQL query: the metric name, and the labels that it matches."""
+    """A selector in a PromQL query: the name of a metric, and the names of the labels it filters
+    by.
+    """
 
     name: str
     labels: frozenset[str]
@@ -53,7 +54,10 @@ def find_selectors(query: str) -> tuple[Selector, ...]:
 
 
 def grouping_labels(query: str) -> frozenset[str]:
-    """Return the labels by which the query groups or joins, except `le` of buckets."""
+    """Return the labels by which a query groups or joins series, such as those in `by (pool)`.
+
+    The label `le` of histogram buckets is left out.
+    """
     return frozenset(label for label in _listed_labels(query) if label != "le")
 
 
@@ -63,9 +67,10 @@ def _listed_labels(query: str) -> Iterator[str]:
 
 
 def add_variables(query: str, labels_of: Callable[[str], Collection[str]]) -> str:
-    """Return the query with dashboard variables added to every selector whose series has the label.
+    """Return the query with filters for the dashboard's variables, such as pool=~"$pool".
 
-    `labels_of` returns the labels of a metric.
+    A selector gets the filters whose label its metric has. `labels_of` returns the labels of a
+    metric.
     """
 
     def limited(match: re.Match[str]) -> str:
@@ -77,9 +82,9 @@ def add_variables(query: str, labels_of: Callable[[str], Collection[str]]) -> st
 
 
 def fill_variables(query: str, window: str) -> str:
-    """Return a dashboard query as Grafana sends it when every dashboard variable is set to "All".
+    """Return a dashboard's query as Grafana sends it if every variable is set to "All".
 
-    `window` replaces both Grafana's rate interval and the length of the displayed time range.
+    window  duration such as "5m", used for Grafana's rate interval and for the displayed time range
     """
     for name in VARIABLES:
         query = query.replace(f'"${name}"', '".*"')
@@ -87,9 +92,10 @@ def fill_variables(query: str, window: str) -> str:
 
 
 def selector(name: str, matchers: Mapping[str, str]) -> str:
-    """Return a PromQL selector of a metric with label matchers.
+    """Return a PromQL selector, such as `requests_total{code!="200"}`.
 
-    A value that begins with ~, ! or !~ sets its operator (=~, !=, !~).
+    The values of `matchers` can begin with an operator: "!200" excludes the value 200, "~5.." must
+    match a regular expression, and "!~5.." must not match it.
     """
     if not matchers:
         return name
@@ -105,29 +111,35 @@ def _matcher(label: str, value: str) -> str:
 
 
 def rate(name: str, by: str = "", window: str = WINDOW, **matchers: str) -> str:
-    """Return the query for a counter's per-second rate, summed by the labels in `by`."""
+    """Return the query for a counter's rate per second, summed over the labels that are not in
+    `by`.
+    """
     grouping = f" by ({by})" if by else ""
     return f"sum{grouping} (rate({selector(name, matchers)}[{window}]))"
 
 
 def rate_or_zero(name: str, window: str = WINDOW, **matchers: str) -> str:
-    """Return the query for a counter's total per-second rate, which is 0 while there is no
-    series.
-    """
+    """Return the query for a counter's total rate per second; it gives 0 if no series exists."""
     return f"({rate(name, '', window, **matchers)} or vector(0))"
 
 
 def share(name: str, by: str, window: str = WINDOW, **matchers: str) -> str:
-    """Return the query for a share of a counter: rate of matching series / rate of all series.
+    """Return the query for the fraction of a counter's increase that matching series contribute.
 
-    The share is 0 if no series has ever matched.
+    For example share("requests_total", "pool", code="~5..") queries the fraction of requests that
+    failed, by pool. The fraction is 0 if no series matches.
     """
     total = rate(name, by, window)
     return f"({rate(name, by, window, **matchers)} or 0 * {total}) / {total}"
 
 
 def quantile(q: float, name: str, by: str = "", window: str = WINDOW, **matchers: str) -> str:
-    """Return the query for a quantile of a histogram. It sums the buckets of all series first."""
+    """Return the query for a quantile of a histogram, over all series or grouped by labels.
+
+    q       the quantile, such as 0.99
+    by      labels to group by, such as "pool"; without any, all series are merged
+    window  duration over which observations count, such as "5m"
+    """
     labels = f"le, {by}" if by else "le"
     buckets = selector(f"{name}_bucket", matchers)
     return f"histogram_quantile({q:g}, sum by ({labels}) (rate({buckets}[{window}])))"

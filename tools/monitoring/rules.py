@@ -1,4 +1,4 @@
-"""Generator of the Prometheus files: recording rules, alerts, and their promtool tests, as YAML."""
+"""Generates the Prometheus files as YAML: recording rules, alerts, and their tests for promtool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Rule = Mapping[str, object]
 def rules_yaml(runbooks: str = RUNBOOKS) -> str:
     """Return the text of the Prometheus rules file.
 
-    Alerts link to their page below `runbooks`, a folder or URL.
+    runbooks  URL or folder of the runbooks that the alerts link to
     """
     groups = [
         {"name": "penstock-slo", "rules": [*_recordings(), *_burns(runbooks)]},
@@ -39,8 +39,10 @@ def rules_yaml(runbooks: str = RUNBOOKS) -> str:
 
 
 def promtool_tests(runbooks: str = RUNBOOKS) -> str:
-    """Return the text of the promtool tests: each alert fires on its problem, and stays silent
-    without it.
+    """Return the text of the promtool tests, as YAML.
+
+    They check that each alert fires with its sample of a problem, and not with its sample without
+    one.
     """
     tests = [test for objective in OBJECTIVES for test in _burn_tests(objective, runbooks)]
     for alert in ALERTS:
@@ -62,9 +64,9 @@ def alert_names() -> tuple[str, ...]:
 
 
 def queries() -> Mapping[str, str]:
-    """Return the queries of all rules, by the name of the rule.
+    """Return the PromQL queries of all rules, by a name of the rule.
 
-    Comparisons with limits are removed, so that every query has results.
+    Alerts are returned without the comparison with their limit, so that every query has a result.
     """
     by_place = {
         f"record {window} {slo.slo}": slo.bad_share(window)

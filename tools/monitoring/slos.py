@@ -1,8 +1,11 @@
-"""Service level objectives: recording rules, and alerts on how fast error budgets are used up.
+"""Service level objectives (SLOs), and alerts that fire if their error budget is used up too fast.
 
-An alert fires while the error budget is used up faster than `factor` allows, both in a long window
-and in a short one. The short window makes the alert start and end without delay. Factors and
-windows are those of Google's SRE workbook for a budget of 30 days.
+The error budget is the share of requests that may fail, such as 1% for an objective of 99%. The
+burn rate is how fast it is used up; at 1, it lasts exactly 30 days.
+
+An alert fires while the burn rate is above a limit in both a long and a short window. The short
+window lets the alert start and end quickly. The limits and windows are those of Google's SRE
+workbook.
 """
 
 from __future__ import annotations
@@ -20,10 +23,12 @@ JUDGED_OUTCOMES = "~met|ttft_missed|tpot_missed|both_missed"
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """A service level objective: the share of requests, `goal` (0 to 1), that has to be good.
+    """A service level objective (SLO), such as 99% of first tokens in time.
 
-    slo    value of the slo label
-    alert  name of its alerts and of their runbook
+    slo      value of the label `slo`: "ttft", "tpot" or "availability"
+    alert    name of its alerts and of their runbook
+    goal     share of requests that must meet the objective, from 0 to 1
+    summary  text of its alerts
     """
 
     slo: str
@@ -45,26 +50,27 @@ class Objective(msgspec.Struct, frozen=True):
         return f"({missed} or 0 * {total}) / {total}"
 
     def recorded_series(self, window: str) -> str:
-        """Return the name of the series in which the recording rule stores the share of bad
-        requests.
+        """Return the series in which Prometheus stores the share of requests that miss the
+        objective.
+
+        window  one of WINDOWS, the period over which the share is computed
         """
         return f'penstock:slo_errors:ratio_rate{window}{{slo="{self.slo}"}}'
 
     def budget_left(self) -> str:
-        """Return the query for the unused share of an objective's error budget over the last three
-        days.
-        """
+        """Return the query for the unused share of the error budget over the last three days."""
         return f"1 - {self.recorded_series('3d')} / {1 - self.goal:.6g}"
 
 
 class Burn(msgspec.Struct, frozen=True):
-    """A burn-rate alert: the error budget is used up `factor` times as fast as its period allows.
+    """A burn-rate alert: it fires if an error budget is used up more than `factor` times too fast.
 
-    The rate must be exceeded in both windows. Durations are in Prometheus notation, such as 1h.
+    The limit must be exceeded in both windows. Durations are in Prometheus notation, such as "1h".
 
-    long   the long window
-    short  the short window, which makes the alert start and end without delay
-    hold   how long both must be exceeded before the alert fires
+    long      the long window
+    short     the short window, which lets the alert start and end quickly
+    hold      how long both must exceed the limit before the alert fires
+    severity  "page" to wake an operator, or "ticket"
     """
 
     factor: float
@@ -74,8 +80,9 @@ class Burn(msgspec.Struct, frozen=True):
     severity: str
 
     def limit(self, objective: Objective) -> str:
-        """Return the share of bad requests at which the error budget is used up `factor` times too
-        fast.
+        """Return the share of failed requests above which the alert fires, as text.
+
+        For example 14.4 times the error budget of 1% is "0.144".
         """
         return f"{self.factor * (1 - objective.goal):.6g}"
 

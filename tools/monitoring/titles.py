@@ -1,4 +1,4 @@
-"""Titles of the generated dashboard panels, by metric family; a test requires one for each."""
+"""Titles of the generated dashboard panels, by metric. A test requires a title for each metric."""
 
 from __future__ import annotations
 
