@@ -1,6 +1,6 @@
-"""A simulated LLM engine (a "TP group": one engine process on several GPUs) that needs no GPU.
+"""A simulated LLM engine that needs no GPU: its step times, scheduler, KV cache and HTTP API.
 
-It models step times (roofline), continuous batching and paged KV, and serves vLLM's HTTP API.
-Nothing here imports the gateway. The gateway's command line imports `mockgpu.cli` lazily, and the
-planner imports the modules without I/O.
+It imitates a TP group, one engine process on several GPUs, with vLLM's HTTP API. Nothing here
+imports the gateway. The gateway's command line imports `mockgpu.cli` lazily, and the planner
+imports the modules without I/O.
 """

@@ -1,4 +1,4 @@
-"""Run `python -m mockgpu`, the same as `penstock mock`."""
+"""Entry point of `python -m mockgpu`, which is the same as `penstock mock`."""
 
 from mockgpu.cli import main
 

@@ -1,8 +1,11 @@
 """The paged KV cache of one engine: fixed-size blocks, reference counts, prefix cache, eviction.
 
-A block is in use (references > 0) or free. A free block keeps its key, and thus its content, until
-it is allocated again; the least recently used one is evicted first. The key of a block covers all
-tokens up to the block's end. The scheduler (scheduler.py) decides which sequence gets blocks.
+- A block with references is in use. A block without references is free, but its content stays
+  cached until it is allocated again.
+- The free block that was used longest ago is allocated (evicted) first.
+- The key of a block is a hash of all tokens up to the block's end.
+
+The scheduler (scheduler.py) decides which sequence gets blocks.
 """
 
 from __future__ import annotations
@@ -23,9 +26,7 @@ class BlockPool:
 
     def __init__(self, total: int, block_tokens: int = BLOCK_TOKENS) -> None:
         if total < 1:
-            raise ValueError(
-                f"the KV cache of a TP group must have at least one block, not {total}"
-            )
+            raise ValueError(f"the KV cache must have at least 1 block, not {total}")
         self.total = total
         self.block_tokens = block_tokens
         self._references = [0] * total
@@ -39,13 +40,11 @@ class BlockPool:
         self.on_cleared: Callable[[], None] | None = None
 
     def record_allocations(self) -> None:
-        """Start to record which KV blocks are allocated, so that `pop_allocated()` can return
-        them.
-        """
+        """Start to record the allocated KV blocks, which `pop_allocated()` returns."""
         self._taken = []
 
     def pop_allocated(self) -> list[int]:
-        """Return the KV blocks that were allocated since the last call, and clear the record."""
+        """Return the KV blocks allocated since the last call, and clear the record."""
         taken, self._taken = self._taken or [], []
         return taken
 
@@ -59,12 +58,13 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Return the share of the engine's KV blocks that are in use, from 0 to 1."""
+        """Return the used fraction of the engine's KV blocks, from 0 to 1."""
         return 1 - len(self._free) / self.total
 
     def count_hits(self, keys: Sequence[int], limit: int) -> int:
-        """Return how many of the first `limit` block keys are cached, counted up to the first
-        missing one.
+        """Return how many leading keys are cached: the search ends at the first missing key.
+
+        At most the first `limit` keys are looked up.
         """
         by_key = self._by_key
         for i in range(min(limit, len(keys))):
@@ -73,16 +73,16 @@ class BlockPool:
         return min(limit, len(keys))
 
     def count_free_hits(self, keys: Sequence[int], hits: int) -> int:
-        """Return how many of the first `hits` cached blocks no request uses now.
+        """Return how many of the first `hits` cached blocks are free, that is, used by no request.
 
-        These blocks count as free. Using them for a request reduces `free` by that number.
+        If a request uses them, the number of free blocks falls by the result.
         """
         return sum(self._references[self._by_key[keys[i]]] == 0 for i in range(hits))
 
     def acquire_cached(self, keys: Sequence[int], hits: int) -> list[int]:
         """Add a reference to the cached KV blocks of the first `hits` keys, and return the blocks.
 
-        All of them must be cached.
+        All of these keys must be cached.
         """
         blocks = [self._by_key[keys[i]] for i in range(hits)]
         for block in blocks:
@@ -92,12 +92,12 @@ class BlockPool:
         return blocks
 
     def allocate(self) -> int:
-        """Allocate a free KV block and return it, evicting the oldest cached content.
+        """Allocate a free KV block and return its number.
 
-        Raises IndexError if no block is free.
+        Its cached content, if any, is evicted. Raises IndexError if no block is free.
         """
         if not self._free:
-            raise IndexError("the KV cache has no free block")
+            raise IndexError("cannot allocate a KV block: all blocks are in use")
         block, _ = self._free.popitem(last=False)
         key = self._keys[block]
         if key is not None:
@@ -111,9 +111,10 @@ class BlockPool:
         return block
 
     def register(self, block: int, key: int) -> bool:
-        """Add a full KV block to the prefix cache; return False if its content was already cached.
+        """Add a full KV block to the prefix cache, and return whether it was added.
 
-        If two blocks have the same content, the first one stays in the cache.
+        If another block with the same key is cached already, that block stays, and the result is
+        False.
         """
         if key in self._by_key or self._keys[block] is not None:
             return False
@@ -125,15 +126,15 @@ class BlockPool:
         return list(self._by_key)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each KV block, starting with the last block.
+        """Remove one reference from each KV block, from the last block to the first.
 
-        Later blocks of a prompt are thus evicted first, because fewer prompts share them. Raises
-        ValueError for a block that is not in use.
+        In this order, the end of a prompt is evicted before its beginning, which more prompts
+        share. Raises ValueError if a block has no references.
         """
         for block in reversed(blocks):
             count = self._references[block] - 1
             if count < 0:
-                raise ValueError(f"KV block {block} was released although no sequence uses it")
+                raise ValueError(f"cannot release KV block {block}: no sequence uses it")
             self._references[block] = count
             if count == 0:
                 self._free[block] = None
@@ -141,17 +142,14 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def clear_prefix_cache(self) -> None:
-        """Remove all KV blocks from the prefix cache. Blocks in use keep their references."""
+        """Empty the prefix cache. Blocks in use keep their references, but lose their keys."""
         self._by_key.clear()
         self._keys = [None] * self.total
         if self.on_cleared is not None:
             self.on_cleared()
 
     def check(self) -> None:
-        """Assert that free KV blocks have no references, and that keys and blocks match.
-
-        Tests use this method.
-        """
+        """Check the consistency of references, keys and blocks with assertions. For tests."""
         assert all(
             (count == 0) == (block in self._free) for block, count in enumerate(self._references)
         )

@@ -1,9 +1,8 @@
-"""The local HTTP server through which `penstock chaos` sets the faults of a running mock fleet.
+"""The local HTTP server with which `penstock chaos` sets the faults of a running mock fleet.
 
-It starts only if the fleet has a port for it, listens only on 127.0.0.1 and refuses browsers. It
-stays reachable under every fault, because a group that refuses connections could not be healed
-otherwise. The syntax of faults is in mockgpu/fault_grammar.py, their effects are in
-mockgpu/group_faults.py.
+It starts only if the fleet has a port for it. It listens only on 127.0.0.1, and refuses requests of
+web pages. No fault affects it, so that an engine that refuses connections can be healed. The syntax
+of faults is in mockgpu/fault_grammar.py, their effects are in mockgpu/group_faults.py.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 async def run_chaos_server(members: Sequence[FleetGroup], port: int) -> AsyncIterator[int]:
     """Run the fault server during an `async with` block, and yield its port.
 
-    Raises OSError if the port is taken.
+    Raises OSError if the port is in use.
     """
     runner = web.AppRunner(application(members), access_log=None)
     await runner.setup()
@@ -45,8 +44,10 @@ async def run_chaos_server(members: Sequence[FleetGroup], port: int) -> AsyncIte
 
 
 def application(members: Sequence[FleetGroup]) -> web.Application:
-    """Return the web application of the fault server: GET /faults, and POST /faults/{port of a
-    group}.
+    """Return the web application of the fault server.
+
+    - GET /faults returns the faults of all engines.
+    - POST /faults/{port} sets the faults of the engine that listens on this port.
     """
 
     async def show(_: web.Request) -> web.Response:

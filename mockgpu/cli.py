@@ -175,11 +175,16 @@ def _with_store(spec: GroupSpec, path: str | None, gbps: str, scale: float) -> G
     except ValueError:
         memory_gbps = disk_gbps = -1.0
     if not min(memory_gbps, disk_gbps) > 0:
-        raise ValueError(f"--kv-store-gbps {gbps!r} is not two speeds such as 200,40")
+        raise ValueError(
+            "--kv-store-gbps must be two speeds in Gbit/s such as 200,40 (memory, disk), not "
+            f"{gbps!r}"
+        )
     if not 0 < scale <= 1:
-        raise ValueError(f"kv scale {scale} is not in (0, 1]")
+        raise ValueError(f"--kv-scale must be above 0 and at most 1, not {scale}")
     if spec.layout.gpus > spec.tp or spec.ranks > 1:
-        raise ValueError("--kv-store is for groups with TP alone: no --pp, --dp, --cp, --dp-ranks")
+        raise ValueError(
+            "--kv-store supports only tensor parallelism: remove --pp, --dp, --cp and --dp-ranks"
+        )
     store = StoreSpec(path, memory_gbps, disk_gbps, scale)
     return msgspec.structs.replace(spec, kv_store=store)
 
@@ -206,15 +211,15 @@ def _with_layout(
         return spec
     wide = msgspec.structs.replace(spec, pp=pp, ep=ep, dp=dp, cp=cp, ep_skew=skew)
     if has_dialect and pp * dp * cp > 1:
-        raise ValueError(
-            "--dialect is possible only for groups with TP alone, without --pp, --dp and --cp"
-        )
+        raise ValueError("--dialect supports only tensor parallelism: remove --pp, --dp and --cp")
     if spec.ranks > 1 and dp > 1:
         raise ValueError(
-            "--dp-ranks and --dp are two ways to give the same ranks; use only one of them"
+            "--dp-ranks and --dp both set the number of data-parallel ranks: use only one of them"
         )
     if wide.shares_experts and pp * cp > 1:
-        raise ValueError("--dp-ranks that share experts can be combined with neither --pp nor --cp")
+        raise ValueError(
+            "--dp-ranks with shared experts (--ep above --tp) cannot be combined with --pp or --cp"
+        )
     planned = PlannedGroup(wide.layout, facts_of(wide.model), domain=MAX_SIZE)
     for finding in layout_findings(planned):
         if finding.is_error:
@@ -255,8 +260,8 @@ def _check_ports(groups: int, port: int, kv_port: int, bootstrap_port: int) -> N
     for option, first in firsts.items():
         if first and first + groups - 1 > 65535:
             raise ValueError(
-                f"{option} {first}: {groups} groups need ports up to {first + groups - 1}, "
-                "which do not exist"
+                f"{option} {first}: {groups} groups need ports up to {first + groups - 1}, but "
+                "65535 is the last port"
             )
 
 
@@ -306,7 +311,7 @@ def _tls(directory: str | None) -> TlsFiles | None:
 def _recompute(policy: str) -> bool:
     if policy not in ("fail", "recompute"):
         raise ValueError(
-            f"unknown action {policy!r} after a failed KV load; known actions: fail, recompute"
+            f"unknown action {policy!r} for KV that fails to arrive; known actions: fail, recompute"
         )
     return policy == "recompute"
 
@@ -314,7 +319,7 @@ def _recompute(policy: str) -> bool:
 def _version(text: str) -> tuple[int, int]:
     major, dot, minor = text.partition(".")
     if not (dot and major.isdecimal() and minor.isdecimal()):
-        raise ValueError(f"the engine version must have a form like 0.33, not {text!r}")
+        raise ValueError(f"the engine version must be two numbers such as 0.33, not {text!r}")
     return int(major), int(minor)
 
 
@@ -324,10 +329,12 @@ def _with_ranks(
     # Return the spec with data-parallel ranks. Raises ValueError for halves of split requests.
     if ranks > 1 and dialect is not None:
         raise ValueError(
-            "--dp-ranks is possible only for groups that serve whole requests, without --dialect"
+            "--dp-ranks cannot be combined with --dialect: such engines serve only whole requests"
         )
     if ranks == 1 and lockstep is not None:
-        raise ValueError("--dp-lockstep and --no-dp-lockstep require --dp-ranks above 1")
+        raise ValueError(
+            "--dp-lockstep and --no-dp-lockstep have no effect without --dp-ranks above 1"
+        )
     return msgspec.structs.replace(spec, ranks=ranks, lockstep=lockstep)
 
 
@@ -342,7 +349,8 @@ def _publishing(
     last = port + 2 * spec.ranks * groups - 1
     if port and last > 65535:
         raise ValueError(
-            f"--kv-events-port {port}: {groups} groups need ports up to {last}, which do not exist"
+            f"--kv-events-port {port}: {groups} groups need ports up to {last}, but 65535 is the "
+            "last port"
         )
     form = "sglang" if dialect == "sglang" else "array" if version < (0, 24) else "map"
     firsts = [port + 2 * spec.ranks * index if port else 0 for index in range(groups)]
@@ -425,5 +433,5 @@ def _ready(member: FleetGroup, as_json: bool) -> str:
 
 
 def main() -> None:
-    """Run `penstock mock` as `python -m mockgpu`."""
+    """Run `penstock mock` with the process's arguments, for `python -m mockgpu`."""
     run_command(mock, sys.argv[1:], "python -m mockgpu", os.environ)

@@ -1,5 +1,4 @@
-"""The places where SGLang's and TensorRT-LLM's HTTP APIs differ from vLLM's: error bodies and some
-fields.
+"""The differences of SGLang's and TensorRT-LLM's HTTP APIs from vLLM's: errors and some fields.
 
 vLLM's own format is in mockgpu/http/openai_format.py. Source: engines.md A (errors, streams).
 """
@@ -24,15 +23,15 @@ class EngineFormat(StrEnum):
 
 
 def engine_of(dialect: str | None) -> EngineFormat:
-    """Return the engine that uses this protocol of prefill/decode handoff; vLLM for None."""
+    """Return the engine that uses this protocol for prefill/decode handoff. None means vLLM."""
     return EngineFormat(dialect) if dialect in ("sglang", "trtllm") else EngineFormat.VLLM
 
 
 def error_body(error: ApiError, engine: EngineFormat, streaming: bool = False) -> bytes:
     """Return the JSON body of an error in the format of the imitated engine.
 
-    The fields are nested in the member `error` by vLLM always, and by SGLang in streams; otherwise
-    they are at the top level.
+    vLLM always nests the fields in an object `error`, and SGLang does so in streams. Otherwise the
+    fields are at the top level.
     """
     if engine is EngineFormat.VLLM:
         return error.body()
@@ -51,7 +50,7 @@ def error_body(error: ApiError, engine: EngineFormat, streaming: bool = False) -
 def with_extra_key(parsed: ParsedRequest) -> ParsedRequest:
     """Return the request with SGLang's `extra_key` merged into its cache salt.
 
-    Requests then share cached blocks only if both `cache_salt` and `extra_key` are equal.
+    Two requests then share cached blocks only if both their `cache_salt` and `extra_key` are equal.
     """
     salt = (parsed.body.cache_salt or "") + (parsed.body.extra_key or "")
     return msgspec.structs.replace(
@@ -60,7 +59,10 @@ def with_extra_key(parsed: ParsedRequest) -> ParsedRequest:
 
 
 def request_schemas(engine: EngineFormat) -> dict[str, Any]:
-    """Return the two request schemas for an engine's OpenAPI page, with property names only."""
+    """Return the request schemas of chats and completions for an engine's OpenAPI page.
+
+    The schemas have only the names of properties.
+    """
     own = frozenset(RequestBody.__struct_fields__) - (
         set() if engine is EngineFormat.SGLANG else {"extra_key"}
     )

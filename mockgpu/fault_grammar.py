@@ -4,10 +4,12 @@
     fault   = name [":" option]... ["@" chance | "@" start "-" [end]]...
     option  = key "=" value | "hang" | "prefill" | "decode"
 
-`start` and `end` are seconds of wall time since the fault was set. Faults take effect in server.py
-(of one request), group.py (lost rank, slow), mockgpu/kill_faults.py (KV of one request),
-mockgpu/handoff/faulty_link.py (bytes between transfer agents) and
-mockgpu/kv_events/kv_event_stream.py (KV events). This module does no I/O.
+For example, `5xx@0.1,stall:after=3@10-20` fails one request in ten, and stalls streams after three
+tokens. The stalls occur from 10 to 20 seconds of wall time after the faults were set.
+
+The effects are in mockgpu/http (one request), group.py (lost rank, slow), kill_faults.py (KV of one
+request), handoff/faulty_link.py (bytes between KV agents) and kv_events/kv_event_stream.py. This
+module does no I/O.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ import msgspec
 
 
 class FaultKind(StrEnum):
-    """The kinds of faults: of the whole group (GROUP_FAULTS), or of one request at a time."""
+    """The kinds of faults.
+
+    GROUP_FAULTS affect the whole engine, the others one request at a time.
+    """
 
     REFUSE = "refuse"
     ERROR = "5xx"
@@ -55,17 +60,16 @@ class FaultKind(StrEnum):
 class InjectedFault(msgspec.Struct, frozen=True):
     """One injected fault: its kind and options, its probability per request, and its period.
 
-    after    amount after which the fault strikes: tokens of the answer, or bytes between transfer
-             agents for faults of the wire
-    status   HTTP status of the answer
+    after    where the fault starts: after so many tokens of the answer, or bytes between KV agents
+    status   HTTP status of the error response
     factor   how many times as long each engine step takes
-    only     which steps the fault `slow` affects: "prefill" (steps with prompt tokens), "decode"
+    only     the steps that the fault `slow` affects: "prefill" (steps with prompt tokens), "decode"
              (other steps), or "" (all steps)
     rank     number of the lost rank
     hang     whether the jobs of a lost rank stop without an error instead of failing
-    chance   probability (0 to 1) that the fault strikes a request
-    start_s  seconds from the injection to the begin of the fault
-    end_s    seconds from the injection to the end of the fault; inf: no end
+    chance   probability (0 to 1) that the fault affects a request
+    start_s  seconds from the injection until the fault begins
+    end_s    seconds from the injection until the fault ends; inf: it does not end
     """
 
     kind: FaultKind
@@ -80,10 +84,10 @@ class InjectedFault(msgspec.Struct, frozen=True):
     end_s: float = inf
 
     def should_strike(self, elapsed_s: float, rng: Random) -> bool:
-        """Return whether the fault strikes a request that arrives now.
+        """Return whether the fault affects a request that arrives now.
 
-        elapsed_s  seconds since the injection; the fault strikes only in its period
-        rng        randomness for the probability `chance`
+        elapsed_s  seconds since the injection; outside the fault's period, the result is False
+        rng        random source for the probability `chance`
         """
         return self.start_s <= elapsed_s < self.end_s and (
             self.chance >= 1 or rng.random() < self.chance
@@ -149,13 +153,16 @@ _OPTIONS: dict[FaultKind, tuple[str, ...]] = {
 
 
 class FaultError(ValueError):
-    """Raised for an invalid fault specification; the message names the part and the reason."""
+    """Raised for an invalid fault specification.
+
+    The message contains the wrong part and the reason.
+    """
 
 
 def parse_faults(spec: str) -> tuple[InjectedFault, ...]:
-    """Parse a fault specification such as `5xx@0.1,stall:after=3@10-20`; "" means no faults.
+    """Parse a fault specification such as `5xx@0.1,stall:after=3@10-20`.
 
-    Raises FaultError if it is invalid.
+    An empty string is no faults. Raises FaultError if the specification is invalid.
     """
     return tuple(_fault(part.strip()) for part in spec.split(",")) if spec.strip() else ()
 
@@ -174,8 +181,8 @@ def _fault(text: str) -> InjectedFault:
         values |= _limit(limit)
     if kind in GROUP_FAULTS and "chance" in values:
         raise FaultError(
-            f"the fault {kind} affects the whole group, so it takes a time window "
-            "and no probability"
+            f"the fault {kind} affects the whole group: give it a period such as @10-20, not a "
+            "probability"
         )
     return msgspec.convert({"kind": kind} | values, InjectedFault)
 
@@ -187,14 +194,14 @@ def _option(kind: FaultKind, text: str) -> dict[str, float | int | bool | str]:
         raise FaultError(f"the fault {kind} has no option {key!r}; its options: {allowed}")
     if key in ("hang", "prefill", "decode"):
         if value:
-            raise FaultError(f"the option {key!r} of a fault takes no value")
+            raise FaultError(f"the option {key!r} of a fault has no value: remove the part after =")
         return {"hang": True} if key == "hang" else {"only": key}
     if key == "x":
         return {"factor": _number(value, "x", least=0.01)}
     number = _number(value, key, least=0)
     if number != int(number) or (key == "status" and not 500 <= number <= 599):
         raise FaultError(
-            f"the fault {kind} does not allow the value {value!r} of its option {key!r}"
+            f"the fault {kind} does not allow the value {value!r} for its option {key!r}"
         )
     return {key: int(number)}
 
@@ -207,7 +214,7 @@ def _limit(text: str) -> dict[str, float | int | bool | str]:
             _number(end, "window end", least=0) if end else inf,
         )
         if window[0] >= window[1]:
-            raise FaultError(f"the time window {text!r} of a fault ends before it starts")
+            raise FaultError(f"the period {text!r} of a fault ends before it starts")
         return {"start_s": window[0], "end_s": window[1]}
     chance = _number(text.removeprefix("p="), "chance", least=0)
     if not 0 < chance <= 1:

@@ -26,7 +26,7 @@ KEEP_ALIVE_S = 5.0
 
 
 class GroupListener:
-    """The listening port of one mock engine, which faults can close and open again."""
+    """The listening port of one mock engine. Faults can close it and open it again."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host = host
@@ -39,7 +39,8 @@ class GroupListener:
     async def start(self, server: web.Server) -> None:
         """Start to listen for HTTP connections.
 
-        Port 0 picks a free port and keeps it. Raises OSError if the port is taken.
+        Port 0 chooses a free port, which a later `open()` uses again. Raises OSError if the port is
+        in use.
         """
         self._server, self._is_open = server, True
         await self._listen(server)
@@ -63,14 +64,14 @@ class GroupListener:
                 connection.force_close()
 
     def open(self) -> None:
-        """Start to listen on the same port again, in a task of the event loop."""
+        """Start to listen on the same port again, in a background task."""
         self._is_open = True
         opening = self._opening is not None and not self._opening.done()
         if self._listening is None and self._server is not None and not opening:
             self._opening = asyncio.ensure_future(self._listen(self._server))
 
     async def wait_rebound(self) -> None:
-        """Wait until a pending `open()` has bound the port again."""
+        """Wait until the background task of `open()` listens on the port."""
         if self._opening is not None:
             await asyncio.wait((self._opening,))
 
@@ -78,7 +79,8 @@ class GroupListener:
 class FleetGroup:
     """One mock engine of a fleet, with its HTTP server, faults and port.
 
-    `pd_role` is its half of split (prefill/decode) requests; None if it serves whole requests only.
+    `pd_role` serves one half (prefill or decode) of split requests. It is None if the engine serves
+    only whole requests.
     """
 
     def __init__(
@@ -104,7 +106,10 @@ class FleetGroup:
         self.server = MockServer(self.group, self.faults, self.pd_role)
 
     def app(self) -> web.Application:
-        """Return the HTTP application, which dispatches requests to the ranks if there are more."""
+        """Return the HTTP application.
+
+        If the engine has several ranks, it dispatches requests to them.
+        """
         if len(self.ranks) == 1:
             return self.server.app()
         servers = [MockServer(group, self.faults) for group in self.ranks[1:]]
@@ -117,7 +122,10 @@ class FleetGroup:
                 group.kv_events.close()
 
     async def close_store(self) -> None:
-        """Leave the store of KV, and release memory that no P/D role has."""
+        """Disconnect from the store of KV blocks, and release the engine's memory.
+
+        The memory of an engine with a prefill or decode role is released by its PdRole.
+        """
         if self.kv_store is not None:
             await self.kv_store.close()
             if self.pd_role is None and self.group.memory is not None:
@@ -207,12 +215,12 @@ async def run_fleet(
 
     specs         the parameters of each engine
     host          address to listen on
-    port          port of the first engine; the others get the next ones. 0: free ports
-    fault         faults to inject from the start (fault_grammar.py)
+    port          port of the first engine, and the others use the following ports; 0: free ports
+    fault         specification of faults to inject from the start (fault_grammar.py)
     seed          random seed for faults with a probability
     keep_alive_s  seconds after which an idle client connection is closed
 
-    Raises OSError if a port is taken, and FaultError for an invalid fault specification.
+    Raises OSError if a port is in use, and FaultError if the fault specification is invalid.
     """
     # Inproc agents need a shared wire.
     wire = _wire() if any(_inproc(spec) for spec in specs) else None

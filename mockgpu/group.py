@@ -1,8 +1,8 @@
-"""TpGroup: one running mock engine with its ranks, scheduler, step-time model and clock.
+"""TpGroup: one running mock engine with its ranks (GPUs), scheduler, step-time model and clock.
 
-Jobs are submitted, and their tokens are delivered to sinks. All methods run on the event loop
-without awaiting. HTTP is in server.py, the content of a step in scheduler.py, and its duration in
-roofline.py.
+A caller submits jobs, each with a sink, an object that receives the job's tokens. All methods run
+on the event loop without awaiting. HTTP is in mockgpu/http, the content of a step in scheduler.py,
+and its duration in timing/roofline.py.
 """
 
 from __future__ import annotations
@@ -48,25 +48,26 @@ if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's
 class GroupSpec(msgspec.Struct, frozen=True):
     """The parameters of one mock engine (TP group).
 
-    kv_tokens         size of the KV cache in tokens; None: as many as GPU memory leaves
-    speed             speed-up of the simulated clock; 10: ten times as fast; inf: no waiting
-    stores_responses  whether to keep responses for later requests (Responses API)
+    kv_tokens         size of the KV cache in tokens; None: as many as the GPU memory holds
+    speed             factor by which simulated time is faster than real time; inf: no waiting
+    stores_responses  whether to store responses for later requests (Responses API)
     transfer          options of KV transfer in split requests; None: whole requests only
-    lacks             names of APIs that it does not serve, unlike the imitated engine
-    may_end_from      smallest token limit with which an answer may end before the limit; None:
-                      every answer reaches its limit
-    answer_noise      share (0 to 1) of prompts to which it gives another answer than other engines
-    kv_events         how it publishes KV events; None: it does not
+    lacks             names of APIs that this engine does not serve, unlike the imitated one
+    may_end_from      token limit from which on an answer may end before its limit; None: every
+                      answer reaches its limit
+    answer_noise      fraction (0 to 1) of prompts to which it answers differently from other
+                      engines
+    kv_events         how it publishes KV events; None: it publishes none
     pp                number of pipeline stages
     ep                number of expert-parallel ranks
     dp                number of data-parallel ranks within the engine
     cp                number of context-parallel ranks
     ep_skew           load of the busiest expert rank divided by the mean load, at least 1
-    ranks             number of data-parallel ranks that requests can address, each with a scheduler
-                      and KV of its own
+    ranks             number of data-parallel ranks that requests can address, each with its own
+                      scheduler and KV
     lockstep          whether the steps of these ranks begin and end together; None: yes if they
                       share their experts
-    kv_store          how it uses its host's store of KV blocks; None: it does not
+    kv_store          how it uses its host's store of KV blocks; None: it uses none
     """
 
     served_name: str
@@ -98,26 +99,28 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
     @property
     def shares_experts(self) -> bool:
-        """Return whether the experts are spread over all addressable ranks. Otherwise, each rank
-        has all experts.
+        """Return whether the experts are spread over all addressable ranks.
+
+        If not, every rank has all experts.
         """
         return self.ranks > 1 and self.ep > self.tp
 
     @property
     def is_lockstep(self) -> bool:
-        """Return whether the steps of the addressable ranks begin and end together."""
+        """Return whether the steps of all addressable ranks begin and end together."""
         return self.shares_experts if self.lockstep is None else self.lockstep
 
     @property
     def layout(self) -> Layout:
-        """Return the layout of the whole engine if its ranks share experts, otherwise that of one
-        rank.
+        """Return the layout whose step times apply.
+
+        It is that of the whole engine if its ranks share experts, otherwise that of one rank.
         """
         dp = self.ranks if self.shares_experts else self.dp
         return Layout(self.tp, self.pp, self.ep, dp, self.cp)
 
     def times(self) -> LockstepTimes:
-        """Return the durations of the steps of a group, or of ranks that step together."""
+        """Return the step times of one rank, or of several ranks that step together."""
         options = (self.profile, self.max_num_batched_tokens, self.ep_skew)
         if self.shares_experts and self.is_lockstep:
             return shared_experts_for(self.model, self.gpu, self.layout, *options)
@@ -126,9 +129,10 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
     @property
     def capacity_tokens(self) -> int:
-        """Return the KV capacity in tokens of the engine, or of one of its addressable ranks.
+        """Return the KV cache capacity in tokens of one addressable rank.
 
-        Raises ValueError if the weights do not fit in memory.
+        An engine without such ranks counts as one rank. Raises ValueError if the weights do not fit
+        in GPU memory.
         """
         tokens = self.kv_tokens
         if tokens is None:
@@ -138,30 +142,30 @@ class GroupSpec(msgspec.Struct, frozen=True):
         if tokens < BLOCK_TOKENS:
             raise ValueError(
                 f"the model {self.model.name} does not fit on {self.layout.gpus} x "
-                f"{self.gpu.name}: no memory is left for KV"
+                f"{self.gpu.name}: no memory is left for the KV cache"
             )
         return tokens
 
     @property
     def context(self) -> int:
-        """Return the largest number of tokens that prompt and answer may have together."""
+        """Return the maximum number of tokens of a prompt and its answer together."""
         return min(self.model.max_context, self.capacity_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
 
 
 class TokenSink(Protocol):
-    """Receives the generated tokens of one job.
+    """The interface that receives the generated tokens of one job.
 
-    Its methods are called within an engine step and must not block.
+    The engine calls its methods within a step, so they must not block.
     """
 
     def on_token(self) -> None: ...
 
     def on_end(self) -> None:
-        """Handle the end of the job, after its last token was delivered."""
+        """Handle the end of the job. Called after its last token."""
         ...
 
     def on_failure(self, error: ApiError) -> None:
-        """Handle the failure of the job, which delivers no more tokens."""
+        """Handle the failure of the job. No more tokens follow."""
         ...
 
 
@@ -177,9 +181,9 @@ class _Live:
 class TpGroup:
     """One running mock engine: its scheduler, the health of its ranks (GPUs), and its step timer.
 
-    A data-parallel rank that requests can address is a group too. Those in lockstep share a timer,
-    and a fault of one strikes all. `memory` and `kv_handoff` are set if it transfers KV, and
-    `kv_events` if it publishes KV events.
+    Each addressable data-parallel rank has a TpGroup of its own. Ranks in lockstep share one timer,
+    and a fault of one stops all of them. `memory` and `kv_handoff` are set if the engine transfers
+    KV, and `kv_events` if it publishes KV events.
     """
 
     def __init__(
@@ -227,13 +231,13 @@ class TpGroup:
     def is_dead(self) -> bool:
         """Return whether a rank (GPU) is lost.
 
-        One is enough, because every layer needs all ranks.
+        One lost rank stops the engine, because every layer needs all ranks.
         """
         return not all(self._ranks_up)
 
     @property
     def reads_tokens(self) -> bool:
-        """Return whether it needs the tokens of its jobs, for KV events or a store of KV."""
+        """Return whether the engine needs the tokens of its jobs, for KV events or a KV store."""
         return self.kv_events is not None or self.kv_store is not None
 
     @property
@@ -241,7 +245,7 @@ class TpGroup:
         return len(self._live)
 
     def submit(self, job: Job, sink: TokenSink, reason: str) -> None:
-        """Submit a job, whose tokens go to `sink`. `reason` is the finish reason it will have.
+        """Submit a job. Its tokens go to `sink`, and its finish reason will be `reason`.
 
         Raises ApiError 500 if the engine is dead, and 503 if its queue is full.
         """
@@ -266,13 +270,16 @@ class TpGroup:
             self._enter(job)
 
     def mark_fault(self, job: Job, fault: InjectedFault) -> None:
-        """Mark a job, so that a fault hits it: its KV, or the engine while the job runs."""
+        """Mark a job for a fault that will affect its KV, or the engine while the job runs."""
         if self._kill_faults is None:
             self._kill_faults = KillFaults(self, self._loop)
         self._kill_faults.mark(job, fault)
 
     def abort(self, job: Job) -> None:
-        """Remove a job whose client has left, and free its KV. Do nothing if the job has ended."""
+        """Remove a job whose client has disconnected, and free its KV.
+
+        Does nothing if the job has ended.
+        """
         live = self._live.pop(job, None) or self._awaiting_fetch.pop(job, None)
         if self._kill_faults is not None:
             self._kill_faults.forget(job)
@@ -289,7 +296,8 @@ class TpGroup:
         self.wake()
 
     def fail_rank(self, rank: int, hang: bool = False) -> None:
-        """Simulate the loss of a GPU: all jobs fail, or with `hang` they stop without an error.
+        """Simulate the loss of a GPU: all jobs fail. With `hang`, they stop without an error
+        instead.
 
         Data-parallel ranks in lockstep fail together, because each waits for the others.
         """
@@ -342,7 +350,7 @@ class TpGroup:
             live.sink.on_failure(ApiError(500, reason))
 
     def on_blocks_taken(self, job: Job, end: TransferOutcome) -> None:
-        """End a prefill job whose response waited until its KV was fetched.
+        """End a prefill job that sends its response only after its KV was fetched.
 
         If the transfer failed, the job fails.
         """
@@ -357,7 +365,7 @@ class TpGroup:
 
     @property
     def queued(self) -> int:
-        """The number of requests that wait in the API server or the scheduler."""
+        """Return the number of requests that wait in the API server or the scheduler."""
         return self.scheduler.queued + sum(
             live.entering is not None for live in self._live.values()
         )
@@ -396,12 +404,14 @@ class TpGroup:
         return plan
 
     def on_step_timed(self, plan: StepPlan, step_s: float) -> None:
-        """Tell the faults of single jobs how long the step that begins now will take."""
+        """Report the duration of the step that begins now to the faults that stop an engine in
+        a step.
+        """
         if self._kill_faults is not None:
             self._kill_faults.on_step_planned(plan, step_s)
 
     def finish_step(self, plan: StepPlan, step_s: float) -> None:
-        """Deliver the tokens of a step of `step_s` seconds that has just ended."""
+        """Deliver the tokens of a step that has just ended after `step_s` seconds."""
         decoding = list(self.scheduler.decoding)
         if self.memory is not None:
             self._read_back(self.memory, plan.chunks)

@@ -1,6 +1,7 @@
-"""The faults of one mock engine: when they begin and end, and which one hits a request.
+"""The active faults of one mock engine: when each begins and ends, and which requests it affects.
 
-The syntax is in mockgpu/fault_grammar.py. Timers begin and end the faults of the whole engine.
+The syntax is in mockgpu/fault_grammar.py. Timers begin and end the faults that affect the whole
+engine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _ON_THE_WIRE = _STALLING | WIRE_FAULTS
 
 
 class FaultyListener(Protocol):
-    """A listening port that an injected fault can close and open again."""
+    """The interface to a listening port that an injected fault can close and open again."""
 
     def shut(self) -> None: ...
 
@@ -40,19 +41,15 @@ class FaultyListener(Protocol):
 
 
 class FaultyConnection(Protocol):
-    """The network connection between an engine's KV transfer agent and its peers."""
+    """The interface to the connections between an engine's KV transfer agent and its peers."""
 
     @property
     def supports_faults(self) -> bool:
-        """Return whether faults can be injected, which needs a relay that all bytes pass
-        through.
-        """
+        """Return whether faults can be injected: all bytes must pass through a relay."""
         ...
 
     def set_fault(self, fault: InjectedFault | None) -> None:
-        """Apply this fault to the connection from now on, or heal the connection if `fault` is
-        None.
-        """
+        """Apply this fault to the connections from now on. None ends the fault."""
         ...
 
 
@@ -80,17 +77,17 @@ class GroupFaults:
         self._reconnected: asyncio.Event | None = None
 
     async def wait_reachable(self) -> None:
-        """Wait until the mock engine is reachable.
+        """Wait until the mock engine is reachable over the network.
 
-        Returns at once unless a partition fault is active.
+        Only the fault `partition` makes it unreachable; otherwise the call returns immediately.
         """
         while self._reconnected is not None:
             await self._reconnected.wait()
 
     def apply(self, spec: str) -> None:
-        """Replace all faults by those of a specification; "" heals the engine.
+        """Replace all faults by those of a specification. An empty one ends all faults.
 
-        Raises FaultError if it is invalid. The earlier faults then stay active.
+        Raises FaultError if the specification is invalid. The earlier faults then stay active.
         """
         faults = parse_faults(spec)
         self.check(faults)
@@ -106,17 +103,17 @@ class GroupFaults:
             self._wires is None or not self._wires.supports_faults
         ):
             raise FaultError(
-                "faults of KV connections are possible only for a group that transfers KV over tcp"
+                "faults of KV connections need an engine that transfers KV over tcp; start it "
+                "with --wire-faults"
             )
         if any(fault.kind in EVENT_FAULTS for fault in faults) and self._group.kv_events is None:
             raise FaultError(
-                "faults of KV events are possible only for a group with --kv-events-port"
+                "faults of KV events need an engine that publishes them; start it with "
+                "--kv-events-port"
             )
 
     def clear(self) -> None:
-        """End all faults of the mock engine, and restart it if a fault or a bad request killed
-        it.
-        """
+        """End all faults of the mock engine. Restart it if a fault or a bad request stopped it."""
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
@@ -127,7 +124,7 @@ class GroupFaults:
         self.spec, self._faults = "", ()
 
     def pick_fault(self) -> InjectedFault | None:
-        """Return the first fault that hits the arriving request, or None."""
+        """Return the first fault that affects the arriving request; None: no fault does."""
         elapsed_s = self._loop.time() - self._set_at
         for fault in self._faults:
             if fault.kind not in _NOT_OF_REQUESTS and fault.should_strike(elapsed_s, self._rng):
@@ -135,7 +132,7 @@ class GroupFaults:
         return None
 
     def strikes_events(self, kind: FaultKind) -> bool:
-        """Return whether an injected fault of this kind hits the next KV event message."""
+        """Return whether an injected fault of this kind affects the next KV event message."""
         elapsed_s = self._loop.time() - self._set_at
         return any(
             fault.kind is kind and fault.should_strike(elapsed_s, self._rng)

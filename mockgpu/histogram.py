@@ -1,4 +1,4 @@
-"""Counts values for a Prometheus histogram, with one integer per bucket."""
+"""A Prometheus histogram that counts values with one integer per bucket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 class BucketHistogram:
     """A Prometheus histogram: the number of observed values per bucket, and the sum of the values.
 
-    Buckets are made cumulative only when they are rendered.
+    Each count is that of one bucket alone. Rendering makes the counts cumulative, as Prometheus
+    demands.
     """
 
     __slots__ = ("_counts", "bounds", "sum")

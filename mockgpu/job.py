@@ -1,4 +1,4 @@
-"""The values that the scheduler works on: jobs, their states, step plans and step outcomes."""
+"""The data of the scheduler: jobs, their states, the plan of a step, and its outcome."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's
 
 
 class JobState(Enum):
-    """The state of a job: WAITING -> PREFILL -> DECODE -> DONE. Preemption returns it to WAITING.
+    """The state of a job.
 
-    A job with KV from another engine or from the host's store: WAITING -> FETCHING -> FETCHED ->
-    PREFILL (of the tokens that are missing) -> DECODE -> DONE.
+        WAITING -> PREFILL -> DECODE -> DONE
+        WAITING -> FETCHING -> FETCHED -> PREFILL -> DECODE -> DONE
+
+    The second line is a job whose KV comes from another engine or from the host's store. It
+    prefills only the missing tokens. A preempted job returns to WAITING.
     """
 
     WAITING = auto()
@@ -30,43 +33,43 @@ class JobState(Enum):
 
 
 class Content(Protocol):
-    """The content of a job's KV, and the answer text that depends on it."""
+    """The interface to the simulated KV of one job, and to the answer text that depends on it."""
 
     def states(self, start: int, end: int) -> Words:
-        """Return the KV words, one per token, of tokens `start` to `end` - 1 of prompt and answer.
+        """Return the KV of tokens `start` to `end` - 1 of prompt and answer, one word per token.
 
         mockgpu/kv_contents.py defines the words.
         """
         ...
 
     def replace_text(self, taint: int) -> None:
-        """Replace the answer, because the KV of its prompt is wrong; `taint` is the error's
-        digest.
+        """Replace the answer, because the KV of its prompt is wrong.
+
+        `taint` is a digest of the wrong KV. Equal digests lead to equal answers.
         """
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One sequence (prompt and answer) to compute. The scheduler owns it once it is added.
+    """One sequence (a prompt and its answer) to compute. After `add()`, the scheduler owns it.
 
-    keys             keys of the full blocks of prompt and output; blocks without a key are not
+    keys             keys of the full blocks of prompt and output. Blocks without a key are not
                      cached
-    computed         number of its tokens (of the prompt; after a preemption, also of the output)
-                     whose KV is present or planned
-    cached           prompt tokens found in the prefix cache when first admitted; -1 before that
-    generated_count  output tokens so far, current only while not decoding; see
-                     `Scheduler.count_output()`
-    origin           while decoding: the scheduler's tick (step counter) minus the output tokens
-    leg              its half of a split request. PrefillLeg: another engine fetches its KV at its
-                     end; DecodeLeg: its KV comes from another engine; None: it is not split
-    content          content of its KV; None in an engine that stores no KV bytes
+    computed         tokens whose KV is present or planned: of the prompt, and after a preemption
+                     also of the output
+    cached           prompt tokens found in the prefix cache at admission; -1 before
+    generated_count  output tokens so far. Outdated while decoding: use `Scheduler.count_output()`
+    origin           while decoding: the scheduler's step counter minus the number of output tokens
+    leg              which half of a split request it is. PrefillLeg: another engine fetches its KV.
+                     DecodeLeg: its KV comes from another engine. None: it is a whole request
+    content          content of its KV; None: the engine stores no KV bytes
     keeps_blocks     whether its blocks stay allocated at its end, until `Scheduler.release_kept()`
     offered          set at its end: the description of its KV for the other engine
-    tokens           tokens of prompt and output, four bytes each; only if the engine publishes KV
-                     events or uses a store of KV
-    salt             cache salt, under the same condition
-    restores         whether the beginning of its prompt is looked up in the store of KV
+    tokens           prompt and output, four bytes per token. Set only if the engine publishes KV
+                     events or uses a KV store
+    salt             cache salt, set under the same condition
+    restores         whether to look up the beginning of its prompt in the KV store
     """
 
     prompt_tokens: int
@@ -89,15 +92,15 @@ class Job:
 
     @property
     def known_tokens(self) -> int:
-        """Return the number of tokens that a prefill must compute: the prompt and, after
-        preemption, the output.
+        """Return how many tokens a prefill must compute: the prompt, plus the output if
+        preempted.
         """
         return self.prompt_tokens + self.generated_count
 
 
 @dataclass(slots=True)
 class PrefillChunk:
-    """The part of a prompt that is computed in one step: tokens [start, start + tokens)."""
+    """The part of a prompt that one step computes: tokens `start` to `start + tokens` - 1."""
 
     job: Job
     start: int
@@ -109,9 +112,9 @@ class PrefillChunk:
 class StepPlan:
     """The work of one engine step.
 
-    chunks          the parts of prompts that are computed
-    decode_seqs     number of jobs that decode
-    decode_context  sum of their contexts, in tokens
+    chunks          the parts of prompts to compute
+    decode_seqs     number of jobs that decode one token each
+    decode_context  sum of the contexts of these jobs, in tokens
     """
 
     chunks: list[PrefillChunk]
@@ -133,7 +136,7 @@ class StepOutcome:
     """The result of one engine step.
 
     first_token_jobs  jobs that got their first output token
-    decoded           number of output tokens of decoding jobs
+    decoded           number of output tokens of jobs that were already decoding
     ended             jobs that have ended
     """
 

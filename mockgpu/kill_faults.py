@@ -1,7 +1,7 @@
-"""Faults that hit one request: corrupted or lost KV, and an engine that dies during the request.
+"""Faults of one request: corrupted or lost KV, or an engine that dies while it serves the request.
 
-mockgpu/fault_grammar.py parses these faults and decides which requests they hit. An engine creates
-this object when the first such fault strikes, so that healthy engines pay nothing.
+mockgpu/fault_grammar.py parses these faults. An engine creates this object only when the first such
+fault occurs, so that healthy engines pay nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ WATCH_S = 0.0005
 
 
 class FaultTarget(Protocol):
-    """What the faults of single requests use of a mock engine: its jobs, its KV, and a way to end
-    it.
+    """The interface of a mock engine that its KillFaults use: its jobs, its KV, and a way to
+    stop it.
     """
 
     scheduler: Scheduler
@@ -34,10 +34,10 @@ class FaultTarget(Protocol):
 
 
 class KillFaults:
-    """The faults that will hit single jobs of one mock engine.
+    """The faults that will affect single jobs of one mock engine, at most one per job.
 
-    Each job has at most one. It takes effect at a certain event of the job: a step, the end of its
-    prompt, an offer of its KV, or a transfer.
+    A fault waits for an event of its job: a step, the end of its prompt, the offer of its KV to
+    another engine, or a KV transfer.
     """
 
     def __init__(self, target: FaultTarget, loop: asyncio.AbstractEventLoop) -> None:
@@ -52,13 +52,13 @@ class KillFaults:
         self._fault_by_job.pop(job, None)
 
     def on_step_planned(self, plan: StepPlan, step_s: float) -> None:
-        """Kill the engine half-way through the step if a prompt in the step is marked for it."""
+        """Stop the engine half-way through the step if the step prefills a job marked for that."""
         for chunk in plan.chunks:
             if self._kind(chunk.job) is FaultKind.DIE_IN_PREFILL:
                 self._loop.call_later(step_s / 2, self._target.fail_rank, 0)
 
     def on_step_done(self) -> None:
-        """Kill the engine if a job marked to die while decoding has generated enough tokens."""
+        """Stop the engine if a job marked to die while decoding has generated enough tokens."""
         scheduler = self._target.scheduler
         for job, fault in list(self._fault_by_job.items()):
             if fault.kind is FaultKind.DIE_MID_DECODE and scheduler.count_output(job) > fault.after:
@@ -74,14 +74,14 @@ class KillFaults:
             region.bytes[block * region.block_bytes] ^= 1
 
     def loses_offer(self, job: Job) -> bool:
-        """Return whether the job's KV is to be lost as soon as it is offered to another engine."""
+        """Return whether the job's KV must be lost as soon as it is offered to another engine."""
         return self._kind(job) is FaultKind.KV_LOST
 
     def on_transfer(self, job: Job, under_way: Callable[[Job], bool | None]) -> None:
-        """Kill the engine while a job's KV is being transferred, if the job is marked for it.
+        """Stop the engine while a job's KV is being transferred, if the job is marked for that.
 
-        `under_way` is polled: it returns False before the transfer, True during it, and None after
-        it. If the transfer both begins and ends between two polls, the engine is not killed.
+        `under_way()` is polled. It returns False before the transfer, True during it, and None
+        after it. A transfer that begins and ends between two polls does not stop the engine.
         """
         if self._kind(job) in (FaultKind.DIE_IN_TRANSFER, FaultKind.DIE_IN_PULL):
             self._watch(job, under_way)

@@ -1,9 +1,11 @@
-"""The content of a mock engine's KV cache: bytes derived from the tokens, and their verification.
+"""The simulated content of a KV cache: bytes that are derived from the tokens and can be verified.
 
-Every token has a state, a 64-bit word that depends on all tokens up to it. Every position in the
-cache (layer, key or value, head, position in the head) has a mask. A cached word is state XOR mask.
-So equal prompts have equal bytes in any layout. A word that is flipped, misplaced or of another
-prompt yields a different state. mockgpu/kv_memory.py owns the memory.
+- Every token has a state, a 64-bit word that depends on all tokens up to it.
+- Every position in the cache (layer, key or value, head, position in the head) has a mask.
+- The cached word is state XOR mask.
+
+So equal prompts have equal bytes in any layout. A word that is flipped, at a wrong position, or
+from another prompt yields another state. mockgpu/kv_memory.py owns the memory.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ def _mix(words: Words) -> Words:
 
 
 def scaled_layout(model: Llm, tp: int, scale: float = DEFAULT_SCALE) -> KvLayout:
-    """Return the model's KV cache layout, reduced to about `scale` of its bytes.
+    """Return a smaller copy of the model's KV cache layout, with about `scale` of its bytes.
 
-    First the head size is reduced, then the number of layers. Heads, ranks, dtype and MLA stay, so
-    that resharding between layouts stays realistic. Raises ValueError for a scale outside (0, 1],
-    or ranks that do not fit the heads.
+    It reduces the head size first, then the number of layers. Heads, ranks, dtype and MLA stay the
+    same, so that transfers between different layouts stay realistic. Raises ValueError if `scale`
+    is not in (0, 1], or if the heads cannot be divided among the ranks.
     """
     if not 0 < scale <= 1:
         raise ValueError(f"the KV scale must be above 0 and at most 1, not {scale}")
@@ -53,13 +55,14 @@ def scaled_layout(model: Llm, tp: int, scale: float = DEFAULT_SCALE) -> KvLayout
 
 
 def token_states(tokens: bytes, keys: Sequence[int]) -> Words:
-    """Return the simulated KV of each token: a state of 64 bits, shape [tokens].
+    """Return the simulated KV of each token: a state of 64 bits. Shape: [tokens].
 
-    A state depends on the token and on all tokens before it, as real KV does. Within a block it is
-    a running sum of hashes of (token, position), which starts from the key of the block before.
+    As in a real model, a state depends on the token and on all tokens before it. Within a block, it
+    is a running sum of hashes of (token, position). The sum starts with the key of the block
+    before.
 
-    tokens  the tokens as bytes, four for each
-    keys    chained keys of at least the full blocks (text.py)
+    tokens  the tokens, four bytes each
+    keys    keys of at least all full blocks (mock_tokenizer.py)
     """
     n = token_count(tokens)
     blocks = blocks_for(n)
@@ -76,8 +79,8 @@ def token_states(tokens: bytes, keys: Sequence[int]) -> Words:
 def slot_masks(layout: KvLayout) -> Words:
     """Return a 64-bit mask for every position of a token's KV: layer, key or value, head, word.
 
-    The mock stores a token's state xor the mask of the position, so a check finds bytes that were
-    written to a wrong position. Shape: [layers, 2 (1 with MLA), KV heads, words per head].
+    The mock stores a token's state XOR the mask of the position. A check thus detects bytes at a
+    wrong position. Shape: [layers, 2 (1 with MLA), KV heads, words per head].
     """
     shape = (layout.layers, layout.parts, layout.kv_heads, layout.row_bytes // WORD_BYTES)
     numbers = np.arange(1, 1 + int(np.prod(shape)), dtype=np.uint64)

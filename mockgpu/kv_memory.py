@@ -1,7 +1,7 @@
-"""KvMemory: the stored bytes of a mock engine's KV cache, one memory region per rank.
+"""KvMemory: the bytes of a mock engine's KV cache, with one memory region per rank (GPU).
 
-Bytes are written as tokens are computed, and verified later. The content is in
-mockgpu/kv_contents.py, ownership of blocks in blocks.py, transfers in kvtransfer.
+Bytes are written when tokens are computed, and verified when they are used. The content is defined
+in mockgpu/kv_contents.py. blocks.py owns the blocks, and kvtransfer moves the bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from mockgpu.kv_contents import WORD_BYTES, Words, slot_masks
 class KvMemory:
     """The KV cache memory of all ranks of one engine.
 
-    Only this class writes to it, except for transfers into blocks reserved for them.
+    Only this class writes to it. The exception are KV transfers, which write to blocks that are
+    reserved for them.
     """
 
     def __init__(self, layout: KvLayout, regions: Sequence[Region]) -> None:
@@ -30,7 +31,9 @@ class KvMemory:
         if len(ranks) != layout.tp or any(
             rank.size % layout.rank_block_bytes(index) for index, rank in enumerate(ranks)
         ):
-            raise ValueError(f"{len(ranks)} arrays cannot hold the KV caches of {layout.tp} ranks")
+            raise ValueError(
+                f"the KV cache of {layout.tp} ranks needs {layout.tp} arrays, not {len(ranks)}"
+            )
         self.layout = layout
         self.regions = regions
         masks = slot_masks(layout)
@@ -41,9 +44,9 @@ class KvMemory:
 
     @classmethod
     def create(cls, layout: KvLayout, blocks: int, name: str) -> KvMemory:
-        """Allocate zeroed memory for `blocks` blocks on every rank.
+        """Allocate zeroed memory for `blocks` KV blocks on every rank.
 
-        The operating system maps a page when it is first written.
+        It uses little memory at first: the operating system maps a page when it is first written.
         """
         return cls(
             layout,
@@ -54,7 +57,10 @@ class KvMemory:
         )
 
     def bump(self, blocks: Sequence[int]) -> None:
-        """Increment the generation numbers of KV blocks that are about to get new content."""
+        """Increment the generation numbers of KV blocks that will get new content.
+
+        A transfer of the old content detects by the number that the block has changed.
+        """
         if blocks:
             for region in self.regions:
                 region.bump(blocks)
@@ -75,13 +81,13 @@ class KvMemory:
                 view[chosen, :, :, :, first:last] = part[:, None, None, None, :, None] ^ masks
 
     def taint(self, blocks: Sequence[int], states: Words) -> int:
-        """Verify the KV of a prompt's first tokens.
+        """Verify the KV of the first tokens of a prompt on all ranks.
 
-        blocks  the blocks with the KV
-        states  the expected states of these tokens (kv_contents.token_states)
+        blocks  the blocks that store the KV
+        states  the expected state of each token (kv_contents.token_states)
 
-        Returns 0 if it is correct, otherwise a digest of the errors. On every rank, the bytes are
-        unmasked and compared with the tokens' states in each layer, head and replica.
+        Returns 0 if all bytes are correct, otherwise a digest of the errors. Every layer, head and
+        copy of the KV is compared.
         """
         digest = 0
         for rank, (view, masks) in enumerate(zip(self._views, self._masks, strict=True)):

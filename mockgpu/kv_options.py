@@ -1,4 +1,4 @@
-"""The options of a mock engine that sends or receives KV, or keeps it in a store."""
+"""The options of a mock engine that sends or receives KV, or uses a KV store."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ TRANSPORTS = ("auto", "tcp", "shm", "inproc")
 class TransferSpec(msgspec.Struct, frozen=True):
     """The KV transfer options of one mock engine.
 
-    port            port of its KV transfer agent; 0: any free one
-    key             secret that the agents of a fleet share
+    port            port of its KV transfer agent; 0: any free port
+    key             secret that all agents of a fleet share
     scale           stored bytes per byte of the real model's KV, in (0, 1]
     gbps            simulated link speed in gigabits per second, for the real model's KV; inf: no
                     limit
-    lease_s         seconds for which a prefill engine keeps KV that a decode engine will fetch,
-                    unless a heartbeat extends them
-    wait_s          maximum seconds that both engines wait in protocols where the prefill engine
-                    writes the KV (push); None: as the real engine does
-    recompute       whether a decode engine computes KV that fails to arrive; False: the request
-                    fails
-    version         version of the engine, which decides format and compatibility
+    lease_s         seconds for which a prefill engine keeps KV for a decode engine; a heartbeat of
+                    the decode engine extends them
+    wait_s          maximum seconds that each engine waits for the other one if the prefill engine
+                    writes the KV (push); None: the value of the real engine
+    recompute       what a decode engine does if KV fails to arrive. True: compute it; False: fail
+                    the request
+    version         version of the imitated engine, which decides formats and compatibility
     wire_faults     whether peers connect through a relay that can inject faults (tcp only)
-    bootstrap_port  port of a prefill engine's bootstrap server (Mooncake, SGLang); 0: any free one
-    tls             certificates for its TCP links; None: no TLS
+    bootstrap_port  port of a prefill engine's bootstrap server (Mooncake, SGLang); 0: any free port
+    tls             certificates for its TCP connections; None: no TLS
     """
 
     dialect: str = "vllm_nixl"
@@ -49,7 +49,7 @@ class TransferSpec(msgspec.Struct, frozen=True):
     tls: TlsFiles | None = None
 
     def validate(self) -> TransferSpec:
-        """Return these options unchanged if they are valid. Raises ValueError otherwise."""
+        """Check these options, and return them unchanged. Raises ValueError if one is invalid."""
         if self.dialect not in DIALECTS:
             raise ValueError(
                 f"unknown handoff dialect {self.dialect!r}; known dialects: {', '.join(DIALECTS)}"
@@ -61,13 +61,18 @@ class TransferSpec(msgspec.Struct, frozen=True):
             )
         if not 0 < self.scale <= 1 or not self.gbps > 0 or not self.lease_s > 0:
             raise ValueError(
-                "the KV scale must be above 0 and at most 1, and link speed and "
-                "lease must be positive"
+                "the KV scale must be above 0 and at most 1, and link speed and lease must be "
+                "positive"
             )
         if self.wait_s is not None and not self.wait_s > 0:
-            raise ValueError(f"the handoff timeout must be positive, not {self.wait_s}")
+            raise ValueError(
+                "the time that two engines wait for each other must be positive, not "
+                f"{self.wait_s} s"
+            )
         if self.tls is not None and self.transport not in ("auto", "tcp"):
-            raise ValueError(f"TLS for KV requires the transport tcp or auto, not {self.transport}")
+            raise ValueError(
+                f"TLS for KV transfers requires the transport tcp or auto, not {self.transport}"
+            )
         return self
 
 
@@ -75,7 +80,7 @@ class StoreSpec(msgspec.Struct, frozen=True):
     """How a mock engine uses its host's store of KV blocks.
 
     path       path of the store's Unix socket
-    gbps       simulated speed between host memory and the group's GPUs, in gigabits per second for
+    gbps       simulated speed between host memory and the engine's GPUs, in gigabits per second for
                the real model's KV; inf: no limit
     disk_gbps  simulated speed from disk to host memory, in the same unit
     scale      stored bytes per byte of the real model's KV, in (0, 1]

@@ -1,9 +1,11 @@
-"""StoreTier: a mock engine's use of its host's store of KV blocks (kvtransfer/store/).
+"""StoreTier: saves a mock engine's KV blocks in its host's store (kvtransfer/store/), and fetches
+them.
 
-The blocks of an ended request are saved. A prompt whose beginning the store has, beyond the
-engine's own prefix cache, gets as many of those blocks as are faster to get than to compute
-(kvtransfer/store/fetch_rule.py). Bytes really move; the time is that of the model's full KV at the
-simulated speeds.
+- When a request ends, its blocks are saved.
+- When a prompt arrives whose beginning the store has, blocks are fetched as long as that is faster
+  than to compute them (kvtransfer/store/fetch_rule.py).
+
+The bytes really move. The duration is that of the real model's KV at the simulated speeds.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ loop.
 
 
 class StoreOwner(Protocol):
-    """What a StoreTier uses of its mock engine: the scheduler, and the memory with the KV."""
+    """The interface of a mock engine that its StoreTier uses: the scheduler, and the KV memory."""
 
     scheduler: Scheduler
     memory: KvMemory | None
@@ -51,17 +53,18 @@ class StoreOwner(Protocol):
 
 
 class StoreTier:
-    """Saves blocks of one mock engine in the store of its host, and gets them back.
+    """Saves KV blocks of one mock engine in its host's store, and fetches them from there.
 
     owner          the engine
     spec           path and simulated speeds of the store
     token_bytes    KV bytes per token of the real model
-    compatibility  text with what else the bytes of a block depend on: model, layout
-    speed          speed-up of the simulated clock
+    compatibility  text of all that the bytes of a block depend on, such as model and layout.
+                   Engines with different texts share no blocks
+    speed          factor by which simulated time is faster than real time
     run            function that runs blocking calls; None: they run in a thread of this object
     store          the connection to the store
 
-    Raises ValueError if there is no store, or if its slots are too small.
+    Raises ValueError if the store is not running, or if its slots are too small.
     """
 
     def __init__(
@@ -101,28 +104,29 @@ class StoreTier:
         return len(self._tasks)
 
     def announce_on(self, stream: KvEventStream) -> None:
-        """Publish KV events of the blocks that this engine has in the store."""
+        """Publish KV events for the blocks of this engine that are in the store."""
         self._announcer = StoreAnnouncer(stream, self.places)
 
     def fetch(self, job: Job, chunks: Sequence[PrefillChunk]) -> None:
-        """Get the stored beginning of a FETCHING job's prompt, then let the job continue.
+        """Fetch the stored beginning of a FETCHING job's prompt, then let the job continue.
 
-        Blocks are fetched as far as that is faster than to compute them.
-
-        chunks  parts of prompts that the engine computes in the step that begins now; the fetch
-                runs at the same time
+        Blocks are fetched as long as that is faster than to compute them. `chunks` are the parts of
+        prompts in the step that begins now. The fetch runs at the same time.
         """
         step_s = sum(self._rule.compute_s(part.start, part.start + part.tokens) for part in chunks)
         self._spawn(self._fetch(job, step_s))
 
     def on_step(self, plan: StepPlan, step_s: float) -> None:
-        """Learn from a step of `step_s` seconds how fast the engine computes prompts."""
+        """Measure from a step of `step_s` seconds how fast the engine computes prompts."""
         if plan.chunks:
             work = plan.work
             self._rule.on_step(work.prefill_tokens, work.attention_area, step_s)
 
     def save(self, job: Job) -> None:
-        """Save the cached blocks of a job that has just ended; they stay in use until then."""
+        """Save the cached blocks of a job that has just ended.
+
+        The blocks stay in use until saved.
+        """
         pool = self._owner.scheduler.pool
         count = pool.count_hits(job.keys, len(job.keys))
         if not count or not job.tokens:
@@ -219,9 +223,9 @@ class StoreTier:
         return result
 
     async def places(self, keys: Sequence[Key]) -> bytes:
-        """Return one byte per block: the bits of the store's tiers that have it.
+        """Return one byte per block, with one bit for each tier of the store that has the block.
 
-        All are 0 if the connection to the store has failed.
+        All bytes are 0 if the connection to the store has failed.
         """
         return await self._call(lambda client: client.places(keys), bytes(len(keys)))
 
@@ -238,7 +242,7 @@ class StoreTier:
         task.add_done_callback(self._tasks.discard)
 
     def lines(self, labels: str) -> Iterator[str]:
-        """Yield the metrics of the store's use in Prometheus text format."""
+        """Yield the metrics of this engine's use of the store, in Prometheus text format."""
         counters = {
             "vllm:external_prefix_cache_queries": self.queried_tokens,
             "vllm:external_prefix_cache_hits": self.hit_tokens,
@@ -253,7 +257,7 @@ class StoreTier:
             yield f"{name}_total{{{labels}}} {value}"
 
     async def close(self) -> None:
-        """Wait until no call uses the engine's blocks, and disconnect from the store."""
+        """Wait until no call accesses the engine's blocks, then disconnect from the store."""
         if self._announcer is not None:
             self._announcer.close()
         for task in list(self._tasks):

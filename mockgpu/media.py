@@ -1,7 +1,8 @@
 """Renders images, audio and files in messages as a fixed number of tokens.
 
-Real engines count media by their dimensions or durations. Here each one takes MEDIUM_TOKENS tokens,
-which depend on its content: the same image again has the same tokens, and its KV blocks are found.
+Real engines count the tokens of a medium by its size or duration. Here each medium has
+MEDIUM_TOKENS tokens, which depend on its content. So the same image has the same tokens again, and
+its KV is found in the prefix cache.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ _DIGEST_TOKENS = 4  # of four bytes each
 
 
 def render_medium(part: object) -> bytes | None:
-    """Return the tokens of a content part with base64 media, or None if it has none.
+    """Return the tokens of the media in a content part, MEDIUM_TOKENS for each.
 
-    A part with several media has as many times MEDIUM_TOKENS tokens.
+    Returns None if the part has no base64 media.
     """
     if not isinstance(part, dict) or part.get("type") == "text":
         return None
@@ -30,10 +31,9 @@ def render_medium(part: object) -> bytes | None:
 
 
 def render_parts(parts: list[Any]) -> list[bytes] | None:
-    """Return the rendered content parts of a message, or None if none of them has media.
+    """Return the rendered content parts of a message, or None if no part has media.
 
-    A medium, such as an image, takes a whole number of tokens. Text and other parts are not padded
-    to whole tokens here.
+    Text parts are not padded to whole tokens here. Media fill whole tokens already.
     """
     media = [render_medium(part) for part in parts]
     if not any(media):

@@ -1,6 +1,6 @@
-"""An engine's /metrics page: vLLM 0.33's names, labels and buckets, in Prometheus text format.
+"""An engine's /metrics page in Prometheus text format, with the metrics of vLLM 0.33.
 
-Counting costs a few integer additions per step; text is rendered only on request.
+Counting costs a few integer additions per step. The text is built only when a client requests it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 class GroupMetrics:
-    """Metrics of one engine that its scheduler does not count: latencies and finish reasons."""
+    """The metrics of one engine that its scheduler does not count: latencies and finish reasons."""
 
     def __init__(self, model_name: str, rank: int = 0) -> None:
         self.labels = f'model_name="{model_name}",engine="{rank}"'
@@ -70,10 +70,10 @@ class GroupMetrics:
         handoff: KvHandoff | None = None,
         engine: EngineFormat = EngineFormat.VLLM,
     ) -> str:
-        """Return the text of the metrics page, in Prometheus text format.
+        """Return the metrics page, in Prometheus text format.
 
-        handoff  source of the metrics of KV transfers; None: there are none
-        engine   the imitated engine, whose own metrics are added to vLLM's
+        handoff  source of the KV transfer metrics; None: the engine has none
+        engine   the imitated engine; its own metrics are added to vLLM's
         """
         lines = [*self._gauges(scheduler), *self._counters(scheduler), *self._latencies()]
         if handoff is not None:

@@ -1,10 +1,10 @@
-"""Makes tokens and text without a model: four bytes are one token, and the next token is a hash.
+"""Tokens and text without a model: four bytes are one token, and a hash yields the next token.
 
-A token sequence is `bytes`, four per token (token ids: little-endian u32). Every part of a rendered
-prompt fills whole tokens. An answer that is sent back as a message thus has the same tokens again,
-and its KV blocks are found. Generation is greedy: the next token depends only on all tokens before
-it, `seed` and the choice's index. So a prompt with part of its answer continues with the rest of
-it.
+- A token sequence is `bytes`, four per token. Token ids are little-endian u32.
+- Each part of a rendered prompt is padded to whole tokens. So an answer that is sent back as a
+  message has the same tokens again, and its KV is found in the prefix cache.
+- Generation is greedy: the next token depends only on all tokens before it, the request's `seed`
+  and the number of the choice. A prompt that ends in part of an answer continues that answer.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ END_EVERY = 8
 
 
 class GeneratedText(NamedTuple):
-    """The answer of one choice.
+    """The generated answer of one choice.
 
     tokens     the generated tokens, four bytes each
-    keys       block keys of prompt and answer
+    keys       keys of the full KV blocks of prompt and answer
     has_ended  whether the answer ended by itself; False: it was cut at its token limit
     """
 
@@ -66,7 +66,7 @@ def pad_to_tokens(part: bytes) -> bytes:
 
 
 def render_chat(body: Mapping[str, Any]) -> bytes:
-    """Return the rendered prompt of a chat: tools, each message with its role, the assistant's
+    """Return the rendered prompt of a chat: tools, messages with roles, and the assistant's
     prefix.
     """
     parts = []
@@ -102,9 +102,7 @@ def _is_text(part: object) -> bool:
 
 
 def token_bytes(prompt: str | Sequence[int]) -> bytes:
-    """Convert the prompt of a completion to tokens: text is padded to whole tokens, and ids are
-    packed.
-    """
+    """Convert the prompt of a completion to tokens. Text is padded to whole tokens."""
     if isinstance(prompt, str):
         return pad_to_tokens(prompt.encode("utf-8", "surrogatepass"))
     return array("I", prompt).tobytes()
@@ -120,9 +118,10 @@ def token_count(tokens: bytes) -> int:
 
 
 def block_keys(tokens: bytes) -> list[int]:
-    """Return a key for each full block of tokens, which depends on all tokens up to its end.
+    """Return one key (hash) for each full block of tokens.
 
-    Equal keys mean equal tokens up to and including that block.
+    A key depends on all tokens up to the end of its block. Equal keys mean that all these tokens
+    are equal.
     """
     keys, key = [], 0
     for start in range(0, len(tokens) - BLOCK_BYTES + 1, BLOCK_BYTES):
@@ -132,7 +131,7 @@ def block_keys(tokens: bytes) -> list[int]:
 
 
 def salt_keys(keys: list[int], salt: str) -> list[int]:
-    """Return the keys combined with a cache salt, so that they match only keys with that salt."""
+    """Return the keys combined with a cache salt. They match only keys with the same salt."""
     mask = xxh3_64_intdigest(salt.encode()) if salt else 0
     return [key ^ mask for key in keys] if mask else keys
 
@@ -145,7 +144,7 @@ def is_generated(tokens: bytes) -> bool:
 
 
 def variation(seed: int | None, choice: int) -> int:
-    """Return the number that makes this choice differ from others of the same prompt.
+    """Return a number that makes this choice differ from other choices of the same prompt.
 
     It is 0 for the first choice of a request without a seed.
     """
@@ -160,9 +159,9 @@ def generate(
     vary: int = 0,
     at_least: int = 1,
 ) -> GeneratedText:
-    """Generate `limit` tokens after a prompt, or fewer if `may_end` and the answer ends before.
+    """Generate the answer to a prompt: `limit` tokens, or fewer if `may_end` is true.
 
-    prompt_keys  `block_keys(prompt)`
+    prompt_keys  the result of `block_keys(prompt)`
     vary         number that selects one of several possible answers, see `variation()`
     at_least     minimum number of tokens before the answer may end
     """
@@ -183,7 +182,7 @@ def generate(
 
 
 def expected_text(body: Mapping[str, Any], n_tokens: int, choice: int = 0) -> str:
-    """Return the first `n_tokens` tokens of a mock's answer to this request body, for tests."""
+    """Return the first `n_tokens` tokens of a mock engine's answer to this request. For tests."""
     prompt = render_chat(body) if "messages" in body else token_bytes(body["prompt"])
     return generate(
         prompt, block_keys(prompt), n_tokens, False, variation(body.get("seed"), choice)

@@ -1,4 +1,4 @@
-"""Types of the command-line options of `penstock mock`, with their help texts."""
+"""The command-line options of `penstock mock`, with their help texts."""
 
 from __future__ import annotations
 
@@ -11,36 +11,51 @@ Port = Annotated[
     Option(
         min=0,
         max=65535,
-        help="Port of the first engine; the following engines get the next ports. 0: free ports.",
+        help="Port of the first engine; the other engines use the following ports. 0: free ports.",
     ),
 ]
 Tp = Annotated[
     int | None,
     Option(
         min=1,
-        help="Number of GPUs per engine (TP). Default: the first of 1, 4 and 8 "
-        "on which the model fits.",
+        help="Number of GPUs per engine (tensor parallelism, TP). Default: the first of 1, 4 and "
+        "8 on which the model fits.",
     ),
 ]
-Pp = Annotated[int, Option("--pp", min=1, help="Number of pipeline stages per engine (PP).")]
+Pp = Annotated[
+    int,
+    Option(
+        "--pp", min=1, help=("Number of pipeline stages per engine (pipeline parallelism, PP).")
+    ),
+]
 Ep = Annotated[
     int,
     Option(
         "--ep",
         min=1,
-        help="Number of ranks over which the experts of an MoE model are spread (EP).",
+        help=(
+            "Number of ranks over which the experts of an MoE model are spread (expert "
+            "parallelism, EP)."
+        ),
     ),
 ]
 Dp = Annotated[
     int,
-    Option("--dp", min=1, help="Number of ranks with data-parallel attention in one engine (DP)."),
+    Option(
+        "--dp",
+        min=1,
+        help=(
+            "Number of ranks with data-parallel (DP) attention in one engine. Requests cannot "
+            "address them."
+        ),
+    ),
 ]
 Cp = Annotated[
     int,
     Option(
         "--cp",
         min=1,
-        help="Number of ranks that divide the tokens of a prompt (context parallel, CP).",
+        help="Number of ranks that divide the tokens of a prompt (context parallelism, CP).",
     ),
 ]
 EpSkew = Annotated[
@@ -49,66 +64,82 @@ EpSkew = Annotated[
         "--ep-skew",
         min=1,
         max=64,
-        help="Load of the busiest expert rank, divided by the mean load of all ranks.",
+        help=(
+            "Load of the busiest expert rank, divided by the mean load of all expert ranks. 1: "
+            "equal loads."
+        ),
     ),
 ]
 KvTokens = Annotated[
     int | None,
-    Option(min=16, help="Size of the KV cache in tokens. Default: all free memory."),
+    Option(
+        min=16,
+        help=(
+            "Size of the KV cache in tokens. Default: all GPU memory that the model leaves free."
+        ),
+    ),
 ]
 DialectName = Annotated[
     str | None,
     Option(
-        help="Serve one half of split requests, by the handoff protocol of this engine: "
-        "vllm_nixl, vllm_push, penstock, mooncake, sglang or trtllm."
+        help="Serve the prefill or decode half of split requests, with the handoff protocol of "
+        "this engine: vllm_nixl, vllm_push, penstock, mooncake, sglang or trtllm."
     ),
 ]
 KvTransport = Annotated[
     str,
-    Option(help="Transport that moves KV: auto, tcp, shm or inproc (within this process)."),
+    Option(
+        help=(
+            "Transport of KV transfers: auto, tcp, shm (shared memory) or inproc (within this "
+            "process)."
+        )
+    ),
 ]
 KvPort = Annotated[
     int,
     Option(
         min=0,
         max=65535,
-        help="Port of the first engine's KV transfer agent; the following engines get the next "
+        help="Port of the first engine's KV transfer agent; the other engines use the following "
         "ports. 0: free ports.",
     ),
 ]
-KvKey = Annotated[str, Option(help="Secret shared by the KV transfer agents of all engines.")]
+KvKey = Annotated[str, Option(help="Secret that the KV transfer agents of all engines share.")]
 KvTls = Annotated[
     str | None,
     Option(
-        help="Directory with tls.crt, tls.key and ca.crt, for TLS of KV transfers over TCP at "
-        "both ends."
+        help="Directory with tls.crt, tls.key and ca.crt, to encrypt and authenticate KV "
+        "transfers over TCP."
     ),
 ]
 KvScale = Annotated[
     float,
     Option(
-        help="Share (above 0, at most 1) of the model's KV bytes that a mock engine really stores "
-        "and sends. A small share saves memory."
+        help="Fraction (above 0, at most 1) of the model's KV bytes that a mock engine really "
+        "stores and sends. A small fraction saves memory."
     ),
 ]
 KvGbps = Annotated[
     float, Option(help="Simulated KV link speed in gigabits per second. 0: no limit.")
 ]
 KvLease = Annotated[
-    float, Option(help="Seconds for which a prefill engine keeps KV for its decode engine.")
+    float,
+    Option(
+        help=("Seconds for which a prefill engine keeps KV until its decode engine fetches it.")
+    ),
 ]
 HandoffTimeout = Annotated[
     float | None,
     Option(
-        help="Seconds that the prefill and the decode engine wait for each other. Default: "
-        "those of the imitated engine."
+        help="Maximum seconds that the prefill and the decode engine wait for each other. "
+        "Default: the value of the imitated engine."
     ),
 ]
 LoadFailurePolicy = Annotated[
     str,
     Option(
-        help="What to do if the KV of a request does not arrive: fail (the "
-        "request fails) or recompute."
+        help="What to do if the KV of a request does not arrive. fail: fail the request; "
+        "recompute: compute the KV again."
     ),
 ]
 EngineVersion = Annotated[str, Option(help="vLLM version to imitate: 0.20 to 0.33.")]
@@ -117,7 +148,7 @@ DpRanks = Annotated[
     Option(
         min=1,
         max=64,
-        help="Number of data-parallel ranks per group that requests can address, each with its "
+        help="Number of data-parallel ranks per engine that requests can address, each with its "
         "own KV cache.",
     ),
 ]
@@ -126,7 +157,7 @@ DpLockstep = Annotated[
     Option(
         "--dp-lockstep/--no-dp-lockstep",
         help="Whether the steps of all --dp-ranks begin and end together. Default: yes if the "
-        "ranks share their experts (--ep above --tp), else no.",
+        "ranks share their experts (--ep above --tp), otherwise no.",
     ),
 ]
 KvEventsPort = Annotated[
@@ -134,25 +165,30 @@ KvEventsPort = Annotated[
     Option(
         min=0,
         max=65535,
-        help="Publish KV events over ZeroMQ from this port on: two ports per rank, for events "
-        "and replays. 0: free ports. Default: no events.",
+        help="First port for KV events over ZeroMQ; each rank uses two ports, for events and for "
+        "replays. 0: free ports. Default: no events.",
     ),
 ]
 KvStore = Annotated[
     str | None,
-    Option(help="Unix socket of this host's store of KV blocks (python -m kvtransfer.store)."),
+    Option(
+        help=("Path of the Unix socket of this host's KV block store (python -m kvtransfer.store).")
+    ),
 ]
 KvStoreGbps = Annotated[
     str,
     Option(
-        help="Simulated speeds of the store's memory and disk in gigabits per second. 0: no limit."
+        help=(
+            "Simulated speeds of the KV store's memory and disk in gigabits per second, such as "
+            "200,40. 0: no limit."
+        )
     ),
 ]
 WireFaults = Annotated[
     bool,
     Option(
-        help="Allow `penstock chaos` to inject faults into KV connections, "
-        "which then pass through a relay."
+        help="Route KV connections through a relay, so that `penstock chaos` can inject faults "
+        "into them."
     ),
 ]
 ChaosPort = Annotated[
@@ -160,7 +196,10 @@ ChaosPort = Annotated[
     Option(
         min=0,
         max=65535,
-        help="Port on 127.0.0.1 at which `penstock chaos` sets faults. 0: a free port.",
+        help=(
+            "Port on 127.0.0.1 of the server with which `penstock chaos` sets faults. 0: a free "
+            "port."
+        ),
     ),
 ]
 BootstrapPort = Annotated[
@@ -168,49 +207,77 @@ BootstrapPort = Annotated[
     Option(
         min=0,
         max=65535,
-        help="Port of the first engine's bootstrap server (Mooncake, SGLang). 0: free ports.",
+        help=(
+            "Port of the first engine's bootstrap server, where decode engines find it "
+            "(Mooncake, SGLang). 0: free ports."
+        ),
     ),
 ]
 Groups = Annotated[
-    int, Option(min=1, max=256, help="Number of engines (TP groups) to serve, one port each.")
+    int,
+    Option(min=1, max=256, help=("Number of engines (TP groups) to serve. Each has its own port.")),
 ]
 ModelName = Annotated[str, Option(help="Model to serve, by its short or full name.")]
 GpuName = Annotated[str, Option(help="GPU to simulate: a100, h100, h200, b200 or l40s.")]
-Role = Annotated[str, Option(help="Kind of requests to serve: both, prefill or decode.")]
+Role = Annotated[
+    str,
+    Option(
+        help=(
+            "Requests to serve: both (whole requests), or one half of split requests (prefill or "
+            "decode)."
+        )
+    ),
+]
 Speed = Annotated[
     str,
     Option(
-        help="Factor by which simulated time is faster than real time, such as "
-        "10. 0 or inf: no waiting."
+        help="Factor by which simulated time is faster than real time, such as 10. 0 or inf: no "
+        "waiting."
     ),
 ]
 Seed = Annotated[
     int,
-    Option(help="Random seed for faults with a probability: it decides which requests they hit."),
+    Option(
+        help=("Random seed that decides which requests are affected by faults with a probability.")
+    ),
 ]
 FaultSpec = Annotated[
-    str, Option(help="Faults to inject from the start, for example '5xx@0.1,stall:after=3'.")
+    str,
+    Option(
+        help=(
+            "Faults to inject from the start. Example: '5xx@0.1,stall:after=3' fails 10 % of the "
+            "requests and stalls streams after 3 tokens."
+        )
+    ),
 ]
 Host = Annotated[str, Option(help="Address to listen on.")]
 ProfileName = Annotated[
     str,
     Option(
-        help="Engine software whose step times are simulated: 2026 (current), 2023, or harbor "
-        "(2023 with a slow link between GPUs above TP 4)."
+        help="Engine software whose step times are simulated. 2026: current; 2023; harbor: 2023 "
+        "with slow links between GPUs above TP 4."
     ),
 ]
 MaxNumSeqs = Annotated[
-    int, Option(min=1, help="Maximum number of sequences that run at the same time.")
+    int,
+    Option(
+        min=1, help=("Maximum number of sequences that one step computes (vLLM's max_num_seqs).")
+    ),
 ]
 MaxNumBatchedTokens = Annotated[
     int,
-    Option(min=1, help="Maximum number of tokens per step, of prefill and decode together."),
+    Option(
+        min=1,
+        help=(
+            "Maximum number of prefill and decode tokens per step (vLLM's max_num_batched_tokens)."
+        ),
+    ),
 ]
 MaxQueued = Annotated[
     int | None,
     Option(
         min=1,
-        help="Answer new requests with 503 while more than this many are waiting. Default: never.",
+        help="Reject new requests with status 503 while at least this many wait. Default: never.",
     ),
 ]
 KeepAlive = Annotated[
@@ -219,16 +286,16 @@ KeepAlive = Annotated[
 Lacks = Annotated[
     list[str] | None,
     Option(
-        help="API that the engine does not serve: messages or responses; repeat the "
-        "option for both."
+        help="API that the engine does not serve: messages or responses. Repeat the option for "
+        "both."
     ),
 ]
 MayEndFrom = Annotated[
     int | None,
     Option(
         min=1,
-        help="Let requests with max_tokens of at least this number get shorter answers, as from a "
-        "real model. Default: every answer has max_tokens tokens.",
+        help="Let an answer end early, like a real model's, if max_tokens is at least this "
+        "number. Default: every answer has max_tokens tokens.",
     ),
 ]
 AnswerNoise = Annotated[
@@ -236,7 +303,7 @@ AnswerNoise = Annotated[
     Option(
         min=0.0,
         max=1.0,
-        help="Share of prompts (0 to 1) to which this engine answers differently from other "
+        help="Fraction of prompts (0 to 1) to which this engine answers differently from other "
         "engines, as if its weights had a lower precision.",
     ),
 ]
@@ -246,10 +313,15 @@ CachedDetails = Annotated[
 StoresResponses = Annotated[
     bool,
     Option(
-        help="Store responses for later requests, like vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1."
+        help=(
+            "Store responses for later requests, like vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1."
+        )
     ),
 ]
 AsJson = Annotated[
     bool,
-    Option("--json", help="Print one line of JSON per engine (TP group) instead of text."),
+    Option(
+        "--json",
+        help=("Print one JSON object per engine (TP group), one per line, instead of text."),
+    ),
 ]

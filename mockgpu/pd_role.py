@@ -1,8 +1,8 @@
-"""The part of a mock engine that serves one half (prefill or decode) of split requests.
+"""Serves one half (prefill or decode) of split requests in a mock engine.
 
-PdRole holds the engine's KV memory, KV transfer agent, KvHandoff and handoff protocol (dialect). It
-stops when the engine loses a rank. When the ranks return, it starts as a new engine with a new
-identity, a new agent and no offers.
+PdRole owns the engine's KV memory, KV transfer agent, KvHandoff and handoff protocol (dialect).
+When the engine loses a rank, all of it stops. When the ranks return, the role starts with a new
+identity, a new agent and no offers, like a restarted engine.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ PULL_S = 30.0
 
 
 class ProcessWire(InprocWire):
-    """The in-memory connection between KV transfer agents of one process, with a clock of its
-    own.
-    """
+    """The connection between the KV transfer agents of one process. It has its own clock."""
 
     def __init__(self) -> None:
         self._own = ThreadClock("kv-wire")
@@ -61,7 +59,7 @@ class ProcessWire(InprocWire):
 class PdRole:
     """Owns an engine's KV memory, transfer agent, KvHandoff and bootstrap server.
 
-    `wire` connects the agents of one process (transport inproc).
+    `wire` connects the agents of one process. Only the transport inproc uses it.
     """
 
     def __init__(
@@ -97,9 +95,9 @@ class PdRole:
         return self._bootstrap.url
 
     async def start(self) -> None:
-        """Start the engine's transfer agent and bootstrap server.
+        """Start the engine's KV transfer agent and bootstrap server.
 
-        Raises OSError if a port is in use; nothing runs then.
+        Raises OSError if a port is in use. Neither of the two runs then.
         """
         try:
             await self._start()
@@ -168,7 +166,9 @@ class PdRole:
         return agent
 
     async def stop(self) -> None:
-        """Stop the engine's transfer agent, and wait until no transfer uses its KV blocks."""
+        """Stop the engine's KV transfer agent, and wait until no transfer accesses its KV
+        blocks.
+        """
         handoff, self.group.kv_handoff = self.group.kv_handoff, None
         await self._bootstrap.stop()
         self._relay.stop()
@@ -179,12 +179,12 @@ class PdRole:
         self.agent = None
 
     async def wait_applied(self) -> None:
-        """Wait until the last loss or return of ranks has been handled."""
+        """Wait until this role has finished its reaction to the last loss or return of ranks."""
         while self._change_task is not None and not self._change_task.done():
             await asyncio.wait((self._change_task,))
 
     async def close(self) -> None:
-        """Stop the engine for good, and release its memory."""
+        """Stop this role permanently, and release its memory."""
         await self.wait_applied()
         await self.stop()
         await self._resolver.close()
@@ -193,10 +193,11 @@ class PdRole:
     def read(
         self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str
     ) -> ParsedHandoff:
-        """Parse the handoff fields of a request. Raises ApiError if the engine would refuse them.
+        """Parse the handoff fields of a request. Raises ApiError if the real engine would refuse
+        them.
 
-        Raises MalformedHandoffError for malformed fields. These are counted, and kill the engine if
-        they would kill the real one.
+        Raises MalformedHandoffError for malformed fields. They are counted, and stop this engine if
+        they would crash the real one.
         """
         try:
             reading = self.dialect.read(raw, body, headers, request_id, self.identity)
@@ -211,24 +212,24 @@ class PdRole:
 
     @property
     def supports_faults(self) -> bool:
-        """Return whether other engines connect through a relay, which is needed to inject
-        faults.
-        """
+        """Return whether peers connect through a relay, so that faults can be injected."""
         return self.transfer.transport == "tcp" and self.transfer.wire_faults
 
     def set_fault(self, fault: InjectedFault | None) -> None:
-        """Apply a fault to the KV transfer connections, or heal them if `fault` is None."""
+        """Apply a fault to the KV transfer connections. None ends the fault."""
         if self._wire is not None and self._starts and self.agent is not None:
             stalls = fault is not None and fault.kind is FaultKind.WIRE_STALL
             (self._wire.freeze if stalls else self._wire.thaw)(self.agent.address)
         self._relay.set(fault)
 
     def set_url(self, url: str) -> None:
-        """Set the URL of the engine's HTTP server, which other engines use."""
+        """Set the URL of the engine's HTTP server, which is part of the identity sent to other
+        engines.
+        """
         self.identity = msgspec.structs.replace(self.identity, url=url)
 
     def startup_members(self) -> dict[str, Any]:
-        """Return the engine's members of the JSON line that `penstock mock --json` prints."""
+        """Return the fields that this role adds to the output of `penstock mock --json`."""
         return {
             "dialect": self.dialect.name,
             "agent": self.identity.address,
@@ -236,7 +237,10 @@ class PdRole:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return the engine's identity and the KV that it keeps for other engines, for tests."""
+        """Return the engine's identity and its offers, that is, KV kept for other engines.
+
+        For tests.
+        """
         stats = self.agent.stats() if self.agent is not None else {}
         return {
             "dialect": self.dialect.name,
@@ -273,7 +277,8 @@ class PdRole:
         if kind == "inproc":
             if self._wire is None:
                 raise ValueError(
-                    "the transport inproc requires a ProcessWire that connects the agents"
+                    "the transport inproc requires a ProcessWire, which connects the agents of "
+                    "this process"
                 )
             return [Inproc(self._wire)]
         # Agents are reached by TCP, the only address that engines' objects can carry. Shared memory

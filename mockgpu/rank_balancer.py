@@ -1,8 +1,8 @@
-"""RankBalancer: which data-parallel rank gets a request that names none, as inside vLLM.
+"""RankBalancer: chooses the data-parallel rank of a request that does not name one, as vLLM does.
 
-The rank with the smallest `4 * waiting + running` requests is chosen. The counts are those of the
-last statistics, which vLLM's coordinator publishes every 100 ms, plus the requests sent since.
-Prompt lengths and caches play no part. Source: vLLM 0.32, v1/engine/core_client.py.
+It chooses the rank with the smallest `4 * waiting + running` requests. The counts are those of the
+last statistics, which vLLM's coordinator publishes every 100 ms, plus the requests sent since then.
+Prompt lengths and caches have no influence. Source: vLLM 0.32, v1/engine/core_client.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ WAITING_WEIGHT = 4
 class RankBalancer:
     """Chooses ranks by counts of requests that are up to STATISTICS_S seconds old.
 
-    Of ranks with equal scores, each is chosen in turn, so that an idle engine does not give all
-    requests to its first rank.
+    Ranks with equal scores take turns. Otherwise an idle engine would send all requests to its
+    first rank.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -29,9 +29,9 @@ class RankBalancer:
         self._last = ranks - 1
 
     def pick(self, now: float, read: Callable[[], Sequence[tuple[int, int]]]) -> int:
-        """Return the rank of a request that arrives now.
+        """Return the number of the rank for a request that arrives now.
 
-        `read` returns the number of waiting and of running requests of every rank.
+        `read()` returns the numbers of waiting and of running requests of every rank.
         """
         if now - self._read_s >= STATISTICS_S:
             self._counts, self._read_s = list(read()), now

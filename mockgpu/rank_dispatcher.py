@@ -1,7 +1,8 @@
-"""Data-parallel ranks of one mock engine: each has a scheduler, KV blocks and events of its own.
+"""Dispatches requests to the data-parallel ranks of one mock engine.
 
-All ranks serve one port. A request goes to the rank that its header x-data-parallel-rank names, as
-in vLLM and SGLang, or to a rank that the engine chooses (rank_balancer.py).
+Each rank has its own scheduler, KV blocks and KV events, but all ranks share one port. The header
+x-data-parallel-rank of a request selects the rank, as in vLLM and SGLang. Without it, the engine
+chooses the rank (rank_balancer.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _COMPUTING = frozenset(("chat", "completions", "converse", "pool", "listen"))
 
 
 class RankDispatcher:
-    """Dispatches the requests of one engine to the servers of its ranks."""
+    """Dispatches the requests of one engine to the HTTP servers of its data-parallel ranks."""
 
     def __init__(self, servers: Sequence[MockServer]) -> None:
         # `servers` are those of the ranks, in order; the first one owns the port.

@@ -1,6 +1,7 @@
-"""Parses requests as vLLM's OpenAI server does, into a ParsedRequest or an ApiError.
+"""Parses and checks requests as vLLM's OpenAI server does.
 
-Responses are in mockgpu/http/openai_format.py; the text of prompts and answers is in text.py.
+The result is a ParsedRequest, or an ApiError is raised. Responses are built in
+mockgpu/http/openai_format.py, the text of prompts and answers in mock_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An error response in vLLM's format; `code` is the HTTP status.
+    """An error response in vLLM's format.
 
-    The body is `{"error": {message, type, param, code}}`.
+    `code` is the HTTP status. The body is `{"error": {message, type, param, code}}`.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
@@ -61,7 +62,7 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """Return the error type, as vLLM names it."""
+        """Return the error type that vLLM uses for this status, such as "BadRequestError"."""
         return _TYPES.get(self.status, "InternalServerError")
 
     def body(self) -> bytes:
@@ -75,9 +76,9 @@ class ApiError(Exception):
 
 
 class MalformedHandoffError(ApiError):
-    """Raised for a request with unusable fields for the handoff between prefill and decode.
+    """Raised for a request whose prefill/decode handoff fields are malformed.
 
-    fatal  whether the real engine would exit instead of answering (reference engines.md B.0)
+    fatal  whether the real engine would crash instead of sending an error (engines.md B.0)
     """
 
     def __init__(self, what: str, fatal: bool = False, status: int = 500) -> None:
@@ -103,7 +104,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class RequestBody(msgspec.Struct, frozen=True):
     """The fields of a chat or completion request that the mock uses or checks.
 
-    Other fields are ignored.
+    All other fields are ignored.
     """
 
     model: str | None = None
@@ -151,9 +152,9 @@ class RequestBody(msgspec.Struct, frozen=True):
 class ParsedHandoff(msgspec.Struct, frozen=True):
     """The handoff fields of a request, as the engine's handoff protocol interprets them.
 
-    leg         which half of a split request it is; None: a whole request
+    leg         which half of a split request it is; None: it is a whole request
     prompt      the prompt as tokens, if the other engine has already rendered it
-    one_token   whether the engine stops after the first token, whatever the request says
+    one_token   whether the engine stops after the first token, whatever limit the request has
     """
 
     leg: PrefillLeg | DecodeLeg | None = None
@@ -165,9 +166,9 @@ NO_LEG = ParsedHandoff()
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """A checked request: one or more prompts as tokens, `n` choices each, and response options.
+    """A valid request: its prompts as tokens, `n` choices for each, and response options.
 
-    answer_noise  share of prompts whose answers differ from those of other engines
+    answer_noise  fraction of prompts whose answers differ from those of other engines
     """
 
     id: str
@@ -190,14 +191,14 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
     @property
     def tool(self) -> str | None:
-        """Return the name of the tool that the answer calls, or None if the answer is text."""
+        """Return the name of the tool that the answer will call; None: the answer is text."""
         return self.form.tool
 
     @property
     def wants_logprobs(self) -> bool:
         """Return whether the client requests log probabilities of tokens.
 
-        A completion's `logprobs: 0` means yes.
+        In a completion request, `logprobs: 0` requests them as well.
         """
         logprobs = self.body.logprobs
         return bool(logprobs) if self.chat else logprobs is not None and logprobs is not False
@@ -208,10 +209,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 
 def decode_body(raw: bytes, kind: type[Kind]) -> Kind:
-    """Parse a JSON body as an object of the type `kind` and return it.
-
-    Raises ApiError 400 if it is invalid.
-    """
+    """Decode a JSON body as an object of type `kind`. Raises ApiError 400 if it is invalid."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -221,9 +219,9 @@ def decode_body(raw: bytes, kind: type[Kind]) -> Kind:
 
 
 def check_rank(headers: Mapping[str, str]) -> None:
-    """Raise ApiError 400 if a header requests a data-parallel rank other than 0.
+    """Check the header that selects a data-parallel rank; this engine has only rank 0.
 
-    A value that is not an integer is ignored.
+    Raises ApiError 400 for any other rank. A value that is not an integer is ignored.
     """
     rank = headers.get("X-data-parallel-rank", "0")
     if re.fullmatch("-?[0-9]*[1-9][0-9]*", rank):
@@ -233,16 +231,17 @@ def check_rank(headers: Mapping[str, str]) -> None:
 
 
 def client_request_id(headers: Mapping[str, str]) -> str:
-    """Return the request's X-Request-Id header, or "" if there is none.
+    """Return the request's X-Request-Id header, or "" if it is absent.
 
-    Non-ASCII bytes are decoded as Latin-1, as engines do.
+    Non-ASCII bytes are decoded as Latin-1, as real engines do.
     """
     return headers.get("X-Request-Id", "").encode("utf-8", "surrogateescape").decode("latin-1")
 
 
 def check_handoff(body: RequestBody, headers: Mapping[str, str]) -> None:
-    """Raise MalformedHandoffError for body fields or headers that only a prefill/decode router may
-    send.
+    """Raise MalformedHandoffError if the request has handoff fields or headers.
+
+    Only a prefill/decode router sends them, so a client's request must not have any.
     """
     for field in HANDOFF_FIELDS:
         if getattr(body, field) is not None:
@@ -263,13 +262,13 @@ def parse_request(
     may_end_from: int | None = None,
     answer_noise: float = 0.0,
 ) -> ParsedRequest:
-    """Check a request whose handoff fields are already parsed; return it with prompts as tokens.
+    """Check a request whose handoff fields are already parsed, and convert its prompts to tokens.
 
-    context       maximum number of tokens of prompt and answer together
+    context       maximum number of tokens of a prompt and its answer together
     reading       the parsed handoff fields
-    may_end_from  smallest token limit with which an answer may end before the limit; None: every
-                  answer reaches its limit
-    answer_noise  share of prompts whose answers differ from those of other engines
+    may_end_from  token limit from which on an answer may end before its limit; None: every answer
+                  reaches its limit
+    answer_noise  fraction of prompts whose answers differ from those of other engines
 
     Raises ApiError if the request is invalid.
     """
@@ -291,7 +290,8 @@ def parse_request(
     if not may_end and len(prompts) * n * limit > MAX_GENERATED_TOKENS:
         raise ApiError(
             400,
-            f"this mock generates at most {MAX_GENERATED_TOKENS} tokens per request",
+            f"max_tokens is too large: this mock engine generates at most {MAX_GENERATED_TOKENS} "
+            "tokens per request",
             "max_tokens",
         )
     return ParsedRequest(
@@ -333,7 +333,8 @@ def _check_limit(body: RequestBody, limit: int, leg: PrefillLeg | DecodeLeg | No
     if isinstance(leg, DecodeLeg) and token_count(leg.first) > limit:
         raise ApiError(
             400,
-            f"{token_count(leg.first)} tokens exist already, but the limit is {limit}",
+            f"the prefill engine already generated {token_count(leg.first)} tokens, but the "
+            f"limit is {limit}",
         )
 
 
@@ -342,12 +343,15 @@ def _all_prompts(body: RequestBody, chat: bool) -> list[bytes]:
 
 
 def chat_prompt(body: RequestBody) -> bytes:
-    """Return the rendered prompt of a chat as tokens. Raises ApiError if a message is invalid."""
+    """Return the rendered prompt of a chat as tokens.
+
+    Raises ApiError if a message is invalid.
+    """
     return render_chat(_chat_parts(body))
 
 
 def parse_prompt(raw: bytes) -> bytes:
-    """Return the prompt of a /tokenize request (chat or completion) as tokens.
+    """Return the prompt of a /tokenize request as tokens. It is a chat or a plain prompt.
 
     Raises ApiError if the body is invalid.
     """
@@ -389,7 +393,9 @@ def _chat_parts(body: RequestBody) -> dict[str, Any]:
             400, "1 validation error: messages: field required and not empty", "messages"
         )
     if not all(isinstance(message.get("role"), str) for message in body.messages):
-        raise ApiError(400, "1 validation error: messages: each needs a role", "messages")
+        raise ApiError(
+            400, "1 validation error: messages: each message must have a role", "messages"
+        )
     return {
         "messages": body.messages,
         "tools": body.tools,
@@ -408,12 +414,14 @@ def _prompts(prompt: str | list[Any] | None) -> list[bytes]:
         )
     many = prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
     if len(many) > MAX_PROMPTS:
-        raise ApiError(400, f"at most {MAX_PROMPTS} prompts, got {len(many)}", "prompt")
+        raise ApiError(
+            400, f"A request may have at most {MAX_PROMPTS} prompts, got {len(many)}", "prompt"
+        )
     return [one_prompt(part) for part in many]
 
 
 def one_prompt(part: object) -> bytes:
-    """Convert one prompt, a text or a list of token ids, to tokens.
+    """Convert one prompt to tokens. It is a text or a list of token ids.
 
     Raises ApiError for any other value.
     """
@@ -422,7 +430,9 @@ def one_prompt(part: object) -> bytes:
     ids = isinstance(part, list) and part and all(type(i) is int and 0 <= i < 1 << 32 for i in part)
     if not ids or not isinstance(part, list):
         raise ApiError(
-            400, "prompt must be text or token ids, or a list of one of these; none empty", "prompt"
+            400,
+            "prompt must be a text, a list of token ids, or a list of these; none may be empty",
+            "prompt",
         )
     return token_bytes(part)
 
@@ -455,7 +465,7 @@ def _limit(prompts: list[bytes], requested: int | None, context: int) -> int:
 
 
 def check_context(prompts: list[bytes], context: int) -> None:
-    """Raise ApiError 400 if a prompt alone exceeds the context length."""
+    """Raise ApiError 400 if a prompt alone is longer than the context length."""
     longest = max(token_count(prompt) for prompt in prompts)
     if longest > context:
         message = (

@@ -1,7 +1,7 @@
-"""The form that a chat requests instead of free text: a tool call, or JSON that fits a schema.
+"""The form of answer that a chat requests: free text, a tool call, or JSON that fits a schema.
 
-A tool is called when the request forces it, or when the user writes `call the tool NAME with
-{ARGUMENTS}`. Agents can thus be tested without a real model.
+A mock engine calls a tool if the request forces it, or if the user's message contains `call the
+tool NAME with {ARGUMENTS}`. So agents can be tested without a real model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RequestedForm(msgspec.Struct, frozen=True):
     """The form of an answer: free text, JSON, or a tool call.
 
     tool   name of the tool to call; None: the answer is text
-    frame  JSON around the generated words; None: only the words
+    frame  JSON text around the generated words; None: only the words
     """
 
     tool: str | None = None
@@ -32,7 +32,7 @@ class RequestedForm(msgspec.Struct, frozen=True):
 
     @property
     def fixed_text(self) -> str | None:
-        """Return the complete text of the answer if the user dictated it, or None."""
+        """Return the complete answer if the user's message dictated it, otherwise None."""
         return self.frame.before if self.frame is not None and not self.frame.has_words else None
 
 
@@ -46,7 +46,10 @@ def requested_form(
     response_format: object,
     structured_outputs: object,
 ) -> RequestedForm:
-    """Return the form of answer that a chat requests. Raises ValueError for an unknown tool."""
+    """Return the form of answer that a chat requests.
+
+    Raises ValueError if the request forces a tool that it does not define.
+    """
     offered = {_function_name(tool): tool for tool in tools}
     if (name := _forced_tool(list(offered), tool_choice)) is not None:
         function = offered[name].get("function")

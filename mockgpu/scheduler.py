@@ -1,13 +1,13 @@
 """The scheduler of a mock engine: continuous batching with chunked prefill, as in vLLM's V1.
 
 It does no I/O and has no clock: `step()` plans the next step, roofline.py computes its duration,
-`finish()` applies the result. The live server and replays in simulated time run the same code. All
-decoding sequences advance by one token per step, so a single counter (`tick`) advances them. Only
-sequences that end or need a block are touched, so a step costs O(changes).
+`finish()` applies the result. A live server and a replay in simulated time run the same code. One
+counter (`tick`) advances all decoding sequences, so that a step costs only its changes: sequences
+that end or need a block.
 
-In split requests, a job with KV from another engine gets all its prompt's blocks before the first
-byte moves, then waits for `on_landed()`. A job whose KV goes to another engine leaves its blocks in
-`kept` until `release_kept()`. Bytes are moved by mockgpu/handoff/kv_handoff.py.
+In a split request, a job whose KV comes from another engine gets all blocks of its prompt first,
+and then waits for `on_landed()`. A job whose KV goes to another engine leaves its blocks in `kept`
+until `release_kept()`. Bytes are moved by mockgpu/handoff/kv_handoff.py.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mockgpu.split_legs import DecodeLeg
 
 
 class Scheduler:
-    """The queue and the running batch of one engine. It owns its jobs and the KV block pool."""
+    """The queue and the running batch of one engine. It owns its jobs and all KV blocks."""
 
     def __init__(
         self, pool: BlockPool, max_num_seqs: int = 256, max_num_batched_tokens: int = 8192
     ) -> None:
         if not 0 < max_num_seqs <= max_num_batched_tokens:
             raise ValueError(
-                f"required: 0 < max_num_seqs <= max_num_batched_tokens, got {max_num_seqs}, "
-                f"{max_num_batched_tokens}"
+                "max_num_seqs must be above 0 and at most max_num_batched_tokens, got "
+                f"{max_num_seqs} and {max_num_batched_tokens}"
             )
         self.pool = pool
         self.max_num_seqs = max_num_seqs
@@ -55,26 +55,24 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Return the number of jobs in the running batch, in prefill or decode."""
+        """Return the number of jobs in the running batch, which prefill or decode."""
         return len(self.prefilling) + len(self.decoding)
 
     @property
     def queued(self) -> int:
         """Return the number of jobs that do not run yet.
 
-        They wait for KV blocks, for incoming KV, or for one of the sequences of the batch.
+        They wait for free KV blocks, for KV from elsewhere, or for a place in the running batch.
         """
         return len(self.waiting) + len(self.fetching) + len(self.fetched)
 
     @property
     def kept_blocks(self) -> int:
-        """Return the number of KV blocks that are kept for transfers although their jobs have
-        ended.
-        """
+        """Return the number of KV blocks of ended jobs that are kept for transfers."""
         return sum(map(len, self.kept.values()))
 
     def fits(self, job: Job) -> bool:
-        """Return whether the whole KV cache is large enough for this job alone."""
+        """Return whether the KV cache, if empty, is large enough for this job."""
         return (
             blocks_for(job.prompt_tokens + job.output_tokens, self.pool.block_tokens)
             <= self.pool.total
@@ -87,20 +85,19 @@ class Scheduler:
     def add(self, job: Job) -> None:
         """Add a job to the end of the engine's queue.
 
-        Raises ValueError if it can never fit into the KV cache.
+        Raises ValueError if the job is larger than the whole KV cache.
         """
         if not self.fits(job):
             raise ValueError(
-                f"{job.prompt_tokens} + {job.output_tokens} tokens exceed the group's KV cache"
+                f"{job.prompt_tokens} prompt tokens and {job.output_tokens} output tokens exceed "
+                "the group's KV cache"
             )
         self.waiting.append(job)
 
     def abort(self, job: Job) -> None:
-        """Remove a job in any state and free its KV blocks.
+        """Remove a job in any state, and free its KV blocks. Allowed between step() and finish().
 
-        The call is allowed between step() and finish().
-
-        Blocks that a transfer is writing are kept until `release_kept()`.
+        If a transfer is writing to the blocks, they are kept until `release_kept()`.
         """
         if job.state is JobState.WAITING:
             self.waiting.remove(job)
@@ -116,28 +113,27 @@ class Scheduler:
         job.state = JobState.DONE
 
     def to_fetch(self) -> list[Job]:
-        """Return the jobs with KV from elsewhere that were admitted since the last call.
+        """Return the jobs admitted since the last call whose KV comes from elsewhere.
 
-        Jobs in FETCHING wait for `on_landed()`, `on_restored()` or `recompute()`. The KV of the
-        others is already cached here.
+        A job in the state FETCHING waits for `on_landed()`, `on_restored()` or `recompute()`. The
+        KV of the other jobs is already cached here.
         """
         jobs, self._to_fetch = self._to_fetch, []
         return jobs
 
     def on_landed(self, job: Job, cached: int) -> None:
-        """Continue a FETCHING job whose KV has arrived. Only its last prompt token is computed.
+        """Continue a FETCHING job whose KV has arrived. It computes only its last prompt token.
 
-        `cached` is the number of cached tokens to report in usage.
+        `cached` is the number of cached tokens to report in the response's usage.
         """
         start, job.computed, job.cached = job.computed, job.prompt_tokens - 1, cached
         self._seal(job, start, job.prompt_tokens)
         self._mark_fetched(job)
 
     def on_restored(self, job: Job, blocks: int) -> None:
-        """Continue a FETCHING job, of whose prompt `blocks` more blocks have arrived from the
-        store.
+        """Continue a FETCHING job after `blocks` more blocks of its prompt arrived from the store.
 
-        The rest of the prompt is computed.
+        It computes the rest of the prompt.
         """
         start = job.computed
         job.computed += blocks * self.pool.block_tokens
@@ -146,11 +142,14 @@ class Scheduler:
         self._mark_fetched(job)
 
     def recompute(self, job: Job) -> None:
-        """Let this engine compute the KV of a FETCHING job, because the transfer has failed."""
+        """Continue a FETCHING job whose KV transfer has failed.
+
+        It computes the whole prompt here.
+        """
         self._mark_fetched(job)
 
     def release_kept(self, job: Job) -> None:
-        """Free the KV blocks that are kept for an ended job. Do nothing if there are none."""
+        """Free the KV blocks that are kept for an ended job. Does nothing if there are none."""
         self.pool.release(self.kept.pop(job, ()))
 
     def _mark_fetched(self, job: Job) -> None:
@@ -159,9 +158,9 @@ class Scheduler:
         self.fetched.append(job)
 
     def step(self) -> StepPlan | None:
-        """Plan the next engine step: first decodes, then prompts within the token budget.
+        """Plan the next engine step: all decoding jobs, then prompts within the token budget.
 
-        Returns None if there is nothing to do.
+        Returns None if there is nothing to compute.
         """
         for job in list(self._grows[self.tick % self.pool.block_tokens]):
             if job.state is JobState.DECODE:
@@ -186,9 +185,9 @@ class Scheduler:
         return StepPlan(chunks, len(self.decoding), self._context)
 
     def finish(self, plan: StepPlan) -> StepOutcome:
-        """Apply the results of a planned engine step, and return them.
+        """Apply a planned engine step that has ended, and return its result.
 
-        Jobs aborted since then are skipped.
+        Jobs that were aborted during the step are skipped.
         """
         decoded = len(self.decoding)
         self.tick += 1
@@ -213,10 +212,10 @@ class Scheduler:
         return StepOutcome(first_token_jobs, decoded, ended)
 
     def decode_only_steps(self, most: int) -> int:
-        """Return how many engine steps, from the planned one on, only decode; at most `most`.
+        """Return how many steps, from the planned one on, will only decode: at most `most`.
 
-        No sequence ends or is preempted in them. Call it after `step()` planned a step without
-        prompts; `advance()` may then run that many.
+        No sequence ends or is preempted in them. Call it after `step()` has planned a step without
+        prompts. `advance()` can then run that many steps at once.
         """
         if not self.decoding or self.prefilling or self.fetched:
             return 0
@@ -233,8 +232,7 @@ class Scheduler:
         return steps
 
     def advance(self, steps: int) -> StepPlan:
-        """Compute `steps` decode-only engine steps at once, and return the plan of the step after
-        them.
+        """Compute `steps` decode-only steps at once, and return the plan of the following step.
 
         The call is equivalent to that many pairs of `finish()` and `step()`.
         """

@@ -1,7 +1,7 @@
-"""The two halves of a split request (legs): PrefillLeg sends KV, DecodeLeg receives it.
+"""The two halves (legs) of a split request: PrefillLeg sends KV, DecodeLeg receives it.
 
-A leg is the request that one of the two engines gets. These values are the same for all engines'
-handoff protocols; each protocol (dialect) defines its wire format.
+A leg is the request that one of the two engines gets. These types are the same for all engines'
+handoff protocols (dialects). Each dialect has its own wire format.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import msgspec
 
 
 class AnswerTime(Enum):
-    """When a prefill request is answered: once its KV is computed, or once it has been fetched."""
+    """When a prefill request gets its response: after its KV is computed, or after it is
+    fetched.
+    """
 
     WHEN_PREFILLED = auto()
     WHEN_TAKEN = auto()
 
 
 class PrefillLeg(msgspec.Struct, frozen=True):
-    """The prefill half of a split request: its KV is offered as `name` for `hold_s` seconds.
+    """The prefill half of a split request. Its KV is offered as `name` for `hold_s` seconds.
 
     is_public  True: any engine that knows the name may fetch the KV, as in protocols where the
-               prefill engine writes it (push); False: a ticket is required
+               prefill engine writes it (push). False: a ticket is required
     if_ended   whether to offer the KV even if the answer already ended at the first token
-    answering  when the request is answered
+    answering  when the request gets its response
     """
 
     name: str
@@ -35,16 +37,16 @@ class PrefillLeg(msgspec.Struct, frozen=True):
 
 
 class AgentPeer(msgspec.Struct, frozen=True):
-    """A prefill engine's KV transfer agent, identified by its address."""
+    """A prefill engine whose KV transfer agent has a known address."""
 
     address: str
 
 
 class BootstrapPeer(msgspec.Struct, frozen=True):
-    """A prefill engine whose KV agent's address is looked up at its bootstrap server.
+    """A prefill engine whose KV transfer agent must be looked up at a bootstrap server.
 
     bootstrap  address of the bootstrap server
-    engine_id  id of the engine for Mooncake; None: the server is SGLang's
+    engine_id  id of the engine in Mooncake's protocol; None: the server is SGLang's
     """
 
     bootstrap: str
@@ -52,14 +54,14 @@ class BootstrapPeer(msgspec.Struct, frozen=True):
 
 
 class DecodeLeg(msgspec.Struct, frozen=True):
-    """The decode half of a split request: it fetches the KV `name` from `peer` within `wait_s`
-    seconds.
+    """The decode half of a split request. It fetches the KV `name` from the engine `peer`.
 
-    ticket     permission to fetch the KV; None if it is public
-    first      tokens that the prefill engine already generated (TensorRT-LLM)
+    wait_s     seconds to wait for the KV
+    ticket     permission to fetch the KV; None: the KV is public
+    first      tokens that the prefill engine has already generated (TensorRT-LLM)
     renew      URL that extends the lease on the KV while the request is queued; "": none
     cached     number of cached tokens to report in the usage; None: all transferred tokens
-    is_parked  True: the handoff object was incomplete, so that the engine waits for KV for ever
+    is_parked  whether the engine waits for KV forever, because the handoff object was incomplete
     """
 
     name: str
@@ -73,13 +75,13 @@ class DecodeLeg(msgspec.Struct, frozen=True):
 
 
 class OfferedKv(msgspec.Struct, frozen=True):
-    """The description of a prefill request's KV for the decode engine.
+    """The description of a prefill request's KV, which the decode engine needs to fetch it.
 
     name    name of the offer
-    ticket  permission to fetch it
-    blocks  numbers of the blocks
+    ticket  permission to fetch the KV
+    blocks  numbers of the KV blocks
     tokens  number of tokens whose KV is offered
-    cached  number of these tokens that were in the prefill engine's prefix cache
+    cached  how many of these tokens were in the prefill engine's prefix cache
     """
 
     name: str

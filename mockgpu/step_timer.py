@@ -1,7 +1,7 @@
-"""StepTimer: times the steps of one mock engine, in which all of its ranks take part.
+"""StepTimer: runs the steps of one mock engine, in which all of its ranks take part.
 
-An engine without data parallelism has one rank, its TP group. Data-parallel ranks that share
-experts wait for each other in every layer, so their steps begin and end together.
+An engine without data parallelism has one rank. Data-parallel ranks that share experts wait for
+each other in every layer, so their steps begin and end together.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NO_WORK = StepWork()
 
 
 class SteppingRank(Protocol):
-    """The interface of one rank (GPU group) of an engine, as a StepTimer uses it.
+    """The interface of one data-parallel rank whose steps a StepTimer runs.
 
-    slow_prefill  factor on the duration of steps with prompt tokens
-    slow_decode   factor on the duration of steps without prompt tokens
+    slow_prefill  multiplies the duration of steps with prompt tokens; 1: normal speed
+    slow_decode   multiplies the duration of steps without prompt tokens; 1: normal speed
     """
 
     slow_prefill: float
@@ -34,22 +34,22 @@ class SteppingRank(Protocol):
     def is_dead(self) -> bool: ...
 
     def plan_step(self) -> StepPlan | None:
-        """Return the work of the rank's next step; None if it has nothing to compute."""
+        """Plan and return the rank's next step; None: it has nothing to compute."""
         ...
 
     def on_step_timed(self, plan: StepPlan, step_s: float) -> None:
-        """Handle the beginning of a planned engine step that takes `step_s` seconds."""
+        """Handle the start of a planned step, which will take `step_s` seconds."""
         ...
 
     def finish_step(self, plan: StepPlan, step_s: float) -> None:
-        """Deliver the results of the step `plan`, which has just ended after `step_s` seconds."""
+        """Deliver the results of the step `plan`, which has ended after `step_s` seconds."""
         ...
 
 
 class StepTimer:
-    """Runs the steps of an engine's ranks; a rank without work takes part with a dummy batch.
+    """Runs the joint steps of an engine's ranks. A rank without work computes a dummy batch.
 
-    speed  speed-up of the simulated clock; inf: no waiting
+    speed  factor by which simulated time is faster than real time; inf: no waiting
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, times: LockstepTimes, speed: float) -> None:
@@ -60,27 +60,27 @@ class StepTimer:
         self._due = 0.0
 
     def join(self, rank: SteppingRank) -> None:
-        """Let a rank take part in every further step of the engine."""
+        """Add a rank, which takes part in all further steps of the engine."""
         self._ranks.append(rank)
 
     def wake(self) -> None:
         """Start to compute steps if the engine is idle and all of its ranks are alive.
 
-        The first step starts in the next turn of the event loop, so that simultaneous requests
-        share it.
+        The first step starts in the next iteration of the event loop, so that requests that arrive
+        at the same time share it.
         """
         if self._timer is None and not self._is_dead:
             self._due = self._loop.time()
             self._timer = self._loop.call_soon(self._begin_step)
 
     def stop(self) -> None:
-        """Stop the engine in the middle of its current step; `resume()` continues the step."""
+        """Stop the engine in the middle of its current step. `resume()` continues the step."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def drop_step(self) -> None:
-        """Forget the current step of a stopped engine, because the work of that step is lost."""
+        """Discard the interrupted step of a stopped engine: its work is lost."""
         self._step = None
 
     def resume(self) -> None:

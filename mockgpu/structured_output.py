@@ -1,8 +1,8 @@
 """Builds JSON that fits a schema around generated words, for structured output and tool calls.
 
-A mock generates words, but clients parse the JSON that they requested. The words become the first
-string of the schema that may hold any text, and the JSON around them (the frame) counts no tokens.
-Not supported: `pattern`, `not`, `if`, regular expressions and grammars.
+A mock engine generates words, but the client parses the JSON that it requested. The words become
+the value of the first string in the schema that may hold any text. The JSON text around them (the
+frame) counts no tokens. Not supported: `pattern`, `not`, `if`, regular expressions and grammars.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _FORMATS: Mapping[str, str] = {
 
 
 class JsonFrame(msgspec.Struct, frozen=True):
-    """The JSON around the generated words.
+    """The JSON text around the generated words.
 
     before     JSON text before the words
     after      JSON text after the words
-    has_words  whether the JSON contains the words; False: they are left out
+    has_words  whether the JSON contains the words; False: it replaces them
     """
 
     before: str
@@ -50,14 +50,14 @@ ANY_OBJECT: Mapping[str, Any] = {
 
 
 def fixed_frame(text: str) -> JsonFrame:
-    """Return JSON that consists of this text alone, without generated words."""
+    """Return a frame that replaces the generated words by this JSON text."""
     return JsonFrame(text, "", has_words=False)
 
 
 def frame_of(schema: object) -> JsonFrame:
-    """Return the JSON around generated words, for the smallest value that fits a JSON Schema.
+    """Return the frame of the smallest JSON value that fits a JSON Schema.
 
-    The words become the first string of the value that may hold any text.
+    The generated words become the first string of the value that may hold any text.
     """
     value = _Sample(schema if isinstance(schema, dict) else {}).value(schema, 0)
     text = msgspec.json.encode(value).decode()

@@ -1,7 +1,8 @@
-"""Bootstrap servers, which tell decode engines the addresses of a prefill engine, and their client.
+"""Bootstrap servers and their client: how a decode engine finds the address of a prefill engine.
 
-The bootstrap server of Mooncake answers `GET /query`. That of SGLang answers `GET /route` (503
-until it is ready) and `/health`.
+- Mooncake's bootstrap server answers `GET /query`.
+- SGLang's bootstrap server answers `GET /route` (503 until it is ready) and `GET /health`.
+
 Source: engines.md B.4, D.
 """
 
@@ -24,7 +25,9 @@ QUERY_S = 5.0
 
 
 class BootstrapServer:
-    """The bootstrap server of one prefill engine, which keeps its port when it is restarted.
+    """The bootstrap server of one prefill engine: decode engines ask it for the engine's address.
+
+    If it is restarted, it listens on the same port again.
 
     is_needed  whether the engine's protocol uses such a server
     url        URL of the running server; "" before the first start
@@ -38,7 +41,7 @@ class BootstrapServer:
         self._identity: EngineIdentity | None = None
 
     async def start(self, identity: EngineIdentity) -> None:
-        """Start to serve the identity of this engine. Raises OSError if the port is taken."""
+        """Start the server, which publishes this identity. Raises OSError if the port is in use."""
         self._identity = identity
         app = web.Application()
         app.add_routes(
@@ -88,7 +91,7 @@ def _route(identity: EngineIdentity) -> dict[str, Any]:
 
 
 class PeerResolver:
-    """Resolves the address of a prefill engine's KV transfer agent, with a cache."""
+    """Looks up the address of a prefill engine's KV transfer agent, and caches it."""
 
     def __init__(self) -> None:
         self._http: aiohttp.ClientSession | None = None
@@ -112,7 +115,7 @@ class PeerResolver:
     async def renew(self, leg: DecodeLeg) -> str | None:
         """Ask the prefill engine to keep the KV of a split request longer.
 
-        Returns the new ticket, or None if it is too late.
+        Returns the new ticket (the permission to fetch the KV), or None if the KV is already freed.
         """
         body = msgspec.json.encode({"name": leg.name, "ticket": leg.ticket})
         try:
@@ -148,5 +151,5 @@ class PeerResolver:
             return str(workers["0"]["0"])
         except (KeyError, TypeError, StopIteration, ValueError) as error:
             raise UnknownPeerError(
-                f"the bootstrap server {url} knows no engine with the id {peer.engine_id}"
+                f"the bootstrap server {url} does not know the engine id {peer.engine_id}"
             ) from error

@@ -1,6 +1,6 @@
-"""A TCP relay in front of an engine's KV transfer agent that injects faults into the bytes.
+"""A TCP relay in front of an engine's KV transfer agent, which injects faults into the bytes.
 
-The relay flips a byte, or cuts, repeats or stalls the stream, without parsing it.
+It can flip a byte, or cut, repeat or stall the stream. It does not parse the bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class FaultyRelay:
         self._ends: set[RelayConnection] = set()
 
     async def start(self, host: str, port: int) -> None:
-        """Start to relay bytes to the KV agent at this address.
+        """Start to listen, and relay all bytes to the KV transfer agent at this address.
 
         Raises OSError if no port is free.
         """
@@ -43,9 +43,9 @@ class FaultyRelay:
             end.abort()
 
     def set(self, fault: InjectedFault | None) -> None:
-        """Apply this fault to the relayed bytes from now on.
+        """Apply this fault to the relayed bytes from now on, instead of the previous fault.
 
-        None ends the fault, and relays the bytes that were held back.
+        None ends the fault, and relays the bytes that it held back.
         """
         self.fault = fault
         if fault is None:
@@ -71,7 +71,7 @@ class FaultyRelay:
 class RelayConnection(asyncio.Protocol):
     """One of the two connections of a relayed TCP stream; `other` is the opposite connection.
 
-    A connection that a peer opened has `dial`, which opens the opposite connection.
+    `dial` opens the opposite connection. It is set only on a connection that a peer opened.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class RelayConnection(asyncio.Protocol):
         self._relay_bytes(data, self._other._transport)
 
     def resume(self) -> None:
-        """Relay the bytes that a fault has held back until now."""
+        """Relay the bytes that a fault held back."""
         waiting, self._waiting = self._waiting, []
         for data in waiting:
             self.data_received(data)

@@ -1,4 +1,6 @@
-"""The interfaces of split requests in a mock engine: handoff protocol and KV transfer agent."""
+"""Interfaces of a mock engine that serves split requests: handoff protocol and KV transfer
+agent.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from mockgpu.split_legs import OfferedKv, PrefillLeg
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
-    """The identity of this engine as sent to the other engine of a split request.
+    """The identity of this engine, which the other engine of a split request receives.
 
-    generation   number of times that the engine has registered its memory
+    generation   how many times the engine has registered its KV memory; a restart adds one
     version      version of the engine, such as (0, 33)
     url          URL of the engine's HTTP server
     """
@@ -38,17 +40,18 @@ class EngineIdentity(msgspec.Struct, frozen=True):
 
 
 def agent_address(host: str, port: int) -> str:
-    """Return the address of a KV transfer agent from the host and port that engines report.
+    """Join the host and port of a KV transfer agent to one address.
 
-    The host "inproc" means an agent of the same process, which has no network address.
+    The host "inproc" is an agent in the same process. It has no network address.
     """
     return f"inproc-{port}" if host == "inproc" else f"{host}:{port}"
 
 
 class EngineDialect(Protocol):
-    """The protocol by which one kind of engine handles split requests.
+    """The protocol with which one kind of engine hands KV from a prefill to a decode engine.
 
-    The protocol object only remembers which transfer names have been used.
+    Its only state is the set of transfer names that have been used, because a name must not be
+    reused.
     """
 
     name: str
@@ -64,11 +67,11 @@ class EngineDialect(Protocol):
         """Parse the handoff fields of a request: which half of a split request it is, if any.
 
         raw       the request's body as bytes
-        body      its parsed members
-        identity  this engine
+        body      the request's parsed fields
+        identity  the identity of this engine
 
-        Raises ApiError where the real engine answers with an error, and MalformedHandoffError for
-        fields that the caller counts as malformed.
+        Raises ApiError where the real engine responds with an error. Raises MalformedHandoffError
+        for malformed fields, which the caller counts.
         """
         ...
 
@@ -79,9 +82,9 @@ class EngineDialect(Protocol):
         offered: OfferedKv | None,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the handoff fields to add to a prefill response at its top level.
+        """Return the handoff fields to add at the top level of a prefill response.
 
-        `offered` describes the KV that can be fetched, and is None if none is kept.
+        `offered` describes the KV that the decode engine may fetch; None: the engine keeps no KV.
         """
         ...
 
@@ -94,14 +97,17 @@ class EngineDialect(Protocol):
     ) -> dict[str, Any]:
         """Return the handoff fields to add to the choice object of a prefill response.
 
-        `first` has the tokens that were generated; `offered` is None if no KV is kept.
+        offered  description of the KV that the decode engine may fetch; None: the engine keeps no
+                 KV
+        first    the tokens that the prefill engine generated
         """
         ...
 
 
 class OfferPort(Protocol):
-    """What a mock engine uses of kvtransfer's Offer, the handle of KV that another engine may
-    fetch.
+    """The methods of kvtransfer's Offer that a mock engine uses.
+
+    An offer is KV that stays in memory so that one other engine can fetch it.
     """
 
     name: str
@@ -115,7 +121,7 @@ class OfferPort(Protocol):
 
 
 class LandingPort(Protocol):
-    """The methods of kvtransfer's Landing (an incoming KV transfer) that are used here."""
+    """The methods of kvtransfer's Landing (one incoming KV transfer) that a mock engine uses."""
 
     def cancel(self, detail: str = ...) -> None: ...
 
@@ -123,7 +129,10 @@ class LandingPort(Protocol):
 
 
 class AgentPort(Protocol):
-    """The methods of kvtransfer's Agent (one end of KV transfers) that are used here."""
+    """The methods of kvtransfer's Agent that a mock engine uses.
+
+    An agent is the endpoint of an engine's KV transfers, both outgoing and incoming.
+    """
 
     address: str
 

@@ -1,8 +1,8 @@
 """KvHandoff: sends and receives the KV of split requests between two mock engines.
 
-It manages offers (KV kept for another engine to fetch) and landings (incoming transfers) on an
-agent of the kvtransfer library. Each job states which of the two it needs (mockgpu/split_legs.py).
-The scheduler owns the KV blocks. All code runs on the event loop.
+An offer is KV that an engine keeps for another engine to fetch. A landing is an incoming transfer.
+Both go through an agent of the library kvtransfer. A job states which of the two it needs in its
+leg (mockgpu/split_legs.py). The scheduler owns the KV blocks. All code runs on the event loop.
 """
 
 from __future__ import annotations
@@ -28,25 +28,28 @@ DECLINE_S = 1.0
 
 
 class HandoffOwner(Protocol):
-    """What a KvHandoff uses of its mock engine: the scheduler, and reactions to KV that moved."""
+    """The interface of a mock engine that its KvHandoff uses.
+
+    The KvHandoff reads the scheduler, and reports the KV that was sent or received.
+    """
 
     scheduler: Scheduler
 
     def wake(self) -> None:
-        """Resume the computation of steps, because jobs or blocks may have become available."""
+        """Compute steps again, because a job or free blocks may have become available."""
         ...
 
     def fail_job(self, job: Job, reason: str) -> None:
-        """Fail a job whose KV is lost and will not be computed again."""
+        """Fail a job whose KV is lost, and which this engine may not compute itself."""
         ...
 
     def on_blocks_taken(self, job: Job, end: TransferOutcome) -> None:
-        """End a prefill job whose response waited until its KV was fetched."""
+        """End a prefill job that sends its response only after its KV was fetched."""
         ...
 
 
 class PeerDirectory(Protocol):
-    """The interface to the addresses of prefill engines' KV transfer agents."""
+    """The interface that finds the addresses of prefill engines' KV transfer agents."""
 
     async def address(self, leg: DecodeLeg) -> str:
         """Return the address of the prefill engine's KV transfer agent.
@@ -60,13 +63,13 @@ class PeerDirectory(Protocol):
     async def renew(self, leg: DecodeLeg) -> str | None:
         """Ask the prefill engine to keep the KV of a split request longer.
 
-        Returns the new ticket, or None if it is too late.
+        Returns the new ticket (the permission to fetch the KV), or None if the KV is already freed.
         """
         ...
 
 
 class UnknownPeerError(Exception):
-    """Raised when the address of the engine that has the KV cannot be found."""
+    """Raised when the address of the engine that holds the KV cannot be found."""
 
 
 class KvHandoff:
@@ -82,15 +85,15 @@ class KvHandoff:
         lease_s: float = 30.0,
         connector: str = "nixl",
     ) -> None:
-        """Create the KV handoff of one mock engine; it is used until the engine loses a rank.
+        """Create the KV handoff of one mock engine. A restart of the engine needs a new object.
 
         owner      the engine
         agent      its KV transfer agent
         directory  addresses of prefill engines' agents
         link       limits the speed of incoming KV
-        recompute  whether to compute KV that fails to arrive; False: the job fails
+        recompute  what to do if KV fails to arrive. True: compute it here; False: fail the job
         lease_s    seconds for which KV is kept for another engine, here and at the sender
-        connector  name of the connector in metrics
+        connector  name of the connector in metrics, such as "nixl"
         """
         self.agent = agent
         self.stats = HandoffStats(connector)
@@ -107,7 +110,9 @@ class KvHandoff:
 
     @property
     def running_tasks(self) -> int:
-        """Return the number of running tasks: offers, incoming transfers and refusals to fetch."""
+        """Return the number of running tasks: offers, incoming transfers, and notices to the
+        sender.
+        """
         return len(self._tasks)
 
     def lines(self, labels: str) -> Iterator[str]:
@@ -121,26 +126,27 @@ class KvHandoff:
         yield f"mock:kv_unclaimed_seconds_total{{{labels}}} {stats['unclaimed_s']}"
 
     def is_sending(self, job: Job) -> bool | None:
-        """Return whether the KV of this job is being sent now; None if its offer has ended."""
+        """Return whether the KV of this job is being sent; None: the job has no offer any more."""
         if job not in self._offers:
             return None
         leases = self.agent.stats()["leases"]
         return bool(leases["claimed"] + leases["moving"])
 
     def is_receiving(self, job: Job) -> bool | None:
-        """Return whether KV for this job is being received now; None if the job does not wait for
-        KV.
-        """
+        """Return whether KV for this job is being received; None: the job does not wait for KV."""
         if job.state is not JobState.FETCHING:
             return None
         return bool(self.agent.stats()["reservations"]["moving"])
 
     def revoke_offer(self, job: Job) -> None:
-        """End the offer of a job's KV, as if the engine had evicted the blocks."""
+        """Withdraw the offer of a job's KV, as if the engine had evicted the blocks."""
         self._offers[job].revoke()
 
     def offer(self, job: Job) -> OfferedKv:
-        """Offer the prompt's KV of a finished job, whose blocks are kept, to other engines."""
+        """Offer the KV of a finished job's prompt to another engine, and return its description.
+
+        The scheduler keeps the job's blocks until the offer ends.
+        """
         leg = job.leg
         assert isinstance(leg, PrefillLeg)
         blocks = self._owner.scheduler.kept[job][: blocks_for(job.prompt_tokens)]
@@ -151,9 +157,9 @@ class KvHandoff:
         return OfferedKv(leg.name, offer.ticket, blocks, job.prompt_tokens, max(0, job.cached))
 
     def renew(self, name: str, ticket: str) -> str | None:
-        """Extend an offer of KV to two thirds of a lease from now.
+        """Extend an offer of KV so that it ends two thirds of a lease from now.
 
-        Returns its ticket, or None if there is no such offer.
+        Returns the ticket to fetch the KV, or None if the offer has ended.
         """
         offer = next(
             (o for o in self._offers.values() if o.name == name and o.ticket == ticket), None
@@ -161,7 +167,10 @@ class KvHandoff:
         return offer.ticket if offer is not None and offer.renew(self._lease_s * 2 / 3) else None
 
     def on_queued(self, job: Job) -> None:
-        """Start renewing the lease on a decode job's KV, since the job may wait long for blocks."""
+        """Start to renew the lease on the KV of a queued decode job.
+
+        The job may wait so long for free blocks that the prefill engine would free the KV before.
+        """
         if isinstance(job.leg, DecodeLeg) and job.leg.renew and not job.leg.is_parked:
             # Six times per lease, as vLLM's heartbeats.
             self._renewal_timers[job] = asyncio.get_running_loop().call_later(
@@ -186,9 +195,9 @@ class KvHandoff:
             timer.cancel()
 
     def fetch(self, job: Job) -> None:
-        """Start fetching the KV of a job that has been scheduled.
+        """Start to fetch the KV of a job that the scheduler has given blocks.
 
-        If all of it is already cached here, the sender is only notified, and frees it.
+        If all of the KV is already cached here, the sender is only notified that it can free it.
         """
         leg = job.leg
         assert isinstance(leg, DecodeLeg)
@@ -202,7 +211,7 @@ class KvHandoff:
             self.decline(leg)
 
     def on_aborted(self, job: Job) -> None:
-        """Stop the transfers of an aborted job, and let the other engine free its blocks."""
+        """Stop the transfers of an aborted job, and notify the other engine to free its blocks."""
         self._stop_renewing(job)
         if job in self._landings:
             self._landings[job].cancel()
@@ -219,7 +228,9 @@ class KvHandoff:
             self._free(job)
 
     def decline(self, leg: DecodeLeg) -> None:
-        """Tell the sending engine that its KV will not be fetched, so that it frees the blocks."""
+        """Notify the sending engine that its KV will not be fetched, so that it frees the
+        blocks.
+        """
         if not leg.is_parked and not self._closed:
             self._spawn(self._decline(leg))
 
@@ -233,7 +244,7 @@ class KvHandoff:
             landing.cancel()
 
     async def close(self) -> None:
-        """End all KV transfers, and wait until none of them uses the engine's blocks."""
+        """End all KV transfers, and wait until none of them accesses the engine's blocks."""
         self._closed = True
         self.drop_all()
         await self.agent.close()
@@ -338,7 +349,5 @@ class KvHandoff:
 
 
 def unreachable_outcome(detail: str) -> TransferOutcome:
-    """Return the outcome of a KV transfer that could not be started, with the reason in
-    `detail`.
-    """
+    """Return the outcome of a KV transfer that could not start; `detail` is the reason."""
     return outcome_for(EndReason.UNREACHABLE, detail=detail)

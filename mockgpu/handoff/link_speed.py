@@ -1,6 +1,6 @@
-"""Simulated duration of KV transfers at a given network speed.
+"""Simulates how long a KV transfer takes at a given network speed.
 
-The duration is computed from the size of the model's full KV, although mocks store fewer bytes.
+A mock stores and sends fewer bytes than a real engine. The duration is that of the real model's KV.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from math import inf
 class PacedLink:
     """The simulated network link of one engine, which carries one transfer at a time.
 
-    Other transfers wait for their turn. Times are in seconds of the event loop.
+    A second transfer waits until the first one has ended. Times are in seconds of the event loop.
     """
 
     def __init__(self, token_bytes: int, bytes_s: float = inf, speed: float = 1.0) -> None:
-        """Initialize an idle link with a rate of `bytes_s` bytes per second.
+        """Create an idle link that carries `bytes_s` bytes per second.
 
         token_bytes   KV bytes per token of the real model
-        speed         speed-up of the mock's clock
+        speed         factor by which simulated time is faster than real time
         """
         self._token_s = token_bytes / bytes_s / speed
         self._free_at_s = 0.0
 
     async def transfer(self, tokens: int) -> None:
-        """Wait as long as the transfer of `tokens` tokens of KV would take."""
+        """Wait as long as a transfer of the KV of `tokens` tokens takes on this link."""
         if not self._token_s:
             return
         now_s = asyncio.get_running_loop().time()

@@ -1,8 +1,11 @@
-"""The engine's side of vLLM's MooncakeConnector: KV is pushed to the decode engine.
+"""The mock engine's side of vLLM's MooncakeConnector, which pushes KV to the decode engine.
 
-The prefill and the decode request are matched by their transfer id, and KV agents are found through
-a bootstrap server. A prefill response has no handoff object. Its KV is kept only if the answer was
-cut at its single token. Source: engines.md B.0, B.4.
+- Prefill and decode request have the same transfer id.
+- A bootstrap server has the addresses of the KV transfer agents.
+- A prefill response has no handoff object.
+- The KV is kept only if the answer was cut after its one token, not if it ended by itself.
+
+Source: engines.md B.0, B.4.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ NEEDED = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 class MooncakeDialect:
-    """The EngineDialect (handoff protocol) of vLLM's MooncakeConnector."""
+    """The handoff protocol of vLLM's MooncakeConnector, an EngineDialect."""
 
     name = "mooncake"
 
@@ -41,8 +44,8 @@ class MooncakeDialect:
     ) -> ParsedHandoff:
         """Parse the handoff fields of a request in Mooncake's protocol.
 
-        Fields without a transfer id, or for an engine of the other role, kill the real engine. Here
-        they raise MalformedHandoffError with `fatal`.
+        Fields that lack a transfer id, or that are for an engine of the other role, crash the real
+        engine. Here they raise MalformedHandoffError with `fatal=True`.
         """
         params = checked_object(body)
         if params is None:
@@ -74,9 +77,7 @@ class MooncakeDialect:
         offered: OfferedKv | None,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return no fields, because a Mooncake decode engine needs nothing from the prefill
-        response.
-        """
+        """Return no fields: Mooncake's decode engine needs nothing from the prefill response."""
         return {}
 
     def choice_members(
@@ -86,5 +87,5 @@ class MooncakeDialect:
         first: bytes,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return no fields, because Mooncake adds nothing to a choice of the response."""
+        """Return no fields: Mooncake adds nothing to the choice object of a response."""
         return {}

@@ -1,8 +1,11 @@
-"""The engine's side of Penstock's connector for vLLM: both requests start at once.
+"""The mock engine's side of Penstock's vLLM connector, in which both requests start at once.
 
-The prefill and the decode request are matched by the member `kv_transfer`. The decode request
-contains the prefill engine's card, `kv_engine`, which the caller must know in advance, and waits
-until that engine has sent the KV. Here the card is plain text, and names no prompt. Source:
+- Prefill and decode request have the same value in the field `kv_transfer`.
+- The decode request contains the prefill engine's card (address and identity) in `kv_engine`. The
+  router must know the card in advance.
+- The decode engine waits until the prefill engine has sent the KV.
+
+The card is plain text here, and a permission to fetch is not bound to one prompt. Source:
 kvtransfer/engines/vllm.
 """
 
@@ -26,7 +29,7 @@ WAIT_S = 30.0
 
 
 class PenstockDialect:
-    """The EngineDialect (handoff protocol) of PenstockConnector."""
+    """The handoff protocol of PenstockConnector, an EngineDialect."""
 
     name = "penstock"
 
@@ -38,7 +41,7 @@ class PenstockDialect:
         request_id: str,
         identity: EngineIdentity,
     ) -> ParsedHandoff:
-        """Parse the handoff fields of a request; both requests have the same `kv_transfer`."""
+        """Parse the handoff fields of a request. The two requests have the same `kv_transfer`."""
         params = checked_object(body)
         if params is None:
             return NO_LEG
@@ -62,7 +65,11 @@ class PenstockDialect:
         offered: OfferedKv | None,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the object `kv_transfer_params` with this engine's card; null if no KV is kept."""
+        """Return the object `kv_transfer_params` with this engine's card (its address and
+        identity).
+
+        The object is null if the engine keeps no KV.
+        """
         if offered is None:
             return {FIELD: None}
         card = f"{identity.engine_id}@{identity.address}"
@@ -83,5 +90,5 @@ class PenstockDialect:
         first: bytes,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return no fields, because vLLM's handoff object is at the top level of the response."""
+        """Return no fields: vLLM's handoff object is at the top level of the response."""
         return {}

@@ -1,9 +1,10 @@
-"""The engine's side of SGLang's disaggregation: both engines of a split request get the same body.
+"""The mock engine's side of SGLang's disaggregation: both engines get the same request body.
 
-They are matched by the number `bootstrap_room` in it. A prefill engine stops after one token and
-answers when its KV has been fetched. A probe names a host that belongs to no engine, and either
-engine answers it alone. Errors are in SGLang's format (mockgpu/engine_formats.py). Source:
-engines.md D.
+- The two requests are matched by the number `bootstrap_room` in the body.
+- A prefill engine stops after one token, and responds when its KV has been fetched.
+- A health probe names a host that belongs to no engine. Either engine answers it alone.
+
+Errors are in SGLang's format (mockgpu/engine_formats.py). Source: engines.md D.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ MOST_ROOMS = 1 << 16
 
 
 class SglangDialect:
-    """The EngineDialect (handoff protocol) of SGLang.
+    """The handoff protocol of SGLang, an EngineDialect.
 
-    It remembers which bootstrap rooms (numbers of handoffs) were used.
+    It remembers the numbers of past handoffs (bootstrap rooms), because each may be used only once.
     """
 
     name = "sglang"
@@ -47,8 +48,10 @@ class SglangDialect:
         request_id: str,
         identity: EngineIdentity,
     ) -> ParsedHandoff:
-        """Parse the handoff fields of a request; the server's role decides whether it prefills or
-        decodes.
+        """Parse the handoff fields of a request.
+
+        The role of this engine decides whether it prefills or decodes, because both get the same
+        body.
         """
         for field in ("kv_transfer_params", "disaggregated_params"):
             if getattr(body, field) is not None:
@@ -79,7 +82,10 @@ class SglangDialect:
         if type(room) is not int or not 0 <= room < 1 << 63:
             raise MalformedHandoffError("bootstrap_room", status=400)
         if room in self._rooms:
-            raise MalformedHandoffError(f"bootstrap_room {room} has been used before", status=400)
+            raise MalformedHandoffError(
+                f"bootstrap_room {room} has been used before; each request needs a new number",
+                status=400,
+            )
         self._rooms[room] = None
         if len(self._rooms) > MOST_ROOMS:
             self._rooms.popitem(last=False)
@@ -92,7 +98,7 @@ class SglangDialect:
         offered: OfferedKv | None,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return no fields, because both SGLang engines know the room number from the request."""
+        """Return no fields: both SGLang engines read the room number from the request."""
         return {}
 
     def choice_members(
@@ -102,5 +108,5 @@ class SglangDialect:
         first: bytes,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return no fields, because SGLang adds nothing to a choice of the response."""
+        """Return no fields: SGLang adds nothing to the choice object of a response."""
         return {}

@@ -1,4 +1,4 @@
-"""Counts an engine's KV transfers, under the metric names of its vLLM connector."""
+"""Counts an engine's KV transfers, under the metric names of the imitated vLLM connector."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ BYTES_BUCKETS = tuple(float(1 << exponent) for exponent in range(10, 34, 2))
 
 
 class HandoffStats:
-    """The KV transfer counters of one engine, both as sender and as receiver.
+    """Counters of one engine's KV transfers, as sender and as receiver.
 
-    `connector` is "nixl" or "mooncake", as in the metric names.
+    `connector` is "nixl" or "mooncake"; metric names contain it.
     """
 
     def __init__(self, connector: str) -> None:

@@ -1,9 +1,12 @@
-"""The engine's side of TensorRT-LLM's disaggregated serving, in the order "context first".
+"""The mock engine's side of TensorRT-LLM's disaggregated serving, in the order "context first".
 
-The context (prefill) server makes the first token and returns it in its choice with an opaque
-state. The generation (decode) server sends that token itself and continues. Request models forbid
-unknown fields. The order "generation first" is not modelled. Source: engines.md E; field names:
-openai_protocol.py of TensorRT-LLM.
+- The context (prefill) server generates the first token. It returns the token in its choice, with
+  an opaque state.
+- The generation (decode) server sends that token to the client and continues.
+- Request models forbid unknown fields.
+
+The order "generation first" is not modelled. Source: engines.md E; field names: openai_protocol.py
+of TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -104,7 +107,7 @@ COMPLETION_FIELDS = frozenset((*_SHARED, "prompt", "detokenize", "return_context
 
 
 class Details(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The JSON object `prompt_tokens_details` in the usage of TensorRT-LLM's responses."""
+    """The JSON object `prompt_tokens_details` in the usage of a TensorRT-LLM response."""
 
     cached_tokens: int = 0
 
@@ -138,8 +141,8 @@ class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OpaqueState(msgspec.Struct, frozen=True, array_like=True):
-    """The content of TensorRT-LLM's opaque handoff state: where the KV is, and the ticket to fetch
-    it.
+    """The content of TensorRT-LLM's opaque handoff state: the KV's location, and a ticket to
+    fetch it.
     """
 
     address: str
@@ -148,7 +151,10 @@ class OpaqueState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TrtllmDialect:
-    """The EngineDialect (handoff protocol) of TensorRT-LLM. It remembers used request ids."""
+    """The handoff protocol of TensorRT-LLM, an EngineDialect.
+
+    It remembers the request ids it has seen.
+    """
 
     name = "trtllm"
 
@@ -228,7 +234,10 @@ class TrtllmDialect:
         except (ValueError, msgspec.DecodeError):
             raise MalformedHandoffError(f"{FIELD}.encoded_opaque_state", status=400) from None
         if state.address == identity.address:
-            raise MalformedHandoffError("context and generation on one server", status=400)
+            raise MalformedHandoffError(
+                f"the context and the generation server are the same engine, {identity.address}",
+                status=400,
+            )
         details = params.ctx_usage.prompt_tokens_details if params.ctx_usage is not None else None
         return DecodeLeg(
             name=state.name,
@@ -246,9 +255,9 @@ class TrtllmDialect:
         offered: OfferedKv | None,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the token ids of the prompt, which the generation server needs.
+        """Return the token ids of the prompt, as the context (prefill) server rendered it.
 
-        The context (prefill) server has rendered them.
+        The generation (decode) server needs them, because it does not render the chat itself.
         """
         return {"prompt_token_ids": token_ids(parsed.prompts[0])}
 
@@ -259,8 +268,9 @@ class TrtllmDialect:
         first: bytes,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the parameters for the generation (decode) server; null if the first token ended
-        the answer.
+        """Return the parameters that the generation (decode) server needs.
+
+        They are null if the answer already ended with the first token.
         """
         if offered is None:
             return {FIELD: None}

@@ -1,9 +1,12 @@
-"""The engine's side of vLLM's NixlConnector in pull mode (versions 0.20 to 0.33).
+"""The mock engine's side of vLLM's NixlConnector in pull mode (versions 0.20 to 0.33).
 
-A prefill request has `do_remote_decode`; its response describes this engine, its blocks and, in one
-extra opaque field, the ticket to fetch them. A decode request sends that object, and the engine
-pulls the KV. A malformed object has the same effect as on the real engine. Source: engines.md B.0,
-B.1, section 1.
+- A prefill request has `do_remote_decode`.
+- Its response describes this engine and the KV blocks. One extra field contains the ticket, the
+  permission to fetch them.
+- A decode request contains that object, and the decode engine pulls the KV.
+
+A malformed object has the same effect as on the real engine. Source: engines.md B.0, B.1, section
+1.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
 class VllmNixlDialect:
-    """The handoff protocol (EngineDialect) of vLLM's NixlConnector, in which the decode engine
-    pulls KV.
+    """The handoff protocol of vLLM's NixlConnector, an EngineDialect.
+
+    The decode engine pulls KV.
     """
 
     name = "vllm_nixl"
@@ -49,7 +53,7 @@ class VllmNixlDialect:
     ) -> ParsedHandoff:
         """Parse the handoff object of a request.
 
-        A request whose object is absent or empty is served whole.
+        If it is absent or empty, this engine serves the whole request alone.
         """
         params = checked_object(body)
         if params is None:
@@ -67,7 +71,9 @@ class VllmNixlDialect:
         offered: OfferedKv | None,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the object `kv_transfer_params` of a prefill response; null if no KV is kept."""
+        """Return the object `kv_transfer_params` of a prefill response; null: the engine keeps
+        no KV.
+        """
         return {FIELD: None if offered is None else build_object(offered, identity, "pull")}
 
     def choice_members(
@@ -77,14 +83,14 @@ class VllmNixlDialect:
         first: bytes,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return no fields, because vLLM's handoff object is at the top level of the response."""
+        """Return no fields: vLLM's handoff object is at the top level of the response."""
         return {}
 
 
 def checked_object(body: RequestBody) -> dict[str, Any] | None:
-    """Return a request's handoff object `kv_transfer_params`, or None if it is absent.
+    """Return the handoff object `kv_transfer_params` of a request, or None if it is absent.
 
-    Raises ApiError for handoff fields of other engines.
+    Raises ApiError if the request has handoff fields of another engine.
     """
     for field in ("bootstrap_host", "bootstrap_port", "bootstrap_room", "disaggregated_params"):
         if getattr(body, field) is not None:
@@ -101,7 +107,7 @@ def checked_object(body: RequestBody) -> dict[str, Any] | None:
 
 
 def prefill_leg(request_id: str, identity: EngineIdentity) -> PrefillLeg:
-    """Return a prefill request's handoff in pull mode, whose KV is kept for a lease.
+    """Return the prefill half of a request in pull mode, which keeps its KV for a renewable lease.
 
     Old versions of vLLM keep the KV for a fixed time instead.
     """
@@ -141,9 +147,9 @@ def _cached_tokens(params: dict[str, Any]) -> int | None:
 
 
 def given_prompt(params: dict[str, Any], body: RequestBody) -> bytes | None:
-    """Return the prompt tokens that a handoff includes (only for chats without `echo`), or None.
+    """Return the prompt's token ids from a handoff object, as tokens; None: the object has none.
 
-    Raises ApiError 400 unless they are a list of token ids.
+    Only chats without `echo` use them. Raises ApiError 400 if the field is not a list of token ids.
     """
     ids = params.get("prompt_token_ids")
     if ids is None or body.messages is None or body.echo:
@@ -154,13 +160,15 @@ def given_prompt(params: dict[str, Any], body: RequestBody) -> bytes | None:
         or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids)
     ):
         raise ApiError(
-            400, "kv_transfer_params.prompt_token_ids must be non-negative integers", FIELD
+            400,
+            "kv_transfer_params.prompt_token_ids must be a list of non-negative integers",
+            FIELD,
         )
     return token_bytes(ids)
 
 
 def build_object(offered: OfferedKv, identity: EngineIdentity, mode: str) -> dict[str, Any]:
-    """Return a prefill engine's `kv_transfer_params` in the format of its version."""
+    """Return `kv_transfer_params` of a prefill response in the format of this engine's version."""
     blocks: list[Any] = offered.blocks if identity.version < (0, 18) else [offered.blocks]
     params: dict[str, Any] = {
         "do_remote_prefill": True,

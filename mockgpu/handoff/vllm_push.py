@@ -1,8 +1,11 @@
-"""The engine's side of vLLM's NixlPushConnector (0.24 and later): both requests start at once.
+"""The mock engine's side of vLLM's NixlPushConnector (0.24 and later): both requests start at once.
 
-The prefill and the decode request are matched by their X-Request-Id. The decode request names the
-prefill engine, which the caller must know in advance, and waits until that engine has written the
-KV. If prefill fails, the decode engine is not notified and times out. Source: engines.md B.0, B.3.
+- Prefill and decode request have the same X-Request-Id.
+- The decode request contains the prefill engine's address, which the router must know in advance.
+- The decode engine waits until the prefill engine has written the KV.
+- If prefill fails, the decode engine is not notified and times out.
+
+Source: engines.md B.0, B.3.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ REGISTRATION_S = 480.0
 
 
 class VllmPushDialect:
-    """The EngineDialect (handoff protocol) of vLLM's NixlPushConnector."""
+    """The handoff protocol of vLLM's NixlPushConnector, an EngineDialect."""
 
     name = "vllm_push"
 
@@ -40,9 +43,7 @@ class VllmPushDialect:
         request_id: str,
         identity: EngineIdentity,
     ) -> ParsedHandoff:
-        """Parse the handoff fields of a request; prefill and decode request have the same
-        X-Request-Id.
-        """
+        """Parse the handoff fields of a request. The two requests have the same X-Request-Id."""
         params = checked_object(body)
         if params is None:
             return NO_LEG
@@ -69,8 +70,9 @@ class VllmPushDialect:
         offered: OfferedKv | None,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the handoff object `kv_transfer_params` that names this engine, in push mode
-        without a ticket.
+        """Return the handoff object `kv_transfer_params`, which contains this engine's address.
+
+        Push mode needs no ticket, because the prefill engine writes the KV itself.
         """
         return {FIELD: None if offered is None else build_object(offered, identity, "push")}
 
@@ -81,5 +83,5 @@ class VllmPushDialect:
         first: bytes,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return no fields, because vLLM's handoff object is at the top level of the response."""
+        """Return no fields: vLLM's handoff object is at the top level of the response."""
         return {}

@@ -1,7 +1,7 @@
-"""The mock engine's audio APIs, as vLLM serves them: recordings in, transcripts out as JSON or a
-stream.
+"""The mock engine's audio APIs: a recording is uploaded, and a transcript is returned.
 
-The generated transcript depends only on the bytes of the recording and their number.
+As in vLLM, the transcript is either one JSON object or a stream of events. Its text is made up. It
+depends only on the content and the length of the recording.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MAX_TOKENS = 448
 
 
 def read_audio(fields: dict[str, Any]) -> RequestBody:
-    """Convert the fields of an audio upload form into a chat request, and return it.
+    """Convert an uploaded audio form to a chat request, and return the request.
 
-    Raises ApiError if invalid.
+    Raises ApiError if a field is missing or invalid.
     """
     recording = fields.get("file")
     if not isinstance(recording, bytes) or not recording:
@@ -35,13 +35,13 @@ def read_audio(fields: dict[str, Any]) -> RequestBody:
 
 
 def transcription(parsed: ParsedRequest, choice: Choice) -> dict[str, Any]:
-    """Return a non-streaming transcription as a JSON object: its text and token usage."""
+    """Return a complete transcript as a JSON object with its text and token usage."""
     usage = {"type": "duration", "seconds": max(1, parsed.limit // 4)}
     return {"text": choice.text.strip(), "usage": usage}
 
 
 class AudioChunks:
-    """Builds the server-sent events of one streamed transcription."""
+    """Builds the server-sent events of one transcript that is sent as a stream."""
 
     __slots__ = ("_choice", "_created", "_made", "_parsed")
 
@@ -50,9 +50,7 @@ class AudioChunks:
         self._made = 0
 
     def begin(self) -> bytes:
-        """Return no bytes, because the first event of a transcription stream carries the first
-        token.
-        """
+        """Return no bytes: a transcript stream has no event before its first token."""
         return b""
 
     def next(self, cached: int | None) -> bytes:
@@ -61,9 +59,7 @@ class AudioChunks:
         return self._chunk(self._choice.text[start : start + TOKEN_BYTES], None)
 
     def end(self, cached: int | None) -> bytes:
-        """Return the last event of a transcription stream, with the finish reason, and the `[DONE]`
-        marker.
-        """
+        """Return the end of a transcript stream: an event with the finish reason, then `[DONE]`."""
         return self._chunk("", "stop") + http_chunk(DONE)
 
     def _chunk(self, piece: str, reason: str | None) -> bytes:

@@ -1,6 +1,6 @@
-"""Converts requests of other APIs to chats: their text parts, tool calls and results.
+"""Converts requests of the Messages, Responses and audio APIs to chat requests.
 
-The other APIs are Messages, Responses and audio.
+The functions here convert text parts, tool definitions, tool calls and tool results.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from mockgpu.request_parser import ApiError, RequestBody, decode_body
 
 
 def read_members(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON request body into its members. Raises ApiError if it is not a JSON object."""
+    """Parse a JSON request body, and return its fields as a dict.
+
+    Raises ApiError if the body is not a JSON object.
+    """
     return decode_body(raw, dict[str, Any])
 
 
 def chat_body(members: Mapping[str, Any]) -> RequestBody:
-    """Build a chat request from its JSON members. Raises ApiError if they are invalid."""
+    """Build a chat request from its JSON fields. Raises ApiError if a field is invalid."""
     try:
         return msgspec.convert(dict(members), RequestBody)
     except msgspec.ValidationError as error:
@@ -27,17 +30,18 @@ def chat_body(members: Mapping[str, Any]) -> RequestBody:
 
 
 def chat_of(text: str, model: object, **members: Any) -> RequestBody:
-    """Return a chat request whose only message is `text`, from the user. Raises ApiError if it is
-    invalid.
+    """Return a chat request with `text` as its only message, sent by the user.
+
+    Raises ApiError if the request is invalid.
     """
     return chat_body({"model": model, "messages": [{"role": "user", "content": text}], **members})
 
 
 def flat_text(content: object, kinds: Sequence[str]) -> object:
-    """Return the text of content parts, one part per line.
+    """Join the text of content parts, one part per line, and return it.
 
-    Parts with a type in `kinds` are text. If another part is among them, `content` itself is
-    returned.
+    A part is text if its type is in `kinds`. If any part is not text, such as an image, the
+    function returns `content` unchanged.
     """
     if not isinstance(content, list):
         return content
@@ -65,21 +69,25 @@ def chat_turns(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def chat_call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
-    """Return a tool call in the form that an assistant's chat message has."""
+    """Return a tool call in the format of an assistant message in a chat."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 
 
 def chat_tool(tool: Mapping[str, Any], schema: str) -> dict[str, Any]:
-    """Convert a tool definition to chat format; `schema` names the member with its parameters."""
+    """Convert a tool definition to the format of the chat API.
+
+    `schema` is the name of the field that contains the JSON Schema of the tool's parameters.
+    """
     names = {"name": "name", "description": "description", schema: "parameters", "strict": "strict"}
     function = {other: tool[name] for name, other in names.items() if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 
 def join_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge separate tool calls into the assistant's message before them, and return the
-    messages.
+    """Merge messages that are only a tool call into the assistant message before them.
+
+    Returns the new list of messages. In the chat API a tool call is part of a message.
     """
     joined: list[dict[str, Any]] = []
     for message in messages:

@@ -1,7 +1,8 @@
-"""One choice (generated answer) of a response: its text, cut at stop strings, and finish reason.
+"""One choice of a response: a generated answer with its text and finish reason.
 
-The text is generated before the first step runs. If the KV of the prompt turns out to be wrong, the
-text is replaced by another one of the same length. The wire format is in openai_format.py.
+A request with `n: 2` has two choices. The text is generated before the engine's first step, and is
+cut at a stop string. If a later check finds that the prompt's KV cache is wrong, another text of
+the same length replaces it. The wire format is in openai_format.py.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's
 class Choice(msgspec.Struct, eq=False):
     """One generated answer, and the scheduler job that computes it.
 
-    text    what the client receives, cut at a stop string
-    keys    block keys of prompt and answer, without the request's cache salt
+    text    the text that the client receives, cut at a stop string
+    keys    one key per full KV block of prompt and answer, without the request's cache salt
+    vary    number that selects this answer among the possible answers to the prompt
+    frame   JSON text around the answer if the request demands JSON; None: plain text
     """
 
     index: int
@@ -52,16 +55,13 @@ class Choice(msgspec.Struct, eq=False):
 
     @property
     def whole_text(self) -> str:
-        """Return the complete text of the answer, with the JSON around it if the request demands
-        JSON.
-        """
+        """Return the complete answer. If the request demands JSON, the text is wrapped in JSON."""
         return self.text if self.frame is None else self.frame.before + self.text + self.frame.after
 
     def piece(self, number: int) -> str:
-        """Return the text of one token of the answer; tokens are counted from 0.
+        """Return the text of token `number` of the answer; the first token is 0.
 
-        The first and the last piece also have the JSON around the text, if the request demands
-        JSON.
+        If the request demands JSON, the first and the last piece include the JSON around the text.
         """
         piece = self.text[number * TOKEN_BYTES : (number + 1) * TOKEN_BYTES]
         if self.frame is None:
@@ -75,9 +75,9 @@ class Choice(msgspec.Struct, eq=False):
         return token_count(self.tokens)
 
     def states(self, start: int, end: int) -> Words:
-        """Return the states of tokens [start, end) of prompt and answer, which are stored as KV.
+        """Return the simulated KV of tokens [start, end) of the prompt and answer.
 
-        A state is one 64-bit word per token (see mockgpu/kv_contents.py).
+        It is one 64-bit word per token, called the token's state (mockgpu/kv_contents.py).
         """
         from mockgpu.kv_contents import token_states
 
@@ -89,10 +89,10 @@ class Choice(msgspec.Struct, eq=False):
         return token_states(self.prompt + self.tokens, self.keys)[start:end]
 
     def replace_text(self, taint: int) -> None:
-        """Replace the answer by as many other tokens, because a model would compute other ones from
-        wrong KV.
+        """Replace the answer by another one with as many tokens, because the prompt's KV is wrong.
 
-        taint  digest of the wrong KV; the same error leads to the same tokens
+        A real model would also generate other tokens from wrong KV. `taint` is a digest of the
+        wrong KV, so the same error always leads to the same answer.
         """
         given_tokens = self.job.leg.first if isinstance(self.job.leg, DecodeLeg) else b""
         context = self.prompt + given_tokens
@@ -111,9 +111,7 @@ class Choice(msgspec.Struct, eq=False):
             self.describe_job()
 
     def describe_job(self) -> None:
-        """Copy the answer's tokens and cache salt to its scheduler job, whose KV events report
-        them.
-        """
+        """Copy the answer's tokens and cache salt to the job, which reports them in KV events."""
         self.job.tokens, self.job.salt = self.prompt + self.tokens, self.salt
 
 

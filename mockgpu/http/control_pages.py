@@ -1,6 +1,7 @@
-"""HTTP routes of a mock engine that real engines do not have: its state, its faults, its leases.
+"""Test routes of a mock engine: its state, injected faults, and leases on KV.
 
-All of them are below /mock/. Tests and `penstock chaos` use them.
+Real engines do not have these routes. All paths start with /mock/. Tests and `penstock chaos` use
+them.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's
 
 
 class FaultRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The JSON body of POST /mock/fault, and of POST to the fault server.
+    """The JSON body that sets the faults of a mock engine.
 
-    `spec` is a fault specification; "" ends all faults.
+    `spec` is a fault specification such as "5xx@0.1" (mockgpu/fault_grammar.py); "" ends all
+    faults.
     """
 
     spec: str
 
 
 class RenewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The JSON body of POST /mock/renew, by which a decode engine extends the lease on KV.
+    """The JSON body of POST /mock/renew: which KV to keep, and the permission to do so.
 
-    Real engines use a side channel for this.
+    A decode engine sends it so that the prefill engine keeps the KV longer. Real engines use a
+    separate connection for this.
     """
 
     name: str
@@ -40,9 +43,10 @@ class RenewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ControlPages:
-    """The routes below /mock/ of one mock engine, apart from that of its cached blocks.
+    """The test routes below /mock/ of one mock engine, except /mock/kv_blocks.
 
-    `pd_role` is its half of split (prefill/decode) requests; None if it serves whole requests only.
+    `pd_role` serves one half (prefill or decode) of split requests. It is None if the engine serves
+    only whole requests.
     """
 
     def __init__(self, group: TpGroup, faults: GroupFaults, pd_role: PdRole | None) -> None:
@@ -58,7 +62,10 @@ class ControlPages:
         ]
 
     async def state(self, _: web.Request) -> web.Response:
-        """Serve GET /mock/state: KV memory and P/D role of the engine, for tests."""
+        """Serve GET /mock/state: the use of KV memory, and the prefill or decode role.
+
+        For tests.
+        """
         scheduler, metrics = self._group.scheduler, self._group.metrics
         state: dict[str, Any] = {
             "role": self._group.spec.role,
@@ -72,9 +79,10 @@ class ControlPages:
         return json_answer(state | (self._pd_role.state() if self._pd_role is not None else {}))
 
     async def renew(self, request: web.Request) -> web.Response:
-        """Serve POST /mock/renew `{"name", "ticket"}`, which keeps KV longer for a queued request.
+        """Serve POST /mock/renew `{"name", "ticket"}`: keep KV longer for a request that is still
+        queued.
 
-        The answer is 404 if the KV is already gone.
+        The response is 404 if the KV has already been freed.
         """
         renewal = decode_body(await request.read(), RenewRequest)
         ticket = (
@@ -87,16 +95,17 @@ class ControlPages:
         return json_answer({"ticket": ticket})
 
     async def show_faults(self, _: web.Request) -> web.Response:
-        """Serve GET /mock/fault: the active fault specification."""
+        """Serve GET /mock/fault: the specification of the active faults."""
         return json_answer({"spec": self._faults.spec})
 
     async def set_faults(self, request: web.Request) -> web.StreamResponse:
-        """Serve POST /mock/fault `{"spec": "..."}`, which replaces all faults from now on.
+        """Serve POST /mock/fault `{"spec": "..."}`: replace all faults by the specified ones.
 
-        The response is sent first, because a fault that closes connections would close this one.
+        The response is sent before the faults start. Otherwise a fault that closes connections
+        would also close this one.
         """
         if "Origin" in request.headers:
-            raise ApiError(403, "web pages may not set faults")
+            raise ApiError(403, "web pages may not set faults: the request has an Origin header")
         spec = decode_body(await request.read(), FaultRequest).spec
         try:
             self._faults.check(parse_faults(spec))
@@ -109,7 +118,7 @@ class ControlPages:
         return response
 
     async def clear_faults(self, request: web.Request) -> web.Response:
-        """Serve DELETE /mock/fault, which ends all faults and restores lost ranks."""
+        """Serve DELETE /mock/fault: end all faults, and restore lost ranks (GPUs)."""
         self._faults.apply("")
         if self._pd_role is not None:
             await self._pd_role.wait_applied()

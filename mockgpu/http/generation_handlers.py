@@ -1,8 +1,8 @@
-"""Serves the requests that a mock engine computes: generated text, embeddings and transcripts.
+"""Handlers of the requests that a mock engine computes: generation, embeddings and transcripts.
 
-A handler parses a request, submits its choices to the engine (TpGroup), and waits for the result.
-Injected faults hit the request here. A client that disconnects cancels its handler, which aborts
-its jobs.
+A handler parses the request, submits one job per choice to the engine (TpGroup), and waits for the
+result. Faults of single requests are injected here. If the client disconnects, aiohttp cancels the
+handler, and the handler aborts its jobs.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
 class GenerationHandlers:
-    """The HTTP handlers of one mock engine for requests that it computes, and their faults.
+    """The HTTP handlers of one mock engine for the requests that it computes.
 
-    `formats` has the APIs whose stream events have names, by their path.
+    `formats` maps the path of an API with named stream events (Messages, Responses) to its
+    converter.
     """
 
     def __init__(
@@ -95,11 +96,11 @@ class GenerationHandlers:
         }
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        """Serve POST /v1/chat/completions, as a stream or as a whole response."""
+        """Serve POST /v1/chat/completions, with a streamed or a complete response."""
         return await self._generate(request, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Serve POST /v1/completions, as a stream or as a whole response."""
+        """Serve POST /v1/completions, with a streamed or a complete response."""
         return await self._generate(request, chat=False)
 
     async def _generate(self, request: web.Request, chat: bool) -> web.StreamResponse:
@@ -110,16 +111,19 @@ class GenerationHandlers:
         choices = build_choices(parsed)
         if parsed.leg is not None and len(choices) > 1:
             self.group.metrics.malformed_handoffs += 1
-            raise MalformedHandoffError(f"{len(choices)} sequences, but one is allowed")
+            raise MalformedHandoffError(
+                f"a split request must have one choice, but n and the prompts make {len(choices)}"
+            )
         answer = PendingResponse(len(choices), asyncio.get_running_loop())
         if parsed.is_stream:
             return await self._stream(request, parsed, choices, answer, fault)
         return await self._serve_whole(request, parsed, choices, answer, fault)
 
     async def converse(self, request: web.Request) -> web.StreamResponse:
-        """Serve a POST to the Messages or the Responses API, whole or as a stream.
+        """Serve a POST to the Messages or the Responses API, with a streamed or a complete
+        response.
 
-        The mock converts the request to a chat request, and the generated text back.
+        The mock converts the request to a chat request, and converts the generated text back.
         """
         form, fault = self.formats[request.path], self._pick_fault(request)
         check_content_type(request)
@@ -145,7 +149,7 @@ class GenerationHandlers:
         return json_answer(body)
 
     async def listen(self, request: web.Request) -> web.StreamResponse:
-        """Serve POST /v1/audio/transcriptions and /v1/audio/translations of a recording."""
+        """Serve POST /v1/audio/transcriptions and POST /v1/audio/translations."""
         fault = self._pick_fault(request)
         fields = await form_fields(request)
         name = client_request_id(request.headers) or uuid.uuid4().hex
@@ -164,7 +168,10 @@ class GenerationHandlers:
         return json_answer(audio_format.transcription(parsed, choice))
 
     async def pool(self, request: web.Request) -> web.Response:
-        """Serve a POST to an API that generates no text, in the time that its prefill takes."""
+        """Serve a POST to an API that generates no text, such as embeddings.
+
+        The response is delayed by the time that the engine needs to prefill the inputs.
+        """
         fault = self._pick_fault(request)
         check_content_type(request)
         name = client_request_id(request.headers) or uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Helpers of the mock's HTTP handlers: form parsing, JSON responses, and broken connections."""
+"""Helpers of the mock's HTTP handlers: forms, JSON responses, and connections that faults break."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ JSON = "application/json"
 
 
 def json_answer(payload: object) -> web.Response:
-    """Return an HTTP response with status 200 and this JSON body."""
+    """Return a response with status 200 and `body` encoded as JSON."""
     return web.Response(body=msgspec.json.encode(payload), content_type=JSON)
 
 
 async def form_fields(request: web.Request) -> dict[str, Any]:
-    """Return the fields of a submitted form, files as bytes. Raises ApiError if invalid."""
+    """Parse a submitted form, and return its fields; the content of a file is bytes.
+
+    Raises ApiError if the form is invalid.
+    """
     if not request.content_type.startswith("multipart/form-data"):
         raise ApiError(400, "1 validation error: file: field required", "file")
     fields = await request.post()
@@ -38,19 +41,19 @@ def check_content_type(request: web.Request) -> None:
 
 
 def reset_now(request: web.Request) -> NoReturn:
-    """Reset the client's TCP connection, and leave the HTTP handler by an exception."""
+    """Reset the client's TCP connection, and raise CancelledError to end the handler."""
     reset_connection(transport_of(request))
     raise asyncio.CancelledError
 
 
 async def break_whole(request: web.Request, body: bytes, kind: FaultKind) -> NoReturn:
-    """Send the headers of a response and none or half of its body, then close the connection.
+    """Send an incomplete response, then break the connection in the way that `kind` specifies.
 
-    The function never returns: it raises an exception that ends the handler.
+    request  the request to respond to
+    body     the complete body; depending on the fault, none or half of it is sent after the headers
+    kind     the kind of fault
 
-    request  the request to answer
-    body     the whole body
-    kind     the kind of fault, which decides how much is sent
+    Always raises CancelledError, which ends the handler.
     """
     response = web.StreamResponse(headers={"Content-Type": JSON, "Content-Length": str(len(body))})
     await response.prepare(request)

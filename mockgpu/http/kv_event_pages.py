@@ -1,5 +1,6 @@
-"""HTTP routes of a mock engine that describe its publisher of KV events, and list its cached
-blocks.
+"""HTTP routes of a mock engine about KV events, the messages on changes of its prefix cache.
+
+They describe the publisher of the events, and list the cached blocks.
 """
 
 from __future__ import annotations
@@ -13,13 +14,19 @@ from mockgpu.request_parser import ApiError
 
 
 class KvEventPages:
-    """The KV event routes of one mock engine, in the format of the engine that it imitates."""
+    """The KV event routes of one mock engine, in the format of the engine that it imitates.
+
+    KV events are messages that report which blocks enter and leave the engine's prefix cache.
+    """
 
     def __init__(self, group: TpGroup, engine: EngineFormat) -> None:
         self._group, self._engine = group, engine
 
     def engine_routes(self) -> list[web.RouteDef]:
-        """Return the routes by which the imitated engine describes its KV event publisher."""
+        """Return the routes with which the imitated engine describes its KV event publisher.
+
+        The list is empty for an engine that has no such route.
+        """
         if self._engine is EngineFormat.SGLANG:
             return [web.get("/server_info", self.server_info)]
         if self._engine is EngineFormat.VLLM:
@@ -27,18 +34,22 @@ class KvEventPages:
         return []
 
     async def sources(self, _: web.Request) -> web.Response:
-        """Serve vLLM's GET /kv_event_sources: the publishers by data-parallel rank."""
+        """Serve vLLM's GET /kv_event_sources: one publisher per data-parallel rank."""
         events = self._group.kv_events
         return json_answer({} if events is None else {"0": events.describe()})
 
     async def server_info(self, _: web.Request) -> web.Response:
-        """Serve SGLang's GET /server_info, with only the fields about KV events."""
+        """Serve SGLang's GET /server_info, reduced to the fields about KV events."""
         events = self._group.kv_events
         return json_answer({} if events is None else {"kv_events": events.describe_as_sglang()})
 
     async def blocks(self, _: web.Request) -> web.Response:
-        """Serve GET /mock/kv_blocks: the hashes of all cached blocks, and the next event number."""
+        """Serve GET /mock/kv_blocks: the hashes of all cached blocks, and the next event's
+        number.
+        """
         events = self._group.kv_events
         if events is None:
-            raise ApiError(404, "The group publishes no KV events.")
+            raise ApiError(
+                404, "This engine publishes no KV events; start it with --kv-events-port."
+            )
         return json_answer({"hashes": events.hashes(), "number": events.stream.next_number})

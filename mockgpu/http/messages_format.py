@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, as vLLM serves it, converted to and from chat completions."""
+"""Anthropic's Messages API as vLLM serves it, implemented over chat completions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessagesFormat:
-    """Converts Messages API requests to chats, and chat answers to messages and events."""
+    """Converts Messages requests to chat requests, and generated answers to messages and events."""
 
     prefix = "msg_"
 
@@ -41,7 +41,7 @@ class MessagesFormat:
         cached: int | None,
         members: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the complete message object of a non-streaming Messages response."""
+        """Return the message object of a response that is not streamed."""
         block: dict[str, Any] = {"type": "text", "text": choice.whole_text}
         if parsed.tool is not None:
             block = _tool_use(parsed, msgspec.json.decode(choice.whole_text))
@@ -59,8 +59,9 @@ class MessagesFormat:
 
 
 class MessagesChunks:
-    """Builds the events of one streamed message of the Messages API: one content block, one delta
-    per token.
+    """Builds the stream events of one message in the Messages API.
+
+    A message has one content block. Each token is one `content_block_delta` event.
     """
 
     __slots__ = ("_choice", "_made", "_parsed")
@@ -73,9 +74,9 @@ class MessagesChunks:
         return b""
 
     def next(self, cached: int | None) -> bytes:
-        """Return the client's events for the next token.
+        """Return the events for the next token as one HTTP chunk.
 
-        The first call also begins the message and its content block.
+        The first call also returns the events that start the message and its content block.
         """
         piece = self._choice.piece(self._made)
         self._made += 1
@@ -83,7 +84,7 @@ class MessagesChunks:
         return http_chunk(opening + (self._delta(piece) if piece else b""))
 
     def end(self, cached: int | None) -> bytes:
-        """Return the events that end the content block and the message of a stream."""
+        """Return the last events of a stream, which end the content block and the message."""
         usage = _usage(self._parsed, self._choice.output_tokens, cached)
         delta = {"type": "message_delta", "delta": _ending(self._choice), "usage": usage}
         return http_chunk(
@@ -112,7 +113,7 @@ class MessagesChunks:
 
 
 def count_body(members: Mapping[str, Any]) -> RequestBody:
-    """Return the chat request for a count_tokens body, in which `max_tokens` may be missing."""
+    """Parse the body of a count_tokens request into a chat request; `max_tokens` is optional."""
     messages = members.get("messages")
     if not isinstance(messages, list):
         raise ApiError(400, "1 validation error: messages: field required", "messages")
@@ -131,7 +132,9 @@ def _chat_messages(system: object, messages: list[Any]) -> list[Any]:
     #
     # A system message further down is merged into the message beside it.
     if not all(isinstance(message, dict) for message in messages):
-        raise ApiError(400, "1 validation error: messages: each must be an object", "messages")
+        raise ApiError(
+            400, "1 validation error: messages: each message must be an object", "messages"
+        )
     rest = list(dropwhile(_is_system, messages))
     leading = [message.get("content") for message in messages[: len(messages) - len(rest)]]
     texts = [_system_text(each) for each in (system, *leading) if each is not None]

@@ -1,7 +1,7 @@
-"""Interfaces of HTTP APIs whose stream events have names (Messages, Responses).
+"""Interfaces of the HTTP APIs whose stream events have names: Messages and Responses.
 
-A format converts a request of its API to a chat, and the answer back to the API's objects and
-events. The formats are mockgpu/http/messages_format.py and mockgpu/http/responses_format.py.
+A format converts a request of its API to a chat request. It converts the answer back to the objects
+and events of its API. See mockgpu/http/messages_format.py and mockgpu/http/responses_format.py.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
 
 
 class EventChunks(Protocol):
-    """Builds the events of one streamed answer, as HTTP chunks."""
+    """The interface that builds the stream events of one answer, as HTTP chunks."""
 
     def begin(self) -> bytes:
-        """Return the events to send before any token of the answer is computed."""
+        """Return the events to send before the first token has been computed."""
         ...
 
     def next(self, cached: int | None) -> bytes:
-        """Return the events for the next token; `cached` is the number of cached prompt tokens."""
+        """Return the events for the next token.
+
+        `cached` is the number of prompt tokens found in the prefix cache; None: not reported.
+        """
         ...
 
     def end(self, cached: int | None) -> bytes:
@@ -32,7 +35,7 @@ class EventChunks(Protocol):
 
 
 class NamedEventFormat(Protocol):
-    """Converts requests of one HTTP API to chat completions, and answers back."""
+    """The interface that converts one HTTP API's requests to chat requests, and answers back."""
 
     prefix: str
     """Prefix of the ids of its answers."""
@@ -57,7 +60,7 @@ class NamedEventFormat(Protocol):
     def error(self, error: ApiError) -> bytes: ...
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the error event that ends a failed stream, as bytes of one HTTP chunk."""
+        """Return the error event that ends a failed stream, as one HTTP chunk."""
         ...
 
 

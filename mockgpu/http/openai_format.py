@@ -1,7 +1,7 @@
-"""vLLM's OpenAI response format: stream chunks, whole responses, usage and logprobs.
+"""vLLM's OpenAI response format: stream events, complete responses, usage and logprobs.
 
-Most tokens of a stream are not JSON-encoded. Their four characters are inserted between two byte
-strings that are built once per choice.
+For speed, most stream events are not encoded as JSON one by one. The text of the token is inserted
+between two byte strings that are built once per choice.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ def event(payload: object) -> bytes:
 
 
 def http_chunk(data: bytes) -> bytes:
-    """Return `data` as one chunk of HTTP/1.1 chunked encoding, or no bytes if it is empty.
+    """Return `data` as one chunk of HTTP/1.1 chunked transfer encoding.
 
-    An empty chunk would end the body.
+    Returns no bytes if `data` is empty, because an empty chunk would end the body.
     """
     return b"%x\r\n%s\r\n" % (len(data), data) if data else b""
 
 
 def usage(parsed: ParsedRequest, output_tokens: int, cached: int | None) -> dict[str, Any]:
-    """Return the token usage of a response as a JSON object.
+    """Return the `usage` object of a response: its numbers of prompt and output tokens.
 
-    `cached` is the number of cached prompt tokens, or None if the engine does not report it.
+    `cached` is the number of prompt tokens found in the prefix cache. None: the engine does not
+    report it.
     """
     details = None if cached is None else {"cached_tokens": cached}
     return {
@@ -46,9 +47,9 @@ def usage(parsed: ParsedRequest, output_tokens: int, cached: int | None) -> dict
 
 
 def cached_tokens(choices: list[Choice], n: int) -> int:
-    """Return the number of cached prompt tokens of a request.
+    """Return how many prompt tokens of a request were found in the prefix cache.
 
-    Each prompt has `n` consecutive choices; only the first of them is counted.
+    Each prompt has `n` consecutive choices. Only the first of them is counted.
     """
     return sum(max(0, choice.job.cached) for choice in choices[::n])
 
@@ -88,10 +89,10 @@ def _completion_logprobs(
 
 
 class ResponseExtras(msgspec.Struct, frozen=True):
-    """JSON members that a prefill engine adds to its response.
+    """Extra JSON fields that a prefill engine adds to its response for the decode engine.
 
-    top_level  members of the response object
-    in_choice  members of its choice
+    top_level  fields of the response object
+    in_choice  fields of the choice object
     """
 
     top_level: dict[str, Any] = {}
@@ -178,7 +179,7 @@ def _call_id(parsed: ParsedRequest, choice: Choice) -> str:
 
 
 class StreamChunks:
-    """Builds the events of one streamed choice, as HTTP chunks."""
+    """Builds the stream events of one choice, as HTTP chunks."""
 
     __slots__ = (
         "_choice",
@@ -212,7 +213,9 @@ class StreamChunks:
         return head, tail
 
     def next(self, cached: int | None) -> bytes:
-        """Return the event or events for the next token of the choice."""
+        """Return the events for the next token; an event with the role may precede the first
+        token.
+        """
         choice, start = self._choice, self.generated_count * TOKEN_BYTES
         self.generated_count += 1
         end = start + TOKEN_BYTES
@@ -285,7 +288,7 @@ class StreamChunks:
 
 
 def chunk(parsed: ParsedRequest, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one chunk object of a stream, with these choices."""
+    """Return the JSON object of one stream event that contains these choices."""
     kind = "chat.completion.chunk" if parsed.chat else "text_completion"
     return {
         "id": parsed.id,
@@ -299,7 +302,10 @@ def chunk(parsed: ParsedRequest, created: int, choices: list[dict[str, Any]]) ->
 def stream_end(
     parsed: ParsedRequest, choices: list[Choice], created: int, cached: int | None
 ) -> bytes:
-    """Return the end of a successful stream: usage if requested, then [DONE], as HTTP chunks."""
+    """Return the end of a successful stream: usage if the client requested it, then `[DONE]`.
+
+    The result is one or more HTTP chunks.
+    """
     options = parsed.body.stream_options
     if options is None or not options.include_usage:
         return http_chunk(DONE)
@@ -310,12 +316,14 @@ def stream_end(
 
 
 def stream_error(body: bytes) -> bytes:
-    """Return the end of a failed stream: the error event, then [DONE], as HTTP chunks."""
+    """Return the end of a failed stream: the error event, then `[DONE]`, as HTTP chunks."""
     return http_chunk(b"data: %s\n\n" % body) + http_chunk(DONE)
 
 
 def tokenize_response(prompt: bytes, context: int) -> bytes:
-    """Return the JSON body of a /tokenize response: ids, count and context length."""
+    """Return the JSON body of a /tokenize response: token ids, their count, and the context
+    length.
+    """
     return _encode(
         {
             "count": token_count(prompt),

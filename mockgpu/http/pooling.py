@@ -1,8 +1,8 @@
-"""HTTP APIs that generate no text: embeddings, scores, classes, moderation and detokenizing.
+"""APIs that generate no text: embeddings, scores, classification, moderation, detokenization.
 
-Each function reads a request body and says how to build the response. Results depend only on the
-words of a text, so that texts with common words are similar. The engine's computing time is
-simulated by mockgpu/http/server.py.
+Each function parses a request body and returns a function that builds the response. Results depend
+only on the words of a text, so that texts with common words are similar. The time that an engine
+would compute is simulated by the caller.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Document = str | dict[str, Any]
 
 
 class InputBody(msgspec.Struct, frozen=True):
-    """The JSON body of a request about a list of inputs, or about one chat."""
+    """The JSON body of a request with a list of input texts, or with the messages of one chat."""
 
     model: str | None = None
     input: str | list[Any] | None = None
@@ -50,7 +50,10 @@ class InputBody(msgspec.Struct, frozen=True):
 
 
 class PairBody(msgspec.Struct, frozen=True):
-    """The JSON body of a request about pairs of texts, in any form that engines accept."""
+    """The JSON body of a request that compares pairs of texts.
+
+    Engines accept several names for the same two lists. This object has a field for each name.
+    """
 
     model: str | None = None
     query: Document | None = None
@@ -64,17 +67,17 @@ class PairBody(msgspec.Struct, frozen=True):
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True):
-    """The JSON body of POST /detokenize."""
+    """The JSON body of POST /detokenize, which converts token ids to text."""
 
     tokens: list[TokenId]
     model: str | None = None
 
 
 class PoolingRequest(msgspec.Struct, frozen=True):
-    """A checked request that generates no text.
+    """A valid request to an API that generates no text.
 
-    parsed  its prompts, which the engine computes
-    build   function that returns the response's JSON, given the time in Unix seconds
+    parsed  the prompts that the engine must prefill
+    build   function that builds the response's JSON; its argument is the time in Unix seconds
     """
 
     parsed: ParsedRequest
@@ -97,7 +100,7 @@ def read_embeddings(
 
 
 def read_pooling(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
-    """Parse the body of POST /pooling, which returns embeddings in another format.
+    """Parse the body of POST /pooling, which returns embeddings in vLLM's own format.
 
     Raises ApiError if it is invalid.
     """
@@ -112,9 +115,9 @@ def read_classify(raw: bytes, headers: Mapping[str, str], served: str, name: str
 def read_moderations(
     raw: bytes, headers: Mapping[str, str], served: str, name: str
 ) -> PoolingRequest:
-    """Parse the body of POST /v1/moderations, whose response flags no text.
+    """Parse the body of POST /v1/moderations. The response never flags a text.
 
-    Raises ApiError if it is invalid.
+    Raises ApiError if the body is invalid.
     """
     body, prompts = _inputs(raw, headers, served)
     parsed = _job(f"modr-{name}", served, prompts, body.cache_salt)
@@ -130,7 +133,7 @@ def read_moderations(
 
 
 def read_rerank(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
-    """Parse the body of POST /rerank, which sorts documents by relevance.
+    """Parse the body of POST /rerank, which sorts documents by their similarity to a query.
 
     Raises ApiError if it is invalid.
     """
@@ -174,7 +177,7 @@ def _text_pairs(body: PairBody) -> list[tuple[bytes, bytes]]:
 
 
 def read_score(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
-    """Parse the body of POST /score, which returns the similarity of text pairs.
+    """Parse the body of POST /score, which returns the similarity of pairs of texts.
 
     Raises ApiError if it is invalid.
     """
@@ -194,13 +197,13 @@ def read_score(raw: bytes, headers: Mapping[str, str], served: str, name: str) -
 
 
 def detokenize(raw: bytes) -> dict[str, Any]:
-    """Return the response of /detokenize: the text of the given token ids."""
+    """Return the response of POST /detokenize: the text of the given token ids."""
     tokens = array("I", decode_body(raw, DetokenizeBody).tokens).tobytes()
     return {"prompt": tokens.decode("utf-8", "replace")}
 
 
 def vector(text: bytes, dimensions: int = DIMENSIONS) -> list[float]:
-    """Return the embedding of a text: a vector of length 1 with one direction per word."""
+    """Return the embedding of a text: a vector of length 1, the sum of one direction per word."""
     values = [0.0] * dimensions
     for word in text.split() or [b""]:
         digest = xxh3_64_intdigest(word)

@@ -1,6 +1,7 @@
-"""Token sinks that write a response to the client's socket, with injected faults.
+"""Token sinks: objects that write generated tokens to the client's socket, and inject faults.
 
-The sinks write to the transport within the engine's step, without a task or await per token.
+A sink writes to the transport directly from the engine's step. This saves a task and an await per
+token.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ KEEP_ALIVE = http_chunk(b": keep-alive\n\n")
 
 
 class PendingResponse:
-    """A response that is being sent.
+    """A response that is being generated, with one or more choices.
 
-    `done` resolves when all choices have ended or one has failed.
+    `done` is a future. Its result is None when all choices have ended, or the ApiError of a choice
+    that failed.
     """
 
     __slots__ = ("_open", "done")
@@ -36,13 +38,13 @@ class PendingResponse:
             self.done.set_result(None)
 
     def fail(self, error: ApiError) -> None:
-        """Fail the whole response, because the engine failed one choice."""
+        """Fail the whole response with this error, because one of its choices failed."""
         if not self.done.done():
             self.done.set_result(error)
 
 
 class TokenEvents(Protocol):
-    """Builds the events of one streamed choice in the format of its API."""
+    """The interface that builds the stream events of one choice in the format of its API."""
 
     def next(self, cached: int | None) -> bytes:
         """Return the HTTP chunks that carry the next token of a stream."""
@@ -52,7 +54,8 @@ class TokenEvents(Protocol):
 class WholeSink:
     """The token sink of one choice of a response that is not streamed.
 
-    If `stalled` is true, it never reports the end.
+    `stalled` simulates a response that never arrives: the sink does not report the end of the
+    choice.
     """
 
     __slots__ = ("_answer", "_stalled", "on_failure")
@@ -63,7 +66,7 @@ class WholeSink:
         self.on_failure = answer.fail
 
     def on_token(self) -> None:
-        """Do nothing, because all tokens of a plain response are sent together at its end."""
+        """Do nothing: a response that is not streamed sends all tokens together at its end."""
 
     def on_end(self) -> None:
         if not self._stalled:
@@ -71,7 +74,7 @@ class WholeSink:
 
 
 class StreamSink:
-    """The token sink of one streamed choice, which writes each token to the transport at once."""
+    """The token sink of one streamed choice: it writes each token to the transport immediately."""
 
     __slots__ = ("_answer", "_cached", "_chunks", "_job", "_transport", "on_failure")
 
@@ -91,7 +94,7 @@ class StreamSink:
         self.on_failure = answer.fail
 
     def on_token(self) -> None:
-        """Write the next token's events, or discard them if the client has left."""
+        """Write the events of the next token. Discard them if the client has disconnected."""
         data = self._chunks.next(self._job.cached if self._cached else None)
         if not self._transport.is_closing():
             self._transport.write(data)
@@ -101,7 +104,7 @@ class StreamSink:
 
 
 class FaultySink(StreamSink):
-    """A StreamSink with a fault: it ends the stream too early, or splits its bytes in unusual
+    """A StreamSink with a fault: it breaks the stream off, or splits its bytes at unusual
     places.
     """
 
@@ -122,7 +125,7 @@ class FaultySink(StreamSink):
         self._broken = False
 
     def on_token(self) -> None:
-        """Write the next token of the stream, or apply the fault when its time has come."""
+        """Write the next token, or inject the fault if enough tokens have been written."""
         self._made += 1
         if self._transport.is_closing() or self._broken:
             return
@@ -149,16 +152,17 @@ class FaultySink(StreamSink):
             size, _, remaining = remaining.partition(b"\r\n")
 
     def on_end(self) -> None:
-        """Report that the choice has ended, unless the stream was broken off."""
+        """Report the end of the choice, unless the fault has broken the stream off."""
         if not self._broken:
             super().on_end()
 
 
 def break_off(transport: asyncio.Transport, kind: FaultKind, last: bytes = b"") -> None:
-    """Leave a response unfinished, in one of three ways that the fault's kind decides.
+    """Leave a response unfinished. The kind of fault decides how:
 
-    The connection is reset; or it is closed after the bytes `last`, as if the response had ended;
-    or it is left open without further bytes (stall).
+    - cut: write the bytes `last`, as if the response had ended, and close the connection
+    - stall: keep the connection open, but send no more bytes
+    - any other kind: reset the connection
     """
     if kind is FaultKind.CUT and not transport.is_closing():
         transport.write(last)
@@ -168,7 +172,7 @@ def break_off(transport: asyncio.Transport, kind: FaultKind, last: bytes = b"") 
 
 
 def reset_connection(transport: asyncio.Transport) -> None:
-    """Close a client's connection with a TCP reset instead of a normal end."""
+    """Close the client's connection with a TCP reset (RST) instead of a normal end (FIN)."""
     if transport.is_closing():
         return
     peer = transport.get_extra_info("socket")

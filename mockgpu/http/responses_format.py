@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, as vLLM serves it, converted to and from chat completions."""
+"""OpenAI's Responses API as vLLM serves it, implemented over chat completions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 class ResponsesFormat:
-    """Converts Responses API requests to chats, and chat answers to responses and events."""
+    """Converts Responses API requests to chat requests, and generated answers to responses."""
 
     prefix = "resp_"
 
@@ -51,15 +51,16 @@ class ResponsesFormat:
         cached: int | None,
         members: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the complete object of a non-streaming response, and store it for later
-        requests.
-        """
+        """Return the object of a response that is not streamed, and store it for later requests."""
         response = finished(parsed, choice, created, cached, members)
         self.keep(members, response)
         return response
 
     def keep(self, members: Mapping[str, Any], response: dict[str, Any]) -> None:
-        """Store the response to a request, with the conversation up to the end of the response."""
+        """Store a response together with its conversation, so that a later request can continue it.
+
+        `members` are the JSON fields of the request.
+        """
         _, messages = self._messages(members)
         answer = _answer(response["output"][0])
         self._store.keep(members, StoredResponse(response, [*messages, answer]))
@@ -85,8 +86,9 @@ class ResponsesFormat:
 
 
 class ResponsesChunks:
-    """Builds the events of one streamed response of the Responses API: one output item, one delta
-    per token.
+    """Builds the stream events of one response in the Responses API.
+
+    A response has one output item. Each token is one delta event.
     """
 
     __slots__ = ("_choice", "_created", "_finish", "_made", "_members", "_number", "_parsed")
@@ -105,7 +107,9 @@ class ResponsesChunks:
         self._made = self._number = 0
 
     def begin(self) -> bytes:
-        """Return the events of a response stream that precede any computation."""
+        """Return the events that precede the first token: the response was created and is in
+        progress.
+        """
         response = _response(self._parsed, self._created, self._members)
         return http_chunk(
             self._event("response.created", response=response)
@@ -113,9 +117,9 @@ class ResponsesChunks:
         )
 
     def next(self, cached: int | None) -> bytes:
-        """Return the events of the next token of a response.
+        """Return the events for the next token of a response.
 
-        The first call also begins the output item.
+        The first call also returns the events that start the output item.
         """
         piece = self._choice.piece(self._made)
         self._made += 1
@@ -123,7 +127,7 @@ class ResponsesChunks:
         return http_chunk(opening + (self._delta(piece) if piece else b""))
 
     def end(self, cached: int | None) -> bytes:
-        """Return the events that end the output item and the response."""
+        """Return the last events of a stream, which end the output item and the response."""
         parsed, choice = self._parsed, self._choice
         item = output_item(parsed, choice)
         if parsed.tool is None:
@@ -179,7 +183,10 @@ def _with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, A
 
 
 def chat_messages(members: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Convert the `input` of a Responses body to chat messages. Raises ApiError if invalid."""
+    """Convert the `input` field of a Responses request to chat messages.
+
+    Raises ApiError if it is invalid.
+    """
     given = members.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
@@ -199,7 +206,12 @@ def _message(item: object) -> dict[str, Any]:
         call = chat_call(item.get("call_id"), name, item.get("arguments"))
         return {"role": "assistant", "content": None, "tool_calls": [call]}
     if kind == "item_reference":
-        raise ApiError(400, "1 validation error: input: no item is kept under this id", "input")
+        raise ApiError(
+            400,
+            "1 validation error: input: this server stores no items, so it cannot resolve an "
+            "item_reference",
+            "input",
+        )
     if kind != "message":
         return {"role": "assistant", "content": [item]}
     # Chat templates of open models do not know the role developer.
@@ -226,9 +238,9 @@ def _tool_choice(choice: object) -> Any:
 
 
 def functions_of(members: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the functions among a request's tools.
+    """Return the function definitions among a request's tools.
 
-    The name of a function in a namespace is prefixed with the namespace.
+    A function `f` in a namespace `ns` gets the name `ns__f`. Other kinds of tools are skipped.
     """
     functions: list[dict[str, Any]] = []
     for tool in members.get("tools") or ():
@@ -242,14 +254,14 @@ def functions_of(members: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def item_id(parsed: ParsedRequest) -> str:
-    """Return the id of the response's only output item."""
+    """Return the id of the only output item of a response."""
     return f"{'msg' if parsed.tool is None else 'fc'}_{parsed.id.removeprefix('resp_')}"
 
 
 def output_item(parsed: ParsedRequest, choice: Choice | None) -> dict[str, Any]:
-    """Return the response's only output item.
+    """Return the only output item of a response.
 
-    With `choice` None, it is the item before any token.
+    `choice` is the finished answer; None: the item is returned as it is before the first token.
     """
     status = "in_progress" if choice is None else "completed"
     item: dict[str, Any] = {"id": item_id(parsed), "status": status}

@@ -1,4 +1,4 @@
-"""Stores responses of the Responses API in memory, so that later requests can continue them.
+"""Stores responses in memory, so that later requests to the Responses API can continue them.
 
 As in vLLM, storing is off by default.
 """
@@ -20,14 +20,17 @@ _NO_STORE = (
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """A stored response object, and the conversation up to its end without the instructions."""
+    """A stored response object, and its conversation up to the end of the response.
+
+    The conversation leaves out the request's instructions.
+    """
 
     response: dict[str, Any]
     messages: list[dict[str, Any]]
 
 
 class ResponsesStore:
-    """The most recent responses by id. It keeps none unless `is_enabled`."""
+    """The most recent responses by their id. Nothing is stored if `is_enabled` is false."""
 
     __slots__ = ("_responses", "is_enabled")
 
@@ -36,20 +39,26 @@ class ResponsesStore:
         self._responses: dict[str, StoredResponse] = {}
 
     def check(self, members: Mapping[str, Any]) -> None:
-        """Raise ApiError if a request needs stored responses but storing is off."""
+        """Raise ApiError if the request needs a stored response, but storing is off.
+
+        Only a background request needs one: clients fetch its result later.
+        """
         if members.get("background") and members.get("store", True) and not self.is_enabled:
             raise ApiError(400, _NO_STORE, "store")
 
     def messages_before(self, members: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-        """Return the conversation that a request continues, or an empty one.
+        """Return the messages of the earlier response that a request continues.
 
-        Raises ApiError 404 if the earlier response is unknown.
+        Returns no messages if the request has no `previous_response_id`. Raises ApiError 404 if no
+        response with that id is stored.
         """
         previous = members.get("previous_response_id")
         return () if previous is None else self.find(str(previous)).messages
 
     def keep(self, members: Mapping[str, Any], stored: StoredResponse) -> None:
-        """Store a response under its id, unless its request has `store: false`."""
+        """Store a response under its id, unless storing is off or the request has `store:
+        false`.
+        """
         if not self.is_enabled or members.get("store", True) is False:
             return
         while len(self._responses) >= MAX_RESPONSES:
@@ -63,9 +72,9 @@ class ResponsesStore:
         return self._responses[response_id]
 
     def delete(self, response_id: str) -> dict[str, Any]:
-        """Delete a stored response and return the confirmation.
+        """Delete a stored response, and return the confirmation to send to the client.
 
-        Raises ApiError 404 if it is unknown.
+        Raises ApiError 404 if no response with this id is stored.
         """
         self.find(response_id)
         del self._responses[response_id]

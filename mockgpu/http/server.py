@@ -1,6 +1,6 @@
-"""The HTTP server of one mock engine, with vLLM's API: its routes, its errors, and its state.
+"""The HTTP server of one mock engine with vLLM's API: its routes and error responses.
 
-generation_handlers.py serves the requests that the engine computes.
+generation_handlers.py has the handlers of requests that the engine computes.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class MockServer:
     """The HTTP routes of one mock engine, and its injected faults.
 
-    pd_role     its half of split (prefill/decode) requests; None if it serves whole requests only
-    generation  the handlers of requests that an engine's rank computes
+    pd_role     serves one half (prefill or decode) of split requests; None if the engine serves
+                only whole requests
+    generation  the handlers of requests that the engine computes
     """
 
     def __init__(self, group: TpGroup, faults: GroupFaults, half: PdRole | None = None) -> None:
@@ -69,9 +70,9 @@ class MockServer:
         self.generation = GenerationHandlers(group, faults, half, self._engine, self._stored)
 
     def app(self, *further: Middleware) -> web.Application:
-        """Return the aiohttp application, to be served with `handler_cancellation=True`.
+        """Return the aiohttp application. Serve it with `handler_cancellation=True`.
 
-        The middlewares in `further` run inside the one that answers errors.
+        The middlewares in `further` are called inside the one that converts errors to responses.
         """
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors, *further])
         missing = tuple(f"/v1/{name}" for name in self.group.spec.lacks)
@@ -130,21 +131,25 @@ class MockServer:
         return json_answer(self._stored.find(request.match_info["id"]).response)
 
     async def delete_response(self, request: web.Request) -> web.Response:
-        """Serve DELETE /v1/responses/{id}, which vLLM does not have."""
+        """Serve DELETE /v1/responses/{id}, a route that OpenAI's API has and vLLM lacks."""
         return json_answer(self._stored.delete(request.match_info["id"]))
 
     async def cancel_response(self, request: web.Request) -> web.Response:
-        """Serve POST /v1/responses/{id}/cancel: always an error, as nothing runs in background."""
+        """Serve POST /v1/responses/{id}/cancel with an error, because no response runs in
+        background.
+        """
         self._stored.find(request.match_info["id"])
         raise ApiError(400, "Cannot cancel a synchronous response.", "response_id")
 
     async def count_tokens(self, request: web.Request) -> web.Response:
-        """Serve POST /v1/messages/count_tokens: the number of tokens of a Messages request."""
+        """Serve POST /v1/messages/count_tokens: the number of prompt tokens of a Messages
+        request.
+        """
         chat = messages_format.count_body(read_members(await request.read()))
         return json_answer({"input_tokens": token_count(chat_prompt(chat))})
 
     async def models(self, _: web.Request) -> web.Response:
-        """Serve GET /v1/models: the list of the engine's only model."""
+        """Serve GET /v1/models: a list with the one model that this engine serves."""
         spec = self.group.spec
         card = {
             "id": spec.served_name,
@@ -159,7 +164,7 @@ class MockServer:
         return json_answer({"object": "list", "data": [card]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """Serve POST /tokenize: the token ids of a chat or a prompt."""
+        """Serve POST /tokenize: the token ids of a prompt or of a rendered chat."""
         prompt = parse_prompt(await request.read())
         return web.Response(
             body=openai_format.tokenize_response(prompt, self.group.spec.context), content_type=JSON
@@ -170,7 +175,9 @@ class MockServer:
         return json_answer(pooling.detokenize(await request.read()))
 
     async def health(self, _: web.Request) -> web.Response:
-        """Serve GET /health: 503 if the engine is dead, 200 otherwise, even if it hangs."""
+        """Serve GET /health: status 503 if the engine is dead, otherwise 200, even if the
+        engine hangs.
+        """
         return web.Response(status=503 if self.group.is_dead and not self.group.is_hanging else 200)
 
     async def load(self, _: web.Request) -> web.Response:
@@ -182,7 +189,7 @@ class MockServer:
         return json_answer({"version": self._version})
 
     async def openapi(self, request: web.Request) -> web.Response:
-        """Serve GET /openapi.json: the paths, and the members that requests may have."""
+        """Serve GET /openapi.json: the paths of the API, and the fields that requests may have."""
         paths: dict[str, dict[str, Any]] = {
             resource.canonical: {} for resource in request.app.router.resources()
         }

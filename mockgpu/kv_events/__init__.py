@@ -1,1 +1,5 @@
-"""The KV events of a mock engine: batches in vLLM's format, published over ZeroMQ, with replays."""
+"""Publishes the KV events of a mock engine: which blocks enter and leave its prefix cache.
+
+Events are sent in batches over ZeroMQ, in vLLM's or SGLang's format. Missed batches can be
+requested again.
+"""

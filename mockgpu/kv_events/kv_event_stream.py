@@ -1,9 +1,8 @@
-"""The KV events of one engine, as a numbered stream of batches in the engine's own format.
+"""Builds the KV events of one engine: numbered batches of changes of its prefix cache.
 
-The scheduler reports changes of the prefix cache, and this module returns the messages to publish.
-Consecutive blocks of a request are one event, as in vLLM; in SGLang's format each block has its
-own.
-Faults make messages lost, late, doubled or out of order. There is no I/O; sockets are in
+The scheduler reports the changes, and this module returns the messages to publish. In vLLM's
+format, consecutive blocks of a request are one event; in SGLang's, each block is one event.
+Injected faults lose, delay, repeat or reorder messages. This module does no I/O; the sockets are in
 mockgpu/kv_events/kv_publisher.py.
 """
 
@@ -40,11 +39,11 @@ _encode = msgspec.msgpack.encode
 class KvEventSpec(msgspec.Struct, frozen=True):
     """How a mock engine publishes KV events.
 
-    port          port of the events; 0: any free one
-    replay_port   port for requests to repeat events; 0: any free one
-    topic         topic of the messages
+    port          port on which events are published; 0: any free port
+    replay_port   port on which clients request missed events again; 0: any free port
+    topic         ZeroMQ topic of the messages
     form          format of the events, one of FORMS
-    buffer_steps  maximum number of messages that can be repeated
+    buffer_steps  number of recent messages that clients can request again
     rank          data-parallel rank
     """
 
@@ -56,9 +55,10 @@ class KvEventSpec(msgspec.Struct, frozen=True):
     rank: int = 0
 
     def of_rank(self, rank: int, ranks: int) -> KvEventSpec:
-        """Return the options for the KV events of one data-parallel rank, with its ports.
+        """Return the KV event options of one data-parallel rank, with its own two ports.
 
-        The event ports of all ranks come first, then the replay ports.
+        With two ranks and port 5000, the event ports are 5000 and 5001, the replay ports 5002 and
+        5003.
         """
         if not self.port:
             return msgspec.structs.replace(self, rank=rank)
@@ -76,7 +76,7 @@ class KvEventStream:
     ) -> None:
         """Create an empty stream of KV events.
 
-        `strikes` returns whether a fault of the given kind hits the next message.
+        `strikes(kind)` returns whether an injected fault of this kind hits the next message.
         """
         self._spec = spec
         self._block_tokens = block_tokens
@@ -94,13 +94,17 @@ class KvEventStream:
         return bool(self._events) or self._run is not None
 
     def hash_of(self, key: int) -> int:
-        """Return the block hash that KV events use for a block key. SGLang's hashes are signed."""
+        """Convert a block key to the block hash of KV events.
+
+        SGLang's hashes are signed integers.
+        """
         return key - (1 << 64) if self._spec.form == "sglang" and key >> 63 else key
 
     def on_stored(self, job: Job, index: int, medium: str = "GPU") -> None:
         """Record that block number `index` of a job is now stored in `medium`.
 
-        GPU is the prefix cache; CPU and STORAGE are the tiers of a store of KV.
+        The medium is "GPU" (the engine's prefix cache), "CPU" or "STORAGE" (memory and disk of the
+        host's store of KV blocks).
         """
         if self._run is not None:
             last_job, first, end, last_medium = self._run
@@ -140,7 +144,9 @@ class KvEventStream:
         self._events.append(event)
 
     def on_removed(self, key: int, medium: str = "GPU") -> None:
-        """Record that `medium` no longer has the KV block with this key."""
+        """Record that the KV block with this key was removed from `medium` ("GPU", "CPU" or
+        "STORAGE").
+        """
         self._end_run()
         if self._spec.form == "array":
             self._events.append(["BlockRemoved", [self.hash_of(key)], medium])
@@ -156,8 +162,7 @@ class KvEventStream:
         self._events.append([cleared] if self._spec.form == "array" else {"type": cleared})
 
     def flush(self, wall_s: float, now: float) -> list[Message]:
-        """Return the KV event messages to publish now: one batch of all new events, and delayed
-        messages.
+        """Return the messages to publish now: one batch of all new events, and delayed messages.
 
         wall_s  timestamp of the batch, in Unix seconds
         now     monotonic time in seconds
@@ -188,11 +193,11 @@ class KvEventStream:
         return copies
 
     def replay(self, start: int) -> list[Message]:
-        """Return the buffered KV event messages with the number `start` and above."""
+        """Return the buffered messages whose number is `start` or higher."""
         return [message for message in self._buffer if message[0] >= start]
 
     def restart(self) -> None:
-        """Number KV events from 0 again with an empty buffer, as a restarted engine does."""
+        """Restart the numbers of messages at 0 with an empty buffer, like a restarted engine."""
         self._events, self._run = [], None
         self.clears += 1
         self._buffer.clear()

@@ -1,8 +1,10 @@
-"""Publishes an engine's KV events over ZeroMQ, and answers requests to replay them.
+"""Publishes an engine's KV events over ZeroMQ, and sends missed events again on request.
 
-Messages are `[topic, number (8 bytes, big-endian), payload]` on a PUB socket. A ROUTER socket
-receives `[empty, first number]` and answers with `[empty, topic, number, payload]` for each
-message, then with the number -1. Requires pyzmq (the extra `events`).
+- A PUB socket sends `[topic, number (8 bytes, big-endian), payload]`.
+- A ROUTER socket receives `[empty, first number]`. It answers with `[empty, topic, number,
+  payload]` for each message from that number on, and ends with the number -1.
+
+Requires pyzmq (the extra `events`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ END_NUMBER = b"\xff" * 8
 
 
 class KvPublisher:
-    """The ZeroMQ sockets on which one engine publishes and replays its KV events."""
+    """The ZeroMQ sockets of one engine: one publishes KV events, the other one repeats them."""
 
     def __init__(
         self,
@@ -59,9 +61,7 @@ class KvPublisher:
         self._sockets = publisher, router
 
     def restart(self) -> None:
-        """Cut all connections of the KV event publisher and restart its numbers at 0, like a new
-        process.
-        """
+        """Close all connections, and restart the numbers of messages at 0, like a new process."""
         self.stream.restart()
         for socket in self._sockets or ():
             socket.close(linger=0)
@@ -79,11 +79,11 @@ class KvPublisher:
                 self._sockets[0].send_multipart(message, zmq.NOBLOCK)
 
     def hashes(self) -> list[int]:
-        """Return the hashes by which KV events name blocks, for all blocks in the prefix cache."""
+        """Return the hashes of all blocks in the prefix cache, as KV events contain them."""
         return [self.stream.hash_of(key) for key in self._scheduler.pool.cached_keys()]
 
     def describe(self) -> dict[str, Any]:
-        """Return this publisher's entry for vLLM's page /kv_event_sources."""
+        """Return the description of this publisher for vLLM's page /kv_event_sources."""
         return {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -94,7 +94,7 @@ class KvPublisher:
         }
 
     def describe_as_sglang(self) -> dict[str, Any]:
-        """Return this publisher's entry for SGLang's page /server_info."""
+        """Return the description of this publisher for SGLang's page /server_info."""
         return {
             "publisher": "zmq",
             "endpoint_host": "*",
@@ -142,6 +142,6 @@ def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> int:
         socket.bind(f"tcp://{host}:{port}")
     except zmq.ZMQError as error:
         raise OSError(
-            error.errno, f"port {port} of the KV event publisher cannot be used: {error.strerror}"
+            error.errno, f"cannot listen on port {port} for KV events: {error.strerror}"
         ) from None
     return port

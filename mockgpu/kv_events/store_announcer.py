@@ -1,7 +1,8 @@
-"""StoreAnnouncer: KV events of the blocks that a mock engine can get from its host's store.
+"""StoreAnnouncer: KV events for blocks that are in the host's store of KV blocks.
 
-The store serves many engines and evicts by itself. So the engine asks in rounds where its blocks
-are, and publishes what has changed: medium CPU for the store's memory, STORAGE for its disk.
+The store is shared by many engines, and evicts blocks without notice. So the engine regularly asks
+where its blocks are, and publishes the changes. The event's medium is CPU for the store's memory,
+and STORAGE for its disk.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ class _Tracked(NamedTuple):
 
 
 class StoreAnnouncer:
-    """Publishes in which tiers the store has the blocks that this engine has saved or fetched.
+    """Publishes in which tiers (memory, disk) the store has the blocks that this engine uses.
 
     stream  the engine's KV events
-    places  function: keys of blocks -> one byte per block, the bits of its tiers
+    places  async function: block keys -> one byte per block, with one bit per tier that has it
 
-    It tracks at most MAX_BLOCKS blocks; older ones are announced as removed.
+    It tracks the last MAX_BLOCKS blocks that were saved or fetched. Older blocks are published as
+    removed.
     """
 
     def __init__(
@@ -47,9 +49,10 @@ class StoreAnnouncer:
         self._task = asyncio.ensure_future(self._poll())
 
     def track(self, job: Job, keys: Sequence[Key], first: int) -> None:
-        """Announce a job's blocks from number `first` on, in every tier where the store has them.
+        """Track blocks of a job, and publish an event for every tier where the store has them.
 
-        `keys` are the keys of these blocks.
+        keys   keys of the blocks
+        first  position of the first of these blocks in the job
         """
         for index, key in enumerate(keys, first):
             self._tracked.pop(key, None)
@@ -60,7 +63,7 @@ class StoreAnnouncer:
             del self._announced[key]
 
     async def check(self) -> None:
-        """Ask where the next blocks are, and record the events of what has changed."""
+        """Look up where the next tracked blocks are, and record events for the changes."""
         if self._clears != self._stream.clears:
             # Subscribers have forgotten all blocks of this engine.
             self._clears = self._stream.clears

@@ -1,1 +1,1 @@
-"""The durations of engine steps: roofline, parallel layouts, measured grids, decode runs."""
+"""How long an engine step takes: roofline model, parallel layouts, measurements, decode runs."""

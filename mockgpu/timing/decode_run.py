@@ -1,9 +1,8 @@
-"""Computes the duration of many decode-only engine steps in closed form, so that a simulated clock
-can skip ahead.
+"""Computes the end of many decode-only engine steps at once, so that a simulation can skip them.
 
-A decoding batch reads one more token of KV per sequence and step, so the step time grows nearly
-linearly. A parabola through three step times gives all of them. `Scheduler.decode_only_steps()`
-returns for how many steps this holds.
+Each step reads one more token of KV per sequence, so step times grow almost linearly. A parabola
+through three step times gives all others. `Scheduler.decode_only_steps()` returns how many steps
+have no other work.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ Within that growth, the parabola is exact to 0.1 %, and to 0.2 % where the measu
 
 
 def most_steps(seqs: int, context: int, most: int) -> int:
-    """Return the largest number of decode-only steps, from 1 to `most`, that one run may have.
+    """Return how many consecutive decode-only steps one DecodeRun may have: 1 to `most`.
+
+    More steps would change the context too much for the approximation.
 
     seqs     number of sequences in the batch
     context  sum of their contexts, in tokens
@@ -30,11 +31,11 @@ def most_steps(seqs: int, context: int, most: int) -> int:
 
 
 class DecodeRun:
-    """A run of `steps` consecutive engine steps that only decode.
+    """The times of `steps` consecutive engine steps that only decode.
 
-    It belongs to one batch, or to ranks whose steps begin and end together. Times are in seconds
-    from the start of the first step. The argument `step_s` returns the duration of a step by its
-    number, which counts from 0.
+    The steps are those of one batch, or of data-parallel ranks whose steps begin and end together.
+    Times are seconds since the start of the first step. `step_s(number)` returns the duration of
+    one step; the first step is number 0.
     """
 
     __slots__ = ("_base", "_bend", "_slope", "steps")
@@ -54,18 +55,17 @@ class DecodeRun:
                 self._slope = middle - self._bend * half
 
     def end_of(self, steps: int) -> float:
-        """Return the time at which the first `steps` engine steps of the run have ended, in
-        seconds.
-        """
+        """Return when the first `steps` steps have ended, in seconds since the start of the run."""
         pairs = steps * (steps - 1) / 2
         return self._base * steps + self._slope * pairs + self._bend * pairs * (2 * steps - 1) / 3
 
     def step_s(self, step: int) -> float:
-        """Return the duration of one step of the run in seconds; `step` counts from 0."""
+        """Return the duration of step number `step` in seconds; the first step is 0."""
         return self._base + self._slope * step + self._bend * step * step
 
     def completed_by(self, seconds: float) -> int:
-        """Return how many steps of the run have ended after `seconds` seconds, but never the last
-        one.
+        """Return how many steps have ended `seconds` seconds after the start of the run.
+
+        The last step is never counted.
         """
         return bisect_right(range(1, self.steps), seconds, key=self.end_of)

@@ -1,10 +1,12 @@
-"""Computes step times of an engine with pipeline, expert, data or context parallelism in addition
-to TP.
+"""Step times of engines that use pipeline, expert, data or context parallelism as well as TP.
 
-A TP group computes with its roofline (roofline.py). This module adds what the other axes change:
-micro-batches and bubbles of pipeline stages, the part of a batch on each rank of DP, the exchange
-of tokens with experts, and the load of the busiest expert rank. Memory is computed in
-policies/sizing/gpu_memory.py.
+roofline.py computes the step of one TP group. This module adds the effects of the other axes:
+
+- pipeline stages (PP): micro-batches, and idle time while the pipeline fills
+- data parallelism (DP): the part of a batch that one rank computes
+- experts (EP): the exchange of tokens, and the load of the busiest rank
+
+Memory is computed in policies/sizing/gpu_memory.py.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ DISPATCH_BYTES, COMBINE_BYTES = 1, 2
 
 
 def rank_model(model: Llm, layout: Layout) -> Llm:
-    """Return the part of the model that one TP group of the layout computes in a step.
+    """Return the part of the model's weights that one TP group of the layout reads in a step.
 
-    If the experts are spread over more ranks (EP) than TP has, each TP group reads only its part of
-    them. The measured grid of the whole model does not apply to such a part.
+    If the experts are spread over more ranks (EP) than TP has, the TP group reads only some of
+    them. The result then has no measured step times, because those are of the whole model.
     """
     if layout.ep <= layout.tp:
         return model
@@ -43,12 +45,10 @@ def rank_model(model: Llm, layout: Layout) -> Llm:
 
 
 def travel_s(model: Llm, gpu: Gpu, layout: Layout, tokens: float, skew: float = 1.0) -> float:
-    """Return the seconds that a step's tokens spend on the way between pipeline stages and to
-    experts.
+    """Return the seconds that a step's tokens travel between pipeline stages and to experts.
 
-    tokens  number of tokens of the step
-    skew    load of the busiest expert rank divided by the mean load; the busiest rank receives this
-            many times the mean
+    tokens  number of tokens in the step
+    skew    load of the busiest expert rank divided by the mean load of all expert ranks
     """
     seconds = (layout.pp - 1) * (HOP_S + tokens * model.activation_bytes / gpu.nic_bytes_s)
     ranks = layout.ep
@@ -62,12 +62,12 @@ def travel_s(model: Llm, gpu: Gpu, layout: Layout, tokens: float, skew: float = 
 
 
 class LayoutTimes:
-    """Computes the step times of one engine whose layout has more axes than TP.
+    """Computes the step times of one engine whose layout uses more than tensor parallelism.
 
     A step advances every decoding sequence by one token. The sequences are divided over the
     data-parallel ranks and over the micro-batches of the pipeline. A prompt fills micro-batches of
-    `budget_tokens` tokens. While sequences decode, the pipeline is always full. A step of prompts
-    alone also pays for filling it: pp - 1 times the duration of a stage.
+    `budget_tokens` tokens. While sequences decode, the pipeline stays full. A step without decoding
+    also pays for filling the pipeline: pp - 1 times the duration of one stage.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class LayoutTimes:
         return seconds + travel_s(self._model, self._gpu, self._layout, tokens, self._skew)
 
     def experts_s(self, parts: StepTimeParts) -> float:
-        """Return the part of a step's duration that one rank's experts take, in seconds.
+        """Return the seconds of a step in which one rank computes its experts.
 
-        `parts` are the parts of the duration of the whole step.
+        `parts` are the parts of the whole step's duration.
         """
         if parts.flops_s >= parts.weights_s:
             return parts.flops_s * self.expert_share
@@ -133,18 +133,19 @@ class LayoutTimes:
 
 
 class LockstepTimes(Protocol):
-    """The interface to the duration of steps that several data-parallel ranks end together."""
+    """The interface to the durations of steps that several data-parallel ranks end together."""
 
     def step_s(self, works: Sequence[StepWork]) -> float:
-        """Return the seconds of a step in which each rank does its own work, in rank order.
+        """Return the duration in seconds of one joint step.
 
-        A rank without requests has an empty StepWork: it computes a dummy batch.
+        `works` has the work of each rank, in rank order. A rank without requests has an empty
+        StepWork, and computes a dummy batch.
         """
         ...
 
 
 class SlowestRank:
-    """Durations of joint steps of ranks that share nothing: a step takes as long as the slowest."""
+    """Durations of joint steps of independent ranks: a step takes as long as the slowest rank."""
 
     def __init__(self, rank: StepTimes) -> None:
         self._rank = rank
@@ -158,12 +159,12 @@ class SlowestRank:
 
 
 class SharedExperts:
-    """Durations of joint steps of data-parallel ranks over which the experts of an MoE are spread.
+    """Durations of joint steps of data-parallel ranks that share the experts of an MoE model.
 
-    Every layer of experts waits for the tokens of all ranks. So attention and dense layers take as
-    long as on the slowest rank. The experts compute the mean of all ranks' tokens; on the busiest
-    expert rank, `skew` times the mean. With equal work on all ranks, the result is that of
-    LayoutTimes.
+    In every layer, the experts wait for the tokens of all ranks. So attention and dense layers take
+    as long as on the slowest rank. An expert rank computes the mean of all ranks' tokens; the
+    busiest one computes `skew` times the mean. If all ranks have equal work, the result equals that
+    of LayoutTimes.
     """
 
     def __init__(
@@ -210,10 +211,10 @@ def step_times_for(
     skew: float = 1.0,
     grids: Sequence[Grid] | None = None,
 ) -> Roofline | LayoutTimes:
-    """Return the step times of an engine: of a TP group, or of a larger layout.
+    """Return the step times of an engine, for any layout.
 
-    profile        generation of engine software
-    budget_tokens  prompt tokens of one micro-batch (max_num_batched_tokens)
+    profile        generation of engine software, with its overheads
+    budget_tokens  prompt tokens of one micro-batch (vLLM's max_num_batched_tokens)
     skew           load of the busiest expert rank divided by the mean load, at least 1
     grids          measured step times
     """
@@ -234,7 +235,7 @@ def shared_experts_for(
 ) -> SharedExperts:
     """Return the durations of joint steps of an engine's `dp` ranks, which share their experts.
 
-    budget_tokens  prompt tokens of one micro-batch (max_num_batched_tokens)
+    budget_tokens  prompt tokens of one micro-batch (vLLM's max_num_batched_tokens)
     skew           load of the busiest expert rank divided by the mean load, at least 1
     """
     ranks = rank_model(model, layout)

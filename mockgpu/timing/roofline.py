@@ -1,8 +1,8 @@
 """Computes the duration of one engine step from bytes read, operations and collectives.
 
-The equation and its eight constants per GPU (policies/sizing/gpus.py) hold for any model and TP
-size. If a measured grid exists (step_time_grids.py), it corrects the equation so that every
-measured point is met exactly. Scheduling and clocks are elsewhere.
+A roofline model: a step takes as long as its slower part, memory reads or arithmetic. The equation
+has eight constants per GPU (policies/sizing/gpus.py) and holds for any model and TP size. Measured
+step times, if any, correct it (step_time_grids.py). Scheduling and clocks are elsewhere.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from policies.sizing.model_shapes import Llm
 class StepWork(NamedTuple):
     """The amount of work in one engine step.
 
-    prefill_tokens   prompt tokens computed, summed over all chunks
-    attention_area   query-key pairs of the prompts: the sum over chunks of chunk x (start + chunk /
-                     2)
-    decode_seqs      sequences that generate one token each; a mean over steps has a fraction
+    prefill_tokens   prompt tokens to compute
+    attention_area   pairs of a prompt token and an earlier token that it attends to. A chunk of `c`
+                     tokens from position `s` on has c x (s + c / 2) pairs
+    decode_seqs      sequences that generate one token each; a mean over steps may be a fraction
     decode_context   tokens of KV that these sequences read, in total
     """
 
@@ -36,12 +36,12 @@ class StepWork(NamedTuple):
 class Profile(msgspec.Struct, frozen=True):
     """A generation of engine software, with its overheads.
 
-    layer_us   microseconds of overhead per layer; None: the GPU's fitted value
-    fabric_us  microseconds added per all-reduce in groups of more than `fabric_above_tp` ranks.
-               Such groups extend beyond the fast links between GPUs
-    exact      whether a measured grid may correct the equation
-    request_s  seconds that the API server spends on a request before the engine gets it (BLIS: 15.6
-               ms)
+    layer_us   microseconds of overhead per layer; None: the value fitted to the GPU
+    fabric_us  extra microseconds per all-reduce in groups of more than `fabric_above_tp` ranks,
+               because such groups extend beyond the fast links between GPUs
+    exact      whether measured step times may correct the equation
+    request_s  seconds that the API server spends on a request before the engine gets it. The
+               simulator BLIS uses 15.6 ms
     """
 
     name: str
@@ -71,7 +71,7 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
 def profile_named(name: str) -> Profile:
     """Return the engine software profile with this name.
 
-    Raises ValueError, which lists the known names.
+    Raises ValueError with a list of the known names if there is none.
     """
     profile = PROFILES.get(name)
     if profile is None:
@@ -80,7 +80,10 @@ def profile_named(name: str) -> Profile:
 
 
 class StepTimeParts(NamedTuple):
-    """The parts of one step's duration in seconds. `weights_s` and `flops_s` overlap in time."""
+    """The parts of one step's duration, in seconds.
+
+    `weights_s` (reading weights) and `flops_s` (arithmetic) overlap, so only the larger one counts.
+    """
 
     weights_s: float
     flops_s: float
@@ -92,9 +95,7 @@ class StepTimeParts(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """Return the step's duration in seconds: the larger of the overlapping parts, plus all
-        others.
-        """
+        """Return the step's duration in seconds: max(weights_s, flops_s) plus all other parts."""
         return max(self.weights_s, self.flops_s) + sum(self[2:])
 
     @property
@@ -103,7 +104,7 @@ class StepTimeParts(NamedTuple):
 
 
 class Correction(Protocol):
-    """Factors that correct computed step times: measured / computed (step_time_grids.py)."""
+    """The interface to factors that correct computed step times: measured / computed."""
 
     def prefill(self, tokens: int) -> float:
         """Return the correction factor for a prefill-only step of `tokens` prompt tokens."""
@@ -112,13 +113,13 @@ class Correction(Protocol):
     def decode(self, seqs: float, context: float) -> float:
         """Return the correction factor for a decode-only step of `seqs` sequences.
 
-        `context` is the sum over all sequences, in tokens.
+        `context` is the sum of their contexts, in tokens.
         """
         ...
 
 
 class StepTimes(Protocol):
-    """The interface to the step times of an engine: of one TP group, or of a larger layout."""
+    """The interface to the step times of an engine, whatever its layout."""
 
     def step_s(self, work: StepWork) -> float: ...
 
@@ -126,7 +127,7 @@ class StepTimes(Protocol):
 class Roofline:
     """The step-time model of one LLM on `tp` GPUs of one kind.
 
-    Costs per unit of work are computed once.
+    The constructor computes the costs per unit of work once, so that each step is cheap.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Roofline:
         self._correction = correction if profile.exact else None
 
     def terms(self, work: StepWork) -> StepTimeParts:
-        """Return how long each part of one engine step takes, in seconds, by the equation.
+        """Return how long each part of one engine step takes, in seconds, without corrections.
 
         The total is max(weights, FLOPs) + KV + attention + overheads + collectives.
         """
@@ -172,9 +173,9 @@ class Roofline:
         )
 
     def equation_s(self, work: StepWork) -> float:
-        """Return one engine step's duration by the equation alone, in seconds.
+        """Return the duration of one engine step in seconds, without corrections.
 
-        Equal to `terms(work).total_s`, but faster, because a replay calls it for every step.
+        It equals `terms(work).total_s`, but is faster, because a replay calls it for every step.
         """
         tokens = work.prefill_tokens + work.decode_seqs
         read = 1.0 if self._dense else 1 - self._idle_share**tokens
@@ -189,11 +190,11 @@ class Roofline:
         )
 
     def step_s(self, work: StepWork) -> float:
-        """Return one engine step's duration in seconds, which is exact at every measured point.
+        """Return the duration of one engine step in seconds, corrected by measured step times.
 
-        The correction factor of a part of a prompt is that of a prompt of as many tokens, even if
-        earlier tokens are cached. A step with prefill and decode gets both factors, weighted by the
-        time of each part alone.
+        At a measured point, the result is the measured time. A chunk of a prompt is corrected like
+        a whole prompt of that many tokens. A step with prefill and decode gets both factors,
+        weighted by the time that each of the two would take alone.
         """
         seconds = self.equation_s(work)
         if self._correction is None:

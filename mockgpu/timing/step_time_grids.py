@@ -1,8 +1,8 @@
-"""Corrects computed step times of an engine by measured grids.
+"""Corrects computed step times with measured ones.
 
-A correction is the ratio measured / computed, interpolated between the measured points, which are
-met exactly. A ratio is near one and varies slowly, so it interpolates better than milliseconds.
-Outside the grid the ratio of the nearest edge applies. Data and source: data/README.md.
+A correction is the ratio measured / computed at the measured points, and is interpolated between
+them. The ratio is near one and varies slowly, so it interpolates better than milliseconds. Outside
+the measured range, the ratio at the nearest edge applies. Data and sources: data/README.md.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from policies.sizing.model_shapes import Llm
 class Grid(msgspec.Struct, frozen=True):
     """The measured step times of one model, GPU type and TP size: one row of the data file.
 
-    prefill  milliseconds of a prefill by prompt tokens, for example "4096"
-    decode   milliseconds of a decode step by batch size and context of each sequence, for example
-             "b16c4096"
+    prefill  milliseconds of a prefill by prompt tokens. Example: {"4096": 93.2}
+    decode   milliseconds of a decode step by batch size and context of each sequence. The key
+             "b16c4096" is a batch of 16 sequences with 4,096 tokens each
     """
 
     model: str
@@ -34,11 +34,11 @@ class Grid(msgspec.Struct, frozen=True):
     decode: Mapping[str, float]
 
     def prefill_points(self) -> Iterator[tuple[int, float]]:
-        """Yield the measured prefill steps of the grid as (prompt tokens, seconds)."""
+        """Yield the measured prefills as (prompt tokens, seconds)."""
         return ((int(tokens), ms / 1e3) for tokens, ms in self.prefill.items())
 
     def decode_points(self) -> Iterator[tuple[int, int, float]]:
-        """Yield the measured decode steps: (sequences, context tokens per sequence, seconds)."""
+        """Yield the measured decode steps as (sequences, context tokens per sequence, seconds)."""
         for key, ms in self.decode.items():
             seqs, context = key[1:].split("c")
             yield int(seqs), int(context), ms / 1e3
@@ -51,7 +51,7 @@ def load_grids() -> list[Grid]:
 
 
 def grid_for(model: Llm, gpu: Gpu, tp: int, grids: Iterable[Grid]) -> Grid | None:
-    """Return the grid of step times measured for exactly this model, GPU and TP size, or None."""
+    """Return the measured step times of this model, GPU and TP size; None: none were measured."""
     for grid in grids:
         if (
             grid.tp == tp
@@ -63,7 +63,10 @@ def grid_for(model: Llm, gpu: Gpu, tp: int, grids: Iterable[Grid]) -> Grid | Non
 
 
 class LogCurve:
-    """A function of one variable: linear in log2(x) between points, constant beyond both ends."""
+    """A function of one variable, given by points and interpolated linearly in log2(x).
+
+    Below the first point and above the last one, it is constant.
+    """
 
     __slots__ = ("_xs", "_ys")
 
@@ -73,7 +76,7 @@ class LogCurve:
         self._ys = [y for _, y in pairs]
 
     def value(self, x: float) -> float:
-        """Return the interpolated value of the curve at x > 0."""
+        """Return the interpolated value at `x`, which must be positive."""
         xs, ys, lx = self._xs, self._ys, log2(x)
         i = bisect_right(xs, lx)
         if i == 0:
@@ -85,7 +88,10 @@ class LogCurve:
 
 
 class LogSurface:
-    """A function of two variables: bilinear in their log2, and constant beyond the edges."""
+    """A function of two variables, given by points and interpolated bilinearly in their log2.
+
+    Outside the range of the points, the value at the nearest edge applies.
+    """
 
     __slots__ = ("_lines", "_xs")
 
@@ -97,7 +103,7 @@ class LogSurface:
         self._lines = [LogCurve(rows[x]) for x in sorted(rows)]
 
     def value(self, x: float, y: float) -> float:
-        """Return the interpolated value of the surface at x, y > 0."""
+        """Return the interpolated value at `x` and `y`, which must be positive."""
         xs, lines, lx = self._xs, self._lines, log2(x)
         i = bisect_right(xs, lx)
         if i == 0:
@@ -109,7 +115,7 @@ class LogSurface:
 
 
 class GridCorrection:
-    """Correction factors (measured / computed step time) interpolated from the points of a grid."""
+    """Correction factors (measured / computed step time), interpolated between measured points."""
 
     def __init__(
         self,
@@ -129,15 +135,13 @@ class GridCorrection:
     def decode(self, seqs: float, context: float) -> float:
         """Return the correction factor for a decode-only step of `seqs` sequences.
 
-        `context` is the sum over all sequences, in tokens.
+        `context` is the sum of their contexts, in tokens.
         """
         return self._decode.value(seqs, max(1.0, context / seqs))
 
 
 def whole_prompt(tokens: int) -> StepWork:
-    """Return the work of one engine step that computes a whole prompt of which nothing is
-    cached.
-    """
+    """Return the work of one step that computes a whole prompt without cached tokens."""
     return StepWork(tokens, tokens * tokens / 2)
 
 
@@ -148,7 +152,9 @@ def roofline_for(
     profile: Profile = PROFILES["2026"],
     grids: Sequence[Grid] | None = None,
 ) -> Roofline:
-    """Return the step-time model of an engine, corrected by a measured grid if one exists."""
+    """Return the step-time model of an engine, corrected by measured step times if there are
+    any.
+    """
     grid = (
         grid_for(model, gpu, tp, load_grids() if grids is None else grids)
         if profile.exact

@@ -15,7 +15,7 @@ from tests.command_runner import CommandRunner
     [
         (
             ("--port", "65535", "--groups", "2"),
-            "--port 65535: 2 groups need ports up to 65536, which do not exist",
+            "--port 65535: 2 groups need ports up to 65536, but 65535 is the last port",
         ),
         (("--port", "70000"), "65535"),
         (("--port", "0", "--kv-port", "80000"), "65535"),

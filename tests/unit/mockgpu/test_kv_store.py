@@ -338,11 +338,11 @@ def test_blocks_larger_than_the_stores_slots_are_refused(tmp_path: Path) -> None
     ("options", "message"),
     [
         (["--kv-store", "/none"], "no store at /none"),
-        (["--kv-store", "/none", "--kv-store-gbps", "5"], "not two speeds"),
-        (["--kv-store", "/none", "--kv-store-gbps", "5,-1"], "not two speeds"),
-        (["--kv-store", "/none", "--dp-ranks", "2"], "groups with TP alone"),
-        (["--kv-store", "/none", "--pp", "2"], "groups with TP alone"),
-        (["--kv-store", "/none", "--kv-scale", "2"], "kv scale"),
+        (["--kv-store", "/none", "--kv-store-gbps", "5"], "must be two speeds"),
+        (["--kv-store", "/none", "--kv-store-gbps", "5,-1"], "must be two speeds"),
+        (["--kv-store", "/none", "--dp-ranks", "2"], "supports only tensor parallelism"),
+        (["--kv-store", "/none", "--pp", "2"], "supports only tensor parallelism"),
+        (["--kv-store", "/none", "--kv-scale", "2"], "--kv-scale must be"),
     ],
 )
 def test_unusable_options_are_refused(options: list[str], message: str) -> None:

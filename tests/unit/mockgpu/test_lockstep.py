@@ -244,8 +244,8 @@ SHARED = ("--model", "deepseek-v3", "--gpu", "h200", "--tp", "1", "--ep", "8")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--dp-lockstep"], "require --dp-ranks above 1"),
-        ([*SHARED, "--pp", "2", "--dp-ranks", "8"], "neither --pp nor --cp"),
+        (["--dp-lockstep"], "have no effect without --dp-ranks above 1"),
+        ([*SHARED, "--pp", "2", "--dp-ranks", "8"], "combined with --pp or --cp"),
         ([*SHARED, "--dp-ranks", "4"], "does not divide tp * dp = 4"),
     ],
 )

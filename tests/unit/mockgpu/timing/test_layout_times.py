@@ -119,7 +119,7 @@ def test_more_work_never_takes_less_time(tokens: int, seqs: int, pp: int, dp: in
     [
         (["--model", "llama-3.1-8b", "--ep", "2", "--tp", "2"], "a model without experts"),
         (["--model", "llama-3.1-8b", "--pp", "40"], "32 layers cannot fill pp 40"),
-        (["--dialect", "vllm_nixl", "--pp", "2"], "TP alone"),
+        (["--dialect", "vllm_nixl", "--pp", "2"], "supports only tensor parallelism"),
     ],
 )
 def test_layouts_with_which_no_engine_starts_are_refused(options: list[str], message: str) -> None:
