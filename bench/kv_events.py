@@ -19,7 +19,7 @@ import aiohttp
 
 from gateway.app import App
 from gateway.config import Config
-from gateway.fleet.kv_events.endpoint_events import CacheExpectation, EndpointEvents
+from gateway.fleet.kv_events.event_trust import CacheExpectation, EndpointEvents
 from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.group import GroupSpec
 from mockgpu.kv_events.kv_event_stream import KvEventSpec

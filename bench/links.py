@@ -25,7 +25,7 @@ from bench.zoo.measure import STEP, find_capacity
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, ReplayRun, replay, traffic
 from planner.traces.recorded_request import PRIVATE, TraceRequest
 from policies import policy_registry
-from policies.pricing.split import SplitRule
+from policies.pricing.split_decision import SplitRule
 from policies.routing_types import Role, Slo
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ from time import monotonic, time
 from aiohttp import web
 
 from gateway.admin import server as admin
-from gateway.admin.drain import end_connections
+from gateway.admin.connection_shutdown import end_connections
 from gateway.admission.admission_controller import AdmissionController
 from gateway.auto.auto_controller import AutoPolicyController
 from gateway.auto.gateway_config_access import GatewayConfigAccess
@@ -31,7 +31,7 @@ from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.health_checks import HealthChecker
 from gateway.fleet.kv_events.event_reader_start import KvEventService
 from gateway.fleet.kv_events.prompt_learner import Tokenizer
-from gateway.fleet.model_name_table import find
+from gateway.fleet.model_lookup import find
 from gateway.fleet.prefix_cache_view import create_prefix_caches
 from gateway.fleet.speed_monitor import STALL_CHECK_S
 from gateway.http.aiohttp_connection import AiohttpConnection

@@ -74,13 +74,12 @@ class SplitRecord:
 
     Times are monotonic seconds; None means that the stage was not reached.
 
-    reason            why the request was split or not, one of policies.pricing.split.SplitReason
-    prefill           name of the prefill endpoint; "" when not split
-    dialect           name of the engines' protocol for the KV handoff; "" when not split
-    prefill_sent_at   when the prefill request was sent
-    prefilled_at      when the prefill answer was complete
-    handed_over_at    when the decode request was sent
-    cached_tokens     cached prompt tokens as the prefill engine reports them; the decode engine
+    reason            why the request was split or not, one of
+    policies.pricing.split_decision.SplitReason prefill           name of the prefill endpoint; ""
+    when not split dialect           name of the engines' protocol for the KV handoff; "" when not
+    split prefill_sent_at   when the prefill request was sent prefilled_at      when the prefill
+    answer was complete handed_over_at    when the decode request was sent cached_tokens     cached
+    prompt tokens as the prefill engine reports them; the decode engine
                       counts transferred tokens as cached too
     predicted_ttft_s  seconds to the first token, as expected at the pick; None before a handoff of
                       the pair has been measured

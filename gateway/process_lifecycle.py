@@ -22,7 +22,7 @@ from typing import Any
 import uvloop
 
 from gateway.app import App
-from gateway.restart import notify
+from gateway.restart import systemd_notify
 from gateway.restart.learned_state import collect_state, remaining_work
 from gateway.restart.start_options import StartOptions
 from gateway.restart.successor import HandoverError, Successor
@@ -58,7 +58,7 @@ async def _run(
         if ready is not None:
             ready(app)
         if origin.predecessor is None:
-            notify.report_ready(origin.env)
+            systemd_notify.report_ready(origin.env)
         await process.until_end()
     except OSError as error:
         log.error("the gateway cannot start: %s", error)
@@ -98,7 +98,7 @@ class _Process:
         await self._ending.wait()
         if self._successor is not None:
             return
-        notify.report_stopping(self._env)
+        systemd_notify.report_stopping(self._env)
         # SIGTERM comes from an orchestrator, whose load balancer needs time to notice. After
         # SIGINT, from a terminal, there is nothing to wait for.
         if self._terminated:
@@ -124,11 +124,11 @@ class _Process:
         self._app.reopen_log()
         if self._successor is not None:
             return  # the successor owns the configuration now
-        notify.report_reloading(self._env)
+        systemd_notify.report_reloading(self._env)
         try:
             await self._app.reloader.reload("signal")
         finally:
-            notify.report_ready(self._env)
+            systemd_notify.report_ready(self._env)
 
     async def _retire(self) -> None:
         await self._app.retire()

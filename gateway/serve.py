@@ -25,7 +25,7 @@ from typing import Any
 
 from gateway.exchange import Exchange
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.model_name_table import find
+from gateway.fleet.model_lookup import find
 from gateway.http.client_interface import Client
 from gateway.metrics.metric_types import Histogram
 from gateway.protocol.api_table import Api

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from policies.admission.admission_policy import Admission, AdmissionParams, UncappedAdmission
-from policies.admission.priced import PricedAdmissionParams
-from policies.admission.session_cap_policy import CapParams
+from policies.admission.priced_admission import PricedAdmissionParams
+from policies.admission.session_refusals import CapParams
 from policies.policy_registry import PolicyConfigError, did_you_mean, parse_params
-from policies.published.early_rejection import EarlyRejection
-from policies.published.saturation import GieSaturation, Probabilistic
-from policies.published.session_pause import SessionPause
+from policies.published.dynamo_session_pause import SessionPause
+from policies.published.llmd_saturation import GieSaturation, Probabilistic
+from policies.published.mooncake_early_rejection import EarlyRejection
 
 
 class UncappedParams(AdmissionParams, frozen=True):

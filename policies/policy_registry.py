@@ -15,7 +15,7 @@ import msgspec
 
 from policies.policy_types import Policy
 from policies.presets import LeastLoaded, PolicyParams, PrefixAware, RoundRobin
-from policies.pricing.price import PricedPolicy
+from policies.pricing.endpoint_price import PricedPolicy
 from policies.published.consistent_hash import ConsistentHash
 from policies.published.dualmap import DualMap
 from policies.published.dynamo import DynamoKv

@@ -152,7 +152,7 @@ class Policy(msgspec.Struct, frozen=True):
     price_terms     function that names the parts of each candidate's score, for explanations; or
                     None
     phase_prices    function that prices prefill and decode separately, so that the policy can also
-                    decide about splitting a request (policies/pricing/split.py); or None
+                    decide about splitting a request (policies/pricing/split_decision.py); or None
     ranking         how to keep the candidates of a large pool sorted; None: every pick scans all
 
     `score` (the weighted sum of all scorers) and `first_attempt_filters` are derived from the other

@@ -17,14 +17,14 @@ import msgspec
 
 from policies.admission.adaptive_session_limit import ActiveSession
 from policies.admission.quota import QuotaLimits
-from policies.admission.session_cap_policy import SessionCap
+from policies.admission.session_refusals import SessionCap
 from policies.engine.kalman import MOST_CORRECTION
 from policies.engine.step_time import StepCosts
 from policies.prefix.prefix_index import MAX_SLOTS, _count_extra, _stamps
 from policies.sizing.workload_drift import BINS, MEASURES
 
 if TYPE_CHECKING:
-    from policies.admission.priced import PricedAdmission
+    from policies.admission.priced_admission import PricedAdmission
     from policies.admission.quota import Quota
     from policies.engine.kalman import KalmanFilter
     from policies.engine.output_length import OutputLengths

@@ -10,7 +10,7 @@ from bench.zoo.space import SPANS, Workload
 from mockgpu.timing.roofline import StepWork
 from planner.replay.fleet_spec import FleetSpec, GroupKind, validate
 from planner.traces.recorded_request import TraceRequest
-from policies.pricing.split import SplitRule
+from policies.pricing.split_decision import SplitRule
 from policies.routing_types import Role, Slo
 
 KINDS: dict[str, tuple[tuple[str, int], ...]] = {

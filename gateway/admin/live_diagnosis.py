@@ -59,8 +59,8 @@ WHOLE_TEXTS: Mapping[str, str] = MappingProxyType(
         "recompute": "a handoff had failed",
     }
 )
-"""Sentence for each reason, from policies.pricing.split, for which prefill and decode of a request
-were not split.
+"""Sentence for each reason, from policies.pricing.split_decision, for which prefill and decode of
+a request were not split.
 """
 
 RETRY_TEXTS: Mapping[str, str] = MappingProxyType(

@@ -9,7 +9,7 @@ from policies.routing_types import Candidate, Role
 
 if TYPE_CHECKING:
     from gateway.route import Gateway, Route, Snapshot
-    from policies.pricing.split import PairGroup
+    from policies.pricing.split_decision import PairGroup
 
 
 def not_ready_reason(gateway: Gateway, *, is_draining: bool) -> str | None:

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from gateway.admin import config_pages, live_pages
 from gateway.admin.auto_pages import add_auto
-from gateway.admin.drain import announce_close
+from gateway.admin.connection_shutdown import announce_close
 from gateway.admin.drift_pages import add_drift, add_records
 from gateway.admin.fleet_status import endpoint_state, in_turns
 from gateway.admin.readiness import not_ready_reason
@@ -23,7 +23,7 @@ from gateway.admin.recent_requests import RecentQuery, add_requests, recent_rows
 from gateway.admin.security import access_middleware
 from gateway.config.yaml_source import MAX_FILE_BYTES
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
-from gateway.fleet.model_name_table import find
+from gateway.fleet.model_lookup import find
 from gateway.metrics.exposition import (
     content_type,
     page_end,

@@ -33,8 +33,8 @@ from policies.admission.admission_policy import (
     Wait,
 )
 from policies.admission.fairness import FairShares, billable_tokens
-from policies.admission.priced import PricedAdmission
-from policies.admission.session_cap_policy import SessionCap
+from policies.admission.priced_admission import PricedAdmission
+from policies.admission.session_refusals import SessionCap
 from policies.endpoint_load import EndpointLoad
 from policies.health.retry_budget import RetryBudget, RetryLimits
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery

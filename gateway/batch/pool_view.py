@@ -15,7 +15,7 @@ from gateway.batch.file_and_batch_objects import BatchRecord
 from gateway.batch.pacing import LatencyTargets, PoolPacer, PoolReading
 from gateway.batch.request_attempt import RequestAttempt
 from gateway.config import BatchApi, Config
-from gateway.fleet.model_name_table import find
+from gateway.fleet.model_lookup import find
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.api_keys import wrong_key

@@ -8,8 +8,7 @@ relations between values. loader.py combines all of this.
 from gateway.config.auto_section import AutoPolicy
 from gateway.config.batch_section import BatchApi
 from gateway.config.endpoint_sections import EndpointSpec, LayoutSpec
-from gateway.config.isolation_rules import salt_member
-from gateway.config.limits import Limits
+from gateway.config.limits_section import Limits
 from gateway.config.loader import (
     SCHEMA_ID,
     SECRET_MASK,
@@ -23,11 +22,12 @@ from gateway.config.loader import (
 from gateway.config.mirror_section import Mirror
 from gateway.config.model_sections import Model, Overflow, Resume, Split
 from gateway.config.observability_sections import Observability, OperatorLog, Traces
-from gateway.config.policy_choice import AdmissionSpec, Canary, PolicySpec
+from gateway.config.policy_sections import AdmissionSpec, Canary, PolicySpec
 from gateway.config.problems import ConfigError, Problem
 from gateway.config.reload_section import AutoRollback, Reload
 from gateway.config.s3_section import BatchS3
-from gateway.config.sized_for import SizedFor
+from gateway.config.sized_for_section import SizedFor
+from gateway.config.tenant_rules import salt_member
 from gateway.config.tenant_sections import Cache, Tenant
 from gateway.config.tls_sections import ClientTls, EngineTls, ListenerTls
 from gateway.config.tree import (

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from gateway.config.policy_choice import PolicyChoice
+from gateway.config.policy_sections import PolicyChoice
 from gateway.config.problems import Path
 from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
 from gateway.config.values import Duration, Section, setting

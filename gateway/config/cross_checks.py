@@ -13,11 +13,11 @@ from typing import Any
 
 from gateway.config import (
     alias_rules,
-    isolation_rules,
     layout_rules,
     policy_rules,
     role_rules,
     secret_rules,
+    tenant_rules,
 )
 from gateway.config.auto_section import auto_errors
 from gateway.config.problems import Path, did_you_mean, show_path
@@ -49,7 +49,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
     yield from secret_rules.errors(data)
     yield from role_rules.errors(data)
     yield from layout_rules.errors(data)
-    yield from isolation_rules.errors(data)
+    yield from tenant_rules.errors(data)
     yield from _overflows(data)
     yield from _classes(data)
     yield from _rotation(data)
@@ -80,7 +80,7 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
     yield from _names_to_list(data)
     yield from role_rules.warnings(data)
     yield from layout_rules.warnings(data)
-    yield from isolation_rules.warnings(data)
+    yield from tenant_rules.warnings(data)
     yield from alias_rules.warnings(data)
     yield from _unverified(data)
     yield from secret_rules.warnings(data)

@@ -12,7 +12,7 @@ from gateway.config.problems import Path
 from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
 from kvtransfer import dialects
 from kvtransfer.dialects import Dialect, Prerequisite
-from policies.pricing.split import kv_compatibility_key
+from policies.pricing.split_decision import kv_compatibility_key
 
 Specs = list[tuple[Path, dict[str, Any]]]
 

@@ -21,14 +21,14 @@ from gateway.config.auto_section import AutoPolicy, without_auto_name
 from gateway.config.batch_section import BatchApi
 from gateway.config.discovery_sections import Kubernetes
 from gateway.config.endpoint_sections import EndpointSpec, EndpointTraits
-from gateway.config.limits import Limits
+from gateway.config.limits_section import Limits
 from gateway.config.mirror_section import Mirror
 from gateway.config.model_sections import Model
 from gateway.config.observability_sections import Observability
 from gateway.config.peer_sections import Shared
-from gateway.config.policy_choice import AdmissionChoice, Canary, PolicyChoice
+from gateway.config.policy_sections import AdmissionChoice, Canary, PolicyChoice
 from gateway.config.reload_section import Reload
-from gateway.config.sized_for import SizedFor
+from gateway.config.sized_for_section import SizedFor
 from gateway.config.tenant_sections import Cache, Tenant
 from gateway.config.tls_sections import ListenerTls
 from gateway.config.values import (

@@ -19,7 +19,7 @@ from gateway.fleet.reservation import Reservation
 from gateway.http.eager_task import EagerFuture
 from gateway.protocol.response.relay import Relay, UpstreamError
 from kvtransfer.dialects import DecodeRequest, FinishedResponse
-from policies.pricing.split import EndpointPair, begin_transfer
+from policies.pricing.split_decision import EndpointPair, begin_transfer
 
 # A local name: Enum attribute access is slow before Python 3.12.
 _RESERVED = State.RESERVED

@@ -16,7 +16,7 @@ from gateway.fleet.reservation import Reservation
 from gateway.protocol.response.relay import UpstreamError
 from kvtransfer.dialects import DecodeRequest, parse_response
 from policies import routing_algorithm
-from policies.pricing.split import EndpointPair, PairGroup
+from policies.pricing.split_decision import EndpointPair, PairGroup
 
 # A decoder answers so when it could not load the KV (vLLM's kv_load_failure_policy: fail). Whether
 # the decoder or the prefiller caused that is unknown.

@@ -24,7 +24,7 @@ from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter
 from gateway.protocol.response.relay import Relay, UpstreamError
 from kvtransfer.dialects import PrefillIdentity
-from policies.pricing.split import (
+from policies.pricing.split_decision import (
     EndpointPair,
     SplitDecision,
     SplitReason,
@@ -132,7 +132,7 @@ class Handoffs:
 
     splitting       by model: whether its last request was split. A rule with hysteresis needs it,
                     so that requests near the threshold do not alternate
-                    (policies.pricing.split.SplitRule.hysteresis)
+                    (policies.pricing.split_decision.SplitRule.hysteresis)
     pairs           statistics by names of prefill and decode endpoint
     transfers       transfers in progress, with the monotonic time by which each must end
     transfer_times  measured rates of KV transfers and their queues, for rules that price splits

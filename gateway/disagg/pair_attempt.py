@@ -34,7 +34,7 @@ from kvtransfer.dialects import (
     UnusableResponse,
     parse_response,
 )
-from policies.pricing.split import end_transfer
+from policies.pricing.split_decision import end_transfer
 from policies.routing_types import RoutingQuery
 
 log = logging.getLogger("penstock")

@@ -1,8 +1,8 @@
 """Decides which endpoints of a model can serve split requests together, and by which handoff
 protocol.
 
-The configuration gives groups of endpoints with compatible KV caches. policies.pricing.split
-chooses among them.
+The configuration gives groups of endpoints with compatible KV caches.
+policies.pricing.split_decision chooses among them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.config import Model
-from gateway.fleet.model_names import engine_name
+from gateway.fleet.engine_model_names import engine_name
 from kvtransfer import dialects
 from kvtransfer.dialects import BootstrapAddress, Dialect, Prerequisite
 from policies.filters import applicable
 from policies.policy_types import Policy
-from policies.pricing.split import (
+from policies.pricing.split_decision import (
     PairGroup,
     SplitPools,
     SplitRule,

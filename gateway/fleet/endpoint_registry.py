@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.config import Config, EndpointSpec, Model, salt_member
 from gateway.fleet.engine_metrics import UNKNOWN_PROGRESS
-from gateway.fleet.model_names import engine_name
+from gateway.fleet.engine_model_names import engine_name
 from gateway.http.outgoing_tls import ClientContexts
 from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue

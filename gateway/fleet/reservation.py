@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Protocol
 
 from gateway.fleet.endpoint_registry import INITIAL_HEALTH, LiveEndpoint
-from gateway.fleet.kv_events.endpoint_events import CacheExpectation
+from gateway.fleet.kv_events.event_trust import CacheExpectation
 from gateway.http.upstream import ConnectionPool
 from gateway.protocol.response.stream_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError

@@ -21,7 +21,7 @@ from gateway.protocol.response.relay import SHUTDOWN, UpstreamError
 from gateway.protocol.upstream_error import MODEL_GONE
 from gateway.route import Gateway, Route
 from policies.filters import serves_tenant
-from policies.pricing.split import EndpointPair
+from policies.pricing.split_decision import EndpointPair
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 
 ChoiceT = TypeVar("ChoiceT", bound=Pick | EndpointPair)

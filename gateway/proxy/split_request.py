@@ -1,8 +1,8 @@
 """The plan for requests of a split model: two endpoints for prefill and decode, or one for
 everything.
 
-policies/pricing/split.py decides between the two for every attempt. gateway/disagg/pair_attempt.py
-performs the attempt of a pair.
+policies/pricing/split_decision.py decides between the two for every attempt.
+gateway/disagg/pair_attempt.py performs the attempt of a pair.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gateway.proxy.attempt_loop import AttemptPlan, no_endpoint_error, permit_re
 from gateway.proxy.whole_request import WholePlan, pick_longest
 from gateway.route import Gateway, Route
 from policies import routing_algorithm
-from policies.pricing.split import EndpointPair, SplitDecision, SplitReason, SplitShape
+from policies.pricing.split_decision import EndpointPair, SplitDecision, SplitReason, SplitShape
 from policies.routing_types import Pick, RoutingQuery
 
 SplitAttempts = AttemptPlan[Pick | EndpointPair]

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from gateway.disagg.internal_answer import InternalAnswer
 from gateway.exchange import Exchange, StoredAt
 from gateway.fleet.endpoint_registry import LiveEndpoint
-from gateway.fleet.model_name_table import find
+from gateway.fleet.model_lookup import find
 from gateway.forwarding import forward
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import RESPONSES

@@ -17,8 +17,8 @@ from gateway.config import AdmissionSpec, Config, Model, PolicySpec
 from gateway.disagg import pairing
 from gateway.fleet.endpoint_registry import RegistryPlan
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.model_name_table import NameTable
-from gateway.fleet.model_names import common_name, explicit_models, unlisted_message
+from gateway.fleet.engine_model_names import common_name, explicit_models, unlisted_message
+from gateway.fleet.model_lookup import NameTable
 from gateway.forwarding import forward
 from gateway.protocol.request.api_keys import key_digest
 from gateway.protocol.request.cache_salts import new_cache_salts

@@ -21,8 +21,8 @@ from gateway.restart.channel import (
     TenantState,
 )
 from policies import saved_state
-from policies.admission.priced import PricedAdmission
-from policies.admission.session_cap_policy import SessionCap
+from policies.admission.priced_admission import PricedAdmission
+from policies.admission.session_refusals import SessionCap
 from policies.engine.peer_load import NOTHING, PeerShare
 from policies.health.endpoint_health import HealthState as HealthState
 from policies.load_ledger import own_load

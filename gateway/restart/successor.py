@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
-from gateway.restart import notify
+from gateway.restart import systemd_notify
 from gateway.restart.channel import (
     FD_VARIABLE,
     VERSION,
@@ -94,7 +94,7 @@ class Successor:
         finally:
             if not self.is_ready:
                 await self._abandon()
-        notify.notify(
+        systemd_notify.notify(
             self._env, f"MAINPID={self.pid}", "READY=1", f"STATUS=serving, pid {self.pid}"
         )
 

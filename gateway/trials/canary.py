@@ -13,7 +13,7 @@ from time import monotonic
 import msgspec
 import xxhash
 
-from gateway.config.policy_choice import Canary
+from gateway.config.policy_sections import Canary
 from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.quantile_sketch import BucketCounts, quantile, round_seconds

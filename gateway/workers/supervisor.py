@@ -42,7 +42,7 @@ from gateway.peers.local_bus import LocalHub
 from gateway.reload.auto_rollback import AutoRollbackMonitor
 from gateway.reload.file_watcher import FileWatcher
 from gateway.reload.reloader import ReportLine
-from gateway.restart import notify
+from gateway.restart import systemd_notify
 from gateway.restart.predecessor import Predecessor
 from gateway.util.addresses import http_url
 from gateway.workers import admin_server
@@ -288,11 +288,11 @@ class Supervisor:
         """Handle SIGHUP: make workers reopen the access log, and reload the configuration."""
         for worker in (*self.ready_workers(), *self.ending_workers()):
             worker.reopen_log()
-        notify.report_reloading(self._env)
+        systemd_notify.report_reloading(self._env)
         try:
             await self.config_rollout.reload()
         finally:
-            notify.report_ready(self._env)
+            systemd_notify.report_ready(self._env)
 
     async def replace_workers(self) -> None:
         """Replace the workers one by one; each is ready before the old one stops accepting."""
@@ -469,12 +469,12 @@ async def _run(
         await supervisor.start()
         ready(supervisor)
         if predecessor is None:
-            notify.report_ready(env)
+            systemd_notify.report_ready(env)
         else:
             await predecessor.decline_state()
             await predecessor.report_ready()
         await stopping.wait()
-        notify.report_stopping(env)
+        systemd_notify.report_stopping(env)
         # Only SIGTERM waits for load balancers; after Ctrl-C there is no need to.
         if signal.SIGTERM in signals:
             await supervisor.stop_being_ready()

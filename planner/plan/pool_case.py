@@ -18,7 +18,7 @@ from policies import admission_registry, policy_registry
 from policies.admission.admission_policy import Admission, WaitQueueLimits
 from policies.admission.fairness import FairShares
 from policies.policy_types import Policy
-from policies.pricing.split import SplitRule
+from policies.pricing.split_decision import SplitRule
 from policies.routing_types import SLOTS_LABEL, Role, Slo
 from policies.sizing.gpus import GPUS
 from policies.sizing.model_shapes import MODELS

@@ -19,7 +19,7 @@ from planner.replay.inflight import InflightRequest
 from planner.traces.recorded_request import TraceRequest
 from policies import load_ledger
 from policies.policy_types import Policy
-from policies.pricing.split import (
+from policies.pricing.split_decision import (
     EndpointPair,
     SplitPools,
     SplitRule,
@@ -31,7 +31,7 @@ from policies.pricing.split import (
     kv_compatibility_key,
     transfer_s,
 )
-from policies.pricing.split import PairGroup as Fits
+from policies.pricing.split_decision import PairGroup as Fits
 from policies.pricing.transfer_time import TransferTimes
 from policies.routing_types import Role, RoutingQuery
 

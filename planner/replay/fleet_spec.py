@@ -17,7 +17,7 @@ from mockgpu.timing.layout_times import (
 from mockgpu.timing.roofline import Profile, StepTimes, profile_named
 from planner.replay.rank_choice import RankChoice
 from planner.text_generator import BLOCK_TOKENS
-from policies.pricing.split import SplitRule
+from policies.pricing.split_decision import SplitRule
 from policies.routing_types import Role
 from policies.sizing.gpu_memory import Demand, check_memory
 from policies.sizing.gpus import Gpu, gpu_named

@@ -11,7 +11,7 @@ from planner.replay.record import ReplayRecord
 from planner.traces.recorded_request import TraceRequest
 from policies.load_ledger import LoadReservation
 from policies.prefix.fingerprint import Fingerprint
-from policies.pricing.split import EndpointPair
+from policies.pricing.split_decision import EndpointPair
 from policies.pricing.transfer_time import PendingTransfer
 from policies.routing_types import Request
 

@@ -22,7 +22,7 @@ from planner.size.finalist import Finalist
 from planner.size.pareto_front import FleetPoint
 from planner.size.plan_draft import FleetPlan, SizingError
 from planner.traces.recorded_request import TraceRequest
-from policies.pricing.split import SplitRule
+from policies.pricing.split_decision import SplitRule
 from policies.routing_types import Role
 from policies.sizing.gpus import GPUS
 from policies.sizing.model_shapes import MODELS

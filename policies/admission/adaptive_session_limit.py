@@ -3,7 +3,7 @@
 Beyond that limit every request evicts a context that another one will need, and goodput collapses
 (CONCUR, ICML 2026; Dynamo's session-aware queue). WorkingSet counts the active sessions of all
 gateways. It learns for how long an idle session counts and which share of the KV may be filled. The
-refusal itself is in priced.py.
+refusal itself is in priced_admission.py.
 """
 
 from __future__ import annotations

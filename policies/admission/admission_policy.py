@@ -3,8 +3,8 @@ Retry-After.
 
 Contains the verdicts (Admit, Wait, Shed), the Admission protocol, the measured drain rate and
 CapAdmission, which only applies concurrency caps. The wait queue is in wait_queue.py, price-based
-refusal in priced.py, the limit on sessions in adaptive_session_limit.py. The gateway turns a
-refusal into an HTTP response.
+refusal in priced_admission.py, the limit on sessions in adaptive_session_limit.py. The gateway
+turns a refusal into an HTTP response.
 """
 
 from __future__ import annotations

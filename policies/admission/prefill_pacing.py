@@ -4,7 +4,7 @@ budget.
 An engine that computes a chunk of a prompt delays all its running answers. If a decode step takes d
 seconds and the budget is b seconds per token, prefill may take 1 - d/b of the time. PrefillPace
 measures what exceeds that, with a leaky bucket per endpoint. The queue length is limited in
-priced.py.
+priced_admission.py.
 """
 
 from __future__ import annotations

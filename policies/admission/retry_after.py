@@ -5,7 +5,8 @@ would make the retry a lottery. ReturnSchedule therefore places retries one afte
 measured capacity. A client that retries on time is admitted before new ones. One that retries too
 early gets the same time again. When the schedule is full for `latest_s`, a client should not retry
 at all. A pool that becomes faster has unreserved capacity beside the times that were given before,
-and the next retries use it. Capacity and refusals are in admission_policy.py and priced.py.
+and the next retries use it. Capacity and refusals are in admission_policy.py and
+priced_admission.py.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from policies.admission.fairness import FairShares, TenantCounters, billable_tok
 from policies.admission.full_pool_rate import FullLoadRate
 from policies.admission.gateway_share import total_capacity
 from policies.endpoint_load import EndpointLoad
-from policies.pricing.cost_estimate import estimate_cost
+from policies.pricing.admission_cost import estimate_cost
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 
 T = TypeVar("T", bound=Hashable)

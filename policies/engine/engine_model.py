@@ -1,7 +1,7 @@
 """A model of one inference engine: its queue of prompts, current step, decoding batch and KV.
 
 EngineModel simulates the chunked-prefill scheduler of the engine with learned step times, and
-corrects itself at every observed first token. calibration.py learns from first tokens,
+corrects itself at every observed first token. first_token_calibration.py learns from first tokens,
 load_forecast.py computes the forecast for a new request, step_time.py holds the step times, and
 load_ledger.py holds the reserved requests.
 """
@@ -12,9 +12,9 @@ from collections import deque
 from math import inf
 from typing import TYPE_CHECKING
 
-from policies.engine import calibration
+from policies.engine import first_token_calibration
 from policies.engine.output_length import RecentLengths
-from policies.engine.running_answers import LengthGroup, RunningAnswers
+from policies.engine.running_answer_lengths import LengthGroup, RunningAnswers
 from policies.engine.running_averages import EngineAverages
 from policies.engine.shared_prefix_kv import SharedPrefixKv
 
@@ -43,7 +43,7 @@ class EngineModel:
     """The predicted state of one engine: queue, current step, decoding batch and KV.
 
     A step is one pass of the engine over its batch. It is changed by the events of EngineTimeline,
-    and by calibration.py and load_forecast.py for them. Times are on the policy clock.
+    and by first_token_calibration.py and load_forecast.py for them. Times are on the policy clock.
 
     queue                  prompts of which some tokens are in no step yet, in order of arrival
     queued_tokens          number of those tokens
@@ -153,7 +153,7 @@ class EngineModel:
         self.answers_due_at = -inf
         self.forecast_at, self.is_stale = -inf, False
         self.idle_delay_s = self.step_overhead_s = 0.0
-        self.span = calibration.StepSpan()
+        self.span = first_token_calibration.StepSpan()
 
     def advance(self, load: EngineLoad, now: float) -> None:
         """Simulate the engine's steps up to the time `now`.
@@ -207,7 +207,7 @@ class EngineModel:
         if self.is_same_step(now):
             return False
         self.first_tokens_at = -inf
-        if ended_at - self.span.anchor > calibration.LEARN_S:
+        if ended_at - self.span.anchor > first_token_calibration.LEARN_S:
             self._learn(load, ended_at)
         if not (self.queue and self._plan(load, ended_at)):
             self._learn(load, ended_at)
@@ -216,7 +216,7 @@ class EngineModel:
     def _learn(self, load: EngineLoad, ended_at: float) -> None:
         # Correct the learned speed. The forecast is stale then: it has the speed of before, while
         # prices already divide by the corrected factor.
-        calibration.learn(self.span, load, self.step_ends_at, ended_at)
+        first_token_calibration.learn(self.span, load, self.step_ends_at, ended_at)
         self.is_stale = True
 
     def complete_only_prompt(self, prompt: QueuedPrompt, now: float) -> None:

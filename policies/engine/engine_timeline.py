@@ -1,8 +1,8 @@
 """The live model of one endpoint's engine, updated by the events of its reserved requests.
 
 EngineTimeline translates events into changes of the base class EngineModel (engine_model.py).
-calibration.py learns from first tokens, load_forecast.py computes the forecast, step_time.py holds
-the step times, and load_ledger.py sends the events.
+first_token_calibration.py learns from first tokens, load_forecast.py computes the forecast,
+step_time.py holds the step times, and load_ledger.py sends the events.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from policies.engine import calibration, load_forecast
+from policies.engine import first_token_calibration, load_forecast
 from policies.engine.engine_model import EngineModel
 from policies.engine.running_averages import ArrivalAverages
 
@@ -107,7 +107,7 @@ class EngineTimeline(EngineModel):
         self._update_forecast(load, now)
 
     def _was_taught_recently(self, now: float) -> bool:
-        return now - self.span.corrected_at < calibration.LESSON_S
+        return now - self.span.corrected_at < first_token_calibration.LESSON_S
 
     def on_ended(
         self, load: EngineLoad, prompt: QueuedPrompt, now: float, output_tokens: int | None
@@ -159,7 +159,7 @@ class EngineTimeline(EngineModel):
         self, load: EngineLoad, prompt: QueuedPrompt, output_tokens: int, now: float
     ) -> None:
         span = self.span
-        if now - span.decoded_at < calibration.LESSON_S:
+        if now - span.decoded_at < first_token_calibration.LESSON_S:
             return
         prefills = self.prefill_steps - prompt.prefill_steps
         steps = output_tokens / prompt.sequences - 1 - prefills

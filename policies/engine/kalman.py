@@ -1,7 +1,7 @@
 """A Kalman filter for the correction factors of predicted step times.
 
-One observation (calibration.py) can depend on several factors. The factors multiply the predictions
-of step_time.py.
+One observation (first_token_calibration.py) can depend on several factors. The factors multiply the
+predictions of step_time.py.
 """
 
 from __future__ import annotations

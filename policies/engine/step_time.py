@@ -2,7 +2,7 @@
 
 Contains the analytic cost of an engine step (StepCosts), its initial estimate for a GPU type and
 parallel layout (shape_for), and the online correction (SpeedBelief). expected_latency.py derives
-the times of one request; calibration.py provides the observations.
+the times of one request; first_token_calibration.py provides the observations.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from policies.filters import fits_context, serves_tenant
-from policies.pricing.cost_estimate import estimate_cost, remaining_ttft_s
+from policies.pricing.admission_cost import estimate_cost, remaining_ttft_s
 from policies.routing_types import Candidate, RoutingQuery
 
 

@@ -1,7 +1,7 @@
 """Forecasts KV transfers between endpoints: how fast a pair's network is, and when it is free.
 
 The price of a split request contains the time until its KV has arrived
-(policies/pricing/split.py). Two things are known about it, and they are kept apart:
+(policies/pricing/split_decision.py). Two things are known about it, and they are kept apart:
 
 - the rate, seconds per token of KV, which depends on the network and is learnt from handoffs. A
   pair without recent handoffs is expected to be like the pairs with the same prefill or the same

@@ -12,7 +12,7 @@ import msgspec
 
 from gateway.app import App
 from gateway.config import Config
-from gateway.fleet.kv_events.endpoint_events import EndpointEvents
+from gateway.fleet.kv_events.event_trust import EndpointEvents
 from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.kv_events.kv_event_stream import KvEventSpec
 from tests.e2e.mock_group import SPEC

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, ReplayRun, replay, traffic
 from planner.traces.recorded_request import PRIVATE, TraceRequest
 from policies import policy_registry
-from policies.pricing.split import SplitRule
+from policies.pricing.split_decision import SplitRule
 from policies.routing_types import Role, Slo
 
 KIND = GroupKind("llama-3.1-70b-fp8", "h100", 4, count=4)

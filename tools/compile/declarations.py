@@ -48,7 +48,7 @@ each call would cost more than the call itself.
 """
 
 FLOATS: Mapping[str, Collection[str]] = {
-    "policies.pricing.price._PriceLoop": (),
+    "policies.pricing.endpoint_price._PriceLoop": (),
     "policies.engine.engine_load.EngineLoad": (
         *("attention_s_per_pair", "decode_s_per_context_token", "decode_s_per_sequence"),
         *("decode_s_per_token", "fixed_ttft_s", "free_kv_tokens", "kv_used_tokens"),

@@ -50,7 +50,7 @@ OFF_PATH = (
     *("gateway/fleet/discovery", "policies/auto", "policies/golden", "policies/published"),
     "policies/sizing",
     *_modules("gateway/disagg", "failure_actions pairing state_machine"),
-    *_modules("gateway/fleet", "model_name_table model_names speed_recovery"),
+    *_modules("gateway/fleet", "engine_model_names model_lookup speed_recovery"),
     *_modules("gateway/fleet/kv_events", "addresses event_metrics event_reader_start"),
     *_modules("gateway/fleet/kv_events", "prompt_learner tokenization zmq_subscription"),
     *_modules("gateway/http", "aiohttp_connection client_interface connect_errors head_errors"),
@@ -101,10 +101,10 @@ SMALL = (
     *_modules("gateway/telemetry", "access_log cost_counter log_file pick_explanation"),
     *_modules("gateway/telemetry", "request_shapes spans"),
     *_modules("policies", "policy_types"),
-    *_modules("policies/engine", "calibration kalman peer_load"),
+    *_modules("policies/engine", "first_token_calibration kalman peer_load"),
     *_modules("policies/prefix", "block_ids cached_blocks learned_prompts prefix_match"),
     *_modules("policies/prefix", "sampled_keys"),
-    *_modules("policies/pricing", "cost_estimate split transfer_time"),
+    *_modules("policies/pricing", "admission_cost split_decision transfer_time"),
 )
 """Compiled packages and modules that take a few hundredths of a request's time at most. The C
 compiler optimizes them for size instead of speed.

@@ -24,8 +24,8 @@ from gateway.fleet.kv_events.addresses import (
     described_by_vllm,
     of_rank,
 )
-from gateway.fleet.kv_events.endpoint_events import EndpointEvents
 from gateway.fleet.kv_events.event_metrics import copy_counts
+from gateway.fleet.kv_events.event_trust import EndpointEvents
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.kv_events.zmq_subscription import Subscription
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from gateway.fleet.kv_events.endpoint_events import CacheExpectation, EndpointEvents
-from gateway.fleet.kv_events.rank_events import EventSource
+from gateway.fleet.kv_events.event_trust import CacheExpectation, EndpointEvents
+from gateway.fleet.kv_events.rank_event_stream import EventSource
 from gateway.fleet.kv_events.tokenization import UnreadPrompt
 from policies.prefix.cached_blocks import CachedBlocks, chain_keys, scope_seed
 from policies.prefix.fingerprint import Fingerprint

@@ -3,7 +3,7 @@
 A salt is HMAC-SHA256 over the client's own salt, keyed per tenant or per group of tenants. Clients
 can therefore divide their own cache, but cannot reach that of another tenant. Gateways with the
 same configuration compute the same salts, also after a restart (docs/decisions/0014). The request
-member that carries the salt is named in config/isolation_rules.py.
+member that carries the salt is named in config/tenant_rules.py.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 from kvtransfer.dialects import RequestEdits
-from policies.pricing.split import SplitShape
+from policies.pricing.split_decision import SplitShape
 
 Members = Mapping[str, msgspec.Raw]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from policies import load_ledger
 from policies.endpoint_load import EndpointLoad
 from policies.load_ledger import LoadReservation
-from policies.pricing.price import PricedPolicy, PriceScorer
+from policies.pricing.endpoint_price import PricedPolicy, PriceScorer
 from policies.routing_types import Request, RoutingQuery, Slo
 from tests.unit.policies.builders import candidate
 

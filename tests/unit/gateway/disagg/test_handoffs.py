@@ -15,7 +15,7 @@ from gateway.disagg.state_machine import State
 from gateway.exchange import SplitRecord
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
-from policies.pricing.split import SplitRule, begin_transfer, end_transfer
+from policies.pricing.split_decision import SplitRule, begin_transfer, end_transfer
 from tests.replaced import stand_in
 from tests.scraped import total
 from tests.unit.gateway.disagg.fake_upstream import FakeConnection, FakeUpstream

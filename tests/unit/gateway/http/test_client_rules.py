@@ -16,7 +16,13 @@ import pytest
 from gateway.protocol.request.http2_refusal import PREFACE
 from gateway.util.version import program_version
 from tests.fair_time import PATIENCE_S
-from tests.unit.gateway.fleet.test_model_names import CHAT, COMPLETIONS, Engine, models, running
+from tests.unit.gateway.fleet.test_engine_model_names import (
+    CHAT,
+    COMPLETIONS,
+    Engine,
+    models,
+    running,
+)
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 DATE = re.compile(r"(Mon|Tue|Wed|Thu|Fri|Sat|Sun), \d\d [A-Z][a-z]{2} \d{4} \d\d:\d\d:\d\d GMT")

@@ -24,7 +24,7 @@ from gateway.http.listener_sockets import (
     limit_send_buffers,
     sockets_from_systemd,
 )
-from gateway.restart import notify
+from gateway.restart import systemd_notify
 
 ROOT = Path(__file__).parents[4]
 PROGRAM = """
@@ -187,15 +187,15 @@ def test_the_service_manager_is_notified_at_its_socket(tmp_path: Path, abstract:
     path = f"@penstock-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind("\0" + path[1:] if abstract else path)
-        assert notify.report_ready({"NOTIFY_SOCKET": path})
+        assert systemd_notify.report_ready({"NOTIFY_SOCKET": path})
         assert manager.recv(1000).startswith(b"READY=1\nSTATUS=serving")
-        assert notify.report_reloading({"NOTIFY_SOCKET": path})
+        assert systemd_notify.report_reloading({"NOTIFY_SOCKET": path})
         assert manager.recv(1000).startswith(b"RELOADING=1\nMONOTONIC_USEC=")
 
 
 def test_without_a_service_manager_notify_returns_false(tmp_path: Path) -> None:
-    assert not notify.report_ready({})
-    assert not notify.report_ready({"NOTIFY_SOCKET": str(tmp_path / "nobody")})
+    assert not systemd_notify.report_ready({})
+    assert not systemd_notify.report_ready({"NOTIFY_SOCKET": str(tmp_path / "nobody")})
 
 
 def test_a_port_is_taken_while_a_socket_listens_on_it() -> None:

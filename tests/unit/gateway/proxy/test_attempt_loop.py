@@ -17,7 +17,7 @@ from gateway.protocol.response.relay import UpstreamError
 from gateway.protocol.upstream_error import MODEL_GONE
 from gateway.proxy.attempt_loop import attempts, permit_retry
 from gateway.route import Gateway
-from policies.pricing.split import EndpointPair
+from policies.pricing.split_decision import EndpointPair
 from policies.routing_types import Pick
 from tests.replaced import stand_in
 from tests.unit.policies.builders import candidate

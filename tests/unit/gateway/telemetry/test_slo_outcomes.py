@@ -32,7 +32,7 @@ from policies import routing_algorithm
 from policies.endpoint_load import EndpointLoad
 from policies.prefix.fingerprint import Fingerprinter
 from policies.presets import LeastLoaded
-from policies.pricing.price import PricedPolicy
+from policies.pricing.endpoint_price import PricedPolicy
 from policies.routing_types import Candidate, Endpoint, Pick, Request, RoutingQuery, Slo
 
 SLO = Slo("interactive", 1.0, 0.05, 4.0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config.policy_choice import Canary
+from gateway.config.policy_sections import Canary
 from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol import api_table

@@ -9,7 +9,7 @@ import pytest
 
 from policies import load_ledger
 from policies.endpoint_load import EndpointLoad
-from policies.engine.calibration import SHORT_S
+from policies.engine.first_token_calibration import SHORT_S
 from policies.engine.peer_load import PeerShare
 from policies.engine.step_time import NEUTRAL, SpeedBelief, StepCosts, shape_for
 from policies.latency.expected_latency import backlog_s, tpot_s, ttft_s, ttfts

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.fleet.kv_events.endpoint_events import EndpointEvents
+from gateway.fleet.kv_events.event_trust import EndpointEvents
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.kv_events.prompt_learner import PromptLearner, Tokenizer
 from gateway.fleet.kv_events.tokenization import COMPLETIONS_PATH, UnreadPrompt

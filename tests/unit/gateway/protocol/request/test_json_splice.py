@@ -22,7 +22,7 @@ from kvtransfer.dialects import (
     RequestEdits,
     parse_response,
 )
-from policies.pricing.split import SplitShape
+from policies.pricing.split_decision import SplitShape
 
 NUMBER = 2**41
 WHO = PrefillIdentity("engine-p", "10.0.0.7", 5600, 1, 1, 0, "card")

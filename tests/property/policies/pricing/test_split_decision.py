@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.presets import PrefixAware
-from policies.pricing.split import PairGroup, SplitPools, SplitRule, SplitShape, build_splitter
+from policies.pricing.split_decision import (
+    PairGroup,
+    SplitPools,
+    SplitRule,
+    SplitShape,
+    build_splitter,
+)
 from tests.unit.policies.builders import ask, candidate
 
 rules = st.builds(SplitRule, st.integers(1, 100_000), st.floats(0, 0.99))

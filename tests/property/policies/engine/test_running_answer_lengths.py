@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from policies import load_ledger
 from policies.endpoint_load import EndpointLoad
-from policies.engine.running_answers import LEAST_TOKENS
+from policies.engine.running_answer_lengths import LEAST_TOKENS
 from policies.load_ledger import LoadReservation
 from tests.unit.policies.builders import ask
 

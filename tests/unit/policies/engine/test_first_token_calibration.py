@@ -8,7 +8,7 @@ import pytest
 
 from policies import load_ledger
 from policies.endpoint_load import EndpointLoad
-from policies.engine import calibration
+from policies.engine import first_token_calibration
 from policies.engine.step_time import FILLS
 from tests.unit.policies.builders import ask
 
@@ -27,7 +27,7 @@ def observe(load: EndpointLoad, spans: int, slower: float, waits_s: float, tight
         span.waits_for_kv = tight
         wait_s = rng.random() * waits_s if number % 3 else 0.0
         now += slower * SPAN_S * (0.97 + 0.06 * rng.random()) + layers_s + wait_s
-        calibration.learn(span, load, now, now)
+        first_token_calibration.learn(span, load, now, now)
         now += 1.0
 
 
@@ -55,13 +55,13 @@ def test_a_few_waits_between_other_spans_teach_nothing() -> None:
     for _ in range(20):
         observe(load, 3, 1.0, waits_s=0.0, tight=False)
         before = list(load.belief.paces)
-        observe(load, calibration.DELAYED_SPANS - 1, 3.0, waits_s=3.0, tight=True)
+        observe(load, first_token_calibration.DELAYED_SPANS - 1, 3.0, waits_s=3.0, tight=True)
         assert load.belief.paces == before
 
 
 def test_spans_with_waits_count_less_than_others() -> None:
     waiting, free = EndpointLoad(0), EndpointLoad(1)
-    observe(waiting, calibration.DELAYED_SPANS, 2.0, waits_s=0.0, tight=True)
+    observe(waiting, first_token_calibration.DELAYED_SPANS, 2.0, waits_s=0.0, tight=True)
     observe(free, 1, 2.0, waits_s=0.0, tight=False)
     assert 1.0 < full_pace(waiting) < full_pace(free)
 

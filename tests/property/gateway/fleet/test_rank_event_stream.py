@@ -10,7 +10,7 @@ import msgpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.fleet.kv_events.rank_events import CHECK_S, REPLAY_TIMEOUT_S, EventSource
+from gateway.fleet.kv_events.rank_event_stream import CHECK_S, REPLAY_TIMEOUT_S, EventSource
 from policies.prefix.cached_blocks import CachedBlocks, chain_keys, scope_seed
 
 SIZE = 4

@@ -8,7 +8,7 @@ from policies import load_ledger
 from policies.endpoint_load import EndpointLoad
 from policies.engine.output_length import CLASSES, RecentLengths
 from policies.engine.peer_load import PeerShare
-from policies.engine.running_answers import LEAST_TOKENS, MOST_ENDED
+from policies.engine.running_answer_lengths import LEAST_TOKENS, MOST_ENDED
 from policies.load_ledger import LoadReservation
 from tests.unit.policies.builders import ask
 

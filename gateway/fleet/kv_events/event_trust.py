@@ -1,4 +1,4 @@
-"""The KV events of one endpoint's ranks, and whether they can be trusted. No I/O.
+"""Decides whether the KV events of an endpoint's ranks can be trusted. No I/O.
 
 An endpoint is exact while all of its ranks' events are complete and current, and the counts of
 cached tokens in its answers agree with them.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.fleet.kv_events.rank_events import EventSource
+from gateway.fleet.kv_events.rank_event_stream import EventSource
 
 SILENT_S = 3.0
 """Seconds to wait for the KV events that report the blocks of a complete answer.

@@ -14,7 +14,7 @@ import pytest
 from policies import policy_registry
 from policies.engine.step_time import PRIOR_VAR, SpeedFactor
 from policies.policy_types import DECODE_PHASE, WHOLE_REQUEST, PhaseShare
-from policies.pricing.price import (
+from policies.pricing.endpoint_price import (
     PricedPolicy,
     PriceScorer,
     _PriceLoop,

@@ -9,8 +9,8 @@ from typing import Any
 import msgpack
 import pytest
 
-from gateway.fleet.kv_events import rank_events as source_module
-from gateway.fleet.kv_events.rank_events import CHECK_S, REPLAY_TIMEOUT_S, EventSource
+from gateway.fleet.kv_events import rank_event_stream as source_module
+from gateway.fleet.kv_events.rank_event_stream import CHECK_S, REPLAY_TIMEOUT_S, EventSource
 from policies.prefix.cached_blocks import CachedBlocks
 
 

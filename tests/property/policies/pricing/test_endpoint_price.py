@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from policies.endpoint_load import EndpointLoad
 from policies.policy_types import DECODE_PHASE, WHOLE_REQUEST, PhaseShare
-from policies.pricing.price import PricedPolicy, PriceScorer
+from policies.pricing.endpoint_price import PricedPolicy, PriceScorer
 from policies.routing_types import Candidate, Endpoint, Request, RoutingQuery, Slo
 
 share = st.floats(0.0, 1.0)

@@ -1,4 +1,4 @@
-"""The stream of KV events of one engine rank, and the cached blocks that follow from it. No I/O.
+"""The stream of KV events of one rank: its gaps, replays, and the blocks that it reports. No I/O.
 
 The caller passes messages, connection changes and the time; the source requests a replay when it
 needs one. The messages of a stream are numbered from 0 since the start of the engine. A gap in the

@@ -35,11 +35,11 @@ from policies.admission.admission_policy import (
 from policies.admission.full_pool_rate import FullLoadRate
 from policies.admission.prefill_pacing import PrefillPace
 from policies.admission.retry_after import ReturnSchedule, ReturnTimes, request_key
-from policies.admission.session_cap_policy import SessionLimit
+from policies.admission.session_refusals import SessionLimit
 from policies.admission.tenant_demand import TenantDemand
 from policies.latency.expected_latency import prefill_s
 from policies.param_types import Exponent, Fraction, NonNegative, Positive
-from policies.pricing.cost_estimate import (
+from policies.pricing.admission_cost import (
     CostEstimate,
     decode_work_s,
     estimate_cost,

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from policies.presets import LeastLoaded, PrefixAware
-from policies.pricing.price import PricedPolicy
-from policies.pricing.split import (
+from policies.pricing.endpoint_price import PricedPolicy
+from policies.pricing.split_decision import (
     PairGroup,
     SplitPools,
     SplitReason,

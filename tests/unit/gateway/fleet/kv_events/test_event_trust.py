@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import msgpack
 
-from gateway.fleet.kv_events.endpoint_events import (
+from gateway.fleet.kv_events.event_trust import (
     FIRST_DISTRUST_S,
     LEAST_AUDITS,
     SILENT_S,
     CacheExpectation,
     EndpointEvents,
 )
-from gateway.fleet.kv_events.rank_events import EventSource
+from gateway.fleet.kv_events.rank_event_stream import EventSource
 from policies.prefix.cached_blocks import CachedBlocks
 
 

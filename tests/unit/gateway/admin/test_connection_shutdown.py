@@ -10,7 +10,7 @@ from typing import NamedTuple
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from gateway.admin.drain import announce_close, end_connections
+from gateway.admin.connection_shutdown import announce_close, end_connections
 
 FOREVER = 300.0
 """Seconds after which a test that is still waiting fails."""

@@ -18,7 +18,7 @@ from policies.admission.admission_policy import (
 )
 from policies.latency.expected_latency import tpot_s
 from policies.param_types import NonNegative
-from policies.pricing.cost_estimate import estimate_cost
+from policies.pricing.admission_cost import estimate_cost
 from policies.routing_types import Candidate, RoutingQuery
 
 

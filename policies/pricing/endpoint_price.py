@@ -17,7 +17,7 @@ import msgspec
 from policies import pickers
 from policies.endpoint_load import EndpointLoad
 from policies.engine.engine_timeline import EngineTimeline
-from policies.engine.running_answers import AgeGroup, per_token
+from policies.engine.running_answer_lengths import AgeGroup, per_token
 from policies.engine.step_time import SpeedFactor, UsualSpeeds
 from policies.latency.expected_latency import backlog_s, is_first_token_late, room_s
 from policies.param_types import Factor, NonNegative
@@ -73,9 +73,9 @@ class PricedPolicy(PolicyParams, frozen=True):
                 request's prefill and from its place in each decode step. An answer's delays so far,
                 the queue before this request and this prefill are divided by the answer's length.
                 That length is unknown: the loss is a mean over the lengths that are still possible
-                at the answer's age (running_answers.py). Prompts that wait for KV delay no answer.
-                Of the queue, only prompts known to this gateway count: the others are assumed to
-                take as long as this one, so a longer prefill would seem to do less harm.
+                at the answer's age (running_answer_lengths.py). Prompts that wait for KV delay no
+                answer. Of the queue, only prompts known to this gateway count: the others are
+                assumed to take as long as this one, so a longer prefill would seem to do less harm.
                 A request that only prefills here has one token, and nothing to lose after it.
         work    work_weight x what later requests lose by this prefill. The next one finds a queue
                 that is longer by it, and loses so much more; of a queue in which all are late,
