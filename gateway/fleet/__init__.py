@@ -1,1 +1,1 @@
-"""The endpoints: table, capacity reservations, cache view, health checks, scrapes and discovery."""
+"""The endpoints: their table, health checks, load, discovery, reservations and cached prefixes."""

@@ -1,8 +1,9 @@
-"""The registry of live endpoints by slot, and how a new configuration changes them.
+"""The registry of live endpoints, and how a new configuration changes them.
 
-plan() computes the changes without side effects; apply() makes them. An endpoint is identified by
-its pool and URL. Its load, health, connections and slot survive any other change of its
-configuration. After an endpoint has left the configuration, it keeps them until release().
+plan() computes the changes without side effects, and apply() carries them out. An endpoint is
+identified by its pool and URL. While both stay the same, a new configuration keeps its load,
+health, connections and slot number. An endpoint that left the configuration has them until
+release().
 """
 
 from __future__ import annotations
@@ -40,36 +41,38 @@ INITIAL_HEALTH = Health()
 
 
 class LiveEndpoint:
-    """One endpoint (a TP group) with all of its live state.
+    """One endpoint (an engine process behind one URL) with its configuration and live state.
 
     backlog_tokens     prompt tokens still to be computed when the engine last sent a byte; a large
-                       number explains why it is silent
-    progress           what the last scrape showed of the engine's progress
-    models             the names that its engine lists; valid only if has_list is set
-    models_at          when its engine last sent its list, or reported that it has none (monotonic)
+                       backlog explains a long silence
+    progress           counters of the engine's work, from the last scrape of its metrics
+    models             names of the models that its engine lists; valid only if has_list is set
+    models_at          monotonic time at which its engine last sent its list of models, or reported
+                       that it has none
     has_list           whether its engine has sent a list of models
-    lacks_health       whether its engine has no page at `health.path`; its list of models is used
-                       instead
+    lacks_health       whether its engine has no page at `health.path`; then its list of models is
+                       requested as the health check
     api_paths          paths of the APIs that its engine lists at /openapi.json; empty if unknown
-    has_tried_apis     whether its engine, which has no /openapi.json, was asked which translatable
-                       APIs it has
-    missing_paths      paths of these APIs to which it answered 404, 405 or 501
+    has_tried_apis     whether the gateway has tried which translatable APIs its engine serves; only
+                       for engines without /openapi.json
+    missing_paths      those of the tried paths that its engine answered with 404, 405 or 501
     keeps_responses    whether its engine stores responses for later requests; None if unknown
     kv_received_bytes  KV bytes received from other engines since its start; None if not reported
-    is_stalled         whether it was found stalled: /health is not trusted until it generates again
-    throttled_until    end of a period with few requests, after another endpoint overtook it; else
+    is_stalled         whether it stopped generating. Then its /health page is not trusted until it
+                       generates a token
+    throttled_until    monotonic time until which it gets few requests, because it was late; else
                        None
-    refused_until      end of a period in which its engine refuses requests (429, 503); 0.0 before
-                       the first
-    is_unresolved      whether the newest probe failed because its host name cannot be resolved
-    is_leaving         whether it is in no configuration in force; older requests may still run
+    refused_until      monotonic time until which its engine asked for no requests (429, 503); 0.0
+                       if it never did
+    is_unresolved      whether its host name could not be resolved at the last health check
+    is_leaving         whether no current configuration contains it; older requests may still run
                        there
     is_drained         whether an operator drained it: it gets no new requests
     speed              the measurements of its speed, and the verdict on them
-    slow_start_at      when it (re)entered rotation, while its concurrency still increases; else
-                       None
+    slow_start_at      monotonic time at which it entered rotation, while its limit of concurrent
+                       requests still rises; else None
     sent_tokens        total prompt tokens sent to it
-    hit_tokens         part of sent_tokens that the prefix index predicted to be cached there
+    hit_tokens         those of sent_tokens that the prefix index predicted to be cached there
     """
 
     __slots__ = (
@@ -139,16 +142,14 @@ class LiveEndpoint:
 
     @property
     def cause(self) -> str | None:
-        """Return why the endpoint is or was out of rotation, in one word; None if it never was."""
+        """Return in one word why the endpoint is or was out of rotation; None if it never was."""
         if self.is_unresolved:
             return "unresolved"
         return None if self.health.cause is None else str(self.health.cause)
 
     @property
     def is_doubted(self) -> bool:
-        """Return whether the endpoint gets few requests because it was late or is suspected to be
-        slow.
-        """
+        """Return whether the endpoint gets few requests because it was late or may be slow."""
         is_suspect = self.speed.verdict is SpeedVerdict.SUSPECT
         return (self.throttled_until is not None or is_suspect) and is_doubted(self.load)
 
@@ -171,16 +172,14 @@ class LiveEndpoint:
 
 
 def step_tokens(live: LiveEndpoint) -> int:
-    """Return the largest number of prompt tokens that the endpoint's current prefill step may
-    process.
-    """
+    """Return how many prompt tokens the endpoint's current prefill step may process at most."""
     load, speed = live.load, live.speed
     others = load.in_flight - load.decoding - speed.waiting
     return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
 
 
 class MeteredSettings(msgspec.Struct, frozen=True):
-    """The settings of an endpoint on which its gauges and its KV capacity depend."""
+    """The settings of an endpoint that affect which gauges it has and its KV capacity."""
 
     name: str
     has_kv_events: bool
@@ -193,8 +192,9 @@ class MeteredSettings(msgspec.Struct, frozen=True):
 
 
 class PlannedEndpoint(msgspec.Struct, frozen=True, eq=False):
-    """An endpoint of a new configuration, with its live endpoint: an existing one, or one to be
-    created.
+    """An endpoint of a new configuration, and the live endpoint that will have its settings.
+
+    The live endpoint exists already, or was created for the plan.
     """
 
     live: LiveEndpoint
@@ -203,10 +203,10 @@ class PlannedEndpoint(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_change(self) -> bool:
-        """Return whether the configuration changes the endpoint's settings.
+        """Return whether the new configuration changes the endpoint's settings.
 
-        plan() takes over the live endpoint's own objects where they are equal, so identity is
-        compared.
+        plan() reuses the live endpoint's objects where the settings are equal, so comparing their
+        identity suffices.
         """
         return self.live.endpoint is not self.endpoint or self.live.spec is not self.spec
 
@@ -214,11 +214,12 @@ class PlannedEndpoint(msgspec.Struct, frozen=True, eq=False):
 class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
     """The endpoints that the registry would have under a new configuration.
 
-    The plan is valid until the registry changes.
+    A plan becomes invalid when the registry changes.
 
     pools           candidates by pool
     changes         the object that records changes of the endpoints' loads
-    name_conflicts  (pool, spec) of discovered endpoints whose name another endpoint already has
+    name_conflicts  (pool, configuration) of each discovered endpoint that was left out because
+                    another endpoint has its name
     """
 
     config: Config
@@ -238,9 +239,10 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
     def candidates_for(
         self, model: Model, candidates: tuple[Candidate, ...]
     ) -> tuple[Candidate, ...]:
-        """Return the endpoints that may serve a configured model.
+        """Return the candidates that may serve a configured model.
 
-        These are the endpoints whose engine lists the model's name, or whose list is unknown.
+        A candidate may serve it if its engine lists the model's name, or has sent no list of
+        models.
         """
         lists = {
             id(member.live.load): member.live.models
@@ -255,10 +257,10 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
         )
 
     def lacks(self, path: str, candidates: tuple[Candidate, ...]) -> bool:
-        """Return whether some candidate's engine is known not to serve the API at `path`.
+        """Return whether at least one candidate's engine is known to lack the API at `path`.
 
-        An engine's own list at /openapi.json decides. Without one, its kind and the requests that
-        it has answered with 404 do.
+        The paths that an engine lists at /openapi.json decide. For an engine without this page, two
+        facts decide: what its kind is known to lack, and which paths it has answered with 404.
         """
         members = {id(candidate.load) for candidate in candidates}
         return any(
@@ -271,9 +273,9 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
         )
 
     def listed_names(self, pool: str) -> list[str]:
-        """Return the model names that the pool's endpoints list.
+        """Return the names of the models that the engines of a pool list, sorted.
 
-        Names of endpoints that are reserved for certain tenants are left out.
+        Endpoints that are reserved for certain tenants are left out.
         """
         public = [
             member.live
@@ -284,7 +286,7 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 class RegistryChanges(msgspec.Struct, frozen=True, eq=False):
-    """The endpoints that a plan added and removed, and the names that no endpoint has any more."""
+    """The endpoints that a plan added and removed, and the endpoint names no longer used."""
 
     added: tuple[LiveEndpoint, ...]
     removed: tuple[LiveEndpoint, ...]
@@ -294,11 +296,11 @@ class RegistryChanges(msgspec.Struct, frozen=True, eq=False):
 class EndpointRegistry:
     """The registry of all live endpoints of the gateway.
 
-    Every endpoint has a slot number: its index in arrays such as cached tokens per endpoint.
-    `by_slot` is always the same list. The slot of a removed endpoint keeps the old object until a
-    new endpoint takes the slot.
+    Each endpoint has a slot number, which is its index in `by_slot` and in arrays such as the
+    cached tokens per endpoint. `by_slot` is the same list object forever. A removed endpoint stays
+    in its slot until a new endpoint takes the slot.
 
-    discovered  discovered endpoints by pool; only Discovery writes it
+    discovered  discovered endpoints by pool; only Discovery changes it
     """
 
     def __init__(self, write_queue: WriteQueue) -> None:
@@ -316,9 +318,7 @@ class EndpointRegistry:
         return tuple(live for live in self.by_slot if live.load.slot not in self._free)
 
     def plan(self, config: Config) -> RegistryPlan:
-        """Return the plan of endpoints that a configuration would add and remove; the registry
-        stays unchanged.
-        """
+        """Return which endpoints a configuration would add, keep and remove. Changes nothing."""
         timeouts = UpstreamTimeouts(
             config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall
         )
@@ -379,7 +379,7 @@ class EndpointRegistry:
         yield from count(len(self.by_slot))
 
     def apply(self, plan: RegistryPlan) -> RegistryChanges:
-        """Apply a plan: assign slots to new endpoints, and update all others.
+        """Carry out a plan: give new endpoints slot numbers, and update the settings of all others.
 
         Returns the added and the removed endpoints.
         """
@@ -440,9 +440,7 @@ class EndpointRegistry:
         self.by_slot[slot : slot + 1] = [live]
 
     def release(self, live: LiveEndpoint) -> None:
-        """Free the slot number of an endpoint that no request can reach any more, for use by other
-        endpoints.
-        """
+        """Free the slot number of an endpoint that no request uses any more."""
         self._free.add(live.load.slot)
 
 
@@ -466,7 +464,10 @@ def _candidates_by_pool(
 
 
 def to_endpoint(pool: str, spec: EndpointSpec, rank: int | None = None) -> Endpoint:
-    """Return the Endpoint value that policies use, from an endpoint's configuration."""
+    """Return the part of an endpoint's configuration that routing policies use.
+
+    rank  the data-parallel rank that the endpoint stands for; None for the whole engine
+    """
     layout = spec.layout
     return Endpoint(
         name=spec.display_name if rank is None else f"{spec.display_name}/dp{rank}",
@@ -504,7 +505,10 @@ def _bootstrap(spec: EndpointSpec) -> str | None:
 
 
 def prior_belief(config: Config, endpoint: Endpoint) -> SpeedBelief:
-    """Estimate a new endpoint's speed from its GPU, its layout and its pool's largest model."""
+    """Estimate the speed of a new endpoint, before any measurement.
+
+    The estimate follows from its GPU, its parallel layout and the largest model of its pool.
+    """
     sized = [
         model
         for model in config.models

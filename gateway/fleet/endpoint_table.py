@@ -1,7 +1,7 @@
 """The endpoint table: every endpoint with its live load, health and connections.
 
-The table is the only writer of EndpointLoad, and applies the verdicts of
-policies.health.endpoint_health.
+Only this table writes an endpoint's EndpointLoad. The rules for health states are in
+policies.health.endpoint_health; the table applies their results.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ OUT_OF_ROTATION = (endpoint_health.HealthState.EJECTED, endpoint_health.HealthSt
 class EndpointTable:
     """All live endpoints of the gateway, with their load, health and connections.
 
-    on_change      called when an endpoint's availability has changed
-    on_model_gone  called with an endpoint that lacks a model that it listed
-    on_ejected     called with an endpoint that has been ejected or found dead
-    probe_health   queries an endpoint's /health: True if healthy, None if it did not answer
+    on_change      called when an endpoint has become available or unavailable
+    on_model_gone  called with an endpoint whose engine denies having a model that it listed
+    on_ejected     called with an endpoint that was taken out of rotation or found dead
+    probe_health   requests an endpoint's /health: True if healthy, None if it did not answer
     """
 
     __slots__ = (
@@ -101,13 +101,13 @@ class EndpointTable:
         self._pools: Mapping[str, tuple[Candidate, ...]] = {}
 
     def plan(self, config: Config) -> RegistryPlan:
-        """Return the plan of endpoints that `config` would add and remove, without any change."""
+        """Return which endpoints `config` would add, keep and remove, without changing anything."""
         return self._registry.plan(config)
 
     def apply(self, plan: RegistryPlan) -> RegistryChanges:
-        """Apply a plan of changes, and return the added and removed endpoints.
+        """Carry out a plan from plan(), and return the added and removed endpoints.
 
-        Removed endpoints stay until release(), because older requests may still use them.
+        A removed endpoint stays usable for older requests until release().
         """
         config = plan.config
         changed = {m.live: MeteredSettings.of(m.live) for m in plan.members if m.is_change}
@@ -187,11 +187,11 @@ class EndpointTable:
         *,
         in_order: bool = False,
     ) -> RoutingQuery:
-        """Return the routing query for a request, with its cached tokens at each endpoint.
+        """Return the request and its cached tokens by endpoint, for a policy to pick an endpoint.
 
         tried     names of endpoints that the policy must not pick
-        in_order  whether the candidates are kept sorted; then only endpoints that have part of the
-                  prompt cached are listed
+        in_order  whether candidates are kept sorted; then only endpoints with cached tokens are
+                  listed
         """
         cached: Sequence[int] = ()
         if fingerprint is not None:
@@ -257,7 +257,7 @@ class EndpointTable:
     def learn_from_peer(
         self, keys: Keys, load: EndpointLoad, tokens_per_block: float, cached_tokens: int | None
     ) -> None:
-        """Record a prompt that another gateway sent to the endpoint, given its sampled block keys.
+        """Record a prompt that another gateway sent to the endpoint, given its block hashes.
 
         cached_tokens  None for a prompt that was sent; else the prompt was not computed, and at
                        most this many of its tokens are cached there
@@ -277,7 +277,7 @@ class EndpointTable:
         cached_tokens: int,
         prompt_tokens: int,
     ) -> None:
-        """Undo learn_prompt() for a prompt that was never computed.
+        """Undo learn_prompt() for a prompt that the endpoint never computed.
 
         cached_tokens  number of the prompt's first tokens that stay recorded as cached
         """
@@ -288,16 +288,16 @@ class EndpointTable:
     def on_cache_report(
         self, live: LiveEndpoint, expected: CacheExpectation, usage: TokenUsage
     ) -> None:
-        """Compare the number of cached tokens in an answer with what KV events predicted."""
+        """Compare the cached tokens that an answer reports with what KV events predicted."""
         endpoint = self.prefixes.exact.endpoints.get(live.load.slot)
         prompt, cached = usage.prompt_tokens, usage.cached_tokens
         if endpoint is not None and prompt and cached is not None:
             endpoint.on_answer(expected, prompt, cached, monotonic())
 
     def confirm_cached_share(self, live: LiveEndpoint, believed: float, actual: float) -> None:
-        """Compare the predicted cached share of a prompt (0 to 1) with the reported share.
+        """Compare a prompt's predicted cached share (0 to 1) with the share in its answer.
 
-        Predictions from KV events are left out, because they do not come from the prefix index.
+        It measures the prefix index, so predictions that came from KV events are left out.
         """
         if self.prefixes.exact.is_exact(live.load.slot):
             return
@@ -308,7 +308,7 @@ class EndpointTable:
     # Health events
 
     def on_failure(self, live: LiveEndpoint, error: UpstreamError) -> None:
-        """Record that a request failed at the endpoint, in metrics and in its health."""
+        """Record a failed request in the endpoint's health and in the metrics."""
         self._metrics.upstream_errors_total.labels(live.endpoint.name, error.kind).inc()
         if error.kind == MODEL_GONE:
             self.on_model_gone(live)
@@ -317,9 +317,9 @@ class EndpointTable:
         self.on_event(live, health_event(error))
 
     def on_probe(self, live: LiveEndpoint, status: int | None) -> None:
-        """Record the HTTP status of a health probe, or None if it was not answered.
+        """Record the HTTP status of a health check; None if the endpoint did not answer.
 
-        vLLM returns 503 when its engine is dead, which is also the case after the loss of one rank.
+        vLLM answers with 503 when its engine is dead, for example after the loss of one rank.
         """
         if status == 503:
             self.on_event(live, HealthEvent.ENGINE_DEAD)
@@ -330,7 +330,7 @@ class EndpointTable:
             self.on_event(live, HealthEvent.PROBE_FAILED)
 
     async def check_health(self, candidate: Candidate) -> bool | None:
-        """Query an endpoint's /health page: True if healthy, None if it did not answer."""
+        """Request an endpoint's /health page: True if healthy, None if it did not answer."""
         return await self.probe_health(self._by_slot[candidate.load.slot])
 
     def is_needed(self, live: LiveEndpoint) -> bool:
@@ -340,30 +340,30 @@ class EndpointTable:
         return not any(peer.load.is_available for peer in pool if peer.endpoint.role is role)
 
     def on_connection_refused(self, live: LiveEndpoint) -> None:
-        """Eject an endpoint at once, because a probe found that nothing listens at its address."""
+        """Eject an endpoint at once, because it refused the connection of a health check."""
         self.on_event(live, HealthEvent.CONNECT_FAILED)
 
     def silence_limit_s(self, live: LiveEndpoint) -> float:
         """Return for how many seconds an endpoint with running requests may send nothing.
 
-        After that it is checked for a stall. A large backlog of prompts extends the time.
+        After this time it is checked for a stall. A large backlog of prompts makes the time longer.
         """
         prefill_s = live.backlog_tokens / PREFILL_TOKENS_PER_S
         return max(self._progress_s, PREFILL_MARGIN * prefill_s)
 
     def on_progress(self, live: LiveEndpoint) -> None:
-        """Record that the engine of this endpoint has generated a token for some request."""
+        """Record that the endpoint's engine is generating: it has just produced a token."""
         live.upstream.last_body_at = monotonic()
         live.is_stalled = False
 
     def predict_first_byte_s(self, slot: int, request: Request, tokens: int) -> float | None:
-        """Predict the seconds to the first byte of an answer of the endpoint in `slot`."""
+        """Predict the seconds until the endpoint in `slot` sends the first byte of an answer."""
         return self.speed_monitor.predict_first_byte_s(self._by_slot[slot], request, tokens)
 
     def find_peer(self, live: LiveEndpoint) -> LiveEndpoint | None:
-        """Return a healthy endpoint of the same pool and role, preferably with the same hardware.
+        """Return another healthy endpoint of the same pool and role; None if there is none.
 
-        The result is None if there is none.
+        Endpoints with the same hardware are preferred.
         """
         candidates = self._pools.get(live.endpoint.pool, ())
         return find_healthy_peer(
@@ -371,7 +371,7 @@ class EndpointTable:
         )
 
     def on_stall(self, live: LiveEndpoint) -> None:
-        """Mark an endpoint as dead, because it was silent and a request for one token failed."""
+        """Mark a silent endpoint as dead, because a test request for one token failed."""
         live.is_stalled = True
         self.on_event(live, HealthEvent.ENGINE_DEAD)
 
@@ -390,7 +390,7 @@ class EndpointTable:
     def on_event(self, live: LiveEndpoint, event: HealthEvent) -> None:
         """Apply an event, such as a failure, to the endpoint's health.
 
-        If its state changes, update its availability.
+        A change of the health state may take the endpoint out of rotation or return it.
         """
         before = live.health
         after = endpoint_health.next_health(before, event, monotonic(), self.rng, self._limits)
@@ -455,7 +455,7 @@ class EndpointTable:
                 _set_available(live.load, is_available=is_available)
 
     def set_drained(self, live: LiveEndpoint, is_drained: bool) -> int:
-        """Stop or resume routing to an endpoint; return the number of its requests in flight."""
+        """Stop routing to an endpoint, or resume it; return its number of running requests."""
         if live.is_drained and not is_drained:
             self._begin_slow_start(live, monotonic())
         live.is_drained = is_drained
@@ -464,7 +464,7 @@ class EndpointTable:
         return live.load.in_flight
 
     def restore_health(self, live: LiveEndpoint, health: Health, *, is_drained: bool) -> None:
-        """Restore a health state that another process recorded, unless a failure was seen since."""
+        """Restore health saved by another process, unless this one has seen a failure since."""
         if live.health.state is HealthState.UP:
             live.health = health
         live.is_drained = is_drained
@@ -504,18 +504,18 @@ class EndpointTable:
             self.on_event(live, HealthEvent.SLOW)
 
     def on_overtaken(self, live: LiveEndpoint, tokens: int) -> None:
-        """Send the endpoint fewer requests, because a request leaves it before its first token.
+        """Send the endpoint fewer requests, because a request left it before its first token.
 
-        `tokens` is the number of prompt tokens that the endpoint had to compute for it; 0 without
-        an observable first token.
+        `tokens` is the number of prompt tokens that the endpoint had to compute for it; 0 if the
+        first token could not be observed.
         """
         self.speed_monitor.on_overtaken(live, tokens, monotonic())
         self.throttle(live)
 
     def throttle(self, live: LiveEndpoint) -> None:
-        """Send the endpoint no requests until its speed is reviewed, while others have capacity.
+        """Send the endpoint no requests while others have capacity, until its speed is reviewed.
 
-        After the review it gets few requests until its speed has been judged.
+        After the review it gets few requests, until the review shows that it is fast again.
         """
         if not self.speed_monitor.limits.factor:
             return
@@ -527,7 +527,7 @@ class EndpointTable:
         live.load.mark_changed()
 
     def check_stalls(self, now: float) -> Sequence[LiveEndpoint]:
-        """Return endpoints where requests may be late; send fewer to those that are very late."""
+        """Return endpoints whose requests may be late; throttle those that are very late."""
         self._review_speeds(now)
         stalled, doubtful = self.speed_monitor.stalled(self._pools, self._by_slot, now)
         for live in doubtful:
@@ -543,7 +543,7 @@ class EndpointTable:
                 live.load.mark_changed()
 
     def sweep(self, now: float) -> None:
-        """Review speeds, raise slow-start limits and check the deadlines of all connections."""
+        """Review speeds, raise slow-start limits and check the timeouts of all connections."""
         self._review_speeds(now)
         for live in self.all():
             if live.throttled_until is not None and now >= live.throttled_until:
@@ -560,7 +560,7 @@ class EndpointTable:
                 live.backlog_tokens = live.load.prefill_tokens
 
     def stop_routing(self) -> None:
-        """Stop routing to all endpoints, because the gateway is stopping."""
+        """Stop routing to all endpoints, because the gateway is shutting down."""
         for live in self.all():
             live.is_drained = True
             _set_available(live.load, is_available=False)
@@ -569,7 +569,7 @@ class EndpointTable:
     def fail_streams(self, *, immediately: bool = False) -> int:
         """Fail all running requests, because the gateway is stopping; return how many still run.
 
-        immediately  whether streams fail in the middle of an event too, and not at its end
+        immediately  whether streams may fail in the middle of an event, instead of at its end
         """
         kind, message = SHUTDOWN, "the gateway stops"
         if immediately:

@@ -1,7 +1,7 @@
 """Parses an engine's load from its Prometheus metrics page. No I/O.
 
-The metric names per kind of engine are those that GIE and llm-d use. Values of several ranks behind
-one URL are summed.
+The names of the metrics for each kind of engine are those that the Gateway API Inference Extension
+(GIE) and llm-d use. Values of several data-parallel ranks behind one URL are summed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from policies.routing_types import EngineKind
 
 
 class MetricNames(msgspec.Struct, frozen=True):
-    """The metric names of one kind of engine; a name is empty if the engine does not export the
-    value.
+    """The metric names of one kind of engine; a name is empty if the engine lacks that metric.
 
     config       info metric whose labels `block_tokens` and `blocks` give the KV capacity; if
-                 empty, those two are metrics of their own
-    kv_received  bytes of KV received from other engines, one metric per connector
+                 empty, those two are metrics
+    kv_received  metrics of the KV bytes received from other engines, one per connector
     """
 
     running: bytes
@@ -88,8 +87,7 @@ RANK_LABELS = {
 
 
 class ScrapedLoad(msgspec.Struct, frozen=True):
-    """The load that an engine reports in its metrics; a value is None if the engine does not report
-    it.
+    """The load that an engine reports in its metrics; a value is None if it is not reported.
 
     running            number of requests in its batch
     waiting            number of requests in its queue
@@ -108,10 +106,10 @@ class ScrapedLoad(msgspec.Struct, frozen=True):
 
     @property
     def progress(self) -> tuple[int | None, float | None]:
-        """Return the values that change only while the engine computes: output tokens, and KV in
-        use.
+        """Return two values that change only while the engine computes: output tokens, KV in use.
 
-        An engine that computes a long prompt in chunks takes more KV with each of them.
+        The KV in use shows progress during a long prompt: it grows with every computed chunk, while
+        no token is generated.
         """
         return self.generated_tokens, self.kv_usage
 
@@ -121,7 +119,9 @@ UNKNOWN_PROGRESS: tuple[int | None, float | None] = (None, None)
 
 
 def parse_scrape(text: bytes, engine: EngineKind, rank: int | None = None) -> ScrapedLoad:
-    """Return the load in the text of an engine's metrics page; unknown metrics are ignored.
+    """Parse the text of an engine's metrics page, and return the load that it reports.
+
+    Unknown metrics are ignored.
 
     rank  the data-parallel rank whose load is returned; None: the sum of all ranks
     """

@@ -1,9 +1,8 @@
-"""Model names: the name by which an endpoint's engine knows a configured model, and which endpoints
-list it.
+"""The engines' names of configured models, and which endpoints list them. No I/O.
 
-An endpoint serves a model only if its /v1/models lists the name. While that list is unknown, or if
-the engine has none, the configuration decides. health_checks.py reads the lists, and
-reload/snapshot.py builds routes from the result. No I/O.
+An endpoint serves a model only if its /v1/models lists the engine's name of it. If that list is
+unknown or the engine has none, the configuration decides. health_checks.py reads the lists, and
+reload/snapshot.py builds routes from them.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ MOST_CHARACTERS = 64
 
 
 def explicit_models(config: Config) -> list[Model]:
-    """Return the configured models; where needed, `served_model` is set to the model's name.
+    """Return the configured models, with `served_model` set where it would be ambiguous.
 
-    An endpoint's own `served_model` applies to the one model of its pool that has none. Where
-    several models have none, it could mean any of them, so each gets its own name.
+    `served_model` is the engine's name of a model. An endpoint's setting can give this name for one
+    model of its pool. If several models of a pool lack the setting, each one gets its own name as
+    `served_model`.
     """
     unnamed = Counter(model.pool for model in config.models if model.served_model is None)
     return [
@@ -37,13 +37,13 @@ def explicit_models(config: Config) -> list[Model]:
 def engine_name(model: Model, endpoint: Endpoint) -> str:
     """Return the name by which an endpoint's engine knows the model.
 
-    `model` is the client's name, from explicit_models().
+    `model` comes from explicit_models(); its own name is the one that clients use.
     """
     return model.served_model or endpoint.served_model or model.name
 
 
 def common_name(model: Model, candidates: Sequence[Candidate]) -> str:
-    """Return the name by which all candidates list the model, or "" if their names differ."""
+    """Return the engines' name of the model if it is the same at all candidates, else ""."""
     names = {engine_name(model, candidate.endpoint) for candidate in candidates}
     names = names or {model.served_model or model.name}
     return names.pop() if len(names) == 1 else ""
@@ -52,7 +52,7 @@ def common_name(model: Model, candidates: Sequence[Candidate]) -> str:
 def unlisted_message(model: Model, candidates: Sequence[Candidate], listed: Iterable[str]) -> str:
     """Return the error message for a configured model that no endpoint of its pool lists.
 
-    `listed` has the names that the endpoints list, without those reserved for certain tenants.
+    `listed` has the names that the endpoints do list, except endpoints for certain tenants.
     """
     wanted = join_names({engine_name(model, candidate.endpoint) for candidate in candidates})
     names = join_names(listed)
@@ -64,7 +64,7 @@ def unlisted_message(model: Model, candidates: Sequence[Candidate], listed: Iter
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Return names as text for a message: sorted, quoted, and shortened if there are many."""
+    """Join names for a message: sorted, quoted, and cut if there are many."""
     return ", ".join(_shorten(sorted(set(names))))
 
 

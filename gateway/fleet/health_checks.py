@@ -1,9 +1,10 @@
-"""Health checks: poll the health, load and models of every endpoint.
+"""Health checks: poll the health, the load and the models of every endpoint.
 
-poll_schedule.py decides which requests are due at a poll. Polls use connections that stay open
-(http/poll_client.py). Requests that make an engine generate tokens are rare and use aiohttp's
-client. If an engine's metrics cannot be read, policies rely on the gateway's own reservations.
-Whether an endpoint that was ejected as slow may return is decided in speed_recovery.py.
+- gateway/fleet/poll_schedule.py decides which pages a poll requests.
+- Polls use connections that stay open (gateway/http/poll_client.py). Rare requests, which make an
+  engine generate tokens, use aiohttp's client.
+- If an engine's metrics cannot be read, policies rely on the gateway's own count of requests.
+- gateway/fleet/speed_recovery.py decides whether an endpoint that was ejected as slow may return.
 """
 
 from __future__ import annotations
@@ -57,10 +58,9 @@ FIRST_POLLS = 128  # endpoints polled at the same time before the gateway serves
 
 
 class HealthChecker:
-    """Polls all endpoints, with one task for each, and runs one more task that looks for stalled
-    endpoints.
+    """Polls every endpoint in a task, and looks for stalled endpoints in one more task.
 
-    Endpoints that are leaving the configuration are not polled, because they get no new requests.
+    Endpoints that are leaving the configuration get no new requests, so they are not polled.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class HealthChecker:
     async def start(self) -> None:
         """Start to poll the health and load of all endpoints.
 
-        Returns before the first request is accepted, once every endpoint has been polled.
+        Returns after the first poll of every endpoint, so that the first request finds their state.
         """
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None),
@@ -107,9 +107,7 @@ class HealthChecker:
             await self._log_errors(self._poll, live)
 
     def reconfigure(self, config: Config) -> None:
-        """Apply a new configuration: start to poll added endpoints at once, and stop polling
-        removed ones.
-        """
+        """Apply a new configuration: start to poll added endpoints, stop polling removed ones."""
         self._config = config
         if self._session is None:
             return
@@ -198,9 +196,10 @@ class HealthChecker:
             log.exception("health check of %s failed", live.endpoint.name)
 
     def probe_until_recovered(self, live: LiveEndpoint) -> None:
-        """Probe an endpoint now, and every second until it recovers.
+        """Start a task that checks an endpoint's health every second until it recovers.
 
-        One task runs for each endpoint.
+        The interval is longer if the health checks are configured to be rarer. Does nothing if such
+        a task runs already.
         """
         if self._session is not None and live not in self._recoveries and not live.is_leaving:
             name = f"probe {live.endpoint.name} until it recovers"
@@ -216,9 +215,10 @@ class HealthChecker:
             await self._log_errors(self._probe, live)
 
     async def check(self, live: LiveEndpoint) -> bool | None:
-        """Return whether an endpoint is healthy enough for a retry, or None if it did not respond.
+        """Check whether an endpoint is healthy enough to retry a request there.
 
-        Concurrent callers share one health check.
+        Returns None if the endpoint did not respond in time. Concurrent calls for one endpoint
+        share one health check.
         """
         if self._session is None:
             return True
@@ -244,9 +244,9 @@ class HealthChecker:
         return status == 200
 
     def relist(self, live: LiveEndpoint) -> None:
-        """Read the list of models of an endpoint's engine again, in a task.
+        """Start a task that reads the list of models of an endpoint's engine again.
 
-        At most one such task runs per endpoint.
+        Does nothing if such a task runs already.
         """
         if self._session is not None and live not in self._listings and not live.is_leaving:
             listing = self._log_errors(

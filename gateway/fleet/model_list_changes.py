@@ -1,8 +1,8 @@
-"""Reports changes of engines' lists of models: the first at once, later ones together after a
-pause.
+"""Combines changes of engines' model lists, so that routes are not rebuilt after each of them.
 
-A report rebuilds the routes, which takes milliseconds with many endpoints. A roll-out changes the
-lists of up to a thousand engines within a short time.
+With many endpoints, rebuilding the routes takes milliseconds. A roll-out changes the lists of up to
+a thousand engines within a short time. The first change is reported at once, and later ones
+together after a pause.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ the time.
 class ModelListNews:
     """Calls `report` after changes of engines' model lists.
 
-    The first change is reported at once. Changes that follow soon are reported together.
+    The first change is reported at once. Changes shortly after it are reported together.
     """
 
     __slots__ = ("_has_news", "_is_held_back", "_next_at", "_report", "_timer")
@@ -35,7 +35,7 @@ class ModelListNews:
         self._has_news = self._is_held_back = False
 
     def on_changed(self) -> None:
-        """Record that an engine's list of models has changed, and report it now or soon."""
+        """Record a change of an engine's model list, and report it now or after the pause."""
         self._has_news = True
         if self._timer is not None or self._is_held_back:
             return
@@ -47,9 +47,7 @@ class ModelListNews:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Delay reports of changed model lists during a `with` block, and report all changes
-        together at its end.
-        """
+        """Hold back reports during a `with` block, and report all changes together at its end."""
         self._is_held_back = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Finds the entry of a model name: exact names and aliases first, then patterns with `*`."""
+"""Looks up values by model name: exact names and aliases first, then patterns with `*`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class NameTable(dict[str, T]):
-    """A mapping whose keys are exact names; table[name] also resolves names by patterns.
+    """Maps exact model names to values; table[name] also matches patterns such as `llama-*`.
 
-    Among the patterns that match a name, the longest applies; an exact key takes precedence over
-    all patterns. Iteration, `in` and get() cover only the exact names.
+    An exact name takes precedence over all patterns; among matching patterns, the longest does.
+    Iteration, `in` and get() use the exact names only.
     """
 
     __slots__ = ("_filter", "_patterns", "_reserved")
@@ -25,10 +25,10 @@ class NameTable(dict[str, T]):
         others: Set[str] = frozenset(),
         permitted: Iterable[str] | None = None,
     ) -> None:
-        """Initialize a table with values by model name or pattern.
+        """Create a table with values by model name or pattern.
 
-        others     names and patterns without a value here: a name that matches one has no value,
-                   even if a shorter pattern of `values` matches it too
+        others     names and patterns without a value. A name that matches one of them has no value,
+                   even if a shorter pattern in `values` matches it too
         permitted  names and patterns that the table may contain; None: all
         """
         name_filter = None if permitted is None else NameFilter(permitted)
@@ -53,9 +53,7 @@ class NameTable(dict[str, T]):
 
 
 def find(table: Mapping[str, T], name: str) -> T | None:
-    """Return the table's value for a model name, which may match a pattern; None if there is no
-    value.
-    """
+    """Return the value for a model name, by exact name or pattern; None if there is no value."""
     try:
         return table[name]
     except KeyError:

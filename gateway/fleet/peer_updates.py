@@ -1,6 +1,7 @@
-"""Collects updates for the other gateways; the code that serves requests only appends to lists.
+"""Collects updates for the other gateways of the fleet, which are sent later.
 
-peers/peer_view.py and peers/sync_loop.py encode and send the updates later.
+Code that serves a request only appends to lists here, which is cheap. peers/peer_view.py and
+peers/sync_loop.py encode and send the updates.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from policies.routing_types import Endpoint
 
 
 class OutgoingUpdates:
-    """Updates for other gateways, collected since they were last sent.
+    """Updates for other gateways, collected since the last ones were sent.
 
     prompts         (fingerprint, endpoint, prompt tokens, cached tokens). Cached tokens are None
-                    for a prompt sent to the endpoint. A number corrects that: the prompt was not
-                    computed, and at most this number of its tokens is cached there
+                    for a prompt sent to the endpoint. A number corrects an earlier update: the
+                    prompt was not computed, and at most this many of its tokens are cached
     cache_reports   (endpoint, predicted cached share of a prompt, share that its engine reported)
     health_changes  (endpoint, new state, cause)
     charges         (pool, tenant) -> tokens computed for the tenant
-    quota_use       tenant -> requests and tokens taken from its quota
-    session_digest  function from a session to the number that all gateways use for it
+    quota_use       tenant -> requests and tokens used from its quota
+    session_digest  function from a session's name to the number that all gateways use for it
     """
 
     __slots__ = (

@@ -1,7 +1,7 @@
-"""Decides which pages of an endpoint a poll requests: its health, its load or neither. No I/O.
+"""Decides whether a poll requests an endpoint's health page and its metrics page. No I/O.
 
-A thousand endpoints may be polled every second, so a poll requests only what is unknown. An engine
-whose answers arrive is alive, and the load of an idle engine rarely changes.
+A thousand endpoints may be polled every second, so a poll requests only what is not known already.
+An engine that is sending answers is alive, and the load of an idle engine rarely changes.
 """
 
 from __future__ import annotations
@@ -46,18 +46,17 @@ would leave the page to the next poll.
 def least_probe_s(live: LiveEndpoint) -> float:
     """Return the shortest time between two health checks of an endpoint, in seconds.
 
-    It is longer for providers, which count the requests of their clients and may then refuse more
-    important ones.
+    It is longer for hosted providers, which limit the number of requests: a health check must not
+    use up what client requests need.
     """
     return ENGINE_TRAITS[live.endpoint.engine].least_probe_s
 
 
 class PollPlan:
-    """When an endpoint was last polled for its health and its load, and what the next poll
-    requests.
+    """When an endpoint's pages were last requested, and which ones the next poll requests.
 
-    needs_probe   whether the poll requests its health
-    needs_scrape  whether the poll requests its load, from the metrics page
+    needs_probe   whether the poll requests the health page
+    needs_scrape  whether the poll requests the metrics page, which shows the load
     """
 
     __slots__ = (
@@ -71,10 +70,10 @@ class PollPlan:
         self.needs_probe = self.needs_scrape = True
 
     def begin(self, live: LiveEndpoint, config: Config, endpoints: int, now: float) -> None:
-        """Decide which pages of the endpoint this poll requests, and record the time of these
-        requests.
+        """Set which pages of the endpoint this poll requests, and record that they were requested.
 
-        endpoints  number of endpoints of the gateway
+        endpoints  number of endpoints of the gateway; idle ones are polled less often if it is
+                   large
         now        monotonic time in seconds
         """
         interval_s = max(config.health.interval, least_probe_s(live))

@@ -1,4 +1,4 @@
-"""The gateway's view of the engines' prefix caches: fingerprints, prefix index, KV events."""
+"""The gateway's view of the engines' prefix caches: which prompts are cached at which endpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from policies.routing_types import INFERRED_SESSION
 
 
 class PrefixCacheView:
-    """The prompt fingerprinter and the prefix index of this process; both survive a reload.
+    """The hashing of prompts and the prefix index of this process; a reload keeps both.
 
     exact  the index from KV events, which corrects the prefix index; empty if no endpoint publishes
            events
@@ -30,9 +30,9 @@ class PrefixCacheView:
     def __init__(
         self, secret: bytes, index_bytes: int, block_bytes: int, event_bytes: int = 1 << 26
     ) -> None:
-        """Initialize the view of prefix caches; gateways with the same `secret` compute the same
-        keys for a prompt.
+        """Create an empty view of the engines' prefix caches.
 
+        secret       key of the hashes; gateways with the same secret compute the same hashes
         index_bytes  bytes of memory for the prefix index
         block_bytes  bytes of a prompt per hashed block
         event_bytes  bytes of memory for the index from KV events
@@ -43,10 +43,10 @@ class PrefixCacheView:
         self._conversations = GrowingPrefixes()
 
     def fingerprint(self, call: Call, model: str) -> Fingerprint:
-        """Return the fingerprint of the prompt as the engine will render it.
+        """Return the fingerprint (chain of block hashes) of the prompt that the engine will see.
 
-        Requests for different models, or with different cache salts, never share a key, because
-        engines share no cached prompt between them either.
+        Requests for different models, or with different cache salts, never share a hash, because
+        engines share no cached prompts between them.
         """
         salt, prompt = b"%b\0%b" % (call.salt, model.encode()), call.prompt
         if len(prompt) == 1:
@@ -66,9 +66,9 @@ class PrefixCacheView:
             self.exact.note(UnreadPrompt(model, path, call.members, salt, fingerprint))
 
     def recognise_session(self, call: Call, fingerprint: Fingerprint) -> None:
-        """Find the session of a request that names none.
+        """Find the session of a request that does not name one.
 
-        The request belongs to the session whose prompt it continues, if there is one.
+        It is the session whose last prompt the request's prompt continues, if there is one.
         """
         request, prompt = call.request, call.prompt
         if request.session or not prompt:
@@ -85,10 +85,10 @@ class PrefixCacheView:
             )
 
     def cached_tokens(self, fingerprint: Fingerprint, prompt_tokens: int) -> Sequence[int]:
-        """Return the number of the prompt's tokens cached at each endpoint, by slot number.
+        """Return how many of the prompt's tokens each endpoint has cached, by slot number.
 
-        The numbers are exact for endpoints whose KV events are reliable, and predictions of the
-        prefix index for all others.
+        The numbers are exact for endpoints with reliable KV events. For all others, the prefix
+        index predicts them.
         """
         tokens = self.index.match(fingerprint, prompt_tokens)
         if self.exact.endpoints:
@@ -96,9 +96,9 @@ class PrefixCacheView:
         return tokens
 
     def holders(self, fingerprint: Fingerprint, prompt_tokens: int) -> PrefixMatch:
-        """Return the endpoints that are known or believed to have part of the prompt cached.
+        """Return the endpoints that have part of the prompt cached, with the number of tokens.
 
-        The numbers are those of cached_tokens(), but other endpoints are left out.
+        The numbers are those of cached_tokens(); endpoints with 0 are left out.
         """
         match = self.index.match_holders(fingerprint, prompt_tokens)
         if self.exact.endpoints:
@@ -107,6 +107,6 @@ class PrefixCacheView:
 
 
 def create_prefix_caches(config: Config, secret: bytes) -> PrefixCacheView:
-    """Create the view of engines' prefix caches, with the memory that the configuration allows."""
+    """Create the view of the engines' prefix caches, with the configured amounts of memory."""
     prefix = config.prefix
     return PrefixCacheView(secret, prefix.index, prefix.block_bytes, prefix.events)

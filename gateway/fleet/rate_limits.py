@@ -1,7 +1,7 @@
-"""Holds requests back from endpoints whose engine or provider refuses them for some time.
+"""Holds requests back from endpoints whose engine or provider refuses requests for some time.
 
-A 429 or 503 is no fault of the endpoint, so it is not ejected. But it answers faster than any other
-endpoint, and has no load: without a pause, policies would try it first for every request.
+Status 429 or 503 is no fault of the endpoint, so the endpoint is not ejected. But it refuses faster
+than others serve, and has no load. Without a pause, policies would pick it first for every request.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ LEAST_WAIT_S, MOST_WAIT_S = 1.0, 60.0
 def hold_back(live: LiveEndpoint, wait_s: float | None, now: float) -> None:
     """Limit the endpoint's concurrent requests for some seconds, while others have capacity.
 
-    With a Retry-After it gets none. Without one, the engine may only be full: the requests that it
-    runs are what it accepts, so their number is the limit, and it gets none only if it runs none.
+    - With a Retry-After, it gets no requests for that time.
+    - Without one, its engine is probably full. The number of requests that it runs becomes the
+      limit; if it runs none, it gets none.
+
     Afterwards the limit grows step by step, as after a stall.
 
-    wait_s  what the engine asked for in Retry-After; None if it did not say
+    wait_s  the seconds in the response's Retry-After; None if it had none
     """
     until = now + min(MOST_WAIT_S, max(LEAST_WAIT_S, wait_s or 0.0))
     accepted = live.load.in_flight - 1 if wait_s is None else 0  # without the refused request

@@ -1,7 +1,7 @@
-"""Reservations: capacity reserved at an endpoint for one request, from the pick to the last byte.
+"""Reservations: capacity that one request holds at an endpoint, from the pick to the last byte.
 
-policies/load_ledger.py changes the endpoint's load; fleet/endpoint_table.py changes its health and
-the prefix index.
+Making and releasing one changes the endpoint's load (policies/load_ledger.py), and also its health
+and the prefix index (fleet/endpoint_table.py).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from policies.routing_types import Pick, Request
 
 
 class DropSink(Protocol):
-    """The receiver of cancelled prompts; the speed monitor implements it."""
+    """The interface that receives cancelled prompts. The speed monitor implements it."""
 
     def on_dropped(self, live: LiveEndpoint, tokens: int, now: float, /) -> None: ...
 
 
 class EvidenceSink(Protocol):
-    """What a reservation tells about its endpoint's health and speed, as an interface.
+    """The interface to which a reservation reports evidence of its endpoint's health and speed.
 
     The endpoint table implements it.
     """
@@ -57,11 +57,11 @@ class Reservation:
     entry              the entry in policies/load_ledger.py: what is reserved, and what was
                        predicted
     expected_cache     number of cached tokens that the answer must report; None without KV events
-    queued_tokens      prompt tokens that the endpoint had to compute when the reservation was
-                       made, its own included
-    _sees_first_token  whether the gateway sees when the first token is generated. It does if the
-                       answer is a stream or a single token
-    _awaited           prompt tokens to compute before the first token; 0 once that has come
+    queued_tokens      prompt tokens that the endpoint had to compute when the reservation was made,
+                       including those of this request
+    _sees_first_token  whether the gateway can observe when the first token is generated: the answer
+                       is a stream or a single token
+    _awaited           prompt tokens to compute before the first token; 0 once it has arrived
     _is_reported       whether the end of the answer was reported to the endpoint's health
     """
 
@@ -113,10 +113,10 @@ class Reservation:
         self.queued_tokens = live.load.prefill_tokens
 
     def on_first_token(self) -> None:
-        """Move the prompt from the endpoint's backlog to its context, because it has been computed.
+        """Record that the prompt is computed: it leaves the endpoint's backlog and becomes context.
 
-        The time also measures the endpoint's speed, except for a plain answer of several tokens,
-        which arrives long after its first token.
+        The time since the request was sent measures the endpoint's speed. An answer of several
+        tokens that is not streamed is left out, because it arrives long after its first token.
         """
         self._is_computed = True
         if self.entry.sees_first_token:
@@ -128,19 +128,17 @@ class Reservation:
                 self._awaited = 0
 
     def on_overtaken(self) -> None:
-        """Record that the request moves, or has moved, to another endpoint.
+        """Record that the request moves to another endpoint, because this one is late.
 
-        The time that it waited here is evidence of the endpoint's speed. The endpoint gets few
-        requests until its speed has been judged.
+        The time that it has waited here is evidence of slowness. The endpoint gets few requests
+        until its speed has been judged.
         """
         awaited, self._awaited = self._awaited, 0
         self._table.on_overtaken(self.live, awaited)
 
     @property
     def is_behind(self) -> bool:
-        """Return whether the engine's current prefill step certainly does not contain this
-        request's prompt.
-        """
+        """Return whether the engine's current prefill step cannot include this prompt."""
         return self._awaited > 0 and self.live.speed.is_behind(self._reserved_at)
 
     @property
@@ -152,7 +150,7 @@ class Reservation:
     def on_served(self, usage: TokenUsage) -> None:
         """Record that the endpoint has served the request with a complete answer.
 
-        The engine's count of cached tokens corrects the prefix index.
+        The number of cached tokens that the engine reports corrects the prefix index.
         """
         self._is_reported = True
         self._usage = usage
@@ -167,9 +165,9 @@ class Reservation:
                 self._table.on_cache_report(self.live, self.expected_cache, usage)
 
     def on_failed(self, broke: UpstreamError) -> None:
-        """Record a broken or incomplete answer in the endpoint's health.
+        """Record a failed or incomplete answer in the endpoint's health.
 
-        `broke` is the error. Only the first report of a reservation counts.
+        `broke` is the error. Later calls on the same reservation have no effect.
         """
         if not self._is_reported:
             self._is_reported = True
@@ -182,7 +180,7 @@ class Reservation:
         self.close()
 
     def close(self) -> None:
-        """Release the reserved capacity, and learn from the time that the request took."""
+        """Release the reserved capacity, and update the latency model with the time needed."""
         now, usage = monotonic(), self._usage
         if usage is None:
             self.entry.drop(now)
@@ -205,10 +203,10 @@ class Reservation:
 
 
 class DecodeReservation(Reservation):
-    """The reservation of the decode endpoint of a split request, which holds the prompt's KV cache.
+    """The reservation at the decode endpoint of a request that another endpoint prefills.
 
     It is made before the prefill request is sent, so that the request does not queue between
-    prefill and decode.
+    prefill and decode. It includes memory for the prompt's KV cache.
     """
 
     __slots__ = ()
@@ -216,16 +214,14 @@ class DecodeReservation(Reservation):
     _prefills = False
 
     def on_recompute(self) -> None:
-        """Add the prompt to the decode endpoint's backlog, because no usable KV cache was
-        transferred.
-        """
+        """Add the prompt to the decode endpoint's backlog: no usable KV cache was received."""
         self.entry.recompute_prompt(monotonic())
 
     def on_handed_over(self) -> None:
         """Record that the prompt is computed and its KV cache is being transferred.
 
-        This has an effect only for answers that are not streamed, which show nothing until their
-        end. A stream shows its first token.
+        This matters only for an answer that is not streamed, which shows nothing until its end. A
+        stream shows its first token.
         """
         if not self.entry.sees_first_token:
             self.entry.on_kv_arrived(monotonic())
@@ -233,7 +229,7 @@ class DecodeReservation(Reservation):
     def on_served(self, usage: TokenUsage) -> None:
         """Record that the decode endpoint has served the request with a complete answer.
 
-        Its cached tokens are the transferred KV cache, so they are not used to correct the prefix
-        index.
+        The cached tokens that it reports are the transferred KV cache. Therefore they do not
+        correct the prefix index.
         """
         super().on_served(TokenUsage(completion_tokens=usage.completion_tokens))

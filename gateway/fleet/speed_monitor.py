@@ -1,7 +1,8 @@
-"""The speed monitor: compares the speeds of each pool's endpoints once a second, to find slow ones.
+"""The speed monitor: compares the speeds of each pool's endpoints, to find slow ones.
 
-policies.health.speed_outlier compares them; the endpoint table acts on the verdicts. Reservations
-measure prefill times. The pace of streams is sampled here, so that it costs nothing per chunk.
+The comparison is in policies.health.speed_outlier, and the endpoint table acts on its verdicts.
+Reservations measure prefill times. The pace of streams is sampled once a second, so that it costs
+nothing per chunk.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ COHORTS_AT_ONCE = 4
 
 
 class WaitingPrompt(Protocol):
-    """A request that waits at an endpoint for its first byte; Reservation implements it."""
+    """A request that waits for its first byte. Reservation implements this interface."""
 
     live: LiveEndpoint
     request: Request
@@ -72,8 +73,9 @@ class _Cohort:
 
 
 class SpeedMonitor:
-    """Samples the pace of streams, and compares the endpoints of each pool; a reload replaces
-    `limits`.
+    """Samples the pace of streams, and compares the speeds of each pool's endpoints.
+
+    `limits` has the configured limits; a reload replaces it.
     """
 
     __slots__ = (
@@ -94,9 +96,9 @@ class SpeedMonitor:
     ) -> Iterator[tuple[LiveEndpoint, SpeedVerdict]]:
         """Compare the speeds of endpoints, and yield those whose verdict has changed.
 
-        Endpoints are compared every REVIEW_S seconds. Of a large pool, one call compares only one
-        cohort (COHORT endpoints), so that no call takes long. Afterwards, `reviewed` has the
-        endpoints that were compared.
+        Endpoints are compared every REVIEW_S seconds. In a large pool, one call compares only
+        COHORT endpoints, so that no call takes long. Afterwards, `reviewed` lists the endpoints
+        that were compared.
         """
         self._update_cohorts(pools, by_slot)
         self.reviewed = []
@@ -147,15 +149,14 @@ class SpeedMonitor:
     def stalled(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> tuple[list[LiveEndpoint], list[LiveEndpoint]]:
-        """Return two lists: endpoints at which requests may be late, and endpoints that should get
-        fewer requests.
+        """Return two lists: endpoints with possibly late requests, and endpoints to throttle.
 
-        Requests may be late where the current prefill step takes much longer than at peers, and at
-        endpoints in doubt (late before, or suspected of slowness). Call it every STALL_CHECK_S
-        seconds; each call looks at the next COHORTS_AT_ONCE cohorts.
+        Requests may be late at two kinds of endpoints: where the current prefill step takes much
+        longer than at peers, and where the endpoint was late before or may be slow. Call this every
+        STALL_CHECK_S seconds. Each call looks at a part of the endpoints, COHORTS_AT_ONCE cohorts.
 
-        After a long gap between two calls both lists are empty: the gateway itself was delayed, so
-        the age of a step shows nothing.
+        After a long pause between two calls, both lists are empty. The gateway itself was delayed
+        then, so the age of a step shows nothing.
         """
         elapsed_s, self._checked_at = now - self._checked_at, now
         if elapsed_s > LATE_CHECKS * STALL_CHECK_S or not self.limits.factor:
@@ -186,10 +187,10 @@ class SpeedMonitor:
     def predict_first_byte_s(
         self, live: LiveEndpoint, request: Request, tokens: int
     ) -> float | None:
-        """Predict the seconds until a request's first byte, which needs `tokens` prompt tokens to
-        be computed.
+        """Predict the seconds until the first byte of a request's answer.
 
-        Returns None if the endpoint's speed is unknown.
+        `tokens` is the number of prompt tokens that must be computed first. Returns None if the
+        endpoint's speed is unknown.
         """
         expectations = self._expectations_of(live.endpoint.pool)
         return expectations.first_byte_s(_member(live), *_work(request, tokens))
@@ -197,7 +198,7 @@ class SpeedMonitor:
     def predict_remaining_s(
         self, reservation: WaitingPrompt, waited_s: float, now: float, *, is_doubted: bool
     ) -> float | None:
-        """Predict the seconds that a late request will still wait for its first byte.
+        """Predict for how many more seconds a late request will wait for its first byte.
 
         waited_s    seconds that it has waited already
         now         monotonic time in seconds
@@ -216,11 +217,10 @@ class SpeedMonitor:
         )
 
     def on_overtaken(self, live: LiveEndpoint, tokens: int, now: float) -> None:
-        """Record, as evidence of slowness, that a prompt leaves the endpoint before its first
-        token.
+        """Record that a prompt left the endpoint before its first token, as evidence of slowness.
 
-        `tokens` is the number of prompt tokens that were to be computed; 0 for an answer whose
-        first token cannot be observed.
+        `tokens` is the number of prompt tokens to compute. Pass 0 if the first token of the answer
+        cannot be observed; then nothing is recorded.
         """
         if tokens:
             expectations, member = self._expectations_of(live.endpoint.pool), _member(live)
@@ -233,9 +233,7 @@ class SpeedMonitor:
             )
 
     def on_dropped(self, live: LiveEndpoint, tokens: int, now: float) -> None:
-        """Record that a prompt was cancelled at the endpoint; `tokens` of it were to be
-        computed.
-        """
+        """Record that a prompt with `tokens` tokens to compute was cancelled at the endpoint."""
         expectations = self._expectations_of(live.endpoint.pool)
         live.speed.on_dropped(tokens, now, step_s=expectations.running_step_s(_member(live)))
 
@@ -276,7 +274,7 @@ def _member(live: LiveEndpoint) -> ReviewedEndpoint:
 def hardware_key(endpoint: Endpoint) -> Hashable:
     """Return the hardware attributes that determine an endpoint's speed.
 
-    Only endpoints with equal attributes are compared.
+    Only endpoints with equal attributes are compared with each other.
     """
     return (
         endpoint.role,
@@ -290,10 +288,10 @@ def hardware_key(endpoint: Endpoint) -> Hashable:
 def sample_stream_pace(
     live: LiveEndpoint, before: Mapping[Relay, int], elapsed_s: float, now: float
 ) -> dict[Relay, int]:
-    """Record an endpoint's pace: the events of its streams since the last sample, whose counts are
-    `before`.
+    """Record how fast an endpoint's streams have produced events since the last sample.
 
-    Returns the total number of events of each stream so far, for the next call.
+    `before` has the number of events per stream at the last sample. Returns the numbers of now, to
+    be passed to the next call.
     """
     totals: dict[Relay, int] = {}
     streams = events = 0
@@ -310,8 +308,9 @@ def sample_stream_pace(
 
 
 def describe_slowness(slowness: Slowness) -> str:
-    """Return a text that states how slow an endpoint is compared with its peers, for the log and
-    the live page.
+    """Return a text that states how slow an endpoint is compared with its peers.
+
+    The log and the live view show it.
     """
     own_ms, peers_ms = slowness.seconds * 1000, slowness.peers_s * 1000
     measure = MEASURE_TEXTS[slowness.measure]
@@ -320,10 +319,9 @@ def describe_slowness(slowness: Slowness) -> str:
 
 
 def find_healthy_peer(live: LiveEndpoint, others: Sequence[LiveEndpoint]) -> LiveEndpoint | None:
-    """Return the least loaded healthy endpoint of the same role, preferably one with equal
-    hardware.
+    """Return the least loaded healthy endpoint of the same role; None if there is none.
 
-    The result is None if there is none.
+    Endpoints with equal hardware are preferred.
     """
     healthy = [
         other

@@ -1,7 +1,7 @@
-"""The return of endpoints that were ejected as slow: test requests, and a fresh latency model.
+"""Returns endpoints that were ejected as slow into rotation, once test requests show normal speed.
 
-An endpoint's /health page does not show how fast its engine is. An ejected endpoint gets no client
-requests that could be timed either, so the gateway sends test requests to it and to a peer at the
+A /health page does not show how fast an engine is, and an ejected endpoint gets no client requests
+that could be timed. Therefore the gateway sends test requests to it and to a healthy peer at the
 same time. policies/health/speed_outlier.py decides which endpoints are ejected.
 """
 
@@ -58,17 +58,15 @@ One comparison is not enough, because its peer may be busy at that moment.
 
 
 def is_ejected_as_slow(live: LiveEndpoint) -> bool:
-    """Return whether the endpoint was ejected for slowness, which a probe of its /health page does
-    not detect.
-    """
+    """Return whether the endpoint was ejected as slow, which its /health page does not show."""
     return live.health.cause is HealthEvent.SLOW and live.speed.slowness is not None
 
 
 def accept_returned(live: LiveEndpoint, before: Health, peer: LiveEndpoint | None) -> None:
-    """Prepare an endpoint that returns into rotation; `before` is its health until then.
+    """Prepare an endpoint for its return into rotation; `before` is its health until now.
 
-    An endpoint that was ejected for slowness gets the latency model of `peer`, a healthy endpoint.
-    What was learned while it was slow would keep latency-aware policies away from it for good.
+    If it was ejected as slow, it gets a copy of the latency model of `peer`, a healthy endpoint.
+    Its own model was learned while it was slow, and would keep latency-aware policies away from it.
     """
     if before.cause is HealthEvent.SLOW and peer is not None:
         state = saved_state.belief_state(peer.load.belief)
@@ -77,7 +75,7 @@ def accept_returned(live: LiveEndpoint, before: Health, peer: LiveEndpoint | Non
 
 
 class PeerFinder(Protocol):
-    """The part of the endpoint table that chooses the peer to compare with."""
+    """The methods of the endpoint table that choose the healthy peer for a comparison."""
 
     @property
     def rng(self) -> Random: ...
@@ -87,8 +85,8 @@ class PeerFinder(Protocol):
 class SpeedRecovery:
     """Measures the speed of endpoints that were ejected as slow.
 
-    endpoints  the endpoint table, which chooses the peer to compare with
-    complete   sends one test request
+    endpoints  the endpoint table, which chooses the healthy peer for a comparison
+    complete   coroutine function that sends one test request
     """
 
     def __init__(self, endpoints: PeerFinder, complete: Complete) -> None:
@@ -97,14 +95,14 @@ class SpeedRecovery:
         self._peer_s: dict[LiveEndpoint, tuple[Slowness, float]] = {}
 
     def forget(self, live: LiveEndpoint) -> None:
-        """Drop what is known about an endpoint that leaves the configuration."""
+        """Drop the measurements of an endpoint that leaves the configuration."""
         self._peer_s.pop(live, None)
 
     async def is_as_fast_as_peer(self, live: LiveEndpoint) -> bool:
-        """Return whether an endpoint that was ejected for slowness is as fast as a peer again.
+        """Return whether an endpoint that was ejected as slow is as fast as a healthy peer again.
 
-        It must pass CLEAR_ROUNDS comparisons. Returns True if there is no peer to compare with, and
-        False if the last measurement was too recent.
+        It must be fast in CLEAR_ROUNDS comparisons. Returns True if there is no peer to compare
+        with, and False if the last measurement is too recent for another.
         """
         # The ejected endpoint is idle and the peer is not. Therefore the shortest time that a peer
         # has needed since the ejection counts.

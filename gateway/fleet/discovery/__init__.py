@@ -1,5 +1,6 @@
-"""Service discovery: endpoints listed by DNS, a file or Kubernetes, in addition to configured ones.
+"""Service discovery: finds the endpoints of a pool in DNS, a file or Kubernetes.
 
-gateway/fleet/discovery/source.py defines what a source is. gateway/fleet/discovery/discovery.py
-runs one source per pool and passes its endpoints to the endpoint table.
+The interface of a discovery source is in gateway/fleet/discovery/source.py. The class Discovery in
+gateway/fleet/discovery/discovery.py runs one source per pool. It passes the endpoints that a source
+finds to the endpoint table.
 """

@@ -1,7 +1,7 @@
-"""Runs the service discovery of each pool that is configured to discover its endpoints.
+"""Runs one discovery source for each pool whose configuration has a section `discover`.
 
-Discovered endpoints are applied like a reload. They outlive configurations, so a reload does not
-empty a pool.
+A change of the discovered endpoints is applied like a reload of the configuration. The discovered
+endpoints are kept outside the configuration, so a reload does not empty a pool.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SourceFactory = Callable[[Discover, Random], Source]
 
 
 def create_source(folder: Path, spec: Discover, rng: Random) -> Source:
-    """Create the discovery source that a pool's configuration names.
+    """Create the source that a pool's `discover` section names: DNS, a file or Kubernetes.
 
-    folder  the folder from which relative paths start
+    folder  the folder to which a relative path of a file refers
     spec    section `discover` of the pool
-    rng     randomness for the intervals between two lookups
+    rng     source of the random jitter between two lookups
     """
     if spec.dns is not None:
         return DnsSource(spec.dns, spec.interval, spec.endpoint, rng)
@@ -48,8 +48,9 @@ def create_source(folder: Path, spec: Discover, rng: Random) -> Source:
 
 
 class Discovery:
-    """Runs the discovery sources of all pools, and stores their endpoints by pool in
-    `discovered`.
+    """Runs the discovery sources of all pools.
+
+    `discovered` maps the name of a pool to the endpoints that its source found last.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class Discovery:
         rng: Random,
         create_source: SourceFactory,
     ) -> None:
-        """Initialize the discovery.
+        """Create a discovery that runs no sources until start() is called.
 
-        found          the dict that becomes `discovered`: endpoints by pool
-        changed        called after a change of endpoints; raises ValueError to reject it
-        create_source  function that creates a source
+        found          the dict to store discovered endpoints in, by pool; it becomes `discovered`
+        changed        called after each change in `found`. If it raises ValueError, the change is
+                       undone
+        create_source  function that creates the source for a `discover` section
         """
         self.discovered = found
         self._on_change, self._rng, self._create_source = changed, rng, create_source
@@ -72,9 +74,9 @@ class Discovery:
         self._is_running = False
 
     async def start(self, config: Config) -> None:
-        """Start all sources of endpoint discovery.
+        """Start the discovery sources of all pools.
 
-        Returns once each has a result, or after START_WAIT_S seconds.
+        Returns when each source has found endpoints once, or after START_WAIT_S seconds.
         """
         self._is_running = True
         self.reconfigure(config)
@@ -85,9 +87,9 @@ class Discovery:
                 task.cancel()
 
     def reconfigure(self, config: Config) -> None:
-        """Start and stop discovery sources as the configuration requires.
+        """Start the sources that a new configuration adds; stop those that it removes or changes.
 
-        An unchanged source keeps running.
+        A source whose settings are unchanged keeps running. Before start(), this does nothing.
         """
         if not self._is_running:
             return

@@ -1,8 +1,8 @@
-"""Discovery by DNS: every address of a host name is an endpoint, as behind a headless Service.
+"""Discovery by DNS: each address of a host name is one endpoint.
 
-The name is looked up at intervals with jitter. The system's resolver is used, so hosts files,
-search domains and the resolver's cache apply. The resolver returns no TTL, so the interval is
-fixed.
+This fits a headless Service of Kubernetes, whose name resolves to the addresses of its pods. The
+name is looked up at fixed intervals with jitter, because the system's resolver reports no TTL. The
+resolver also reads hosts files, search domains and its own cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ It raises OSError when there are none or no DNS server responds.
 async def resolve(name: str, port: int) -> Sequence[str]:
     """Return the addresses of a host name, looked up with the system's resolver.
 
-    Raises OSError when there are none or no DNS server responds.
+    Raises OSError if the name has no address or no DNS server responds.
     """
     loop = asyncio.get_running_loop()
     addresses = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)

@@ -1,7 +1,7 @@
-"""Discovery by a file: a YAML or JSON list of URLs, or of mappings as under `endpoints`.
+"""Discovery by a file: a YAML or JSON list of endpoints.
 
-The file's content is polled. While the file is unreadable or invalid, the last known endpoints
-stay.
+Each item is a URL, or a mapping as under `endpoints` in the configuration. The file is read again
+at intervals. While it cannot be read or is invalid, the endpoints of the last valid version stay.
 """
 
 from __future__ import annotations
@@ -88,9 +88,13 @@ class FileSource:
                 )
             endpoints = tuple(self._parse_item(*item) for item in enumerate(items))
             if len({endpoint.url for endpoint in endpoints}) < len(endpoints):
-                raise ValueError("two endpoints of the file have the same url")
+                raise ValueError(
+                    "the file lists two endpoints with the same url; remove one of them"
+                )
             if len({endpoint.display_name for endpoint in endpoints}) < len(endpoints):
-                raise ValueError("two endpoints of the file have the same name")
+                raise ValueError(
+                    "the file lists two endpoints with the same name; rename one of them"
+                )
         except YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             place = f", line {mark.line + 1}" if mark is not None else ""

@@ -1,8 +1,9 @@
-"""Discovery by Kubernetes: lists and then watches the EndpointSlices of a Service.
+"""Discovery by Kubernetes: lists the EndpointSlices of a Service, then watches them for changes.
 
-It uses the HTTP API with the service account mounted into the pod, which needs `list` and `watch`
-on endpointslices. A watch that ends is resumed at its last version. After a 410 (version too old),
-or after two failures without an event, the slices are listed again.
+It calls the HTTP API of Kubernetes with the pod's service account, which needs the permissions
+`list` and `watch` for endpointslices. When a watch ends, the next one continues at the last version
+seen. The slices are listed again in two cases: after status 410 (the API server no longer has the
+changes since that version), and after two failures in a row without an event.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ FAILURES_BEFORE_RELIST = 2
 
 
 class VersionExpiredError(Exception):
-    """Raised when the API server no longer has the changes since the requested version."""
+    """Raised when the API server no longer has the changes since a watch's last version."""
 
 
 class ServiceAccount(msgspec.Struct, frozen=True):
-    """The URL of the Kubernetes API server, and the folder with the service account's token and
-    certificate.
+    """The address of the Kubernetes API server, and the folder of the pod's service account.
 
-    The token is read for every request, because Kubernetes rotates it.
+    The folder contains the account's token and the server's certificate. The token is read for
+    every request, because Kubernetes rotates it.
     """
 
     url: str
@@ -179,7 +180,10 @@ class KubernetesSource:
         if kind == "ERROR":
             if item.get("code") == STATUS_GONE:
                 raise VersionExpiredError
-            raise ValueError(f"the API server ended the watch with status {item.get('code')}")
+            raise ValueError(
+                "the Kubernetes API server ended the watch of EndpointSlices with status "
+                f"{item.get('code')}"
+            )
         name = item["metadata"].get("name", "")
         if kind == "DELETED":
             self._slices.pop(name, None)
@@ -223,4 +227,4 @@ def _check_status(response: aiohttp.ClientResponse) -> None:
     if response.status == STATUS_GONE:
         raise VersionExpiredError
     if response.status != 200:
-        raise ValueError(f"the Kubernetes API server responds with status {response.status}")
+        raise ValueError(f"the Kubernetes API server responded with status {response.status}")

@@ -1,7 +1,7 @@
-"""The interface of a discovery source, which yields all known endpoints after each change.
+"""The interface of a discovery source, which yields a pool's endpoints after each change.
 
-When a lookup fails, a source raises nothing and yields nothing, so that the last known endpoints
-stay: a restarting API server must not disable the endpoints. discovery.py uses the sources.
+A source whose lookup fails raises nothing and yields nothing, so the endpoints that it found before
+stay in use. A restart of an API server must not remove endpoints.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ DiscoveredEndpoints = tuple[EndpointSpec, ...]
 
 
 class Source(Protocol):
-    """A source of endpoint addresses, such as a DNS name or a Kubernetes Service."""
+    """Finds the addresses of a pool's endpoints, for example in DNS or in a Kubernetes Service."""
 
     def watch(self) -> AsyncIterator[DiscoveredEndpoints]:
-        """Yield all endpoints that the source knows: first at the start, then after every
-        change.
-        """
+        """Yield all known endpoints once at the start, and again after every change."""
         ...
 
 
@@ -37,10 +35,12 @@ def specs_for(
     traits: EndpointTraits,
     earlier: DiscoveredEndpoints = (),
 ) -> DiscoveredEndpoints:
-    """Return endpoint configurations with equal traits for these addresses, sorted by address.
+    """Return one endpoint configuration per address, sorted by address.
 
-    At most MAX_ENDPOINTS are returned. Those in `earlier`, a result for the same traits, are used
-    again: with thousands of endpoints, building them all takes a tenth of a second.
+    addresses  (host, port) of the endpoints; only the first MAX_ENDPOINTS are used
+    traits     the settings that all of these endpoints get
+    earlier    the previous result for the same traits, whose configurations are reused. Building
+               thousands of configurations takes a tenth of a second
     """
     shared = {name: getattr(traits, name) for name in type(traits).model_fields}
     wanted = sorted(set(addresses))[:MAX_ENDPOINTS]

@@ -1,3 +1,5 @@
-"""KV events: engines' messages about changes of their prefix caches, and the exact index made from
-them.
+"""KV events: messages in which engines report every change of their prefix caches.
+
+The gateway builds an index from them. Where an engine publishes KV events, the gateway knows which
+prompts are cached, and need not predict it.
 """

@@ -1,7 +1,7 @@
 """Finds the ZeroMQ addresses at which engines publish KV events. No I/O.
 
-The addresses come from the configuration, or from an engine's description of itself. An address is
-`tcp://host:port`; each data-parallel rank has a port of its own.
+The addresses come from the configuration, or from a page on which the engine describes itself. An
+address is `tcp://host:port`, and each data-parallel rank has its own port.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _WILDCARDS = ("*", "0.0.0.0", "[::]", "::", "localhost", "127.0.0.1")
 class SourceAddress(msgspec.Struct, frozen=True):
     """The ZeroMQ addresses of one engine rank's KV events, as tcp://host:port.
 
-    events  where the rank publishes events
-    replay  where it repeats earlier events on request; "" if it does not
-    topic   the topic to subscribe to
+    events  where the rank publishes its events
+    replay  where it sends earlier events again on request; "" if it does not offer that
+    topic   the ZeroMQ topic to subscribe to
     """
 
     events: str
@@ -38,10 +38,9 @@ class SourceError(Exception):
 
 
 def configured_addresses(spec: KvEvents, url: str, ranks: int) -> list[SourceAddress]:
-    """Return the addresses of KV events that the configuration names: one per rank, on consecutive
-    ports.
+    """Return the configured addresses of KV events: one per rank, on consecutive ports.
 
-    url    the engine's URL, whose host applies where the configuration gives a port only
+    url    the engine's URL, whose host is used if the configuration gives only a port
     ranks  number of the engine's data-parallel ranks
     """
     assert spec.publisher is not None
@@ -72,10 +71,11 @@ def of_rank(addresses: list[SourceAddress], rank: int | None) -> list[SourceAddr
 
 
 def described_by_vllm(status: int, body: bytes, url: str) -> list[SourceAddress]:
-    """Parse vLLM's response to GET /kv_event_sources into source addresses.
+    """Parse vLLM's response to GET /kv_event_sources into addresses, one per rank.
 
-    The host of `url`, the engine's URL, replaces a wildcard such as `*`. Raises SourceError if the
-    engine publishes no events.
+    url  the engine's URL; its host replaces a wildcard host such as `*`
+
+    Raises SourceError if the engine publishes no events.
     """
     described = _object(status, body, VLLM_PATH)
     ranks = sorted(described, key=lambda rank: int(rank) if rank.isdecimal() else MAX_RANKS)
@@ -98,10 +98,11 @@ def described_by_vllm(status: int, body: bytes, url: str) -> list[SourceAddress]
 
 
 def described_by_sglang(status: int, body: bytes, url: str) -> list[SourceAddress]:
-    """Parse SGLang's response to GET /server_info into source addresses.
+    """Parse SGLang's response to GET /server_info into addresses, one per rank.
 
-    The host of `url`, the engine's URL, replaces a wildcard such as `*`. Raises SourceError if the
-    engine publishes no events.
+    url  the engine's URL; its host replaces a wildcard host such as `*`
+
+    Raises SourceError if the engine publishes no events.
     """
     events = _object(status, body, SGLANG_PATH).get("kv_events")
     if not isinstance(events, dict) or not isinstance(events.get("endpoint_port_base"), int):
@@ -129,7 +130,7 @@ def _object(status: int, body: bytes, path: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
-        raise SourceError(f"the engine's response to GET {path} is no JSON object") from None
+        raise SourceError(f"the engine's response to GET {path} is not a JSON object") from None
 
 
 def _reachable(address: object, url: str) -> str:
@@ -138,7 +139,7 @@ def _reachable(address: object, url: str) -> str:
     scheme, separator, rest = text.partition("://")
     host, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not separator or not colon or not port.isdecimal():
-        raise SourceError(f"the address {text[:80]!r} of KV events is not a tcp:// address")
+        raise SourceError(f"the KV event address {text[:80]!r} does not start with tcp://")
     return f"tcp://{_own_host(url) if host in _WILDCARDS else host}:{port}"
 
 

@@ -1,8 +1,12 @@
 """Decodes the KV events that vLLM and SGLang publish, from bytes to values. No I/O.
 
-A message is a batch: MessagePack `[time, events, data-parallel rank]`. An event is a map with a
-member `type` (vLLM 0.24 and newer, SGLang 0.5), or an array that begins with the type (older
-engines). Only the schemas below are decoded; no code is ever loaded from a message.
+A message is a batch of events in MessagePack: `[time, events, data-parallel rank]`. An event has
+one of two forms:
+
+- a map with a member `type` (vLLM 0.24 and newer, SGLang 0.5)
+- an array that begins with the type (older engines)
+
+Only the schemas below are decoded; no code is ever loaded from a message.
 """
 
 from __future__ import annotations
@@ -95,15 +99,15 @@ class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredBlocks(msgspec.Struct, frozen=True):
-    """A KV event: these consecutive blocks of a prompt's chain are cached now.
+    """A KV event: consecutive blocks of a prompt are now cached.
 
     names         the engine's hashes of the blocks
-    parent        the hash of the block before the first; None: the chain begins here
+    parent        the hash of the block before the first one; None if the prompt begins here
     tokens        token ids of all blocks; may be empty
-    block_tokens  tokens per block
+    block_tokens  number of tokens per block
     medium        bit of the storage medium (policies/prefix/cached_blocks.py)
     lora_name     name of the LoRA adapter; "" for the base model
-    salt          the cache salt of a chain that begins here; "" for none
+    salt          the cache salt of a prompt that begins here; "" for none
     further_keys  per block, what else identifies it, such as images; None for most events
     group         number of the group of layers that the blocks belong to; None if the model has one
                   group
@@ -122,9 +126,9 @@ class StoredBlocks(msgspec.Struct, frozen=True):
 
 
 class RemovedBlocks(msgspec.Struct, frozen=True):
-    """A KV event: these blocks have left a storage medium, such as GPU memory.
+    """A KV event: blocks were removed from a storage medium, such as GPU memory.
 
-    The attributes are as in StoredBlocks.
+    The attributes have the same meaning as in StoredBlocks.
     """
 
     names: list[EngineHash]
@@ -140,11 +144,11 @@ KvEvent = StoredBlocks | RemovedBlocks | ClearedCache
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One message of KV events.
+    """One message of KV events from one engine rank.
 
     published_at  when the engine sent it, in seconds of the engine's clock
     events        its events, in order
-    rank          the data-parallel rank that sent it; None for a single rank
+    rank          the data-parallel rank that sent it; None if the engine has one rank
     """
 
     published_at: float
@@ -162,13 +166,14 @@ _KNOWN_TYPES = frozenset(("BlockStored", "BlockRemoved", "AllBlocksCleared"))
 
 
 def decode_batch(payload: bytes) -> Batch:
-    """Decode a message of KV events; events of unknown types are left out.
+    """Decode a message of KV events. Events of unknown types are left out.
 
-    Raises EventError for anything else that is not understood, such as events with pairs of tokens.
+    Raises EventError if the message is too long or malformed, or has an event that cannot be used.
     """
     if len(payload) > MAX_BATCH_BYTES:
         raise EventError(
-            f"a batch of KV events has {len(payload)} bytes; at most {MAX_BATCH_BYTES} are accepted"
+            f"the batch of KV events has {len(payload)} bytes; at most {MAX_BATCH_BYTES} are "
+            "accepted"
         )
     batch: _MapBatch | _ArrayBatch
     try:
@@ -194,7 +199,7 @@ def _decode_slowly(payload: bytes) -> Batch:
             if kind in _KNOWN_TYPES:
                 events.append(_convert(_decode_array(data) if is_array else _decode_map(data)))
     except (msgspec.MsgspecError, AttributeError, TypeError, RecursionError) as error:
-        raise EventError(f"a received message is not a batch of KV events: {error}") from None
+        raise EventError(f"the message is not a valid batch of KV events: {error}") from None
     return Batch(raw.ts, events, raw.data_parallel_rank)
 
 

@@ -1,6 +1,7 @@
-"""Subscribes to every source of KV events, and applies the messages that arrive.
+"""Subscribes to the KV events of every engine rank, and applies the messages that arrive.
 
-The reader runs on the event loop between requests, in slices of at most a millisecond.
+It runs on the event loop in slices of at most a millisecond, so that it delays no request for
+longer.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class _Watched:
 
 
 class KvEventReader:
-    """Reads the KV events of all endpoints with the setting `kv_events`; follows changes of the
-    endpoints.
+    """Reads the KV events of all endpoints that have the setting `kv_events`.
+
+    It subscribes to added endpoints, and ends the subscriptions to removed ones.
     """
 
     def __init__(self, endpoints: EndpointTable, exact: ExactPrefixes, metrics: Metrics) -> None:

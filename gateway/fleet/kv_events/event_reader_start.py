@@ -1,6 +1,6 @@
-"""Starts the reading of KV events once any endpoint publishes them.
+"""Starts to read KV events once an endpoint publishes them.
 
-pyzmq is an optional dependency, so the modules that import it are loaded only when they are needed.
+pyzmq is an optional dependency, so the modules that need it are imported only then.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class KvEventService:
-    """Starts reading KV events when the first endpoint has the setting `kv_events`.
+    """Starts to read KV events as soon as an endpoint has the setting `kv_events`.
 
-    A reload may add the first such endpoint.
+    This may be at the start of the gateway, or after a reload that adds such an endpoint.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class KvEventService:
         self._reader: KvEventReader | None = None
 
     def start_if_due(self) -> None:
-        """Start reading KV events, unless it has started or no endpoint publishes any."""
+        """Start to read KV events, unless reading has started or no endpoint publishes any."""
         if self._reader is not None or not any(
             live.spec.kv_events is not None for live in self._endpoints.all()
         ):
@@ -52,7 +52,8 @@ class KvEventService:
     ) -> Tokenizer | None:
         """Return the available endpoints among `slots` that have KV events; None if there are none.
 
-        resolve_name  function that returns the name by which an endpoint's engine lists the model
+        slots         slot numbers of endpoints
+        resolve_name  function that returns the name by which an endpoint's engine knows the model
         """
         exact = self._endpoints.prefixes.exact.endpoints
         lives = [

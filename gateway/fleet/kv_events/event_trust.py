@@ -1,7 +1,7 @@
 """Decides whether the KV events of an endpoint's ranks can be trusted. No I/O.
 
-An endpoint is exact while all of its ranks' events are complete and current, and the counts of
-cached tokens in its answers agree with them.
+The events describe the endpoint's cache exactly under two conditions. The events of all ranks are
+complete and up to date, and the cached tokens that its answers report agree with them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ FIRST_DISTRUST_S, MAX_DISTRUST_S = 30.0, 3600.0
 
 
 class CacheExpectation(msgspec.Struct, frozen=True):
-    """The number of cached tokens that an answer must report if the KV events are right.
+    """The range in which an answer's number of cached tokens must lie if the KV events are right.
 
-    The engine may report any number from `least` to `most`.
-
-    reserved_at  monotonic seconds at which capacity at the endpoint was reserved
-    least        lower bound, as the engine counts; None if the index cannot predict it
-    most         upper bound, as the engine counts; None if the index cannot predict it
+    reserved_at  monotonic time at which the request reserved capacity at the endpoint
+    least        lower bound, in the engine's count of tokens; None if unknown
+    most         upper bound, in the engine's count of tokens; None if unknown
     """
 
     reserved_at: float
@@ -38,11 +36,11 @@ class CacheExpectation(msgspec.Struct, frozen=True):
 
 
 class EndpointEvents:
-    """The KV event sources of one endpoint, in the order of its data-parallel ranks.
+    """The KV event sources of one endpoint, one per data-parallel rank, in the order of the ranks.
 
-    problem  why there are no sources; "" if there are some
-    audits   number of answers whose cached tokens were compared with the index
-    errors   number of these comparisons in which the counts disagreed
+    problem  why the endpoint has no sources; "" if it has some
+    audits   number of answers whose cached tokens were compared with the KV events
+    errors   number of those comparisons in which the two disagreed
     """
 
     __slots__ = (
@@ -60,20 +58,19 @@ class EndpointEvents:
 
     @property
     def block_tokens(self) -> int:
-        """Return the number of tokens per KV block of the endpoint's ranks; 0 while unknown or if
-        the ranks differ.
-        """
+        """Return the number of tokens per KV block; 0 while unknown, or if the ranks differ."""
         sizes = {source.block_tokens for source in self.sources if source.block_tokens}
         return sizes.pop() if len(sizes) == 1 else 0
 
     @property
     def heard_at(self) -> float:
-        """Return when the newest KV event message of any rank arrived, in monotonic seconds."""
+        """Return the monotonic time at which the newest KV event message of any rank arrived."""
         return max((source.heard_at for source in self.sources), default=float("-inf"))
 
     def is_exact(self, now: float) -> bool:
-        """Return whether KV events describe the endpoint's cache exactly, so that no prediction is
-        needed.
+        """Return whether the KV events describe the endpoint's cache exactly at time `now`.
+
+        Then the prefix index need not predict the endpoint's cached tokens.
         """
         return bool(self.sources) and not self.obstacle(now)
 
@@ -91,12 +88,14 @@ class EndpointEvents:
     def on_answer(
         self, expected: CacheExpectation, prompt_tokens: int, cached_tokens: int, now: float
     ) -> None:
-        """Compare the cached tokens of a complete answer with the KV events.
+        """Compare the cached tokens that a complete answer reports with the KV events.
+
+        If too many answers disagree, the events are not trusted for some time.
 
         expected       what the events predicted when the request was sent
-        prompt_tokens  number of the prompt's tokens, as the engine reports it
+        prompt_tokens  number of tokens of the prompt, as the engine reports it
         cached_tokens  number of them that were cached, as the engine reports it
-        now            monotonic seconds
+        now            monotonic time in seconds
         """
         size = self.block_tokens
         computes = prompt_tokens - cached_tokens >= 2 * (size or 128)
@@ -131,9 +130,7 @@ class EndpointEvents:
             source.resynchronize(now)
 
     def tick(self, now: float) -> None:
-        """Check deadlines of KV events: replay requests without a response, and answers without
-        events.
-        """
+        """Check two timeouts: of replay requests, and of events that should follow an answer."""
         for source in self.sources:
             source.tick(now)
         since = self._expected_since

@@ -1,8 +1,12 @@
 """The cached prompts of endpoints whose KV events describe their caches exactly. No I/O.
 
-The module joins three parts: the blocks that engines report (policies/prefix/cached_blocks.py), the
-prompts whose token ids are known (policies/prefix/learned_prompts.py), and the check of each
-endpoint's events. Its counts replace the predictions of the prefix index.
+It combines three parts:
+
+- the blocks that engines report as cached (policies/prefix/cached_blocks.py)
+- the prompts whose token ids are known (policies/prefix/learned_prompts.py)
+- the check whether an endpoint's events can be trusted (endpoint_events.py)
+
+The resulting numbers of cached tokens replace the predictions of the prefix index.
 """
 
 from __future__ import annotations
@@ -62,12 +66,12 @@ class _Holdings(msgspec.Struct, frozen=True):
 
 
 class ExactPrefixes:
-    """The index of prompt prefixes that KV events report as cached. It survives reloads.
+    """The index of prompt prefixes that KV events report as cached. A reload keeps it.
 
-    cached     the blocks of all sources
-    prompts    prompts whose tokens are known
-    endpoints  by slot, the events of every endpoint that has some
-    unread     prompts whose tokens are to be learned, oldest first
+    cached     the blocks of all sources (engine ranks)
+    prompts    the prompts whose token ids are known
+    endpoints  the KV events of each endpoint that publishes them, by slot number
+    unread     prompts that still have to be tokenized, oldest first
     """
 
     __slots__ = (
@@ -102,7 +106,7 @@ class ExactPrefixes:
             source.blocks.close()
 
     def refresh(self, now: float) -> None:
-        """Update which endpoints have exact KV events, after new events or after some time."""
+        """Recompute which endpoints have exact KV events. Call it after events and regularly."""
         self._exact = {
             slot: endpoint for slot, endpoint in self.endpoints.items() if endpoint.is_exact(now)
         }
@@ -127,10 +131,10 @@ class ExactPrefixes:
         return slot in self._exact
 
     def describe(self, slot: int, now: float) -> str | None:
-        """Return how the gateway knows the content of an endpoint's cache, as text for display.
+        """Return a text that says how well the gateway knows an endpoint's cache, for display.
 
-        The text is "exact" if KV events describe it, or "believed: REASON" if it is only predicted.
-        Returns None for an endpoint without KV events.
+        The text is "exact" if KV events describe the cache, and "believed: REASON" if the prefix
+        index predicts it. Returns None for an endpoint without KV events.
         """
         endpoint = self.endpoints.get(slot)
         if endpoint is None:
@@ -141,11 +145,12 @@ class ExactPrefixes:
     # What is cached
 
     def correct(self, tokens: list[int], fingerprint: Fingerprint, prompt_tokens: int) -> list[int]:
-        """Replace predicted numbers of cached tokens by exact ones, and return the list.
+        """Replace predicted numbers of cached tokens in a list by exact ones; return that list.
 
-        tokens         number of cached tokens by endpoint slot, which is changed in place. Only
-                       endpoints with exact KV events change
-        fingerprint    fingerprint of the prompt
+        Only the numbers of endpoints with exact KV events change.
+
+        tokens         predicted cached tokens by slot number of the endpoint; changed in place
+        fingerprint    the chain of hashes of the prompt's blocks
         prompt_tokens  number of tokens of the prompt
         """
         holdings = self._look_up(fingerprint)
@@ -159,13 +164,13 @@ class ExactPrefixes:
     def correct_match(
         self, match: PrefixMatch, fingerprint: Fingerprint, prompt_tokens: int
     ) -> PrefixMatch:
-        """Return a prefix match in which exact numbers of cached tokens replace predicted ones.
+        """Return a copy of a predicted prefix match that has exact numbers where they are known.
 
-        match          the predicted match
-        fingerprint    fingerprint of the prompt
+        Only the numbers of endpoints with exact KV events change.
+
+        match          predicted cached tokens of a prompt per endpoint
+        fingerprint    the chain of hashes of the prompt's blocks
         prompt_tokens  number of tokens of the prompt
-
-        Only endpoints whose KV events are exact change.
         """
         holdings = self._look_up(fingerprint)
         if holdings is None or not holdings.held:
@@ -243,10 +248,10 @@ class ExactPrefixes:
     def on_sent(
         self, fingerprint: Fingerprint, slot: int, prompt_tokens: int, now: float
     ) -> CacheExpectation | None:
-        """Record that a prompt is sent to an endpoint; return the cached tokens that its answer
-        must report.
+        """Record that a prompt is sent to an endpoint, given by its slot number.
 
-        `slot` is the endpoint's slot number. Returns None if the endpoint has no KV events.
+        Returns how many cached tokens its answer must report if the KV events are right. Returns
+        None if the endpoint has no KV events.
         """
         if slot not in self.endpoints:
             return None
@@ -277,10 +282,9 @@ class ExactPrefixes:
         return n_bytes if is_whole else SAMPLE_LENGTHS[rung] * size
 
     def note(self, prompt: UnreadPrompt) -> None:
-        """Queue a prompt whose token ids are to be learned; drop the oldest prompts beyond the
-        limits.
+        """Queue a prompt to be tokenized. Beyond the queue's limits, drop the oldest prompts.
 
-        A prompt shorter than one block is left out, because it could not be recognised later.
+        A prompt shorter than one block is not queued, because the index could not find it later.
         """
         if not prompt.fingerprint.sampled_keys:
             return
@@ -290,9 +294,9 @@ class ExactPrefixes:
             self.take_unread()
 
     def take_unread(self, index: int = 0) -> UnreadPrompt:
-        """Remove a prompt that waits to be tokenized, by default the oldest, and return it.
+        """Remove a prompt from the queue of prompts to be tokenized, and return it.
 
-        Raises IndexError if there is none at `index`.
+        `index` is its position in the queue; 0 is the oldest. Raises IndexError if there is none.
         """
         prompt = self.unread[index]
         del self.unread[index]
@@ -300,7 +304,7 @@ class ExactPrefixes:
         return prompt
 
     def block_sizes(self, slots: Sequence[int]) -> set[int]:
-        """Return the known KV block sizes of these endpoints, in tokens."""
+        """Return the KV block sizes of these endpoints in tokens; unknown sizes are left out."""
         sizes = {self.endpoints[slot].block_tokens for slot in slots if slot in self.endpoints}
         return sizes - {0}
 
@@ -312,12 +316,12 @@ class ExactPrefixes:
         engine_model: str,
         salt: str,
     ) -> None:
-        """Record a prompt's token ids, so that KV events can be matched to it.
+        """Record a prompt's token ids, so that KV events can be matched to the prompt.
 
-        fingerprint   fingerprint of the prompt
-        tokens        its token ids
+        fingerprint   the chain of hashes of the prompt's blocks, by which the prompt is found again
+        tokens        the prompt's token ids
         sizes         KV block sizes of the endpoints, in tokens
-        engine_model  the engines' name of the model, which may be a LoRA adapter's
+        engine_model  the engines' name of the model, or of the LoRA adapter
         salt          the cache salt that engines get; "" for none
         """
         seed = scope_seed(engine_model if engine_model in self._lora_names else "", salt)

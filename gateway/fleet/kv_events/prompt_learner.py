@@ -1,8 +1,8 @@
 """Lets engines tokenize prompts in the background, so that KV events can be matched to prompts.
 
-KV events contain token ids, while clients send text. Few prompts are tokenized at a time, so that
-this work stays small compared with the engines' own. If a prompt cannot be tokenized, the prefix
-index predicts its cached tokens.
+KV events contain token ids, while clients send text. Only a few prompts are tokenized at a time, so
+that engines spend little work on it. If a prompt cannot be tokenized, the prefix index predicts its
+cached tokens.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ WORKERS = 4
 
 
 class Tokenizer(msgspec.Struct, frozen=True):
-    """The endpoints that can tokenize a model's prompts, and the engine's name of that model."""
+    """The endpoints that can tokenize prompts for a model, and the engines' name of that model."""
 
     endpoints: Sequence[LiveEndpoint]
     engine_model: str
 
 
 class PromptLearner:
-    """Lets engines tokenize the prompts in the queue ExactPrefixes.unread, which only this class
-    reads.
+    """Sends queued prompts (ExactPrefixes.unread) to engines to be tokenized.
+
+    No other class takes prompts from that queue.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class PromptLearner:
         resolve: Callable[[str], Tokenizer | None],
         results: MetricFamily[Counter],
     ) -> None:
-        """Initialize a learner of prompts' tokens, which is idle at first.
+        """Create a learner that sends nothing until it is started.
 
-        exact    the index of prompts in which learned tokens are recorded
-        resolve  returns the endpoints that can tokenize for a model; None if no endpoint has KV
-                 events
+        exact    the index that queues the prompts and stores their tokens
+        resolve  function that returns the endpoints that can tokenize for a model; None if no
+                 endpoint has KV events
         results  metric that counts prompts by result
         """
         self._exact, self._resolve, self._results = exact, resolve, results

@@ -1,8 +1,10 @@
 """The stream of KV events of one rank: its gaps, replays, and the blocks that it reports. No I/O.
 
-The caller passes messages, connection changes and the time; the source requests a replay when it
-needs one. The messages of a stream are numbered from 0 since the start of the engine. A gap in the
-numbers is filled by a replay. If the engine offers no replays, a gap discards the rank's blocks.
+The engine numbers its messages from 0. After a gap in the numbers, the missing messages are
+requested again (a replay). If the engine offers no replays, all blocks of the rank are discarded.
+
+The caller passes in the messages, the changes of the connection and the time. It also sends the
+replay requests.
 """
 
 from __future__ import annotations
@@ -46,24 +48,21 @@ _NEVER = float("-inf")
 
 
 class EventSource:
-    """The KV events of one engine rank: their order, the blocks they report, and whether they are
-    complete.
+    """The KV events of one engine rank: their order, the blocks they report, and any gaps.
 
-    blocks                               the blocks that the rank has cached, according to its
-                                         events
-    block_tokens                         tokens per block; 0 before the first event
-    kv_tokens                            tokens that the rank's memory holds; None while unknown
-    lora_names                           the names of the LoRA adapters of blocks seen so far
-    is_connected                         whether the subscription is established
-    is_complete                          whether every cached block has been reported, not only
-                                         those stored recently
-    problem                              why the events cannot be used at all; "" if they can
-    replay_from                          the message number from which a replay is needed; None: no
-                                         replay is needed. The reader takes it
-    batches                              messages received since the beginning
-    gaps                                 times that messages were missing
-    duplicates                           messages that had been received before
-    restarts                             times that the engine's numbering began again
+    blocks         the blocks that the rank has cached, according to its events
+    block_tokens   tokens per block; 0 before the first event
+    kv_tokens      tokens that the rank's memory holds; None while unknown
+    lora_names     the names of the LoRA adapters of blocks seen so far
+    is_connected   whether the subscription is established
+    is_complete    whether every cached block has been reported, not only recently stored ones
+    problem        why the events cannot be used at all; "" if they can
+    replay_from    number of the first message to request again; None: no replay is needed. The
+                   reader clears it when it sends the request
+    batches        number of messages received
+    gaps           how often messages were missing
+    duplicates     number of messages that had been received before
+    restarts       how often the engine's numbering began again
     """
 
     __slots__ = (
@@ -98,9 +97,7 @@ class EventSource:
 
     @property
     def is_current(self) -> bool:
-        """Return whether all KV events up to now have been applied and describe every cached block
-        of the rank.
-        """
+        """Return whether the events so far describe every cached block of the rank."""
         is_catching_up = self._is_replaying and not self._is_check
         return self.is_connected and self.is_complete and not is_catching_up and not self.problem
 
@@ -117,11 +114,9 @@ class EventSource:
     # Connection
 
     def on_connected(self, now: float) -> None:
-        """Record that the subscription to KV events is established, and request a replay of earlier
-        events.
+        """Record that the subscription is established, and request a replay of earlier events.
 
-        The problem of an earlier connection is forgotten, because a restarted engine may not have
-        it.
+        `problem` is cleared, because an engine that has restarted may no longer have it.
         """
         self.is_connected, self.problem = True, ""
         self._checks_at = now + CHECK_S
@@ -136,15 +131,15 @@ class EventSource:
     def on_disconnected(self) -> None:
         """Record that the subscription to KV events is lost.
 
-        The blocks are kept at first. Whether the connection was lost or the engine restarted shows
-        only after the next connect; after a restart, the blocks are discarded.
+        The blocks are kept at first. Only the next connection shows whether the engine has
+        restarted; if so, they are discarded then.
         """
         self.is_connected = self._is_replaying = False
         self.replay_from = None
         self._drop_held()
 
     def reset(self) -> None:
-        """Discard all blocks of the rank; the next message counts as the first one."""
+        """Discard all blocks of the rank, and treat the next message as the first one."""
         self._forget()
         self._next = None
         self._published_at = _NEVER
@@ -153,8 +148,8 @@ class EventSource:
         self._drop_held()
 
     def resynchronize(self, now: float) -> None:
-        """Discard all cached blocks of the rank, and request a replay of all KV events that the
-        engine still has.
+        """Discard all blocks of the rank, and request a replay of all events that the engine
+        has.
         """
         self.reset()
         if self._has_replay and self.is_connected:
@@ -199,7 +194,7 @@ class EventSource:
         self._apply(number, batch)
 
     def on_replay_end(self, now: float) -> None:
-        """Handle the end of a replay of KV events: apply the messages that arrived during it."""
+        """Handle the end of a replay: apply the messages that arrived while it ran."""
         if not self._awaits_replay:
             return
         if self._verified is not None:  # the engine does not have the last message that we saw
@@ -225,11 +220,10 @@ class EventSource:
         return self._is_replaying and self.replay_from is None
 
     def tick(self, now: float) -> None:
-        """Request a replay if a check is due, and give up on a replay without a response.
+        """Request a replay if a check is due, and give up on a replay that gets no response.
 
-        The engine numbers its messages, so a gap shows once the next message arrives. If none
-        arrives, only a replay shows what was missed, for example a message that was published
-        before the engine knew of the subscription.
+        The regular check finds messages that were lost while no later message shows the gap. An
+        example is a message that was published before the engine knew of the subscription.
         """
         if self._checks_at is not None and now >= self._checks_at:
             self._checks_at = None

@@ -1,6 +1,7 @@
 """Builds requests that make an engine tokenize a prompt, and parses the responses. No I/O.
 
-vLLM and SGLang serve POST /tokenize. vLLM also renders a chat by the model's template.
+vLLM and SGLang serve POST /tokenize. vLLM also accepts chat messages, and applies the model's chat
+template to them.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _COMPLETION_MEMBERS = ("prompt", "add_special_tokens")
 
 
 class UnreadPrompt(msgspec.Struct, frozen=True):
-    """A prompt whose token ids are to be learned from an engine.
+    """A prompt whose token ids an engine has to compute.
 
     model    the gateway's name of the model
     path     path of the API that the request used
-    members  the request's members by name, as raw JSON
+    members  members of the request's JSON body by name, as raw JSON
     salt     the cache salt for engines that accept one; b"" for none
     """
 
@@ -50,14 +51,14 @@ _decode_response = msgspec.json.Decoder(_TokenizeResponse).decode
 
 
 def can_tokenize(path: str, members: Mapping[str, msgspec.Raw]) -> bool:
-    """Return whether an engine can report the tokens of the prompt of such a request."""
+    """Return whether an engine's /tokenize can report the tokens of such a request's prompt."""
     if path == CHAT_PATH:
         return _UNSUPPORTED.isdisjoint(members)
     return path == COMPLETIONS_PATH
 
 
 def given_tokens(prompt: UnreadPrompt) -> list[int] | None:
-    """Return the tokens of a prompt that is a list of token ids already; None for text."""
+    """Return the token ids of a prompt that the client sent as token ids; None if it sent text."""
     if prompt.path != COMPLETIONS_PATH:
         return None
     try:
@@ -67,9 +68,7 @@ def given_tokens(prompt: UnreadPrompt) -> list[int] | None:
 
 
 def tokenize_body(prompt: UnreadPrompt, engine_model: str) -> bytes:
-    """Return the JSON body of the request that asks an engine's /tokenize for this prompt's
-    tokens.
-    """
+    """Return the JSON body of a request to an engine's /tokenize for this prompt."""
     names = _CHAT_MEMBERS if prompt.path == CHAT_PATH else _COMPLETION_MEMBERS
     members = {name: prompt.members[name] for name in names if name in prompt.members}
     members["model"] = msgspec.Raw(msgspec.json.encode(engine_model))
@@ -77,7 +76,7 @@ def tokenize_body(prompt: UnreadPrompt, engine_model: str) -> bytes:
 
 
 def parse_tokens(status: int, body: bytes) -> list[int] | None:
-    """Return the token ids in an engine's response to /tokenize; None if it contains none."""
+    """Return the token ids in an engine's response to /tokenize; None if there are none."""
     if status != 200:
         return None
     try:

@@ -1,8 +1,8 @@
-"""The ZeroMQ sockets through which one engine rank's KV events arrive; needs pyzmq (the extra
-`events`).
+"""The ZeroMQ sockets that receive one engine rank's KV events.
 
-ZeroMQ's own thread receives into bounded queues, outside the interpreter. `drain` takes the
-messages that have arrived and never waits.
+They need pyzmq, which the extra `events` installs. A thread of ZeroMQ receives messages into
+bounded queues, without the interpreter lock. drain() handles the messages in these queues and never
+waits.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _END_OF_REPLAY = b"\xff" * 8
 
 
 class Subscription:
-    """Connects an EventSource to its engine: passes on messages and lost connections, and requests
-    replays.
+    """Connects an EventSource to its engine rank.
+
+    It passes received messages and lost connections to the source, and sends its replay requests.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Subscription:
         return socket
 
     def drain(self, clock: Callable[[], float], ends: float) -> bool:
-        """Handle received KV event messages until the time `ends` (monotonic seconds).
+        """Handle the messages in the receive queues, until the monotonic time `ends` at the latest.
 
         Returns whether more messages may be waiting.
         """

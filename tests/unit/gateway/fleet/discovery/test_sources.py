@@ -340,7 +340,7 @@ async def test_a_failing_api_server_is_logged_once_per_outage(
         )
         assert [len(listings) for listings in await first(source, 4)] == [1, 2, 1, 2]
         assert [line for line in caplog.messages if "EndpointSlices of engines" in line] == [
-            f"service discovery: the EndpointSlices of engines cannot be read: the Kubernetes API server responds with status {status}; the last known endpoints stay"
+            f"service discovery: the EndpointSlices of engines cannot be read: the Kubernetes API server responded with status {status}; the last known endpoints stay"
             for status in (500, 503)
         ]
 
@@ -358,8 +358,8 @@ async def test_a_watch_that_fails_after_an_event_is_logged_again(
         assert [
             line.partition("; ")[0] for line in caplog.messages if "EndpointSlices" in line
         ] == [
-            "service discovery: the EndpointSlices of engines cannot be read: the Kubernetes API server responds with status 503",
-            "service discovery: the EndpointSlices of engines cannot be read: the API server ended the watch with status 500",
+            "service discovery: the EndpointSlices of engines cannot be read: the Kubernetes API server responded with status 503",
+            "service discovery: the EndpointSlices of engines cannot be read: the Kubernetes API server ended the watch of EndpointSlices with status 500",
         ]
 
 

@@ -61,7 +61,7 @@ def test_sglang_names_the_first_port_and_the_number_of_ranks() -> None:
     ("status", "body", "expected"),
     [
         (404, b"{}", "set kv_events.publisher instead"),
-        (200, b"[]", "is no JSON object"),
+        (200, b"[]", "is not a JSON object"),
         (200, b"{}", "publishes no KV events"),
         (200, b'{"0": {"enable_kv_cache_events": false}}', "publishes no KV events"),
         (
