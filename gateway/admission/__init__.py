@@ -1,1 +1,1 @@
-"""Admission control: wait queues, permits, quotas, and the budgets for memory and retries."""
+"""Admission control: wait queues, quotas, and limits on concurrent requests, memory and retries."""

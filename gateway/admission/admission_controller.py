@@ -1,8 +1,8 @@
 """Admission control: a wait queue per pool, memory for request bodies, and the retry budget.
 
-policies.admission.admission_policy and policies.health.retry_budget make the decisions; this module
-has the futures on which requests wait. A request releases all that it has taken by leaving a `with`
-block.
+This module has the futures on which requests wait. The decisions are made in
+policies.admission.admission_policy and policies.health.retry_budget. A request releases everything
+that it holds by leaving a `with` block.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ WaiterFuture = asyncio.Future[Verdict]
 class PoolQueue:
     """The wait queue of one pool.
 
-    A request needs a permit to be served; the number of permits limits how many requests the pool
-    serves at once. Requests without a permit wait in this queue. As a context manager, the object
-    releases a permit when its block ends.
+    A request needs a permit to be sent to an endpoint. The number of permits limits how many
+    requests the pool serves at once; requests without a permit wait here. Leaving a `with` block on
+    this object returns one permit.
 
     wants_feedback  whether the outcomes of all requests are reported to the admission policy; if
-                    not, only those of requests with a session are
-    reads_sessions  whether the admission policy reads the sessions of requests
+                    not, only the outcomes of requests with a session are
+    reads_sessions  whether the admission policy uses the sessions of requests
     """
 
     __slots__ = (
@@ -104,9 +104,9 @@ class PoolQueue:
         candidates: tuple[Candidate, ...],
         leaving: tuple[EndpointLoad, ...] = (),
     ) -> None:
-        """Replace the limits of a pool's wait queue, and the endpoints that it counts.
+        """Replace the limits of the wait queue, and the endpoints whose capacity it counts.
 
-        leaving  endpoints that are no longer candidates but still serve older requests
+        leaving  endpoints that get no new requests but still serve older ones
         """
         self._queue.limits = admission_policy.WaitQueueLimits(limits.size, limits.timeout)
         self._candidates, self._leaving = candidates, leaving
@@ -118,8 +118,8 @@ class PoolQueue:
         policy  the new admission policy
         shares  relative weight by tenant; 1 for tenants that are not listed
 
-        A plain concurrency limit with a single tenant ignores the outcomes of requests, so they are
-        not reported to it.
+        A plain concurrency limit with a single tenant does not use the outcomes of requests, so
+        they are not reported to it.
         """
         self._queue.admission = policy
         self._queue.set_shares(FairShares(shares))
@@ -128,9 +128,10 @@ class PoolQueue:
         self._share_sessions()
 
     def publish_to_peers(self, updates: OutgoingUpdates | None) -> None:
-        """Record this pool's sessions and tenants' charges in `updates`, for other gateways.
+        """Record this pool's sessions and charges in `updates`, to be sent to other gateways.
 
-        A charge is the number of tokens computed for a tenant. None stops the recording.
+        A charge is the number of tokens computed for a tenant. None as `updates` stops the
+        recording.
         """
         self._updates = updates
         self._share_sessions()
@@ -145,42 +146,42 @@ class PoolQueue:
 
     @property
     def price(self) -> float:
-        """Return the current price of admission, which rises with the queue.
+        """Return the current price of admission, which rises with the length of the queue.
 
-        The admission policy `priced` refuses requests whose value is below the price of their work.
-        The price is 0 while the queue is short and KV memory suffices, and under other policies.
+        Only the admission policy `priced` uses it: it refuses a request whose value is below the
+        price of its work. The price is 0 while the queue is short and KV memory suffices, and under
+        all other policies.
         """
         policy = self._queue.admission
         return policy.price if isinstance(policy, PricedAdmission) else 0.0
 
     @property
     def sessions(self) -> WorkingSet | None:
-        """Return the sessions whose contexts the admission policy counts towards KV memory; None if
-        it tracks none.
+        """Return the sessions whose contexts count towards the KV memory; None if none are
+        tracked.
         """
         policy = self._queue.admission
         return policy.sessions if isinstance(policy, PricedAdmission | SessionCap) else None
 
     @property
     def session_memory_share(self) -> float:
-        """Return the largest share of the engines' KV memory (0 to 1) for the contexts of sessions.
+        """Return which share of the engines' KV memory (0 to 1) the contexts of sessions may use.
 
         It is 1 if the admission policy does not limit sessions.
         """
         return 1.0 if self.sessions is None else min(1.0, self.sessions.memory_share)
 
     def learns_from(self, request: Request) -> bool:
-        """Return whether the admission policy needs to know how this request ends.
+        """Return whether the admission policy uses the outcome of this request.
 
-        If so, the request must be reported by on_reserved() and on_finished().
+        If so, report the request with on_reserved() and on_finished().
         """
         return self.wants_feedback or (self.reads_sessions and bool(request.session))
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Charge an admitted request to its tenant, once the request's first endpoint has been
-        picked.
+        """Charge an admitted request to its tenant, once its first endpoint has been picked.
 
-        query  the routing query of the pick
+        query  the policy's input: the request and its cached tokens at each endpoint
         pick   the endpoint that was picked
 
         Call this only if learns_from() returns True for the request.
@@ -191,10 +192,9 @@ class PoolQueue:
             self._updates.add_charge(self.name, query.request.tenant, tokens)
 
     def on_finished(self, request: Request, outcome: Callable[[], RequestOutcome]) -> None:
-        """Correct the tenant's charge for a request that has ended, and report its outcome to the
-        admission policy.
+        """Correct the tenant's charge for a request that has ended, and report its outcome.
 
-        outcome  function that returns the outcome; it is called only if the policy needs the result
+        outcome  function that returns the outcome; it is called only if the policy uses outcomes
         """
         if not self.learns_from(request):
             return
@@ -205,7 +205,7 @@ class PoolQueue:
             self._updates.add_charge(self.name, request.tenant, correction)
 
     def add_peer_charge(self, tenant: str, tokens: float) -> None:
-        """Charge a tenant for `tokens` tokens that another gateway has processed for it.
+        """Charge a tenant for `tokens` tokens that another gateway has computed for it.
 
         Without this, a tenant could get its fair share once from every gateway.
         """
@@ -218,8 +218,9 @@ class PoolQueue:
             self._settle()
 
     def refresh(self) -> None:
-        """Recompute the pool's capacity after a change of its endpoints, and admit waiting requests
-        that now fit.
+        """Recompute the pool's capacity after a change of its endpoints.
+
+        Waiting requests that now fit are admitted.
         """
         self._queue.refresh(self._candidates, self._leaving)
         self._settle()
@@ -234,27 +235,25 @@ class PoolQueue:
 
     @property
     def queued_tokens(self) -> int:
-        """Return the number of prompt tokens of all requests that wait in this queue."""
+        """Return the total number of prompt tokens of the requests that wait in this queue."""
         return self._queue.queued_tokens
 
     @property
     def places(self) -> int:
-        """Return the number of requests that the pool's available endpoints may run at the same
-        time.
-        """
+        """Return how many requests the pool's available endpoints may run at the same time."""
         return self._queue.capacity
 
     def mean_service_s(self, now: float) -> float | None:
         """Return the mean seconds from a request's admission to its end; None while unknown.
 
-        By Little's law, it is the pool's capacity divided by its throughput while full.
+        By Little's law, this is the pool's capacity divided by its throughput while it is full.
         """
         rate = self._queue.full_rate(now)
         return self._queue.capacity / rate if rate else None
 
     @property
     def permits_in_use(self) -> int:
-        """Return the number of admitted requests in progress, each of which holds a permit.
+        """Return the number of admitted requests that are still running; each holds a permit.
 
         Requests at ejected or leaving endpoints are not counted.
         """
@@ -263,13 +262,13 @@ class PoolQueue:
     async def enter(
         self, query: RoutingQuery, query_at: Callable[[float], RoutingQuery] | None = None
     ) -> PoolQueue:
-        """Admit a request, after a wait in the queue if necessary; return this object.
+        """Admit a request, after a wait in the queue if necessary, and return this object.
 
-        The request then holds a permit, which leaving the `with` block of the returned object
-        releases. Raises GatewayError when the request is rejected.
+        The request then holds a permit. Leaving the `with` block of the returned object returns it.
+        Raises GatewayError if the request is rejected.
 
-        query_at  function that returns the routing query for a later time, because cached prefixes
-                  change during a wait; None: the query stays the same
+        query_at  function that returns the policy's input (the request and its cached tokens) at a
+                  later time, because cached prefixes change during a wait; None: it stays the same
         """
         waiter: WaiterFuture = asyncio.get_running_loop().create_future()
         verdict = self._queue.arrive(query, self._candidates, waiter, query_at)
@@ -281,10 +280,10 @@ class PoolQueue:
         return self
 
     async def enter_first(self) -> PoolQueue:
-        """Admit a request before all requests that wait, without asking the admission policy.
+        """Admit a request before all waiting ones, without a decision by the admission policy.
 
-        It is for batch requests that run on capacity reserved for their batch: the batch runner
-        limits their number already.
+        This is for batch requests on capacity that is reserved for their batch. The batch runner
+        already limits their number.
         """
         if not self._first and self._queue.take_permit():
             return self
@@ -302,16 +301,16 @@ class PoolQueue:
         return self
 
     def try_enter(self, query: RoutingQuery) -> bool:
-        """Admit a request if that is possible without waiting; return whether it was admitted.
+        """Admit a request if no wait is necessary; return whether it was admitted.
 
         An admitted request holds a permit until the `with` block of this object ends.
         """
         return isinstance(self._queue.decide_without_queueing(query, self._candidates), Admit)
 
     def on_not_routed(self, request: Request) -> None:
-        """Refund the tokens charged to a tenant for a request that found no endpoint.
+        """Refund the tokens that a tenant was charged for a request that found no endpoint.
 
-        It was admitted after a wait, and charged then.
+        The charge was made when the request was admitted after its wait.
         """
         self._queue.on_not_routed(request)
 
@@ -339,7 +338,9 @@ class PoolQueue:
         self.leave()
 
     def leave(self) -> None:
-        """Return the permit of a request that has ended, so that others may enter."""
+        """Return the permit of a request that has ended, and admit waiting requests that now
+        fit.
+        """
         if self._queue.free_place(monotonic()) or self._first:
             self._settle()
 
@@ -389,10 +390,10 @@ def shed_error(shed: Shed) -> GatewayError:
 
 
 class AdmissionController:
-    """Decides which requests may proceed; it outlives configuration snapshots.
+    """Decides which requests may proceed and which have to wait.
 
-    It has the wait queues of all pools, the quotas of tenants, the memory for request bodies, and
-    the retry budget.
+    It has the wait queues of all pools, the quotas of tenants, the memory budget for request
+    bodies, and the retry budget. It is kept when the configuration is reloaded.
     """
 
     __slots__ = (
@@ -419,36 +420,34 @@ class AdmissionController:
         self.configure(config)
 
     def configure(self, config: Config) -> None:
-        """Apply new limits to the admission controller.
+        """Apply the limits of a new configuration.
 
-        Capacity that running requests hold is kept.
+        Running requests keep the capacity that they hold.
         """
         self.quotas.configure(config.tenants)
         self._budget_bytes = config.limits.body_budget
         self._retries.limits = RetryLimits(config.retries.budget, config.retries.floor)
 
     def pool_queue(self, pool: str) -> PoolQueue:
-        """Return the wait queue of a pool of endpoints.
+        """Return the wait queue of a pool.
 
-        For a new pool, the result is a new queue, which add_queue() must register.
+        For a new pool, this is a new queue, which the caller must register with add_queue().
         """
         return self._queues.get(pool) or PoolQueue(pool)
 
     def add_queue(self, queue: PoolQueue) -> None:
-        """Register the wait queue of a pool whose configuration has been applied."""
+        """Register the wait queue of a pool, once the pool's configuration is in use."""
         queue.publish_to_peers(self._updates)
         self._queues[queue.name] = queue
 
     def publish_to_peers(self, updates: OutgoingUpdates) -> None:
-        """Record quota use, charges and sessions in `updates` for the other gateways."""
+        """Record used quotas, charges and sessions in `updates`, to be sent to other gateways."""
         self._updates = self.quotas.updates = updates
         for queue in self._queues.values():
             queue.publish_to_peers(updates)
 
     def remove_queue(self, queue: PoolQueue) -> None:
-        """Remove the wait queue of a pool that was removed from the configuration and whose
-        requests have all ended.
-        """
+        """Remove the wait queue of a pool that is no longer configured and has no requests left."""
         if self._queues.get(queue.name) is queue:
             del self._queues[queue.name]
 
@@ -470,9 +469,9 @@ class AdmissionController:
         return sum(queue.in_flight for queue in self._queues.values())
 
     def reserve_body(self, body_bytes: int) -> int:
-        """Reserve memory for a request body; return the number of bytes to release later.
+        """Reserve memory for a request body, and return the number of bytes to release later.
 
-        Raises GatewayError when the budget for bodies is used up.
+        Raises GatewayError if the memory budget for request bodies is used up.
         """
         if self.body_bytes + body_bytes > self._budget_bytes:
             raise GatewayError(
@@ -489,12 +488,11 @@ class AdmissionController:
         self.body_bytes -= body_bytes
 
     async def acquire_retry(self) -> bool:
-        """Take one retry from the gateway's retry budget; return False if none became available in
-        time.
+        """Take one retry from the gateway's retry budget; return whether one became available.
 
-        A request beyond the budget waits up to RETRY_WAIT_S seconds. This spreads the retries of a
-        failed endpoint's requests over time, whereas an immediate refusal would fail most of them.
-        The caller must end the retry with release_retry().
+        If the budget is used up, this waits up to RETRY_WAIT_S seconds. The wait spreads the
+        retries of a failed endpoint's requests over time; an immediate refusal would fail most of
+        them. The caller must end the retry with release_retry().
         """
         if self.is_stopping:
             return False
@@ -518,8 +516,8 @@ class AdmissionController:
         return turn.result()
 
     def try_acquire_retry(self) -> bool:
-        """Take one retry from the retry budget without waiting; return False if the budget is used
-        up.
+        """Take one retry from the retry budget without waiting; return whether one was
+        available.
         """
         return self._retries.try_take(self.active_requests)
 
@@ -537,7 +535,7 @@ class AdmissionController:
         self._retries.release()
 
     def stop_retries(self) -> None:
-        """Refuse all waiting and future retries, because the gateway is stopping."""
+        """Refuse all waiting and future retries, because the gateway is shutting down."""
         self.is_stopping = True
         for turn in self._retry_waiters:
             if not turn.done():
@@ -549,9 +547,7 @@ class AdmissionController:
 
     @property
     def retries_left(self) -> int | None:
-        """Return the number of retries that the retry budget would grant now; None if retries are
-        turned off.
-        """
+        """Return how many retries the budget would grant now; None if retries are turned off."""
         limits = self._retries.limits
         if not limits.floor and not limits.share:
             return None

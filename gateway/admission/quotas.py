@@ -1,7 +1,7 @@
 """Per-minute quotas of tenants: charged when a request is parsed, corrected when it ends.
 
-policies.admission.quota has the arithmetic. Shares of a contended pool, and refusals that protect
-the endpoints, are in the admission controller.
+The arithmetic is in policies.admission.quota. A quota applies however free the endpoints are. The
+admission controller protects busy endpoints and divides them between tenants.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from policies.routing_types import Request
 
 
 class Quotas:
-    """The per-minute quotas of all tenants; a tenant without configured limits has none.
+    """The per-minute quotas of all tenants that have configured limits.
 
-    A reload keeps the quota of a tenant whose limits did not change. `updates` collects the use at
-    this gateway for other gateways; it is None if no state is shared.
+    A reload keeps the quota of a tenant whose limits did not change. `updates` collects what is
+    used at this gateway, to be sent to other gateways; it is None if gateways share no state.
     """
 
     __slots__ = ("by_tenant", "updates")
@@ -30,9 +30,9 @@ class Quotas:
         self.updates: OutgoingUpdates | None = None
 
     def configure(self, tenants: Sequence[Tenant]) -> None:
-        """Apply new limits on requests and tokens per minute to these tenants.
+        """Apply new limits on these tenants' requests and tokens per minute.
 
-        A tenant whose limits changed starts with a full minute's allowance.
+        A tenant whose limits changed starts with a full minute's quota.
         """
         limits = {
             tenant.name: QuotaLimits(
@@ -77,8 +77,8 @@ class Quotas:
     ) -> None:
         """Correct the quota charge of a request that has ended.
 
-        output_tokens  number of tokens that the engine generated; None if the request was refused
-                       and is refunded
+        output_tokens  number of tokens that the engine generated; None if the request was refused,
+                       in which case its whole charge is refunded
         prompt_tokens  number of prompt tokens that the engine counted; None if it reported none
         """
         if output_tokens is None:

@@ -1,6 +1,5 @@
-"""Serves one request by a prefill and a decode endpoint, and handles all outcomes of the two
-requests.
+"""Serves one request with two engines: one computes the prompt (prefill), the other decodes.
 
-policies.pricing.split_decision decides whether to split a request and between which endpoints.
-kvtransfer.dialects knows how engines transfer the KV cache.
+policies.pricing.split_decision decides whether to split a request, and between which endpoints.
+kvtransfer.dialects has the protocols by which engines transfer the prompt's KV cache.
 """

@@ -1,8 +1,7 @@
-"""The state of one attempt to serve a split request: two reservations, two engine requests, the
-handoff.
+"""The state of one attempt to serve a split request: reservations, engine requests, KV handoff.
 
-gateway/disagg/pair_attempt.py changes the state as gateway/disagg/state_machine.py says;
-gateway/disagg/failure_actions.py handles failures.
+gateway/disagg/pair_attempt.py changes this state according to the table in
+gateway/disagg/state_machine.py. gateway/disagg/failure_actions.py handles failures.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ _RESERVED = State.RESERVED
 class AttemptState:
     """The state of one attempt to serve a split request.
 
-    Capacity at both engines is reserved when the object is created.
+    Creating the object reserves capacity at both engines.
 
-    prefill              the request to the prefill engine
+    prefill              the HTTP request to the prefill engine
     prefill_reservation  capacity reserved at the prefill engine, until the prompt is computed
     inbox                the buffer for the prefill engine's answer
-    decode               the request to the decode engine
+    decode               the HTTP request to the decode engine
     decode_reservation   capacity reserved at the decode engine, until the attempt ends
-    handover             what the decode request says about the KV: where it is stored
+    handover             the part of the decode request that names where the KV cache is stored
     problem              the error that ended the attempt
     suspects             names of the endpoints that this request must not try again
     transfer             the forecast of the KV transfer, for rules that price it
@@ -87,8 +86,6 @@ class AttemptState:
         self._number = handoffs.take_number()
 
     def begin(self) -> None:
-        """Create the LegRequests object, which builds this attempt's requests to the two
-        engines.
-        """
+        """Create the builder of this attempt's requests to the two engines."""
         prefill = self.pair.prefill.candidate.endpoint
         self.words = LegRequests(self.context, self.record, prefill, self._number)

@@ -1,8 +1,7 @@
-"""A client for a prefill engine's bootstrap server, which knows the identities of the engine's
-ranks.
+"""A client for bootstrap servers, which report the ids of a prefill engine's ranks.
 
-All attempts that need one server's answer share one query. kvtransfer.dialects interprets the
-answer, gateway/disagg/handoffs.py stores it.
+Concurrent attempts that need an answer of one server share one query. kvtransfer.dialects parses
+the answer, and gateway/disagg/handoffs.py stores it.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ Callback = Callable[[UpstreamError | None, bytes], None]
 
 
 class BootstrapClient:
-    """Queries the bootstrap servers of prefill engines, with one query at a time per server.
+    """Queries the bootstrap servers of prefill engines, with at most one query per server at a
+    time.
 
-    Connections are not kept open.
+    Each query opens a new connection.
     """
 
     def __init__(self, outbox: WriteQueue) -> None:
@@ -33,10 +33,10 @@ class BootstrapClient:
         self._queries: dict[str, BootstrapQuery] = {}
 
     def query(self, server: BootstrapAddress, callback: Callback) -> BootstrapQuery:
-        """Query a bootstrap server; `callback` gets the answer, or an error, within ANSWER_S
-        seconds.
+        """Query a bootstrap server; `callback` gets its answer or an error within ANSWER_S seconds.
 
-        The callback is not called after the caller has left the returned query.
+        A caller that no longer needs the answer leaves the returned query; then the callback is not
+        called.
         """
         netloc = server.netloc
         query = self._queries.get(netloc)
@@ -71,20 +71,18 @@ class BootstrapQuery:
         self._leg.start()
 
     def join(self, callback: Callback) -> None:
-        """Add a callback that is called with the answer of the bootstrap server, or with an
-        error.
-        """
+        """Add a callback, to be called with the bootstrap server's answer or with an error."""
         self._callbacks.append(callback)
 
     def leave(self, callback: Callback) -> None:
-        """Remove a callback, and end the query of the bootstrap server if it was the last one."""
+        """Remove a callback. The query ends when the last callback has been removed."""
         if callback in self._callbacks:
             self._callbacks.remove(callback)
             if not self._callbacks:
                 self.close()
 
     def close(self) -> None:
-        """End the query of the bootstrap server without calling its callbacks."""
+        """End the query without calling its callbacks."""
         over, self._over = self._over, None
         if over is not None:
             over()

@@ -1,8 +1,8 @@
-"""What happens after a failed attempt of a split request: count the failure against an endpoint,
-reserve another one, or free the KV.
+"""What the gateway does after a failed attempt at a split request.
 
-The table in state_machine.py names these actions. Each one is a function of an attempt's state
-(attempt_record.py) and does not wait.
+It counts the failure against an endpoint, reserves another decode endpoint, or makes engines free
+KV that is no longer needed. The table in state_machine.py names these actions. Each of them is a
+function of the attempt's state (attempt_record.py) that does not wait.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ KV_FAILURES = frozenset({"status_500", "engine_error"})
 
 
 def blame_prefill(attempt: AttemptState) -> None:
-    """Count the failure of a split request against its prefill endpoint.
+    """Count the failed attempt against its prefill endpoint.
 
-    The stored identity of the endpoint's engine is dropped as well, because the engine may have
-    been restarted.
+    The stored identity of the prefill engine is dropped too, because the engine may have restarted
+    with another one.
     """
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
@@ -41,10 +41,10 @@ def blame_prefill(attempt: AttemptState) -> None:
 
 
 def blame_decode(attempt: AttemptState) -> None:
-    """Count the failure of a split request against its decode endpoint.
+    """Count the failed attempt against its decode endpoint.
 
-    If the decode endpoint could not load the KV and the answer has not begun, the cause may be
-    either endpoint, so suspect_both() is called instead.
+    Exception: if the decode endpoint could not load the KV and the answer has not begun, either
+    endpoint may be the cause. Then suspect_both() is called instead.
     """
     problem = attempt.problem
     assert problem is not None
@@ -56,12 +56,13 @@ def blame_decode(attempt: AttemptState) -> None:
 
 
 def suspect_both(attempt: AttemptState) -> None:
-    """Exclude both endpoints of a split request from its next attempt, which uses one endpoint
-    only.
+    """Make the next attempt compute the whole request at one endpoint, without this prefill
+    endpoint.
 
-    If the decode endpoint can serve whole requests, it gets that attempt, which shows whether it
-    was the cause. If it cannot, the failure is counted against it; its later successes with other
-    prefill endpoints clear it again.
+    It is unknown which of the two endpoints caused the failure. A decode endpoint that can serve
+    whole requests may get the next attempt, which shows whether it was the cause. Otherwise the
+    failure is counted against the decode endpoint; later successes with other prefill endpoints
+    clear it again.
     """
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
@@ -83,10 +84,10 @@ def _blame_decoder(attempt: AttemptState, problem: UpstreamError) -> None:
 
 
 def reserve_other_decode(attempt: AttemptState) -> bool:
-    """Reserve another decode endpoint for the same handoff; return False if there is none.
+    """Reserve another decode endpoint for the KV that the prefill endpoint still stores.
 
-    The first decode endpoint never received the request, so the KV is still stored at the prefill
-    endpoint.
+    This is possible because the first decode endpoint never received the request. Returns False if
+    there is no other decode endpoint.
     """
     context, exchange, problem = attempt.context, attempt.exchange, attempt.problem
     assert problem is not None
@@ -119,12 +120,11 @@ def _group_of(attempt: AttemptState) -> PairGroup:
 
 
 def abort_prefill(attempt: AttemptState) -> None:
-    """Abort the prefill request by half-closing its connection, once an engine's step must have
-    ended.
+    """Abort the prefill request after a delay, by half-closing its connection.
 
-    An engine that is aborted during a step finishes the step and then keeps KV that no decode
-    engine knows about. The answer is therefore awaited first. If the answer arrives although the
-    connection was half-closed, it is read as well, and a release request frees its KV.
+    The delay is the time of one engine step. An engine that is aborted during a step finishes the
+    step, and then keeps KV that no decode engine knows about. If the answer arrives in spite of the
+    abort, a release request makes the engine free that KV.
     """
     leg, inbox = attempt.prefill, attempt.inbox
     if leg is None or inbox is None or leg.is_over or leg.sent_at is None:
@@ -145,11 +145,10 @@ def _on_late_answer(attempt: AttemptState, leg: Leg, problem: UpstreamError | No
 
 
 def free_by_decode(attempt: AttemptState) -> None:
-    """Close the decode connection once the decode engine has the handoff, so that the engine frees
-    the KV.
+    """Close the decode connection once the decode engine has the request, so that the KV is freed.
 
     If the connection were closed earlier, or before prefill is complete, the decode engine would
-    not report to the prefill engine.
+    not notify the prefill engine, which would then keep the KV.
     """
     leg, now = attempt.decode, monotonic()
     if leg is None or leg.is_over:
@@ -175,23 +174,23 @@ def _may_keep_kv(attempt: AttemptState) -> bool:
 
 
 def free_by_refuser(attempt: AttemptState) -> None:
-    """Free the KV of a request that the decode engine refused.
+    """Free the KV of a request that the decode engine refused as invalid.
 
-    A release request makes the decode engine fetch the KV and discard it; the prefill engine then
-    frees it. The prefill engine accepted the same prompt, so the refusal must be about a member
-    that it did not receive (max_tokens, logprobs).
+    A release request makes the decode engine fetch the KV and discard it, and the prefill engine
+    then frees it. The release request is valid: the prefill engine accepted the same prompt, so the
+    refusal was about a member that only the decode request has, such as max_tokens or logprobs.
     """
     if attempt.handover is not None and _may_keep_kv(attempt):
         _release_kv(attempt, attempt.handover, attempt.decode_reservation, "refused")
 
 
 def free_elsewhere(attempt: AttemptState) -> None:
-    """Schedule a release request at another decode engine, because the first may have left KV
-    allocated.
+    """Schedule a release request at another decode engine, because the failed one may not free the
+    KV.
 
-    The request is sent once the first engine must be done with the KV, in case only its connection
-    broke. If the first engine could not load the KV, the prefill engine is gone, and nothing has to
-    be freed.
+    It is sent once the failed engine must be done with the KV, because only its connection may have
+    broken. If the failed engine could not load the KV, the prefill engine is gone, and nothing is
+    sent.
     """
     handover, problem = attempt.handover, attempt.problem
     assert problem is not None

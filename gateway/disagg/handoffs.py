@@ -1,8 +1,7 @@
-"""Live data about KV handoffs: prefill engines' identities, numbers in use, and times per engine
-pair.
+"""Live data about KV handoffs: engine identities, handoff numbers, and times per pair of engines.
 
-A handoff moves the KV cache of a prompt from a prefill engine to a decode engine. The data survives
-reloads and belongs to the event loop; gateway/disagg/pair_attempt.py is its only writer.
+A handoff moves the KV cache of a prompt from a prefill engine to a decode engine. A reload of the
+configuration keeps this data. Only gateway/disagg/pair_attempt.py changes it, on the event loop.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class PairFigures:
     handoff_s  moving mean of the seconds from that answer to the first token; None before the first
                handoff
     newest_s   durations of the newest handoffs in seconds, measured like handoff_s
-    tokens     prompt tokens whose KV was transferred so far. Tokens that the decode engine
-               probably had in its cache are left out
+    tokens     total prompt tokens whose KV was transferred; tokens that the decode engine probably
+               had in its cache are left out
     counter    the metric that counts served handoffs; None before the first one
     """
 
@@ -73,7 +72,7 @@ class PairFigures:
         self.counter: Counter | None = None
 
     def add_times(self, prefill_s: float, handoff_s: float) -> None:
-        """Add the seconds that one handoff took: for the prefill, and from its answer to the first
+        """Update the means with one handoff's seconds of prefill, and from its end to the first
         token.
         """
         self.prefill_s = _update_mean(self.prefill_s, prefill_s)
@@ -81,17 +80,16 @@ class PairFigures:
         self.newest_s.append(handoff_s)
 
     def add_transferred(self, pair: EndpointPair, prompt_tokens: int) -> None:
-        """Count the prompt tokens whose KV was transferred, that is, those not cached at the
-        decoder.
+        """Count the prompt tokens whose KV was transferred: those not cached at the decode
+        engine.
         """
         self.tokens += max(0, prompt_tokens - pair.decode.cached_tokens)
 
     def expected_s(self, prefill_s: float | None) -> float | None:
-        """Return the expected seconds from the choice of endpoints to the first token of a split
-        request.
+        """Return the expected seconds from the choice of the endpoints to the first token.
 
-        `prefill_s` is the expected time of the prefill. Returns None while this time or the time of
-        the handoff is unknown.
+        `prefill_s` is the expected time of the prefill. Returns None if it is None, or before the
+        first handoff.
         """
         if prefill_s is None or self.handoff_s is None:
             return None
@@ -101,9 +99,9 @@ class PairFigures:
     def step_s(self) -> float:
         """Return the maximum seconds to wait for a prefill answer that is no longer needed.
 
-        An engine that is aborted finishes its current step first. A short prompt is computed in one
-        step, and without the answer its KV could not be freed. The time is twice the mean duration
-        of a prefill, within limits.
+        An aborted engine finishes its current step first, and without its answer the KV could not
+        be freed. A short prompt is computed in one step. Therefore the time is twice the mean
+        duration of a prefill, within limits.
         """
         return _wait_s(MIN_STEP_S, self.prefill_s)
 
@@ -118,9 +116,7 @@ class PairFigures:
 
 
 class Transfer(Protocol):
-    """An attempt to serve a split request whose KV cache is being transferred between two
-    engines.
-    """
+    """An attempt at a split request whose KV cache is being transferred between two engines."""
 
     def on_overdue(self) -> None:
         """Fail the KV transfer because it has exceeded its time limit."""
@@ -133,9 +129,9 @@ class Handoffs:
     splitting       by model: whether its last request was split. A rule with hysteresis needs it,
                     so that requests near the threshold do not alternate
                     (policies.pricing.split_decision.SplitRule.hysteresis)
-    pairs           statistics by names of prefill and decode endpoint
+    pairs           statistics by the names of a prefill and a decode endpoint
     transfers       transfers in progress, with the monotonic time by which each must end
-    transfer_times  measured rates of KV transfers and their queues, for rules that price splits
+    transfer_times  measured speeds of KV transfers and their queues, for rules that price splits
     """
 
     __slots__ = (
@@ -160,9 +156,9 @@ class Handoffs:
         self._releases: Counted[ConnectionPool] = Counted()
 
     def count_leg(self, end: tuple[str, str]) -> None:
-        """Count the end of one engine request of a split request.
+        """Count the end of the prefill or the decode request of a split request.
 
-        `end` is its role (prefill or decode) and its result, such as ("prefill", "closed").
+        `end` has its role and its result, for example ("prefill", "closed").
         """
         counter = self._legs.get(end)
         if counter is None:
@@ -170,7 +166,7 @@ class Handoffs:
         counter.value += 1.0
 
     def count_decision(self, decision: SplitDecision) -> None:
-        """Count a decision whether to split a request between two engines, by its reason."""
+        """Count a decision to split or not to split a request, by its reason."""
         counter = self._decisions.get(decision.reason)
         if counter is None:
             labels = "whole" if decision.pair is None else "split", decision.reason
@@ -179,7 +175,9 @@ class Handoffs:
         counter.value += 1.0
 
     def take_number(self) -> int:
-        """Return a random number for a new handoff (KV transfer), unique among live handoffs."""
+        """Return a random number that identifies a new handoff, unique among handoffs in
+        progress.
+        """
         while True:
             number = self._rng.getrandbits(63)
             if number >= LEAST_NUMBER and number not in self._numbers:
@@ -207,19 +205,17 @@ class Handoffs:
     def identity(self, endpoint: str, number: int) -> PrefillIdentity | None:
         """Return the identity of a prefill engine, or None if it is unknown.
 
-        If the engine has several ranks, the handoff's number selects one.
+        If the engine has several ranks, `number` of the handoff selects one of them.
         """
         identities = self._identities.get(endpoint)
         return identities[number % len(identities)] if identities else None
 
     def set_identity(self, endpoint: str, found: tuple[PrefillIdentity, ...]) -> None:
-        """Store the engine identities of an endpoint's ranks, for later handoffs."""
+        """Store the identities of the ranks of a prefill endpoint's engine, for later handoffs."""
         self._identities[endpoint] = found
 
     def forget_endpoint(self, endpoint: str) -> None:
-        """Drop the identity and the statistics of an endpoint whose name is no longer
-        configured.
-        """
+        """Drop the identity and the statistics of an endpoint that is no longer configured."""
         self.forget_identity(endpoint)
         self.transfer_times.forget_endpoint(endpoint)
         self.pairs = {
@@ -227,9 +223,7 @@ class Handoffs:
         }
 
     def forget_identity(self, endpoint: str) -> None:
-        """Drop an endpoint's engine identity after a failed request, because engine ids change with
-        a restart.
-        """
+        """Drop the stored identity of a prefill engine after a failure, as a restart changes it."""
         self._identities.pop(endpoint, None)
 
     # What outlives a request
@@ -237,10 +231,10 @@ class Handoffs:
     def send_release_request(
         self, upstream: ConnectionPool, words: tuple[bytes, bytes], reason: str
     ) -> None:
-        """Send a release request to a decode engine, so that a prefill engine frees KV that no
-        request needs.
+        """Send a release request to a decode engine, so that a prefill engine frees its KV.
 
-        The prefill engine frees KV only if a decode engine fetches or declines it.
+        It is for KV that no request needs any more. A prefill engine frees KV only when a decode
+        engine fetches or declines it.
         """
         self.metrics.split_leases_given_up_total.labels(reason).inc()
         leg = Leg(upstream, *words, Relay(b""), InternalAnswer(is_kept=False), self._on_released)
@@ -250,8 +244,8 @@ class Handoffs:
         self.outbox.loop.call_later(RELEASE_TIMEOUT_S, self._close_release, leg)
 
     def release_load(self, live: LiveEndpoint) -> float:
-        """Return the load of an endpoint: its requests and release requests, divided by its
-        concurrency limit.
+        """Return the load of an endpoint: its requests and release requests per unit of concurrency
+        limit.
 
         A release request only makes a prefill engine free KV (see send_release_request).
         """
@@ -270,9 +264,7 @@ class Handoffs:
         leg.close()
 
     def figures(self, pair: EndpointPair) -> PairFigures:
-        """Return the statistics of the KV handoffs between two endpoints; they are created at the
-        first handoff.
-        """
+        """Return the statistics of the KV handoffs between two endpoints, created at first use."""
         names = _names(pair)
         figures = self.pairs.get(names)
         if figures is None:
@@ -288,13 +280,13 @@ class Handoffs:
         relay: Relay | None,
         split: tuple[SplitRule, PendingTransfer | None],
     ) -> None:
-        """Count a finished attempt of a split request, and record its times if it succeeded.
+        """Count a finished attempt at a split request; if it succeeded, record its times.
 
-        figures  the statistics of the pair, which are updated
+        figures  the statistics of the two endpoints, which are updated
         state    the end state of the attempt
         record   the times of its stages
         relay    the relay of the decode engine's answer; None if there was none
-        split    the rule by which the pair was chosen, and the transfer of its KV, if forecast
+        split    the rule that chose the endpoints, and the forecast of the KV transfer, if any
         """
         if record.transport is not None:
             figures.transport = record.transport

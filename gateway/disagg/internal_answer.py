@@ -1,6 +1,4 @@
-"""Receives an engine's answer that is for the gateway itself: collects the answer or discards
-it.
-"""
+"""Receives an engine's answer that is for the gateway itself and not for a client."""
 
 from __future__ import annotations
 
@@ -10,9 +8,10 @@ MAX_BYTES = 16 * 1024 * 1024  # the ids of a million tokens, or of far more bloc
 
 
 class InternalAnswer:
-    """Collects the head and the body of an engine's answer that is for the gateway itself.
+    """Collects the head and the body of an engine's answer that is not for a client.
 
-    Without `is_kept`, everything is discarded. If the answer is too long, its connection fails.
+    If `is_kept` is False, the answer is read and discarded. If it is too long, its connection is
+    failed.
     """
 
     __slots__ = ("_answer", "_is_kept", "source")
@@ -39,9 +38,9 @@ class InternalAnswer:
             self.source.fail("framing", "the engine's answer to the gateway is too long")
 
     def half_close(self) -> None:
-        """Close the sending side of the engine connection if the answer is still coming.
+        """Half-close the connection to the engine, if its answer is not complete.
 
-        Engines treat that as an abort.
+        Engines treat that as an abort of the request.
         """
         if self.source is not None:
             self.source.half_close()

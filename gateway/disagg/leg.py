@@ -1,6 +1,4 @@
-"""One half of a split request (a leg): an HTTP request to one engine, which reports its end
-once.
-"""
+"""One of the two HTTP requests of a split request (a leg): to its prefill or its decode engine."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ Ended = Callable[["Leg", UpstreamError | None], None]
 
 
 class Leg(EagerTask):
-    """A request to one engine, half of a split request.
+    """One of the two HTTP requests of a split request.
 
-    At its end it calls `ended` once: with an error, or with None after success. A leg that is
+    It calls `ended` once at its end: with an error, or with None after success. A leg that is
     closed before its end does not call `ended`.
 
-    The leg is also its own payload, so that it notices when its bytes are written. The connection
-    treats it as a task: it calls step() at the end of the answer, which ends the leg. No coroutine
-    runs for this; only connecting needs one.
+    No coroutine runs for a leg, except while it connects. It implements the connection's payload,
+    so that it notices when its bytes are written. It also implements the connection's task: step()
+    is called at the end of the answer, and ends the leg.
 
     sent_at  when the leg's bytes were written; None: no engine has received any of them
     """
@@ -59,9 +57,9 @@ class Leg(EagerTask):
         self._pooled = True
 
     def start(self, on_sent: Callable[[], None] | None = None) -> None:
-        """Send the request to the engine, on a pooled connection if there is one.
+        """Send the request to the engine, on an idle connection if there is one.
 
-        `on_sent` is called when it is written.
+        `on_sent` is called when the request is written.
         """
         self._on_sent = on_sent
         connection = self.upstream.take_idle()
@@ -72,9 +70,9 @@ class Leg(EagerTask):
 
     @property
     def body(self) -> bytes:
-        """Return the bytes to write after the request's head.
+        """Return the body of the request, which the connection writes after the head.
 
-        Reading them marks the request as sent.
+        The first access marks the request as sent.
         """
         if self.sent_at is None:
             self.sent_at = monotonic()
@@ -85,27 +83,26 @@ class Leg(EagerTask):
         return self._body
 
     def release(self) -> None:
-        """Free the bytes of the request, because they have been sent and will not be sent again."""
+        """Free the body of the request, because it will not be sent again."""
         self._body = b""
 
     @property
     def is_over(self) -> bool:
-        """Return whether the request to the engine has ended or is about to be closed, so that it
-        reports nothing more.
+        """Return whether the request has ended or will be closed soon, so that it reports no
+        more.
         """
         return self._on_ended is None or self._is_leaving
 
     def close(self) -> None:
-        """Close the connection to the engine if it is open. `ended` is not called."""
+        """End the request and close its connection, without calling `ended`. Repeated calls are
+        ignored.
+        """
         if self._on_ended is not None:
             self._drop_callbacks()
             self.cancel()
 
     def cancel(self) -> None:
-        """Close the connection to the engine, or stop connecting.
-
-        The callback `ended` is not called.
-        """
+        """Close the connection to the engine, or stop connecting, without calling `ended`."""
         connection, done, connecting = self._connection, self._done, self._connecting
         self._connection = self._done = self._connecting = None
         if connecting is not None:
@@ -116,10 +113,10 @@ class Leg(EagerTask):
             connection.abort()
 
     def close_in(self, seconds: float, ended: Ended | None = None) -> None:
-        """Give the engine `seconds` seconds to end its answer; then close the connection to it.
+        """Close the connection in `seconds` seconds, unless the engine's answer ends before that.
 
-        ended  called when the answer ends before that, instead of the callback given before. None:
-               nothing is called, and the connection is closed at the first token already
+        ended  called if the answer ends in time; it replaces the earlier callback. None: nothing is
+               called, and the first token closes the connection already
         """
         if not self.is_over:
             self._on_ended, self._is_leaving = ended or _ignore, True
@@ -146,9 +143,9 @@ class Leg(EagerTask):
             done.waiter = self
 
     def step(self, error: BaseException | None = None) -> None:
-        """Handle the end of an engine's answer to one half of a split request.
+        """Handle the end of the engine's answer.
 
-        If a pooled connection was lost before the first byte, the request is sent again once, on a
+        If a reused connection was lost before the first byte, the request is sent once more, on a
         new connection.
         """
         done, connection = self._done, self._connection

@@ -1,7 +1,8 @@
 """Builds the prefill and the decode request of a split request, and interprets the prefill answer.
 
-Everything that depends on the engine's dialect is here. gateway/disagg/pair_attempt.py and
-gateway/disagg/state_machine.py decide when a request is sent and what follows.
+All code that depends on the engines' handoff protocol (dialect) is here.
+gateway/disagg/pair_attempt.py and gateway/disagg/state_machine.py decide when a request is sent and
+what follows.
 """
 
 from __future__ import annotations
@@ -67,22 +68,20 @@ _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %
 
 
 class SplitGateway(Protocol):
-    """The parts of the gateway that a request needs to be split into prefill and decode."""
+    """The parts of the gateway that serving a split request needs."""
 
     endpoints: EndpointTable
     handoffs: Handoffs
 
     def count_unsent(self, exchange: Exchange, problem: UpstreamError, /) -> bool:
-        """Count a failed attempt of a split request if no engine has received any of it.
+        """Count a failed attempt as free of cost, if no engine has received any of it.
 
-        Returns whether it was counted.
+        Returns whether it was counted so.
         """
 
 
 class SplitModel(Protocol):
-    """The properties of a model's route that a request needs to be split into prefill and
-    decode.
-    """
+    """The properties of a model's route that serving a split request needs."""
 
     @property
     def name(self) -> str: ...
@@ -92,11 +91,13 @@ class SplitModel(Protocol):
     def resume(self) -> Resume | None: ...
 
     def resolve_name(self, endpoint: Endpoint, /) -> str:
-        """Return the name by which the endpoint's engine lists the model of the request."""
+        """Return the name by which the endpoint's engine knows the request's model."""
 
 
 class SplitContext:
-    """A request that is split between two engines, with everything that its attempts need."""
+    """A request of a model that may be split between two engines, with all that its attempts
+    need.
+    """
 
     __slots__ = ("call", "client", "exchange", "fingerprint", "gateway", "route", "split")
 
@@ -116,21 +117,21 @@ class SplitContext:
 
 
 def one_token(request: Request) -> Request:
-    """Return the part of a request that a prefill endpoint serves: one token of one choice."""
+    """Return a copy of the request for the prefill endpoint, which generates only one token."""
     return replace(request, output_tokens=1, choices=1)
 
 
 class LegRequests:
     """Builds the requests to both engines of a split request, and interprets the prefill answer.
 
-    The object keeps the parts of the requests, because one may have to be sent after the client has
-    disconnected and its body has been freed.
+    It keeps the parts of the client's request. A release request may be due after the client has
+    disconnected and the body has been freed.
 
-    terms          facts that apply to both requests, such as the request id and the prefill host.
+    terms          values that both requests contain, such as the request id and the prefill host.
                    The prefill engine's identity is one of them and may be learned later
     _resume_terms  how a broken stream could be continued; None if that would not be exact
-    _cache_report  receives the prefill engine's count of cached tokens, which the client sees; None
-                   if the client sees the decode engine's count
+    _cache_report  receives the prefill engine's count of cached tokens, which the client gets; None
+                   if the client gets the decode engine's count
     """
 
     __slots__ = (
@@ -192,7 +193,8 @@ class LegRequests:
     ) -> tuple[bytes, bytes]:
         """Return the head and the body of the request to the decode engine, as bytes to send.
 
-        `handover` adds the handoff; without one, the result is the client's own request.
+        `handover` tells the engine where to fetch the KV. With None, the result is the client's own
+        request, which the engine computes from the start.
         """
         if handover is not None:
             edits, role = handover.edits, "decode"
@@ -208,12 +210,12 @@ class LegRequests:
     def release_request(
         self, reservation: Reservation | LiveEndpoint, handover: DecodeRequest
     ) -> tuple[bytes, bytes]:
-        """Return the head and the body of a request to a decode engine that lets the prefill engine
-        free its KV.
+        """Return the head and the body of a release request, which makes the prefill engine free
+        its KV.
 
-        The request generates one token, which is discarded. When it arrives, the prefill engine's
-        blocks may hold another request's KV already. The request therefore has a cache salt of its
-        own, so that no other request uses what the decode engine caches for it.
+        It goes to a decode engine and generates one token, which is discarded. When it arrives, the
+        prefill engine's memory may already hold the KV of another request. Therefore the request
+        has its own cache salt: no other request can use what the decode engine caches for it.
         """
         edits, apart = handover.edits, self._context.split.dialect.cache_salt_member
         put, drop = edits.put + _RELEASE, edits.drop | _OUTPUT_MEMBERS
@@ -225,8 +227,8 @@ class LegRequests:
     def relay(self, endpoint: Endpoint, handover: DecodeRequest | None) -> Relay:
         """Return the relay that passes the decode engine's answer to the client.
 
-        The relay records the answer's tokens if a broken stream can be continued. It replaces the
-        decode engine's count of cached tokens if that count includes transferred tokens.
+        If a broken stream can be continued, the relay records the answer's tokens. If the decode
+        engine's count of cached tokens includes transferred ones, the relay replaces it.
         """
         context, record = self._context, self._record
         exchange, client, requested_model = (
@@ -272,10 +274,9 @@ class LegRequests:
         )
 
     def note_usage(self, usage: TokenUsage) -> None:
-        """Record the number of cached prompt tokens that the prefill engine reported; 0 if it
-        reported none.
+        """Record the cached prompt tokens that the prefill engine reported; 0 if it reported none.
 
-        This is the number that the client sees.
+        The client gets this number as its count of cached tokens.
         """
         self._record.cached_tokens = usage.cached_tokens
         if self._cache_report is not None:
@@ -293,7 +294,7 @@ class LegRequests:
         - a decode request to send
         - None: the decode engine has received its request already
         - an answer that already finishes the client's request
-        - the reason why the prefill answer is unusable
+        - the reason why the prefill answer cannot be used
         """
         dialect, record = self._context.split.dialect, self._record
         if isinstance(answer, UnusableResponse):
@@ -318,8 +319,9 @@ class LegRequests:
         return handover
 
     def finished(self, answer: FinishedResponse) -> bytes:
-        """Return the prefill engine's answer as an HTTP response to the client's request: one JSON
-        body, or server-sent events.
+        """Return the prefill engine's answer as a complete HTTP response to the client.
+
+        It is one JSON body, or server-sent events if the client requested a stream.
         """
         if not self._context.call.request.stream:
             return _JSON % len(answer.body) + answer.body

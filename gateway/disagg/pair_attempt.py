@@ -1,9 +1,10 @@
-"""One attempt to serve a request by two engines, one for prefill and one for decode.
+"""One attempt to serve a request with two engines, one for prefill and one for decode.
 
-An attempt consists of two requests to engines, its legs. A leg only reports how it ended. The table
-in state_machine.py says which actions follow; they are carried out at once, one event at a time. At
-the end, both capacity reservations are released, both connections are closed or back in their
-pools, and KV that is no longer needed is freed. leg_requests.py builds the requests,
+An attempt sends two HTTP requests, its legs. Each leg only reports how it ended. The table in
+state_machine.py says which actions follow. They are carried out at once, one event at a time.
+
+At the end, both reservations of capacity are released, and KV that is no longer needed is freed.
+Both connections are closed, or back in their pools. leg_requests.py builds the requests, and
 failure_actions.py handles failures.
 """
 
@@ -47,10 +48,10 @@ _DECODED = Event.DECODED
 
 
 class PairAttempt(AttemptState):
-    """One attempt to serve a request by a prefill and a decode endpoint: enter it once as a
-    context, and call run() once.
+    """One attempt to serve a request with a prefill and a decode endpoint.
 
-    Leaving the context releases both capacity reservations and closes open connections.
+    Use it as a context manager, and call run() once in the `with` block. Leaving the block releases
+    both reservations and closes open connections.
     """
 
     __slots__ = ()
@@ -74,9 +75,10 @@ class PairAttempt(AttemptState):
         self.handoffs.count_attempt(self.pair, self.figures, self.state, self.record, relay, split)
 
     async def run(self, query: RoutingQuery) -> UpstreamError | None:
-        """Serve the request; return the error that broke it, or None when the client has an answer.
+        """Serve the request; return the error that broke it, or None once the client has its
+        answer.
 
-        `query` is the routing query that led to the choice of the two endpoints.
+        `query` is the policy's input with which the two endpoints were chosen.
         """
         self.begin()
         self.exchange.on_reserved(self.context.route.pool_queue, query, self.pair.prefill)
@@ -105,11 +107,10 @@ class PairAttempt(AttemptState):
     # Events
 
     def post(self, event: Event) -> None:
-        """Process an event of the split request by the state table, inside the callback that
-        reported it.
+        """Process an event: change the state and carry out the actions that the state table lists.
 
-        Only this method interprets the table. The request's coroutine merely waits for an end
-        state.
+        This runs inside the callback that reported the event. The request's coroutine only waits
+        for an end state.
         """
         if self._is_acting:
             self._events.append(event)
@@ -158,7 +159,7 @@ class PairAttempt(AttemptState):
         self.handoffs.transfers.pop(self, None)
 
     def on_overdue(self) -> None:
-        """Fail this attempt because its KV transfer takes too long. Handoffs.sweep() calls this
+        """Fail this attempt because its KV transfer takes too long. Handoffs.sweep() calls it
         once.
         """
         if self.exchange.is_committed:

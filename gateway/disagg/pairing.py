@@ -1,7 +1,6 @@
-"""Decides which endpoints of a model can serve split requests together, and by which handoff
-protocol.
+"""Decides which endpoints of a model can serve split requests together, and by which protocol.
 
-The configuration gives groups of endpoints with compatible KV caches.
+The configuration has groups of endpoints with compatible KV caches. For each request,
 policies.pricing.split_decision chooses among them.
 """
 
@@ -32,7 +31,7 @@ NEED_BOOTSTRAP = (Prerequisite.ADDRESS, Prerequisite.QUERY)
 
 
 class PrefillFacts(msgspec.Struct, frozen=True):
-    """Facts about a prefill endpoint that its configuration states.
+    """Facts about a prefill endpoint that follow from its configuration.
 
     host       the host in the endpoint's URL
     bootstrap  address of the endpoint's bootstrap server; None if it has none
@@ -47,10 +46,10 @@ class PrefillFacts(msgspec.Struct, frozen=True):
 class SplitRoute(msgspec.Struct, frozen=True):
     """How a model's requests are split between prefill and decode endpoints.
 
-    dialect             the engines' protocol for the KV handoff
+    dialect             the protocol by which the engines hand over the KV cache
     splitter            decides whether to split a request, and chooses the endpoints
-    pools               the endpoints to choose from: pairs for split requests, and single ones for
-                        the others
+    pools               the endpoints to choose from: groups for split requests, and single
+                        endpoints for whole ones
     facts               configured facts of each prefill endpoint, by its name
     transfer_timeout_s  maximum seconds that the KV transfer of a request may take
     """
@@ -63,17 +62,17 @@ class SplitRoute(msgspec.Struct, frozen=True):
 
 
 def serving_whole(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Return the endpoints that serve whole requests, that is, all except prefill endpoints."""
+    """Return the endpoints that can serve whole requests: all except prefill endpoints."""
     return tuple(
         candidate for candidate in candidates if candidate.endpoint.role is not Role.PREFILL
     )
 
 
 def split_route(model: Model, policy: Policy, candidates: Sequence[Candidate]) -> SplitRoute | None:
-    """Return how to split a model's requests, or None if they are not split.
+    """Return how to split a model's requests, or None if they are never split.
 
-    Requests are not split without a `split` section, or if no two endpoints can serve them
-    together.
+    They are never split if the model has no `split` section, or no two of its endpoints can serve a
+    request together.
     """
     if model.split is None:
         return None

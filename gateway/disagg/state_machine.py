@@ -1,7 +1,6 @@
-"""The state machine of one attempt at a split request, as a table of states, events and actions.
+"""The state machine of one attempt at a split request: a table of states, events and actions.
 
-pair_attempt.py carries out the rows of the table. A state that is not in LIVE_STATES is an end
-state.
+pair_attempt.py carries out the rows of the table. States outside LIVE_STATES are end states.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ class _Word(StrEnum):
 
 
 class State(_Word):
-    """The state of an attempt to serve a split request; P is the prefill endpoint, D the decode
-    endpoint.
+    """The state of an attempt at a split request.
+
+    In the comments, P is the prefill endpoint and D is the decode endpoint.
     """
 
     RESERVED = "reserved"  # both places are taken, nothing was sent
@@ -39,8 +39,9 @@ class State(_Word):
 
 
 class Event(_Word):
-    """An event that can happen to a split request; P is the prefill endpoint, D the decode
-    endpoint.
+    """An event in an attempt at a split request.
+
+    In the values, P is the prefill endpoint and D is the decode endpoint.
     """
 
     START_PREFILL = (
@@ -66,8 +67,9 @@ class Event(_Word):
 
 
 class Act(_Word):
-    """An action that an event of a split request requires; P is the prefill endpoint, D the decode
-    endpoint.
+    """An action that follows an event in an attempt at a split request.
+
+    In the values, P is the prefill endpoint and D is the decode endpoint.
     """
 
     QUERY_BOOTSTRAP = "ask the bootstrap server"
@@ -94,9 +96,9 @@ class Act(_Word):
 
 
 class Owner(StrEnum):
-    """What an attempt waits for in a state: one engine's answer, both, or the request itself.
+    """What an attempt waits for in a state: the answer of one engine, of both, or of neither.
 
-    The event that ends the state comes from there.
+    The event that ends the state comes from there. REQUEST stands for the request's own coroutine.
     """
 
     PREFILL = "prefill leg"
@@ -106,15 +108,15 @@ class Owner(StrEnum):
 
 
 class Deadline(StrEnum):
-    """The deadlines of a split request's states; a value is the setting's name, if there is one.
+    """How long a state may last; if a setting limits it, the value is the setting's name.
 
-    They are enforced at different places:
+    These parts of the gateway enforce the limits:
 
-    CONNECT     by the code that connects
-    FIRST_BYTE  by the periodic check of all connections
-    STALL       by the periodic check of all connections
-    TRANSFER    by the periodic check of all KV transfers
-    BOOTSTRAP   by the query of the bootstrap server
+    CONNECT     the code that connects
+    FIRST_BYTE  the periodic check of all connections
+    STALL       the periodic check of all connections
+    TRANSFER    the periodic check of all KV transfers
+    BOOTSTRAP   the query of the bootstrap server
     """
 
     TURN = "the turn of the event loop in which it began"
@@ -126,9 +128,7 @@ class Deadline(StrEnum):
 
 
 class Row(NamedTuple):
-    """The consequence of an event of a split request: the next state, and the actions to carry out,
-    in order.
-    """
+    """What follows an event: the next state, and the actions to carry out in order."""
 
     state: State
     acts: tuple[Act, ...] = ()

@@ -1,4 +1,5 @@
-"""The attempt loop and its plans: whole requests, split requests, and the rest of broken streams.
+"""Sends requests to endpoints, with retries: whole ones, split ones, and the rest of broken
+streams.
 
-It also chooses a smaller model where the requested one has no capacity.
+If the requested model has no capacity, it may choose a smaller one.
 """

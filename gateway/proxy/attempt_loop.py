@@ -1,9 +1,13 @@
 """The attempt loop: pick an endpoint, reserve capacity and send, until an endpoint answers.
 
-There is one loop for all requests to endpoints. A plan decides what is sent: a whole request
-(whole_request.py), a request split into prefill and decode (split_request.py), or the rest of a
-broken stream (resume.py). This module also contains the rules for retries: the retry budget, and
-the health check of an endpoint before it gets a retry.
+All requests to endpoints use this one loop. A plan decides what is sent:
+
+- a whole request (whole_request.py)
+- a request that is split into prefill and decode (split_request.py)
+- the rest of a broken stream (resume.py)
+
+The rules for retries are here too: the retry budget limits their number, and an endpoint must pass
+a health check before it gets a retry.
 """
 
 from __future__ import annotations
@@ -30,10 +34,9 @@ _OUTPUT_LIMITS = frozenset(("max_tokens", "max_completion_tokens"))
 
 
 class AttemptPlan(Protocol[ChoiceT]):
-    """How the attempt loop serves one kind of request: how to choose endpoints, and what to send to
-    them.
+    """What differs between kinds of requests: how to choose endpoints, and what to send to them.
 
-    There is one plan per request, or per rest of a broken stream.
+    A plan serves one request, or the rest of one broken stream.
     """
 
     @property
@@ -42,33 +45,34 @@ class AttemptPlan(Protocol[ChoiceT]):
     def exchange(self) -> Exchange: ...
 
     def choose(self, left_out: Sequence[str]) -> ChoiceT | None:
-        """Pick one endpoint, or two for a split request, but none in `left_out`; return None if
-        there is none.
+        """Pick one endpoint, or two for a split request; return None if there is none.
 
-        A pick changes nothing, so it may be repeated before an attempt.
+        `left_out` has the names of endpoints not to pick. A pick has no side effects, so it may be
+        repeated before an attempt.
         """
         ...
 
     async def attempt(self, choice: ChoiceT) -> UpstreamError | None:
         """Reserve capacity at the chosen endpoints, send the request and relay the answer.
 
-        Returns the error that broke the answer, or None. The capacity is reserved before the first
-        await and released at the end.
+        Returns the error that broke the answer, or None after success. The capacity is reserved
+        before the first await, and released at the end.
         """
         ...
 
     async def may_retry(self, problem: UpstreamError) -> bool:
-        """Record a failed attempt to serve the request, and return whether another one may be made.
+        """Record a failed attempt, and return whether the request may be attempted again.
 
-        The result is False if the answer has begun, so that it cannot be retried. Raises
-        GatewayError if the client is to receive an error instead.
+        It may not if the client has received part of the answer. Raises GatewayError if the client
+        is to receive an error instead.
         """
         ...
 
     def give_up(self, problem: UpstreamError | None) -> None:
-        """End the request because no endpoint can be picked; `problem` is the last attempt's error.
+        """End the request because no endpoint can be picked.
 
-        Raises GatewayError if the client is to receive an error.
+        `problem` is the error of the last attempt; None if there was none. Raises GatewayError if
+        the client is to receive an error.
         """
         ...
 
@@ -76,9 +80,9 @@ class AttemptPlan(Protocol[ChoiceT]):
 async def attempts(
     plan: AttemptPlan[ChoiceT], left_out: Sequence[str] = ()
 ) -> UpstreamError | None:
-    """Attempt to serve a request by its plan until an endpoint answers or the plan ends.
+    """Attempt a request by its plan until an endpoint answers or no retry is possible.
 
-    Return the error that broke an answer after its first byte, or None. `left_out` has the names of
+    Returns None after success, else the error of the last attempt. `left_out` has the names of
     endpoints that have failed this request before.
     """
     problem: UpstreamError | None = None
@@ -109,12 +113,12 @@ async def attempts(
 
 
 class HealthScreen:
-    """Checks the health of the endpoints chosen for a retry.
+    """Checks the health of the endpoints that were picked for a retry.
 
-    When an attempt fails at one endpoint, others may have failed for the same reason, and a request
-    has few attempts. The endpoint chosen for a retry must therefore pass a health check first. A
-    failed check does not count as an attempt. An endpoint that does not respond is left out as long
-    as there are others.
+    When an endpoint fails, others may have failed for the same reason, and a request has few
+    attempts. Therefore an endpoint must pass a health check before it gets a retry. A failed check
+    does not count as an attempt. An endpoint that does not respond is used only if no other is
+    left.
     """
 
     __slots__ = ("_confirmed", "_exchange", "_gateway", "_is_over", "_silent")
@@ -128,11 +132,11 @@ class HealthScreen:
         )  # refused connections alone are no reason to check
 
     async def check(self, choice: Pick | EndpointPair | None) -> Sequence[str] | None:
-        """Check the endpoints chosen for a retry; return the names of endpoints to leave out of the
-        next choice.
+        """Check the endpoints picked for a retry; return None if this pick may be used.
 
-        None means that this choice may be used; capacity must then be reserved before the next
-        await.
+        Otherwise return the names of endpoints to leave out of the next pick. After None, the
+        caller must reserve capacity before the next await, because the endpoints' state may change
+        there.
         """
         if self._is_over:
             return None
@@ -176,11 +180,11 @@ def _candidates(choice: Pick | EndpointPair) -> Sequence[Candidate]:
 
 
 async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamError) -> None:
-    """Wait until the request may be attempted again at another endpoint.
+    """Wait until the request may be sent again, to another endpoint.
 
-    The gateway limits how many retries may be in progress (the retry budget). The request uses up
-    one of them until its answer begins (gateway/forwarding/hedge.py). If no engine received the
-    failed attempt, the retry costs no engine anything and does not count.
+    The gateway limits how many retries may be in progress (the retry budget). The request takes one
+    retry from it until its answer begins (gateway/forwarding/hedge.py). A retry is free if no
+    engine received the failed attempt.
 
     The failed endpoints must be in `exchange.retries`. Raises GatewayError with the client's error
     if no retry is permitted.
@@ -202,8 +206,8 @@ async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamEr
 
 
 def end_retries(gateway: Gateway, exchange: Exchange) -> None:
-    """Cancel the request's second attempt, if one is in progress, and return its retry to the
-    retry budget.
+    """Cancel the request's hedge (a second attempt in parallel), and return its retry to the
+    budget.
     """
     if exchange.hedge is not None:
         exchange.hedge.close()
@@ -215,8 +219,8 @@ def no_endpoint_error(
 ) -> GatewayError:
     """Return the client's error when no endpoint can be picked for a request.
 
-    `problem` is the last attempt's error, or None without an attempt. If the request was sent to no
-    endpoint, the error names the lack of endpoints as its reason.
+    `problem` is the error of the last attempt; None if there was none. If the request was sent to
+    no endpoint, the error says why none could be picked.
     """
     if problem is not None and exchange.failed_attempts:
         return _given_up(exchange, problem)
@@ -243,16 +247,18 @@ def _given_up(exchange: Exchange, problem: UpstreamError) -> GatewayError:
 
 
 def is_too_long(call: Call, candidates: Sequence[Candidate]) -> bool:
-    """Return whether a prompt and its answer certainly exceed every endpoint's context length."""
+    """Return whether a prompt and its answer certainly exceed the context length of every
+    candidate.
+    """
     needed_tokens = least_tokens(call)
     limits = [candidate.endpoint.context_tokens for candidate in candidates]
     return all(limit is not None and limit < needed_tokens for limit in limits)
 
 
 def least_tokens(call: Call) -> int:
-    """Return a lower bound on the number of tokens of one prompt of a request and of its answer.
+    """Return the least number of tokens that one prompt of a request and its answer can have.
 
-    Images and files count as almost no tokens, since an engine may count hardly any for them.
+    Images and files count as almost no tokens, because some engines count hardly any for them.
     """
     request, prompt_tokens = call.request, call.request.prompt_tokens
     if call.estimated_tokens:
@@ -266,7 +272,7 @@ def least_tokens(call: Call) -> int:
 def limits_output(call: Call) -> bool:
     """Return whether the client limited the length of the answer.
 
-    Without a limit, the length in the request is only an estimate.
+    If it did not, `output_tokens` of the request is only an estimate.
     """
     return not _OUTPUT_LIMITS.isdisjoint(call.members)
 
@@ -283,8 +289,8 @@ def _too_long(request: Request) -> GatewayError:
 def end_stream_with_error(exchange: Exchange, client: Client, problem: UpstreamError) -> None:
     """End an answer that broke after its first byte.
 
-    The client receives an error event if the framing permits one; otherwise its connection is
-    closed.
+    The client receives an error event if the response's framing permits one. Otherwise its
+    connection is closed.
     """
     assert exchange.relay is not None
     if problem.kind == SHUTDOWN:

@@ -1,8 +1,8 @@
-"""Chooses the API by which engines are called: the client's own, or chat completions.
+"""Chooses the API by which an engine is called: the client's API, or chat completions.
 
-Only for chat completions and completions do engines transfer KV between prefill and decode, and
-report token ids. If a route splits or resumes requests, requests of other APIs are therefore sent
-as chat completions, provided that nothing is lost in translation.
+Engines can transfer KV between prefill and decode, and report token ids, only for chat completions
+and completions. If a model's requests are split or resumed, requests of other APIs are therefore
+sent as chat completions, provided that the translation loses nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from gateway.route import Gateway, Route
 def call_for_engines(
     gateway: Gateway, exchange: Exchange, route: Route, call: Call, context: CallContext
 ) -> Call:
-    """Return the request as engines receive it, and store a translator of its answer on the
-    exchange.
+    """Return the request in the API that engines get; the client's own or a translation.
 
-    Raises GatewayError for a request that must be translated but cannot be, and for an API that the
-    engines do not serve.
+    A translator of the answer is stored on the exchange. Raises GatewayError if the request must be
+    translated but cannot be, or if no engine serves its API.
     """
     path = call.api.path
     if path in route.unserved:

@@ -1,6 +1,6 @@
 """Continues a broken stream at another endpoint, token for token, so that the client sees no break.
 
-prepare_recorded()  builds an attempt whose engine reports token ids
+prepare_recorded()  builds a request to an engine that reports token ids
 continue_stream()   finishes a stream that broke after its first byte, or ends it with an error
 """
 
@@ -39,14 +39,17 @@ def prepare_recorded(
     on_first: Callable[[], None],
     served: str,
 ) -> tuple[bytes, Call, Relay]:
-    """Build a request to an engine like legs.prepare(), but with a record of the answer's tokens.
+    """Build a request to an engine like forward.prepare(), but with a record of the answer's
+    tokens.
 
-    With that record, another endpoint can continue the answer if it breaks. If the answer could not
-    be continued exactly, `exchange.ledger` is None afterwards, and the request is sent as usual.
+    With that record, another endpoint can continue the answer if its stream breaks. If no exact
+    continuation is possible, nothing is recorded and `exchange.ledger` is None.
 
     resume    the settings for continuing broken streams
     on_first  function that is called at the first generated token
     served    the endpoint's name of the model
+
+    Returns the request head, the request and the relay that passes the answer to the client.
     """
     endpoint = reservation.endpoint
     terms = continuation_terms(call) if ENGINE_TRAITS[endpoint.engine].can_continue else None
@@ -83,7 +86,7 @@ async def continue_stream(
 ) -> None:
     """Finish an answer that broke after its first byte: at other endpoints, or with an error.
 
-    Attempts are limited by `resume.attempts` and by the retry budget of all endpoints.
+    `resume.attempts` and the gateway's retry budget limit the number of attempts.
     """
     if exchange.ledger is None:
         end_stream_with_error(exchange, client, problem)
@@ -95,7 +98,9 @@ async def continue_stream(
 
 
 class _Body:
-    """The request body for the rest of a broken answer. It is freed once an engine responds."""
+    """The body of a request for the rest of a broken answer. It is freed once an engine
+    responds.
+    """
 
     __slots__ = ("body",)
 
@@ -106,12 +111,12 @@ class _Body:
 class RestPlan:
     """The plan for the rest of one broken stream, attempted at one endpoint after another.
 
-    The rest is requested as a completion. Its prompt consists of the token ids of the original
-    prompt and of the tokens whose text the client has for certain. Any endpoint that serves whole
-    requests can compute it, also if the stream came from a prefill and decode pair.
+    The rest is requested as a completion of a list of token ids: those of the prompt, and those of
+    the text that the client has received. Any endpoint that serves whole requests can compute it,
+    even if the stream came from a prefill and a decode endpoint.
 
     result    how the plan ended, a label of penstock_resumes_total; "" until it has ended
-    _problem  the error of the last attempt before the current one
+    _problem  the error of the previous attempt
     _relay    the relay that began the answer
     """
 
@@ -182,9 +187,8 @@ class RestPlan:
         self._end("no_endpoint")
 
     def finish(self) -> None:
-        """Set the status of the request's record by the result of its plan.
-
-        A stream that could not be continued ends with an error.
+        """Record how the continuation ended; if it failed, end the client's stream with an
+        error.
         """
         if self.result in (RESUMED, CLOSED):
             self.exchange.status = 200

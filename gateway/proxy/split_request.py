@@ -1,8 +1,7 @@
-"""The plan for requests of a split model: two endpoints for prefill and decode, or one for
-everything.
+"""The plan for requests of a model with a `split` section: at two endpoints, or at one.
 
-policies/pricing/split_decision.py decides between the two for every attempt.
-gateway/disagg/pair_attempt.py performs the attempt of a pair.
+policies/pricing/split_decision.py decides for every attempt. If it splits the request,
+gateway/disagg/pair_attempt.py performs the attempt.
 """
 
 from __future__ import annotations
@@ -42,14 +41,15 @@ _UNSPLITTABLE = (
 
 
 class SplitPlan:
-    """A request of a split model, attempted at pairs of endpoints and at single ones until its
-    answer begins.
+    """A request of a model with a `split` section, attempted until its answer begins.
+
+    Each attempt uses a prefill and a decode endpoint, or one endpoint for the whole request.
 
     _whole             the plan that attempts the whole request at one endpoint
-    _query             the routing query of the newest choice
+    _query             the policy's input at the newest choice of endpoints
     _decision          whether and why the newest choice splits the request
     _recompute         whether the next attempt should compute the whole request at one endpoint,
-                       because a handoff failed
+                       because a KV handoff failed
     """
 
     __slots__ = (
@@ -156,7 +156,7 @@ class SplitPlan:
         if not context.split.pools.alone and self._decision.reason in _UNSPLITTABLE:
             raise GatewayError(
                 Failure.BAD_REQUEST,
-                f"All requests for model '{self._route.name}' are split between two endpoints, "
-                f"but this request cannot be split ({self._decision.reason}).",
+                f"The model '{self._route.name}' serves only requests that are split between two "
+                f"endpoints, but this request cannot be split ({self._decision.reason}).",
             )
         raise no_endpoint_error(context.exchange, self._route, self._query, problem)

@@ -1,7 +1,7 @@
 """Requests about responses that an engine stores: continue, read, cancel or delete one.
 
-They go to the endpoint that the response's id identifies (gateway/protocol/stored_response_ids.py),
-because engines store responses in the memory of one process.
+Engines store responses in the memory of one process. Therefore a request goes to the endpoint that
+the response's id contains (gateway/protocol/stored_response_ids.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TARGET = re.compile(
 
 
 class _Bytes(NamedTuple):
-    """A request body in memory that implements RequestPayload; it is kept after it was sent."""
+    """A request body in memory that implements RequestPayload. It is kept after it was sent."""
 
     body: bytes
 
@@ -45,7 +45,7 @@ class _Bytes(NamedTuple):
 def may_store(gateway: Gateway, route: Route) -> bool:
     """Return whether any endpoint of the route may store responses.
 
-    An endpoint whose engine is not yet known counts as one that may.
+    It may also if it is not yet known whether its engine stores them.
     """
     slots = {candidate.load.slot for candidate in route.candidates}
     return any(
@@ -63,11 +63,11 @@ def pin_route(
     route: Route,
     call: Call,
 ) -> Route:
-    """Return the route to the endpoint that stores the request's previous response.
+    """Return a route with only the endpoint that stores the request's previous response.
 
-    Without a previous response, `route` is returned. The function also prepares the id of the new
-    response. Raises GatewayError if the id does not belong to the tenant, or to a response of
-    another model.
+    Without a previous response, `route` is returned unchanged. The exchange gets what the new
+    response's id needs. Raises GatewayError if the previous id belongs to another tenant, or to a
+    model that the API key may not use.
 
     models  the models that the request's API key may use
     """
@@ -93,9 +93,9 @@ def pin_route(
 async def explain_missing(
     gateway: Gateway, exchange: Exchange, error: GatewayError
 ) -> GatewayError:
-    """Return the client's error for a previous response that its engine does not find.
+    """Return the client's error if the engine does not find the previous response.
 
-    If the engine stores no responses at all, the error says so; otherwise it is `error`.
+    It is `error`, or an error that says that the engine stores no responses at all.
     """
     stored = exchange.stored_at
     if stored is None or exchange.api is not RESPONSES:
@@ -117,9 +117,9 @@ def _stores_nothing() -> GatewayError:
 
 
 async def serve_stored(gateway: Gateway, exchange: Exchange, client: Client) -> None:
-    """Read, cancel or delete a stored response, at the engine that stores it.
+    """Read, cancel or delete a stored response at the engine that stores it.
 
-    Raises GatewayError if the response or its engine cannot be found.
+    Raises GatewayError if the response or its endpoint cannot be found.
     """
     snapshot = gateway.snapshot
     if snapshot.tenants:

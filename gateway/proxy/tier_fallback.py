@@ -1,6 +1,6 @@
 """Chooses a smaller model for a request that would otherwise be refused, if one is configured.
 
-policies/pricing/model_tiers.py ranks the smaller models. The admission queue of each decides
+policies/pricing/model_tiers.py ranks the smaller models. Each model's admission queue decides
 whether the request may enter.
 """
 
@@ -24,9 +24,10 @@ _ESTIMATE_PERCENT = 115
 def pick_tier(
     endpoints: EndpointTable, routes: Mapping[str, Route], route: Route, call: Call
 ) -> Route | None:
-    """Return the route of a smaller model that admits the request at once, or None.
+    """Return the route of a smaller model that admits the request at once; None if there is none.
 
-    The request does not wait in a smaller model's queue: that model's own requests go first.
+    The request does not wait in a smaller model's queue, because that model's own requests go
+    first.
     """
     if not route.overflow:
         return None

@@ -29,10 +29,10 @@ _OVERRULED = (fits_context.__name__, serves_tenant.__name__, below_cap.__name__)
 class WholePlan:
     """A request that is not split, attempted at one endpoint after another until its answer begins.
 
-    While the request waits for its first byte, forwarding/hedge.py reads this plan to hedge late
-    requests.
+    If the first byte is late, forwarding/hedge.py uses this plan to start a second attempt in
+    parallel (a hedge).
 
-    query  the routing query of the newest choice
+    query  the policy's input at the newest choice of an endpoint
     """
 
     __slots__ = ("call", "client", "exchange", "gateway", "query", "route")
@@ -125,9 +125,9 @@ class WholePlan:
 
 
 class UncountedPlan(WholePlan):
-    """The plan for a request that computes no tokens, such as /tokenize.
+    """The plan for a request that generates nothing, such as /tokenize.
 
-    It bypasses the admission queue and reserves no capacity.
+    It does not wait in the admission queue, and reserves no capacity.
     """
 
     __slots__ = ()
@@ -142,18 +142,18 @@ class UncountedPlan(WholePlan):
 
 
 def pick_over_cap(route: Route, query: RoutingQuery, call: Call) -> Pick | None:
-    """Pick an endpoint above its concurrency limit if no endpoint below its limit can serve the
+    """Pick an endpoint even if it is at its concurrency limit, so that the engine queues the
     request.
 
-    The request has been admitted, so the engine queues it. Admission does not guarantee that one of
-    the candidates has free capacity:
+    This is for an admitted request when no endpoint has free capacity. Admission does not rule that
+    out:
 
     - it counts the requests in progress per pool, not per endpoint
     - the admission policy `none` counts nothing
-    - hedges use capacity without being admitted
+    - hedges (second attempts in parallel) use capacity without being admitted
 
-    pick_longest() handles a prompt that is too long only by an estimate. Returns None if another
-    filter left no candidate.
+    Returns None if another filter left no candidate. If the prompt is too long by an estimate,
+    pick_longest() decides.
     """
     policy, candidates = route.policy, route.candidates
     if routing_algorithm.rejecting_filter(policy, query, candidates) not in _OVERRULED:
@@ -168,9 +168,9 @@ def pick_longest(
 ) -> Pick | None:
     """Pick the endpoint with the longest context for a prompt that may be too long.
 
-    The prompt's length is only an estimate; the engine counts the tokens and decides. Returns None
-    if some endpoint's context suffices by the estimate, or if every endpoint's is certainly too
-    short.
+    The gateway only estimates the number of tokens; the engine counts them and decides. Returns
+    None if the estimate fits some endpoint, or if the prompt is certainly too long for every
+    endpoint.
     """
     serving = serves_tenant(query, candidates)
     if not serving or fits_context(query, serving) or is_too_long(call, serving):

@@ -239,7 +239,7 @@ class Reloader:
         """Apply a configuration text received by an admin request, and return the outcome.
 
         text      the YAML text; its relative paths start from the folder of the configuration file,
-                  and config/references.py says which references are refused
+                  and config/uploaded_references.py says which references are refused
         trigger   what caused the change, for the history
         if_match  ETag that the current version must have; otherwise the result is "conflict"
         options   the options of the change

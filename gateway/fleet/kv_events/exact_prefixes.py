@@ -4,7 +4,7 @@ It combines three parts:
 
 - the blocks that engines report as cached (policies/prefix/cached_blocks.py)
 - the prompts whose token ids are known (policies/prefix/learned_prompts.py)
-- the check whether an endpoint's events can be trusted (endpoint_events.py)
+- the check whether an endpoint's events can be trusted (event_trust.py)
 
 The resulting numbers of cached tokens replace the predictions of the prefix index.
 """

@@ -67,7 +67,7 @@ def test_sglang_names_the_first_port_and_the_number_of_ranks() -> None:
         (
             200,
             b'{"0": {"enable_kv_cache_events": true, "endpoint": "ipc:///tmp/x"}}',
-            "not a tcp://",
+            "does not start with tcp://",
         ),
     ],
 )
