@@ -1,17 +1,20 @@
-"""Measures how much a batch of background requests slows live requests, and what a crash repeats.
+"""Measures how much a batch job of background requests slows live requests.
 
     make batch
     python bench/batch.py --lines 2000 --places 32 --seeds 1 2
 
-The same live traffic runs twice against fresh mock engines: beside a batch until the batch has
-ended, and alone for as long. It uses 0.9 of the engines' capacity, in part in bursts. The
-completion window of the batch is twice the time that it needs on the rest of the capacity.
+The same live requests are sent twice to fresh mock engines: beside a batch job, and alone for the
+same time. They use 90% of the engines' capacity and come partly in bursts. The deadline of the
+batch job is twice the time that it needs on the remaining capacity.
 
-The gateway is killed (SIGKILL) and started again at the same moments of both runs. Live requests
-that a kill breaks count in neither run.
+The gateway is killed (SIGKILL) and restarted at the same moments of both runs. Live requests that a
+kill breaks are left out of both results.
 
-It prints the shares of live requests within their latency targets, how often requests of the
-batch were stopped, and how many tokens engines generated more than once.
+For each seed, it prints:
+
+- the shares of live requests that met their latency targets
+- how often requests of the batch job were stopped to make room for live requests
+- how many tokens the engines generated more than once
 """
 
 from __future__ import annotations
@@ -66,8 +69,12 @@ PREEMPTIONS = "penstock_batch_preemptions_total"
 
 
 class Answer(NamedTuple):
-    """The result of one live request: whether it ended well, its latencies in seconds, and its
-    tokens.
+    """The result of one live request.
+
+    is_whole  whether the answer was complete
+    ttft_s    time to the first token, in seconds
+    tpot_s    time per further token, in seconds
+    tokens    number of tokens in the answer
     """
 
     is_whole: bool
@@ -77,13 +84,11 @@ class Answer(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The measurements of one benchmark run.
+    """The measurements of one run. The numbers about the batch job are zero in a run without it.
 
-    The counts of the batch are zero in the run without a batch.
-
-    long_stops  how often an answer of the batch was stopped that had LONG_TOKENS or more tokens
-    lag_s       how late timers of this process were: the 99th percentile, which shows whether the
-                machine had CPU to spare
+    long_stops  how often an answer of the batch job was stopped after LONG_TOKENS or more tokens
+    lag_s       99th percentile of the delay of this process's timers in seconds; it is high if the
+                machine had no CPU time to spare
     """
 
     answers: list[Answer]
@@ -98,7 +103,7 @@ class Outcome(NamedTuple):
 
 
 class Gateway:
-    """A gateway process on fixed ports, which may be killed and started again."""
+    """A gateway process on fixed ports, which the benchmark can kill and restart."""
 
     def __init__(self, config: Path, port: int, admin: int) -> None:
         self._config = config
@@ -174,9 +179,9 @@ async def ask(http: aiohttp.ClientSession, url: str, number: int) -> Answer:
 
 
 def arrivals(rate: float, places: int, seconds: float, seed: int) -> list[float]:
-    """Return the times at which live requests are sent, in seconds.
+    """Return the times at which live requests are sent, in seconds from the start.
 
-    The times are random. They contain bursts that are large enough to occupy all engine slots.
+    The times are random. Some requests come in bursts that fill all slots of the engines.
     """
     rng = random.Random(seed)
     burst = int(places * BURST_SIZE)
@@ -198,10 +203,9 @@ async def live_traffic(
     kills: list[float],
     ending: asyncio.Task[Any] | None,
 ) -> list[Answer]:
-    """Send live requests at the given times until `ending` is done, and kill the gateway at the
-    times `kills`.
+    """Send live requests at the given times until `ending` is done, and return their answers.
 
-    Returns one answer per request.
+    The gateway is killed at the times `kills`. All times are in seconds from the start.
     """
     began, tasks, waiting = time.monotonic(), [], sorted(kills)
     restart: asyncio.Task[None] | None = None
@@ -228,21 +232,26 @@ async def watch_lag(lags_s: list[float]) -> None:
 
 
 class JournalWatch:
-    """Reads the journal of the only batch, also after the gateway has deleted the file."""
+    """Reads the journal (progress file) of the only batch job, even after the gateway deletes
+    it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: BinaryIO | None = None
 
     async def open(self) -> None:
-        """Wait until the batch has a journal, and open it."""
+        """Wait until the gateway has created the journal of the batch job, and open it."""
         while self._file is None:
             for path in self._folder.glob("batches/*/*/journal"):
                 self._file = path.open("rb")
             await asyncio.sleep(0.05)
 
     def long_stops(self) -> int:
-        """Return how often an answer was stopped with LONG_TOKENS and more tokens kept."""
+        """Return how often an answer was stopped after it had LONG_TOKENS or more tokens.
+
+        A stopped answer keeps its tokens, and continues later.
+        """
         if self._file is None:
             return 0
         kept: dict[int, int] = {}
@@ -307,8 +316,8 @@ async def measure(
     options   the options of the program
     times     when live requests are sent, in seconds
     kills     when the gateway is killed, in seconds
-    window_s  completion window of a batch that runs beside them, in seconds; the run ends with the
-              batch. None: there is no batch
+    window_s  deadline of a batch job that runs at the same time, in seconds. The run then ends with
+              the batch job. None: there is no batch job
     """
     with tempfile.TemporaryDirectory() as work, mock_groups(options.speed) as urls:
         port, admin = free_port(), free_port()
@@ -371,7 +380,9 @@ def config_text(
 
 
 async def service_time_s(options: argparse.Namespace) -> float:
-    """Return the seconds that a live request takes while all engine slots are in use."""
+    """Return the duration of one live request while all slots of the engines are in use, in
+    seconds.
+    """
     with mock_groups(options.speed) as urls:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as http:
@@ -388,14 +399,17 @@ async def service_time_s(options: argparse.Namespace) -> float:
 
 
 def attainment(options: argparse.Namespace, outcome: Outcome) -> float:
-    """Return the share of complete live answers that met both latency targets (TTFT and TPOT)."""
+    """Return the share of complete answers that met both latency targets.
+
+    The targets limit the time to the first token (TTFT) and the time per further token (TPOT).
+    """
     whole = [answer for answer in outcome.answers if answer.is_whole]
     good = sum(a.ttft_s <= options.ttft and a.tpot_s <= options.tpot for a in whole)
     return good / len(whole)
 
 
 def compare(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> dict[str, Any]:
-    """Return the figures of one round, as written with `--json`."""
+    """Return the results of one seed as a dict, which `--json` prints."""
     found: dict[str, int] = {}
     equal = batch_tokens = 0
     for line in map(json.loads, beside.output.splitlines()):
@@ -454,9 +468,15 @@ def parse_options(text: str | None) -> argparse.Namespace:
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--lines", type=int, default=60, help="number of requests in the batch")
-    parser.add_argument("--tokens", type=int, default=120, help="tokens of an answer of the batch")
     parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[1], help="seeds of the live traffic, one per round"
+        "--tokens", type=int, default=120, help="number of tokens in each answer of the batch"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="random seeds of the live requests; each seed is one measurement",
     )
     parser.add_argument(
         "--kills",
@@ -480,15 +500,23 @@ def parse_options(text: str | None) -> argparse.Namespace:
         "--load",
         type=float,
         default=0.9,
-        help="offered live load, as a share (0 to 1) of the engines' capacity",
+        help="live load as a fraction of the engines' capacity, for example 0.9",
     )
     parser.add_argument(
-        "--ttft", type=float, default=1.0, help="TTFT target of live requests in seconds"
+        "--ttft",
+        type=float,
+        default=1.0,
+        help="target for the time to first token (TTFT) of live requests, in seconds",
     )
     parser.add_argument(
-        "--tpot", type=float, default=0.1, help="TPOT target of live requests in seconds"
+        "--tpot",
+        type=float,
+        default=0.1,
+        help="target for the time per output token (TPOT) of live requests, in seconds",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per seed")
+    parser.add_argument(
+        "--json", action="store_true", help="print the results as one JSON object per seed"
+    )
     return parser.parse_args()
 
 
@@ -501,7 +529,10 @@ batch in seconds; None: there is no batch.
 
 
 def run(options: argparse.Namespace, service_s: float, measure: Measure) -> None:
-    """Measure and report a round for each seed; `service_s` is the duration of a live request."""
+    """Measure each seed and print its results.
+
+    service_s  duration of a live request while all slots of the engines are in use, in seconds
+    """
     places = GROUPS * options.places
     rate = options.load * places / service_s
     # The batch takes this long on the tenth of the places that the live traffic leaves.

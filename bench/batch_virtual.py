@@ -1,11 +1,13 @@
-"""Measures on virtual time how much a batch of background requests slows live requests.
+"""Measures on virtual time how much a batch job of background requests slows live requests.
 
     python -m bench.batch_virtual --lines 2000 --seeds 1 2
 
-The measurement is that of bench/batch.py without kills, but gateway, mock engines and clients share
-one process, whose clock jumps to the next timer as soon as nothing is left to do. So the results do
-not depend on the machine's load, and contain no time for computing. Live requests enter at the
-gateway's request path, without a socket; the gateway talks to the engines over sockets.
+This is the measurement of bench/batch.py without kills of the gateway. The gateway, the mock
+engines and the clients run in one process. Its clock jumps to the next timer whenever there is
+nothing to do, so the results do not depend on how busy the machine is.
+
+The times include no computing time. Live requests call the gateway directly, without a socket; the
+gateway uses sockets to the engines.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ async def ask(app: App, number: int) -> bench.Answer:
 async def live_traffic(
     app: App, times: list[float], ending: asyncio.Task[Any] | None
 ) -> list[bench.Answer]:
-    """Send live requests at the given times until `ending` is done; return their answers."""
+    """Send live requests at the given times until `ending` is done, and return their answers."""
     began, tasks = CLOCK.time(), []
     for number, at in enumerate(times):
         if ending is not None and ending.done():
@@ -126,7 +128,9 @@ async def _measure(
 
 
 async def service_time_s(options: argparse.Namespace) -> float:
-    """Return the seconds that a live request takes while all engine slots are in use."""
+    """Return the duration of one live request while all slots of the engines are in use, in
+    seconds.
+    """
     count = bench.GROUPS * options.places
     answers = await measure(options, [0.0] * count, None)
     return sum(a.ttft_s + a.tpot_s * (a.tokens - 1) for a in answers.answers) / count

@@ -1,6 +1,6 @@
-"""Measure the cost of metrics: histogram observations, counter increments and one scrape.
+"""Measures the time that metrics take: observations, increments, and one scrape of all metrics.
 
-Run: python bench/bench_metrics.py
+python bench/bench_metrics.py
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ ROUNDS = 200_000
 
 
 def main() -> None:
-    """Print the cost of each metrics call, and of one metrics scrape with 64 endpoints.
+    """Print the time of each metrics call, and of one scrape with 64 endpoints.
 
-    Each figure is the median of seven runs.
+    Each time is the median of seven runs.
     """
     metrics = Metrics()
     ttft = metrics.ttft_seconds.labels("demo-8b", "127.0.0.1:9000")

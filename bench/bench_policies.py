@@ -1,12 +1,14 @@
-"""Measure how long routing decisions take, in microseconds: `python bench/bench_policies.py`.
+"""Measures how long routing decisions take, in microseconds: `python bench/bench_policies.py`
 
-Each figure is the lowest of several rounds' medians. The first table shows the parts of a routing
-decision. The second shows the ledger, which keeps the capacity reserved at each endpoint. The third
-shows only the choice of an endpoint, for every registered policy.
+It prints three tables:
 
-Prompts have 4 bytes per token and start with a system prompt that every endpoint has cached. A
-"known" prompt is the next turn of a conversation that one endpoint has cached. A "new" prompt is
-unknown after the system prompt.
+1. the parts of a routing decision
+2. bookkeeping: reserving capacity at an endpoint for a request, and releasing it
+3. the choice of an endpoint alone, for every registered policy
+
+Each time is the lowest median of several rounds. Prompts have 4 bytes per token and begin with a
+system prompt that every endpoint has cached. A "known" prompt continues a conversation that one
+endpoint has cached. A "new" prompt is unknown after the system prompt.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ PROMPTS, ROUNDS = 100, 5
 def median_us(action: Callable[[int], object], texts: Sequence[bytes] = (b"",) * PROMPTS) -> float:
     """Return the median duration of action(0), action(1), ... in microseconds.
 
-    Each text is read once before its measurement, because in a gateway the parser has already
-    brought the prompt into the processor's caches.
+    Each text is read once before its measurement. It is then in the processor's caches, as in a
+    gateway, where the parser has just read it.
     """
     spent = []
     for number, text in enumerate(texts):
@@ -50,9 +52,7 @@ def median_us(action: Callable[[int], object], texts: Sequence[bytes] = (b"",) *
 
 
 class Bench:
-    """Measures how long the parts of a routing decision take, for one prompt length and fleet
-    size.
-    """
+    """Measures the parts of a routing decision, for one prompt length and number of endpoints."""
 
     def __init__(self, tokens: int, endpoints: int) -> None:
         self.tokens, self.rng = tokens, Random(1)
@@ -162,9 +162,9 @@ def decide(
 
 
 class LedgerBench:
-    """Measures the cost of reserving capacity per request (ledger), and of predicting TTFTs.
+    """Measures how long it takes to reserve capacity for a request, and to predict its latency.
 
-    About 0.1 us of each figure is the cost of reading the clock.
+    About 0.1 us of each time is the cost of reading the clock.
     """
 
     BATCH = 20
@@ -173,7 +173,7 @@ class LedgerBench:
         """Prepare an endpoint that receives a request every `gap_s` seconds.
 
         prompt_tokens  length of each prompt
-        believed       whether the endpoint's speed has been learned
+        believed       whether the gateway has already learned how fast the endpoint is
         """
         self.load = EndpointLoad(0)
         self.load.kv_tokens = 600_000
@@ -209,8 +209,8 @@ class LedgerBench:
     def measure_round(self) -> list[float]:
         """Measure one round, and return the microseconds of each kind of call.
 
-        The calls are `reserve`, `first_token`, `finished`, and the prediction of all TTFTs, in this
-        order.
+        The order is: `reserve`, `first_token`, `finished`, and the prediction of the time to first
+        token at all endpoints.
         """
         spent: list[list[float]] = [[], [], []]
         for _ in range(PROMPTS):

@@ -1,6 +1,6 @@
-"""Measures what traces cost a request: disabled, sampled, and recorded completely.
+"""Measures the cost of tracing per request: switched off, sampled, and with every request traced.
 
-Run: python bench/bench_traces.py
+python bench/bench_traces.py
 """
 
 from __future__ import annotations

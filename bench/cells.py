@@ -1,7 +1,8 @@
-"""The measurements of `make bench`. A cell is one kind of traffic, measured on several systems.
+"""The measurements of `make bench`, which compares gateways under several kinds of traffic.
 
-CPU cells read the processor time of a gateway's processes before and after a period, and divide the
-difference by the requests or events delivered in it.
+Each kind of traffic is called a cell and is measured with every gateway. CPU time is read before
+and after the measured period. The difference is divided by the number of requests or stream events
+in the period.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a measurement takes.
+    """How long one measurement takes, in milliseconds.
 
-    window_ms  milliseconds that are measured
-    warmup_ms  milliseconds of warm-up before
+    window_ms  duration of the measured period
+    warmup_ms  duration of the load before it, which is not measured
     """
 
     window_ms: int = 2500
@@ -58,12 +59,12 @@ Measure = Callable[[Running, Pace, Path], Numbers]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the benchmark's result table: a measured quantity and its goals.
+    """One row of the result table: a measured quantity and its goals.
 
-    metric  key of the quantity in a measurement's results
-    goals   by system: the maximum ratio of our value to that system's value
+    metric  name of the quantity in the results of a measurement, such as "cpu"
+    goals   by name of another gateway: the maximum of (our value) / (its value)
     added   whether goals limit the difference of the two values instead of the ratio
-    limit   the maximum of Penstock's own value; None: no limit
+    limit   the maximum of our own value; None: no limit
     """
 
     name: str
@@ -76,13 +77,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """One kind of traffic, the routing policy that each system uses for it, and its result rows.
+    """One kind of traffic, with the measurement for it.
 
-    policies  routing policy by system
-    measure   function that measures one running system
-    rows      the rows of the result table
-    fresh     whether each measurement starts a new process. A process that has served streams does
-              not return all of their memory
+    policies  routing policy by gateway
+    measure   function that measures one running gateway
+    rows      rows of the result table
+    fresh     whether each measurement starts a new process, because a process that has served
+              streams does not return all of their memory
     """
 
     policies: dict[str, str]
@@ -106,7 +107,7 @@ DEFAULTS = {
 
 
 def chat_body(content: str, stream: bool) -> bytes:
-    """Build the JSON body of a chat completion request, as an SDK sends it."""
+    """Return the JSON body of a chat completion request, formatted as an SDK sends it."""
     body: dict[str, Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": content}],
@@ -118,12 +119,13 @@ def chat_body(content: str, stream: bool) -> bytes:
 
 
 def paced(chunks: int, every_us: int, first_us: int, burst: int = 1, join: int = 0) -> bytes:
-    """Return the body of a streaming request whose prompt sets when the test backend sends chunks.
+    """Return the body of a streaming request whose prompt tells the test engine when to send
+    chunks.
 
     chunks    number of chunks
     every_us  microseconds between two bursts
     first_us  microseconds before the first burst
-    burst     number of chunks sent at a time
+    burst     number of chunks that are sent at a time
     join      1: all chunks of a burst in one write; 0: one write for each chunk
     """
     note = (
@@ -133,11 +135,11 @@ def paced(chunks: int, every_us: int, first_us: int, burst: int = 1, join: int =
 
 
 def prompt_tree(tokens: int, rng: random.Random) -> list[bytes]:
-    """Build sixteen prompts of `tokens` tokens whose shared prefixes form a tree.
+    """Return sixteen prompts of `tokens` tokens whose beginnings are shared.
 
-    Four prefixes of half the length have four branches each, which are shared up to nine tenths of
-    the length. The load generator then appends the request's number, so that no two requests are
-    equal.
+    There are four different beginnings of half the length. Each has four continuations, which make
+    up nine tenths of the length. The load generator appends a number to each request, so that no
+    two requests are equal.
     """
     size = tokens * BYTES_PER_TOKEN
     trunks = [_text(size // 2, rng) for _ in range(4)]
@@ -166,9 +168,9 @@ def _text(size: int, rng: random.Random) -> str:
 
 
 def write_bodies(path: Path, bodies: list[bytes]) -> Path:
-    """Write request bodies to a file in the load generator's format; return the file's path.
+    """Write request bodies to a file for the load generator, and return the file's path.
 
-    Each body is preceded by its length as u32.
+    In the file, the length of each body precedes it as an unsigned 32-bit integer.
     """
     path.write_bytes(b"".join(struct.pack("<I", len(body)) + body for body in bodies))
     return path
@@ -199,7 +201,7 @@ def drive(running: Running, pace: Pace, bodies: Path, **options: object) -> dict
     errors = {kind: n for kind, n in report["errors"].items() if n}
     if errors:
         raise NotMeasurable(
-            f"the measurement has failed requests: {errors} (last bad status "
+            f"the measurement has failed requests: {errors} (the last HTTP status was "
             f"{report['bad_status']})"
         )
     report["others"] = max(others_s, 0.0) / (time.monotonic() - started_s)
@@ -207,7 +209,10 @@ def drive(running: Running, pace: Pace, bodies: Path, **options: object) -> dict
 
 
 def cpu_per_request(running: Running, pace: Pace, work: Path) -> Numbers:
-    """Measure the gateway's CPU time in µs per small request, with 32 closed-loop connections."""
+    """Measure the gateway's CPU time per small request, in microseconds.
+
+    32 connections each send a new request when the previous one has been answered.
+    """
     bodies = write_bodies(
         work / "small", [chat_body("How does a water wheel work? ################", stream=False)]
     )
@@ -216,11 +221,11 @@ def cpu_per_request(running: Running, pace: Pace, work: Path) -> Numbers:
 
 
 def streams(count: int, body: bytes, events: int) -> Measure:
-    """Return a function that measures the gateway's CPU time in µs per event of open streams.
+    """Return a function that measures the gateway's CPU time per stream event, in microseconds.
 
     count   number of concurrent streams
-    body    body of their requests
-    events  number of events of each stream
+    body    body of the requests
+    events  number of events in each stream
     """
 
     def measure(running: Running, pace: Pace, work: Path) -> Numbers:
@@ -240,9 +245,9 @@ def streams(count: int, body: bytes, events: int) -> Measure:
 
 
 def long_prompts(tokens: int) -> Measure:
-    """Return a function that measures the gateway's CPU time in µs per request with long prompts.
+    """Return a function that measures the gateway's CPU time per long prompt, in microseconds.
 
-    `prompt_tree()` builds the prompts of `tokens` tokens.
+    The prompts are built by `prompt_tree()` and have `tokens` tokens.
     """
 
     def measure(running: Running, pace: Pace, work: Path) -> Numbers:
@@ -260,10 +265,12 @@ SHORT_EVENTS = 8 + 4  # role, eight tokens, finish, usage, [DONE]
 
 
 def ttft_ms(rate: float) -> Measure:
-    """Return a function that measures the time to first token (TTFT) in ms of short streams.
+    """Return a function that measures the time to first token of short streams, in milliseconds.
 
-    `rate` is in streams per second. Connections are reused. TTFT counts from the scheduled send
-    time, so that a late send adds to it.
+    rate  number of streams started per second
+
+    The time is counted from the moment at which a request should have been sent, so that a late
+    send increases it.
     """
 
     def measure(running: Running, pace: Pace, work: Path) -> Numbers:
@@ -277,7 +284,7 @@ def ttft_ms(rate: float) -> Measure:
 
 
 def find_half_load_rate(running: Running, work: Path) -> float:
-    """Find how many short streams per second occupy half of the gateway's CPU core."""
+    """Return the number of short streams per second that use half of the gateway's CPU core."""
     bodies = write_bodies(work / "short", [paced(*SHORT_STREAM)])
     rate = 500.0
     # The cost of a stream falls as more arrive at once, so measure again near the result.
@@ -289,9 +296,9 @@ def find_half_load_rate(running: Running, work: Path) -> float:
 
 
 def rss_per_stream_kib(running: Running, pace: Pace, work: Path, count: int = 2000) -> Numbers:
-    """Measure the resident memory in KiB that each open stream adds to a warm gateway.
+    """Measure how much resident memory each open stream adds to the gateway, in KiB.
 
-    `count` is the number of streams.
+    count  number of streams that are open at the same time
     """
     warm = write_bodies(work / "warm", [paced(4, 1000, 1000)])
     drive(running, Pace(1000, 100), warm, mode="closed", connections=8)
@@ -322,16 +329,16 @@ def rss_per_stream_kib(running: Running, pace: Pace, work: Path, count: int = 20
         report = json.loads(load.communicate(timeout=30)[0])
     if any(report["errors"].values()) or report["events"] < count:
         raise NotMeasurable(
-            f"the {count} streams did not all stay open: {report['errors']} failed, and "
+            f"not all of the {count} streams stayed open: {report['errors']} failed; "
             f"{report['events']} events arrived"
         )
     return {"rss": (during - before) / count / 1024}
 
 
 def all_cells(rate: float) -> list[Cell]:
-    """Return all cells (kinds of traffic) of the benchmark.
+    """Return all kinds of traffic (cells) of the benchmark.
 
-    `rate` is the rate of the half-load cells, in streams per second.
+    rate  streams per second in the cells that use half of the gateway's core
     """
     with_direct = {**ROUND_ROBIN, "direct": "none"}
     low, high = (

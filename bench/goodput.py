@@ -1,11 +1,13 @@
-"""Measure the goodput of every policy in simulated time: `make goodput`.
+"""`make goodput`: measures the goodput of every routing policy, in simulated time.
 
     python bench/goodput.py --data TRACES [--quick] [--jobs 2]
 
-A cell is one policy on one workload. Its result is a line of JSON in build/goodput/. Cells with a
-result there are not measured again, so that an interrupted run can continue. A change of the
-policies or the simulator invalidates results, unless --any-code is given. docs/goodput.md shows the
-tables.
+Goodput is the number of requests per second that meet their latency budgets. A cell is one policy
+on one workload. Its result is a line of JSON in build/goodput/.
+
+An interrupted run can continue, because cells with a result there are not measured again. Results
+are invalid once the code of the policies or the simulator changes, unless --any-code is given.
+docs/goodput.md shows the tables.
 """
 
 from __future__ import annotations
@@ -48,9 +50,7 @@ DECODERS = ("F5:6p2d@50", "F5:4p4d@50")
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line of the file of goodput results: the digest of the measured code, and the
-    measurement.
-    """
+    """One line of the results file: a measurement, and a hash of the code that was measured."""
 
     code: str
     reading: Measurement
@@ -59,9 +59,10 @@ class Line(msgspec.Struct, frozen=True):
 def capacity_cells(
     workloads: Iterable[str], policies: Iterable[str], seeds: Iterable[int], quick: bool
 ) -> Iterator[Cell]:
-    """Yield the cells that find the capacity at 90 % and 99 % attainment.
+    """Yield the measurements (cells) of capacity at 90% and 99% attainment.
 
-    Attainment is the share of requests within their latency budgets.
+    Attainment is the share of requests that meet their latency budgets. Capacity is the highest
+    load that reaches it.
     """
     for seed in seeds:
         for workload in workloads:
@@ -78,7 +79,10 @@ def capacity_cells(
 
 
 def agent_cells(policies: Iterable[str], seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells of agent sessions by number of users, with and without admission control."""
+    """Yield the measurements (cells) of agent sessions, by number of users.
+
+    Each number is measured with and without admission control.
+    """
     for seed in seeds:
         for policy in policies:
             for users in USERS[1:] if quick else USERS:
@@ -94,11 +98,12 @@ def agent_cells(policies: Iterable[str], seeds: Iterable[int], quick: bool) -> I
 def overload_cells(
     measurements: Iterable[Measurement], workloads: Iterable[str], seeds: Iterable[int], quick: bool
 ) -> Iterator[Cell]:
-    """Yield the cells of the policy `priced` at 1, 2 and 3 times its capacity.
+    """Yield the measurements (cells) of overload: the policy `priced` at 1, 2 and 3 times its
+    capacity.
 
-    Each load is measured with each admission rule. `measurements` must include the capacities.
-    Trace slices always have their full length, because a third of a slice ends before the queues
-    are full.
+    Each load is measured with each admission rule. `measurements` must contain the capacities,
+    which are measured first. The full slices of traces are used, because shorter ones end before
+    the queues are full.
     """
     known = {
         (item.cell.workload, item.cell.seed): item.capacities["0.9"]
@@ -118,9 +123,9 @@ def overload_cells(
 
 
 def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells that find Penstock's capacity when its information is bad.
+    """Yield the measurements (cells) of Penstock's capacity with bad information.
 
-    Either engine metrics are outdated, or cache events are lost.
+    Either the metrics of engines are outdated, or messages about their caches are lost.
     """
     for seed in seeds:
         for workload in ("conversation", "b2b"):
@@ -137,9 +142,9 @@ def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 
 
 def tenant_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells that measure a tenant beside another one.
+    """Yield the measurements (cells) of how well a tenant is served beside another tenant.
 
-    The other tenant has the same load, or ten times as much.
+    The other tenant sends the same load, or ten times as much.
     """
     for seed in seeds:
         for policy, admission in (
@@ -157,9 +162,10 @@ def tenant_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 
 
 def split_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the cells that find the capacity at several TPOT budgets.
+    """Yield the measurements (cells) of capacity at several limits on the time per output token.
 
-    Each is measured with requests split into prefill and decode, and without.
+    Each limit is measured with and without splitting requests into prefill and decode on different
+    engines.
     """
     rivals = [("F1", "priced"), ("F1", "llmd_blend"), ("F1:pairs", "priced")]
     rivals += [(fleet, "prefix_aware") for fleet in DECODERS]
@@ -239,7 +245,7 @@ def describe(reading: Measurement) -> str:
 
 
 def handwritten_part(path: Path) -> str:
-    """Return the handwritten part of docs/goodput.md, which follows the generated tables."""
+    """Return the handwritten part of docs/goodput.md, which comes after the generated tables."""
     text = path.read_text() if path.exists() else ""
     _, heading, remainder = text.partition(HANDWRITTEN)
     return heading + remainder
@@ -282,22 +288,22 @@ def _add_cell_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tables",
         default="capacity,agents,overload,split,trouble,tenants",
-        help="tables to measure, comma-separated (default: %(default)s)",
+        help="names of the tables to measure, separated by commas (default: %(default)s)",
     )
     parser.add_argument(
         "--gated",
         default="priced,llmd_blend,llmd_predictor",
-        help="policies to measure for the agents table, comma-separated",
+        help="policies to measure for the table `agents`, separated by commas",
     )
     parser.add_argument(
         "--workloads",
         default="conversation,b2b,azure,mix",
-        help="workloads of the capacity table, comma-separated (default: %(default)s)",
+        help="workloads of the table `capacity`, separated by commas (default: %(default)s)",
     )
     parser.add_argument(
         "--policies",
         default=",".join(policy_registry.names()),
-        help="policies to measure, comma-separated (default: all)",
+        help="policies to measure, separated by commas (default: all)",
     )
 
 

@@ -1,8 +1,10 @@
-"""The workloads and cells of the goodput benchmark. A cell is one policy on one workload.
+"""The workloads of the goodput benchmark, and its cells. A cell is one policy on one workload.
 
-A cell holds all its parameters, so that any process can measure it. bench/goodput.py runs the
-cells, bench/goodput_table.py prints the results. The slices of recorded traffic differ from those
-that the policy's weights were tuned on (docs/goodput.md).
+A cell contains all of its parameters, so that it can be measured in any process. bench/goodput.py
+runs the cells, and bench/goodput_table.py prints the results.
+
+The slices of recorded traffic are not those on which the policy's weights were tuned (see
+docs/goodput.md).
 """
 
 from __future__ import annotations
@@ -63,15 +65,14 @@ TENANT_RATE = 0.8
 class Cell(msgspec.Struct, frozen=True):
     """One measurement of the goodput benchmark: a policy, a workload, a load and their parameters.
 
-    kind     capacity: find the loads at which attainment crosses the targets; point: measure one
-             load
-    load     a request rate or a number of users; with `targets`, the first load to try
-    targets  shares of requests that must meet their latency budgets; those above RELATIVE are
-             relative to an idle fleet
-    tpot_s   TPOT budget in seconds, instead of that of the service class
-    trouble  stale: metrics are read every 5 s and are 5 s old; lost: a third of the cache events is
-             lost
-    quick    whether to use a third of the trace slice
+    kind     "capacity" to find the highest load for each target, or "point" to measure one load
+    load     requests per second or number of users; for a capacity, the first load to try
+    targets  shares of requests that must meet their latency budgets, such as 0.9; targets above
+             RELATIVE are relative to a fleet without load
+    tpot_s   limit on the time per output token in seconds, instead of the service class's limit
+    trouble  "stale": metrics are read every 5 s and are 5 s old; "lost": a third of the messages
+             about caches is lost; "": neither
+    quick    whether to use only a third of the trace slice
     """
 
     kind: str
@@ -91,8 +92,10 @@ class Cell(msgspec.Struct, frozen=True):
 class Measurement(msgspec.Struct, frozen=True):
     """The result of one cell (one policy on one workload).
 
-    capacities  highest load that attained each target; the targets are keys as text
-    figures     results at the highest load that attained the lowest target
+    capacities  by target as text, such as "0.9": the highest load that met the target
+    figures     results at the highest load that met the lowest target
+    runs        number of simulations
+    wall_s      seconds that the measurement took
     """
 
     cell: Cell
@@ -107,7 +110,7 @@ class TraceFolder(msgspec.Struct, frozen=True):
 
 
 def measure(cell: Cell, traces: TraceFolder) -> Measurement:
-    """Measure a cell and return its result, which is deterministic except for wall times."""
+    """Measure a cell and return its result. Equal cells give equal results, except `wall_s`."""
     started, by_load = perf_counter(), dict[float, ReplayFigures]()
 
     def attainment(load: float) -> float:
@@ -138,13 +141,10 @@ def simulate(cell: Cell, load: float, traces: TraceFolder) -> ReplayFigures:
 def run_replay(
     cell: Cell, load: float, traces: TraceFolder
 ) -> tuple[ReplayRun, float, float | None]:
-    """Replay a cell's traffic once at this load.
+    """Simulate a cell's traffic once at this load.
 
-    Returns three values:
-
-    1. the run
-    2. the start, in seconds, of the period whose requests count
-    3. the end of that period; None: the end of the run
+    Returns the run, and the period whose requests count, as (run, start, end). Times are in
+    seconds; an end of None is the end of the run.
     """
     requests, span_s, horizon_s = build_traffic(cell, load, traces)
     standard = AGENT if cell.workload == "agents" else STANDARD
@@ -165,10 +165,10 @@ def run_replay(
 
 
 def build_fleet(name: str) -> FleetSpec:
-    """Build the simulated fleet that has this name.
+    """Return the simulated fleet with this name.
 
-    With the suffix `:pairs`, any two engines may split a request, one as prefill and one as decode
-    engine.
+    With the suffix `:pairs`, a request can be split between any two engines: one computes the
+    prompt, the other one generates the answer.
     """
     plain, _, _ = name.partition(":pairs")
     return (
@@ -181,10 +181,10 @@ def build_fleet(name: str) -> FleetSpec:
 def build_traffic(
     cell: Cell, load: float, traces: TraceFolder
 ) -> tuple[Traffic, float, float | None]:
-    """Build the traffic of one benchmark measurement at this load.
+    """Return the traffic of one measurement at this load, as (traffic, duration in seconds, end).
 
-    Returns the traffic, its duration in seconds, and the time at which a closed loop ends (None for
-    an open loop).
+    The end is the time at which users stop sending (closed loop), or None if arrivals are fixed
+    (open loop).
     """
     share = 1 / 3 if cell.quick else 1.0
     if cell.workload == "agents":
@@ -233,14 +233,12 @@ SLICES = {
 def recorded_slice(
     name: str, folder: str, seed: int, share: float
 ) -> tuple[list[TraceRequest], float]:
-    """Return a slice of a recorded trace, and its length in seconds.
+    """Return the requests of a slice of a recorded trace, and the slice's length in seconds.
 
     name    name of the trace
     folder  folder of the traces
-    seed    number that decides how arrival times are shifted
-    share   length of the slice, relative to a full one
-
-    Arrival times are shifted by up to half the resolution of the recorded timestamps.
+    seed    random seed; it moves arrivals by up to half the resolution of recorded times
+    share   length of the slice, as a fraction of the full one
     """
     file, from_s, to_s, grid_s = SLICES[name]
     to_s = from_s + (to_s - from_s) * share
@@ -256,9 +254,9 @@ def recorded_slice(
 
 
 def mix(folder: str, seed: int, share: float) -> list[TraceRequest]:
-    """Return a mix of three recorded traces: conversation, B2B and Azure's chat.
+    """Return a mix of three recorded traces: conversations, business requests and Azure's chat.
 
-    Its requests come from two tenants and have three service classes.
+    The requests come from two tenants and have three service classes.
     """
     chat, _ = recorded_slice("azure", folder, seed, share)
     conversation, _ = recorded_slice("conversation", folder, seed, 0.75 * share)

@@ -1,6 +1,7 @@
-"""Formats the tables of docs/goodput.md: means over seeds, their spread, and ratios.
+"""Formats the tables of docs/goodput.md: means over random seeds, their spread, and ratios.
 
-Ratios are to the best published routing rule. bench/goodput_cells.py measures.
+Ratios compare with the best routing rule known from publications. bench/goodput_cells.py does the
+measurements.
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ RELATIVE_NOTES = {
 def capacities(measurements: Sequence[Measurement], target: str) -> list[str]:
     """Return the table of capacities by policy and workload, as Markdown lines.
 
-    A capacity is in good requests per second at the attainment `target`. Ratios are to the best
-    published rule with the same seed.
+    A capacity is the highest rate of good requests per second at which the share `target` of all
+    requests meets its latency budgets. Ratios compare with the best published routing rule on the
+    same seed.
     """
     met = [
         item for item in measurements if target in item.capacities and item.cell.table == "capacity"
@@ -137,26 +139,25 @@ def _capacities_and_ratios(
 
 
 def format_geomean(row: dict[str, list[float]], names: Sequence[str]) -> str:
-    """Return the geometric mean of a row of the table as text.
+    """Return the geometric mean over the workloads of a row, as text.
 
-    If some workloads were not measured, the text includes the number of those that were.
+    If some workloads were not measured, the text has the number of those that were.
     """
     mean = f"{geomean(row):.3f}"
     return mean if len(row) == len(names) else f"{mean} ({len(row)} of {len(names)})"
 
 
 def geomean(row: dict[str, list[float]]) -> float:
-    """Return the geometric mean of a row: over workloads, of the mean ratio of all seeds.
+    """Return the geometric mean over the workloads of a row.
 
-    It is about 0 if a capacity is 0.
+    The value of a workload is the mean ratio of all seeds. The result is almost 0 if a capacity is
+    0.
     """
     return exp(fmean(log(max(fmean(ratios), 1e-6)) for ratios in row.values())) if row else 0.0
 
 
 def agents(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of good requests per second by number of users of coding agents, as lines of
-    Markdown.
-    """
+    """Return the table for coding agents as Markdown lines: good requests per second by users."""
     values_of = grouped(
         measurements,
         "agents",
@@ -181,9 +182,9 @@ def agents(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def overload(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the tables of token goodput by admission rule, as Markdown lines.
+    """Return the tables of admission rules under overload, as Markdown lines.
 
-    Values are relative to those of the best rule at capacity.
+    The values are tokens of good requests per second, relative to the best rule at capacity.
     """
     base: dict[tuple[str, int], float] = defaultdict(float)
     for item in measurements:
@@ -230,8 +231,8 @@ def _overload_cells(group: Sequence[Measurement]) -> list[str]:
 
 
 def trouble(measurements: Sequence[Measurement]) -> list[str]:
-    """Return a table as Markdown lines: Penstock's capacity when metrics are outdated or cache
-    events lost.
+    """Return the table of Penstock's capacity with outdated metrics or lost messages, as
+    Markdown.
     """
     values_of = grouped(
         measurements,
@@ -257,10 +258,10 @@ def trouble(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def tenants(measurements: Sequence[Measurement]) -> list[str]:
-    """Return a Markdown table that shows how well a tenant is served beside a greedier one.
+    """Return the table of how well a tenant is served beside a greedier one, as Markdown lines.
 
-    Each row has one policy, one admission policy, and one load of the other tenant, as a multiple
-    of the first tenant's load.
+    Each row has one routing policy, one admission rule, and one load of the greedier tenant, as a
+    multiple of the first tenant's load.
     """
     rows = []
     groups: dict[tuple[str, str, float], list[Measurement]] = defaultdict(list)
@@ -318,7 +319,7 @@ def errors(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def split(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of capacity by TPOT budget, as Markdown lines.
+    """Return the table of capacity by limit on the time per output token, as Markdown lines.
 
     It compares fleets that split requests into prefill and decode with fleets that do not.
     """

@@ -1,18 +1,19 @@
-"""Measures how much requests with large images slow text requests that the gateway serves.
+"""`make images`: measures how much requests with large images slow text requests at the gateway.
 
-    make images
     python -m bench.images --rounds 5 --seconds 25
 
-Text requests are sent at random times through a gateway to four mock engines, each a process of its
-own. Rounds of three kinds alternate:
+Text requests are sent at random times through a gateway to four mock engines. Three kinds of rounds
+alternate:
 
-- "text only": nothing else is sent;
-- "beside text": another process sends chats of as many tokens as an image takes;
-- "beside images": it sends chats with an image of 3 MB, at the same times.
+text only       no other requests are sent
+beside text     a second process sends long text requests, with as many tokens as an image has
+beside images   the second process sends images of 3 MB instead, at the same times
 
-Each user of an image asks a second question about it. The mock engines count 900 tokens per image.
-It prints the time to first token (TTFT) of text requests, that of images on an idle gateway, and
-how many second questions found the image cached: the policy sends some elsewhere to balance load.
+Each image is followed by a second question about it. The mock engines count 900 tokens per image.
+
+It prints the time to first token of text requests and, on an idle gateway, of image requests. It
+also prints how many second questions found the image cached. Some do not, because the routing
+policy sends them to another engine to balance the load.
 """
 
 from __future__ import annotations
@@ -55,14 +56,16 @@ pools: {{main: {{policy: prefix_aware, endpoints: [{endpoints}]}}}}
 
 
 class Answer(NamedTuple):
-    """The TTFT of one answer in seconds, and the cached tokens of its prompt."""
+    """One answer: its time to first token in seconds, and the number of cached tokens of its
+    prompt.
+    """
 
     ttft_s: float
     cached: int
 
 
 class Others(NamedTuple):
-    """The answers to first and second questions of the other process."""
+    """The answers that the second process got to its first and second questions."""
 
     first: list[Answer]
     second: list[Answer]
@@ -95,7 +98,7 @@ def image_part(seed: str) -> dict[str, Any]:
 
 
 async def ask(http: aiohttp.ClientSession, url: str, data: bytes) -> Answer:
-    """Send a chat request and read its stream; raise an AssertionError if it is refused."""
+    """Send a chat request and read its stream. Raises AssertionError if it is refused."""
     sent, first, usage = time.monotonic(), 0.0, {}
     headers = {"content-type": "application/json"}
     async with http.post(f"{url}/v1/chat/completions", data=data, headers=headers) as answer:
@@ -118,7 +121,7 @@ def times_of(rate: float, seconds: float, seed: str) -> list[float]:
 
 
 async def send_texts(url: str, options: argparse.Namespace, kind: str, seed: str) -> list[float]:
-    """Send text requests for one round, and return their TTFTs in seconds."""
+    """Send text requests for one round, and return their times to first token in seconds."""
     times = times_of(options.rate, options.seconds, seed)
     bodies = [body([text_part(text_of(TEXT_TOKENS, f"{kind} {seed} {at}"))]) for at in times]
     connector = aiohttp.TCPConnector(limit=0)
@@ -131,9 +134,10 @@ async def send_texts(url: str, options: argparse.Namespace, kind: str, seed: str
 
 
 async def send_others(url: str, options: argparse.Namespace, kind: str, seed: str) -> Others:
-    """Send pairs of questions about an image, or about a text as long, for one round.
+    """Send pairs of questions about an image, or about an equally long text, for one round.
 
-    A line on stdout says when all bodies are made; a line on stdin starts the round.
+    This is the second process. It prints a line when all bodies are prepared, and starts when it
+    reads a line from stdin.
     """
     times = times_of(options.images, options.seconds - SECOND_AFTER_S, f"others {seed}")
     pairs = []
@@ -165,8 +169,8 @@ async def send_others(url: str, options: argparse.Namespace, kind: str, seed: st
 def run_round(
     url: str, options: argparse.Namespace, kind: str, seed: str
 ) -> tuple[list[float], Others]:
-    """Run one round of a kind; return the TTFTs of its text requests in seconds, and the answers
-    of the other process.
+    """Run one round. Returns the times to first token of text requests in seconds, and the answers
+    of the second process.
     """
     if kind == KINDS[0]:
         return asyncio.run(send_texts(url, options, kind, seed)), Others([], [])
@@ -208,7 +212,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def report(ttfts_s: dict[str, list[list[float]]], others: dict[str, Others]) -> bool:
-    """Print the results of all rounds; return whether they are within the bounds."""
+    """Print the results of all rounds, and return whether they are within their limits."""
     print("| round kind | requests | TTFT p50 | p99, median of rounds | p99, all rounds |")
     print("|---|---|---|---|---|")
     for kind, rounds in ttfts_s.items():
@@ -246,7 +250,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--images", type=float, default=1.0, help="image users per second")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first round")
     parser.add_argument(
-        "--send", nargs=3, metavar=("URL", "KIND", "SEED"), help="act as the other process"
+        "--send",
+        nargs=3,
+        metavar=("URL", "KIND", "SEED"),
+        help="run as the second process, which sends images (for internal use)",
     )
     return parser.parse_args()
 

@@ -1,13 +1,17 @@
-"""Count the processor's instructions per request; other load on the machine hardly changes them.
+"""Counts the processor instructions that the gateway executes per request.
 
     python bench/instructions.py                                   # this tree, plain requests
-    python bench/instructions.py --base main~20 --kinds plain      # beside an older revision
-    python bench/instructions.py --functions parse_call pick       # what these functions take
+    python bench/instructions.py --base main~20 --kinds plain      # compared with a revision
+    python bench/instructions.py --functions parse_call pick       # of these functions only
 
-Needs valgrind and gcc (Debian: `apt install valgrind gcc`). A gateway runs in callgrind as in
-bench/opcodes.py, whose bytecode counts hide what C code costs. Only the instructions of user space
-within a request's callbacks count: no system calls, no health checks. A second run with more
-requests gives the difference, so that start-up and warming caches do not count.
+Unlike times, the counts hardly depend on how busy the machine is. Unlike bench/opcodes.py, which
+counts Python instructions, they include C code.
+
+The gateway runs in callgrind. Only user-space instructions of a request's callbacks are counted,
+without system calls and health checks. The count is the difference between two runs with different
+numbers of requests, so that the start is left out.
+
+It needs valgrind and gcc (Debian: `apt install valgrind gcc`).
 """
 
 from __future__ import annotations
@@ -38,9 +42,9 @@ void toggle(void) { CALLGRIND_TOGGLE_COLLECT; }
 
 
 def main() -> None:
-    """Count processor instructions; print a line for each kind of request and each source tree.
+    """Print the processor instructions for each kind of request and each source tree.
 
-    The counts are per request, or with --functions per request and function.
+    They are counted per request, or with --functions per request and function.
     """
     options = _options()
     build_tools()
@@ -62,16 +66,18 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--base", help="git revision to compare with; its counts and the ratio are printed"
+        "--base", help="git revision to compare with; prints its counts and the ratio"
     )
     parser.add_argument(
         "--kinds",
         nargs="+",
         default=["plain"],
-        help="kinds of requests to count, as in bench/opcodes.py",
+        help="kinds of requests to count, with the names of bench/opcodes.py",
     )
     parser.add_argument(
-        "--functions", nargs="+", help="count only these functions of the gateway, given by name"
+        "--functions",
+        nargs="+",
+        help="count only these functions or methods of the gateway, such as Relay.feed",
     )
     return parser.parse_args()
 

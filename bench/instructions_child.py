@@ -1,10 +1,9 @@
-"""Runs the gateway that bench/instructions.py measures in callgrind; it serves one request at a
-time.
+"""Runs a gateway in callgrind that serves one request at a time, for bench/instructions.py.
 
     instructions_child.py TREE KIND FUNCTION REQUESTS PORT ENGINE_URL...
 
-The code is that of TREE, which may be an older revision with other names. FUNCTION is the name of
-the function or method to count; "" counts the callbacks of a request.
+TREE is the folder of the gateway's sources, possibly those of an older revision. FUNCTION is the
+function or method to count, or "" for all callbacks of a request.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ running: list[str] = []
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function wrapped so that the processor instructions that it executes are counted.
+    """Return a wrapper of the function that counts the processor instructions which it executes.
 
-    If it calls itself, they are counted once.
+    Recursive calls are counted only once.
     """
 
     @functools.wraps(function)
@@ -54,10 +53,11 @@ def counted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def owners(name: str) -> list[tuple[Any, str]]:
-    """Return the classes and modules of the gateway that define a function or method.
+    """Return the places in the gateway that define a function or method, as (owner, attribute).
 
-    `name` is the function's name, possibly with that of its class, as in Relay.feed. Each result is
-    followed by the last part of the name.
+    name   name of the function, such as `parse_call` or `Relay.feed`
+
+    The owner is a class or a module.
     """
     class_name, _, last = name.rpartition(".")
     modules = [
@@ -76,7 +76,7 @@ def owners(name: str) -> list[tuple[Any, str]]:
 def count_functions(names: list[str]) -> None:
     """Replace the named functions by wrappers that count their processor instructions.
 
-    Raises SystemExit for an unknown name.
+    Raises SystemExit if a name does not exist.
     """
     for name in names:
         found = owners(name)
@@ -87,9 +87,7 @@ def count_functions(names: list[str]) -> None:
 
 
 def write_config(policy: str, folder: Path) -> Path:
-    """Write a gateway configuration that all revisions of Penstock can read, and return its
-    path.
-    """
+    """Write a configuration that all revisions of the gateway can read, and return its path."""
     endpoints = "".join(f"      - {{url: {url}, max_concurrency: 8192}}\n" for url in URLS)
     path = folder / "gateway.yaml"
     path.write_text(

@@ -14,20 +14,20 @@ _STUDENT_T = (
 
 
 def student_t(freedom: int) -> float:
-    """Return the quantile of Student's t for a two-sided 95 % interval.
+    """Return the 97.5% quantile of Student's t distribution, for two-sided 95% intervals.
 
-    freedom  degrees of freedom, from 1; above 15 the quantile for 15 is returned, which makes
-             intervals up to 9 % too wide
+    freedom  degrees of freedom, at least 1. Above 15, the value for 15 is returned, which makes
+             intervals up to 9% too wide
     """
     return _STUDENT_T[min(freedom, len(_STUDENT_T)) - 1]
 
 
 def median_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Return (low, median, high): the median and its exact 95 % confidence interval.
+    """Return (low, median, high): the median of the values and its 95% confidence interval.
 
-    By order statistics, the interval [x(k), x(n+1-k)] covers the median with probability 1 - 2
-    P(Binomial(n, 1/2) < k). With fewer than six values the whole range is returned, which then
-    covers less than 95 %.
+    The interval consists of order statistics and assumes no distribution: [x(k), x(n+1-k)] contains
+    the true median with probability 1 - 2 P(Binomial(n, 1/2) < k). For fewer than six values it is
+    the whole range, which contains the median with a probability below 95%.
     """
     ordered = sorted(ratios)
     count = len(ordered)

@@ -1,9 +1,13 @@
-"""Measures how exact the gateway's index of cached blocks is while engines and messages fail:
-`python -m bench.kv_events --seconds 120`.
+"""Measures how well the gateway knows the caches of engines while engines and messages fail.
 
-Messages are lost, late, doubled or out of order, and engines restart. A gateway and mock groups run
-in this process, over real ZeroMQ and HTTP. The truth is what the mocks' block pools have, read at
-moments without traffic. Prints one JSON object per such moment and a summary.
+    python -m bench.kv_events --seconds 120
+
+Engines report cached blocks to the gateway as KV events, over ZeroMQ. Here messages are lost,
+delayed, repeated or reordered, and engines restart. The gateway and the mock engines run in this
+process.
+
+During pauses in the traffic, the gateway's index of cached blocks is compared with the true content
+of the engines' caches. It prints one JSON object per pause, and a summary.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ CLIENTS, SETTLE_S = 16, 2.5
 
 
 class Predictions:
-    """Errors of the predicted numbers of cached tokens, in blocks.
+    """Errors of the gateway's predictions of cached prompt tokens, in blocks.
 
     errors   distance of each reported number from the predicted range
     unknown  number of requests without a prediction
@@ -66,10 +70,9 @@ class Predictions:
 
 
 async def converse(http: aiohttp.ClientSession, url: str, rng: Random, ends: float) -> int:
-    """Send questions about documents to the gateway, several turns each, until the time `ends`
-    (monotonic seconds).
+    """Send questions about documents to the gateway until the time `ends` (monotonic seconds).
 
-    Returns the number of answers.
+    Each document gets several questions. Returns the number of answers.
     """
     answers = 0
     while monotonic() < ends:
@@ -96,9 +99,9 @@ async def converse(http: aiohttp.ClientSession, url: str, rng: Random, ends: flo
 
 
 def compare(app: App, groups: list[FleetGroup]) -> dict[str, Any]:
-    """Compare the gateway's index of cached blocks with the engines' block pools.
+    """Compare the gateway's index of cached blocks with the engines' caches.
 
-    Only endpoints whose cache the gateway claims to know exactly are included.
+    Endpoints are left out while the gateway knows that its index of them is not exact.
     """
     exact = app.gateway.endpoints.prefixes.exact
     both = held = cached = endpoints = 0
@@ -120,13 +123,13 @@ def compare(app: App, groups: list[FleetGroup]) -> dict[str, Any]:
 async def run(seconds: float, count: int, faults: str, seed: int, block_bytes: int) -> None:
     """Run load and faults in periods with a pause after each, and print the results.
 
+    In each pause, the gateway's index of cached blocks is compared with the engines' caches.
+
     seconds      total duration
     count        number of engines
-    faults       fault specification of mockgpu/fault_grammar.py
-    seed         seed of the load
+    faults       faults to inject, in the grammar of mockgpu/fault_grammar.py
+    seed         random seed of the load
     block_bytes  bytes of text per block in the gateway's index
-
-    In each pause the gateway's index is compared with the engines' block pools.
     """
     spec = GroupSpec(
         "demo-8b",
@@ -168,9 +171,8 @@ async def run(seconds: float, count: int, faults: str, seed: int, block_bytes: i
 def summary(
     app: App, moments: list[dict[str, Any]], answers: int, predictions: Predictions
 ) -> dict[str, Any]:
-    """Return the results of the whole run.
-
-    They are the worst comparison, the counts of injected faults, and the errors of predictions.
+    """Return the results of the whole run: the worst comparison, fault counts and prediction
+    errors.
 
     app          the gateway
     moments      the comparisons
@@ -213,12 +215,12 @@ def main() -> None:
         "--groups",
         type=int,
         default=8,
-        help="number of mock engines (TP groups) (default: %(default)s)",
+        help="number of mock engines (default: %(default)s)",
     )
     parser.add_argument(
         "--faults",
         default=FAULTS,
-        help="fault specification of the mock engines ('' for no faults)",
+        help="faults of the mock engines, such as 5xx@0.1; '' for none",
     )
     parser.add_argument(
         "--seed", type=int, default=1, help="random seed of the requests (default: %(default)s)"

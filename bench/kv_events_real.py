@@ -1,13 +1,13 @@
-"""`make events`: measure how exact the gateway's index of cached blocks is with two real vLLM
-engines.
+"""`make events`: measures how well the gateway knows the caches of two real vLLM engines.
 
     python -m bench.kv_events_real [--seconds 600] [--seed 1]
 
-A gateway runs in this process. Clients converse about documents that need at least three times the
-memory of both engines' caches. At moments without traffic the gateway's index is compared with the
-block pools of the engines' schedulers, which PenstockConnector reports (`block_report`). Afterwards
-the connections to the sockets of KV events are cut, in two ways: closed, and silent. Prints one
-JSON object per such moment and a summary. Exit status: 1 if a goal is missed.
+Engines report cached blocks to the gateway as KV events. Clients ask about documents that need at
+least three times the cache memory of both engines. During pauses in the traffic, the gateway's
+index of cached blocks is compared with the true content of the caches.
+
+Afterwards the connections for KV events are cut in two ways: closed, and silent. It prints one JSON
+object per comparison or cut, and a summary. Exit status: 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ WORDS = (ROOT / "docs" / "life-of-a-request.md").read_text().split()
 
 
 class EventEngine(msgspec.Struct, frozen=True):
-    """A vLLM engine whose KV events pass through relays, with the socket on which it reports its
-    block pool.
+    """A vLLM engine whose KV events pass a relay that can cut them.
+
+    It also has the path of the socket from which the blocks in its cache can be read.
     """
 
     engine: Engine
@@ -54,8 +55,8 @@ class EventEngine(msgspec.Struct, frozen=True):
     report: Path
 
     async def cached(self) -> Counter[int]:
-        """Return how many copies of each cached block the engine's pool has, by the block's hash in
-        KV events.
+        """Return how many copies of each block the engine's cache has, by the block's hash in KV
+        events.
         """
         reader, writer = await asyncio.open_unix_connection(str(self.report))
         state = json.loads(await reader.read())
@@ -65,8 +66,9 @@ class EventEngine(msgspec.Struct, frozen=True):
 
 @contextmanager
 def started_engine(folder: Path, place: int, ports: list[int]) -> Iterator[Engine]:
-    """Run a vLLM engine that publishes KV events. It lists its cached blocks to every client of the
-    socket `folder`/{place}.sock.
+    """Run a vLLM engine that publishes KV events.
+
+    A client of the Unix socket `folder`/{place}.sock receives the list of its cached blocks.
     """
     key = folder / "key"
     key.write_bytes(b"the key of this fleet, 32 bytes.")
@@ -92,7 +94,7 @@ def started_engine(folder: Path, place: int, ports: list[int]) -> Iterator[Engin
 @asynccontextmanager
 async def event_engines(count: int = 2) -> AsyncIterator[list[EventEngine]]:
     if not (REAL / "installed").exists():
-        raise SystemExit("the real engines are not installed; run `make real` first")
+        raise SystemExit("the real engines are not installed; install them with `make real`")
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")))
         found = []
@@ -142,10 +144,9 @@ def document(number: int) -> str:
 
 
 async def converse(http: aiohttp.ClientSession, url: str, rng: random.Random, ends: float) -> int:
-    """Ask the gateway about documents, several turns each, until the time `ends` (monotonic
-    seconds).
+    """Ask the gateway about documents until the time `ends` (monotonic seconds).
 
-    Returns the number of answers.
+    Each document gets several questions. Returns the number of answers.
     """
     answers = 0
     while monotonic() < ends:
@@ -173,13 +174,13 @@ async def converse(http: aiohttp.ClientSession, url: str, rng: random.Random, en
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """One comparison of the gateway's index with the engines' block pools, made without traffic.
+    """One comparison of the gateway's index of cached blocks with the engines' caches.
 
-    exact   number of endpoints whose cache the gateway claims to know exactly
-    both    number of blocks that are in the index and in a pool
+    exact   number of endpoints of which the gateway claims to know the cache exactly
+    both    number of blocks that are both in the index and in a cache
     index   number of blocks in the index
-    pools   number of different blocks in the pools
-    copies  number of further copies of blocks in the pools, which KV events cannot express
+    pools   number of different blocks in the caches
+    copies  number of further copies of blocks in the caches, which KV events cannot express
     """
 
     exact: int
@@ -198,9 +199,9 @@ class Moment(msgspec.Struct, frozen=True):
 
 
 async def compare(app: App, engines: list[EventEngine]) -> Moment:
-    """Compare the gateway's index with the block pools of all engines.
+    """Compare the gateway's index of cached blocks with the caches of all engines.
 
-    An endpoint whose cache is not known exactly counts as an empty index.
+    The index of an endpoint counts as empty while the gateway knows that it is not exact.
     """
     exact = app.gateway.endpoints.prefixes.exact
     counts = Counter[str]()
@@ -227,7 +228,7 @@ async def compare(app: App, engines: list[EventEngine]) -> Moment:
 async def churn(
     app: App, engines: list[EventEngine], seconds: float, seed: int
 ) -> tuple[list[Moment], int]:
-    """Run load in periods, and compare the index with the block pools after each.
+    """Run load in periods, and compare the gateway's index with the caches after each one.
 
     Returns the comparisons and the number of answers.
     """
@@ -255,13 +256,14 @@ async def churn(
 
 
 async def measure_cut(app: App, engine: EventEngine, *, is_silent: bool) -> tuple[float, float]:
-    """Cut the connection on which an engine sends KV events, and measure the gateway's reaction.
+    """Cut the connection on which an engine sends KV events, and measure how the gateway reacts.
 
-    `is_silent` is whether the connection stays open without data; otherwise it is closed. Returns
-    two times in seconds:
+    is_silent  True to keep the connection open without data, False to close it
 
-    1. from the cut until the gateway routes by its own estimate of the engine's cache
-    2. from the end of the cut until the gateway's index is exact
+    Returns two times in seconds:
+
+    1. from the cut until the gateway estimates the engine's cache instead
+    2. from the end of the cut until the gateway's index is exact again
 
     Raises TimeoutError after 60 s.
     """
@@ -289,9 +291,7 @@ async def measure_cut(app: App, engine: EventEngine, *, is_silent: bool) -> tupl
 
 
 async def turnover(engines: list[EventEngine]) -> float:
-    """Return how many times the computed prompt tokens would fill the KV caches of all engines
-    together.
-    """
+    """Return the number of computed prompt tokens, divided by the size of all engines' caches."""
     pages = [await each.engine.numbers() for each in engines]
     computed = sum(
         page["prefix_cache_queries_total"] - page["prefix_cache_hits_total"] for page in pages
@@ -300,7 +300,9 @@ async def turnover(engines: list[EventEngine]) -> float:
 
 
 async def run(seconds: float, seed: int) -> dict[str, Any]:
-    """Run load and cuts of the KV event connections, and return the figures of the summary."""
+    """Run the load and cut the connections for KV events, and return the figures for the
+    summary.
+    """
     predictions = Predictions()
     async with event_engines() as engines, running_gateway(engines) as app:
         moments, answers = await churn(app, engines, seconds, seed)

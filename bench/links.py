@@ -1,11 +1,14 @@
-"""Compares priced splitting with the best whole and the best split serving, by speed of the links.
+"""Compares three ways of serving on links of different speeds: whole, split, or chosen by cost.
 
     python -m bench.links [--links 0.125,0.5,1.25,3.125,12.5,50] [--seeds 3,4] [--out FILE]
 
-Four groups of Llama 3.1 70B FP8 serve prompts with a median of 4,000 tokens. Capacity is the rate
-at which 90 % of the requests keep 3 s to the first token and 50 ms per further token, in the mean
-over the seeds of arrivals. Every capacity is a line of JSON in the file; those in it are not
-measured again.
+A split request computes its prompt (prefill) on one engine and its answer (decode) on another one;
+the link between them carries the KV cache. Four engines of Llama 3.1 70B FP8 serve prompts with a
+median of 4,000 tokens.
+
+Capacity is the rate at which 90% of the requests get their first token within 3 s and each further
+token within 50 ms, as a mean over random seeds. Each capacity is appended to the file as a line of
+JSON. Those already in the file are not measured again.
 """
 
 from __future__ import annotations
@@ -56,13 +59,13 @@ def whole() -> FleetSpec:
 
 
 def pairs(link_gb_s: float) -> FleetSpec:
-    """Return a fleet in which any two groups may share a request."""
+    """Return a fleet in which a request can be split between any two engines."""
     kind = replace(KIND, link_gb_s=link_gb_s)
     return FleetSpec("pairs", (kind,), pairs=True, split=SplitRule(1))
 
 
 def pools(link_gb_s: float, prefills: int) -> FleetSpec:
-    """Return a fleet of `prefills` prefill groups; the other groups decode."""
+    """Return a fleet with `prefills` engines for prefill; the other engines decode."""
     kind = replace(KIND, link_gb_s=link_gb_s)
     kinds = (
         replace(kind, count=prefills, role=Role.PREFILL),
@@ -78,7 +81,9 @@ def run(fleet: FleetSpec, policy: str, seed: int, step: int) -> ReplayRun:
 
 
 def measure(fleet: FleetSpec, policy: str, seeds: Sequence[int]) -> dict[str, float]:
-    """Return the capacity in requests per second, and the share of split requests at it."""
+    """Return the capacity in requests per second, and the share of requests that are split at
+    it.
+    """
     runs: dict[int, list[ReplayRun]] = {}
 
     def at(step: int) -> float:
@@ -94,7 +99,7 @@ def measure(fleet: FleetSpec, policy: str, seeds: Sequence[int]) -> dict[str, fl
 
 
 def cells(links: Sequence[float]) -> Iterator[tuple[str, str, Callable[[], FleetSpec]]]:
-    """Yield the name of each cell, its policy, and a function that builds its fleet."""
+    """Yield (name, policy, function that builds the fleet) for each measurement."""
     for link in links:
         yield f"pairs {link:g}", "priced", partial(pairs, link)
     for policy in WHOLE_RULES:

@@ -1,16 +1,18 @@
-"""`make memory`: measure on virtual time what grows in a gateway with requests, faults and reloads.
+"""`make memory`: measures on virtual time how a gateway's memory grows under load and faults.
 
     python -m bench.memory_virtual [--requests 100000] [--parts 5] [--users 24] [--seed 1]
 
-Gateway, engines and clients share one process, whose clock jumps to the next timer. So hours of
-load take minutes of CPU time, and the results do not depend on the machine's load. Clients stream,
-disconnect and send invalid requests, while engines fail, endpoints are added and removed, and
-configurations change. What tracemalloc finds is counted by source file, at the end of each part of
-the requests and under load.
+Gateway, engines and clients share one process, whose clock jumps to the next timer whenever there
+is nothing to do. So hours of load take minutes of CPU time, and the results do not depend on how
+busy the machine is.
 
-Requirement: from the first part's end to the last one's, no file's memory grows by more than
-MAX_GROWTH, and no class by more than MAX_NEW_OBJECTS objects, except in the structures of BOUNDED,
-which may fill up to the bound that is printed. Exit status: 1 if the requirement is missed.
+Clients stream, disconnect and send invalid requests. Engines fail, endpoints are added and removed,
+and the configuration changes. After each part of the requests, tracemalloc reports the memory by
+source file.
+
+Requirement: from the end of the first part to the end of the last one, no file's memory grows by
+more than MAX_GROWTH, and no class by more than MAX_NEW_OBJECTS objects. The structures in BOUNDED
+are excepted: they may fill up to their limit, which is printed. Exit status: 1 if it is missed.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ the last minute of the live page.
 
 
 class Structure(NamedTuple):
-    """A structure that fills for a long time, with the files that allocate it.
+    """A data structure that takes long to fill, and the source files that allocate its memory.
 
-    bound  function that returns its maximum size in bytes, given the gateway and the number of
+    bound  function that returns its maximum size in bytes, from the gateway and the number of
            requests per minute
     """
 
@@ -65,7 +67,7 @@ class Structure(NamedTuple):
 
 
 def sketch_bytes(app: App) -> float:
-    """Return the bytes of the quantile sketches, each of at most 1,268 buckets."""
+    """Return the memory of the quantile sketches in bytes. Each has at most 1,268 buckets."""
     families = app.metrics.ttft_seconds, app.metrics.tpot_seconds
     sketches = [child.sketch for family in families for _, child in family.children()]
     return float(sum(sys.getsizeof(each) + INT_BYTES * len(each) for each in sketches))
@@ -91,7 +93,7 @@ BOUNDED: Mapping[str, Structure] = {
 
 
 class Part(NamedTuple):
-    """What was measured at the end of a part.
+    """What was measured at the end of one part of the load.
 
     by_file  bytes allocated since the start of the measurement, by source file
     types    number of the gateway's objects that the garbage collector tracks, by class
@@ -115,7 +117,7 @@ def measure(requests: int) -> Part:
 
 
 async def run(options: argparse.Namespace) -> tuple[list[Part], dict[str, tuple[float, float]]]:
-    """Run the load; return the measurements, and (bytes, bound) of each structure at the end."""
+    """Run the load, and return the measurements and (bytes, limit) of each structure at the end."""
     rng, parts = Random(options.seed), list[Part]()
     files = [file for structure in BOUNDED.values() for file in structure.files]
     assert all((ROOT / file).exists() for file in files), "a file of BOUNDED has been renamed"
@@ -156,7 +158,7 @@ async def scrape(app: App) -> None:
 
 
 def report(parts: list[Part], filled: dict[str, tuple[float, float]]) -> Iterator[str]:
-    """Yield a description of each file or structure that has grown too much."""
+    """Yield a description of each source file or structure whose memory has grown too much."""
     first, last = parts[0], parts[-1]
     bounded = {file for structure in BOUNDED.values() for file in structure.files}
     for file in sorted(last.by_file, key=lambda name: first.by_file[name] - last.by_file[name]):

@@ -1,11 +1,13 @@
-"""Count the Python instructions per request, which other load on the machine does not change.
+"""Counts the Python instructions that the gateway executes per request.
 
     python bench/opcodes.py                            # totals
     python bench/opcodes.py --kinds plain --functions  # by function, as a tree of calls
 
-The gateway runs in this process, on the backend of the other benchmarks, and serves one request at
-a time. Only the callbacks of a request count: those of the client's and the engine's connection,
-the write queue's flush and the accounting. Health checks and metric scrapes do not count.
+Unlike times, the counts do not depend on how busy the machine is. The gateway runs in this process
+and serves one request at a time.
+
+Only the callbacks of a request are counted: those of the client's and the engine's connection, the
+flush of the write queue, and the accounting. Health checks and metric scrapes are left out.
 """
 
 from __future__ import annotations
@@ -71,10 +73,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request whose bytecode instructions are counted.
-
-    It has a routing policy, bodies, and a number of endpoints.
-    """
+    """One kind of request to count: its routing policy, its bodies, and the number of endpoints."""
 
     name: str
     policy: str
@@ -83,9 +82,9 @@ class Kind:
 
 
 def kinds() -> list[Kind]:
-    """Return the kinds of requests whose bytecode instructions are counted.
+    """Return the kinds of requests to count.
 
-    Chunks of streams come 10 ms apart, so that each is read on its own.
+    The chunks of streams are sent 10 ms apart, so that the gateway reads each of them separately.
     """
     stream = {chunks: [paced(chunks, 10_000, 10_000)] for chunks in (SHORT, LONG)}
     plain, long_prompts = (
@@ -125,10 +124,10 @@ class Call:
         return self.own + sum(call.total for call in self.calls.values())
 
     def lines(self, depth: int = 0) -> Iterator[str]:
-        """Yield the call tree as lines of text, in order of the first call.
+        """Yield the call tree as lines of text. Functions are in order of their first call.
 
-        Each line has the bytecode instructions of the function with its callees, those of the
-        function alone, and its name.
+        A line has the instructions of a function with the functions that it calls, its own
+        instructions, and its name.
         """
         yield f"{self.total:6} {self.own:6}  {'  ' * depth}{self.name}"
         for call in self.calls.values():
@@ -136,9 +135,9 @@ class Call:
 
 
 class CallCounter:
-    """A context manager that counts the bytecode instructions of its block.
+    """A context manager that counts the Python instructions executed in its block.
 
-    root  the root of the call tree
+    root  the root of the call tree with the counts
     """
 
     def __init__(self) -> None:
@@ -174,7 +173,7 @@ class CallCounter:
 async def count_kind(kind: Kind, base: int, work: Path) -> Call:
     """Send requests of one kind, and return the call tree of one of them.
 
-    It is the request with the median number of bytecode instructions.
+    It is the request with the median number of instructions.
     """
     port = base + kind.endpoints + 100
     command = penstock_command(kind.policy, backend_urls(base, kind.endpoints))
@@ -184,7 +183,7 @@ async def count_kind(kind: Kind, base: int, work: Path) -> Call:
 async def median_call(config: Path, port: int, bodies: list[bytes]) -> Call:
     """Send the request bodies one after another to a gateway in this process.
 
-    Returns the call tree of the request with the median number of bytecode instructions.
+    Returns the call tree of the request with the median number of instructions.
     """
     app = App(load_config(config, {}))
     await app.start()
@@ -216,9 +215,9 @@ async def read_answer(reader: asyncio.StreamReader) -> None:
 
 
 def main() -> None:
-    """Print how many bytecode instructions each kind of request and one stream chunk execute.
+    """Print the number of Python instructions of each kind of request, and of one stream chunk.
 
-    The chunk's count is printed if both streams were counted.
+    The chunk's number is the difference between two streams, so it needs both of them.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,13 +1,14 @@
-"""Compare the CPU per request and chunk of two versions of the gateway in paired periods.
+"""Compares the CPU time of two versions of the gateway, per request and per stream chunk.
 
     make bench-paired BASE=main~20
     python bench/paired.py BASE [--head REVISION] [--pairs N] [--window-ms D] [--compiled]
 
-BASE and HEAD are git revisions; without --head the working tree is measured. Both gateways run at
-the same time with the same configuration, core and backend (bench/backend.c). Each pair is one
-measured period of each version, in random order. The figure is the median of the paired ratios with
-its 95 % interval by order statistics, which assumes no distribution. Instruction counts
-(bench/opcodes.py) follow; other load on the machine does not change them.
+BASE and REVISION are git revisions; without --head, the working tree is compared with BASE.
+
+Both gateways run at the same time with the same configuration, core and backend. They are measured
+in pairs of short periods, one of each version, in random order. The result is the median ratio of
+the pairs with its 95% interval, which assumes no distribution. Counts of Python instructions
+(bench/opcodes.py) follow.
 
 Exit status: 0 if the upper end of every interval is at most --limit (1.02), else 1.
 """
@@ -62,9 +63,9 @@ CELLS = (
 
 
 def main() -> int:
-    """Measure every kind of traffic and print a line for each.
+    """Measure every kind of traffic, and print a line for each.
 
-    Returns 1 if an interval exceeds the limit.
+    Returns the exit status: 1 if an interval exceeds the limit, otherwise 0.
     """
     options = _options()
     build_tools()

@@ -1,16 +1,16 @@
-"""`make bench`: compare Penstock with three routers and nginx under the same load.
-
-The routers are sglang-router, its successor SMG, and vllm-router.
-
-Penstock is measured compiled and from its sources. Systems alternate in a new random order for
-every round and cell, so that other load on the machine affects all of them equally. The gateway has
-one core to itself; the load generator and the backend share another. docs/performance.md explains
-the numbers.
+"""`make bench`: compares Penstock with nginx and three LLM routers under the same load.
 
     python bench/peers.py [--quick] [--rounds N] [--systems a,b] [--cells TEXT] [--rate R]
                           [--seed S] [--sources-only] [--json] [--out FILE] [--write-docs] [--check]
 
-Exit status: 0 measured, 1 with --check and a goal missed, 2 wrong usage.
+The routers are sglang-router, its successor SMG, and vllm-router. Penstock is measured twice:
+compiled, and from its Python sources.
+
+Each kind of traffic is measured in several rounds, with all systems in a new random order, so that
+other load on the machine affects all of them equally. The measured gateway has one core alone; the
+load generator and the backend share another one. docs/performance.md explains the numbers.
+
+Exit status: 0 if measured, 1 if --check is given and a goal is missed, 2 for invalid options.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from table import Results, as_json, markdown, verdicts, write_docs
 
 
 def main() -> int:
-    """Install and start the systems, measure them, and print the table; return the exit status."""
+    """Install, start and measure the systems, print the table, and return the exit status."""
     options = _options()
     build_tools()
     install_nginx()
@@ -169,10 +169,12 @@ def _options() -> argparse.Namespace:
         prog="peers.py", description="Compare penstock with other gateways on this machine."
     )
     parser.add_argument(
-        "--quick", action="store_true", help="measure only three rounds, with short periods"
+        "--quick", action="store_true", help="measure only three rounds with short periods"
     )
     parser.add_argument(
-        "--rounds", type=int, help="number of rounds of every cell (7; 3 with --quick)"
+        "--rounds",
+        type=int,
+        help="number of rounds; each measures all systems (default: 7, or 3 with --quick)",
     )
     parser.add_argument(
         "--sources-only",
@@ -191,7 +193,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--rate",
         type=float,
-        help="streams per second in the rows with half load (default: measured)",
+        help="streams per second for the rows with half load (default: measured, so that half "
+        "of a core is used)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--out", help="file to which the JSON is also written")

@@ -1,17 +1,17 @@
-"""Measure how the gateway's cost grows with endpoints, idle connections and open streams.
+"""`make bench-scale`: measures how the gateway's cost grows with endpoints, connections and
+streams.
 
-    make bench-scale
     python bench/scale.py --endpoints 4,1024 --rounds 3 --parts requests,background
 
-All endpoints are one process (bench/backend.c) that listens on many ports. Parts:
+All endpoints are one process (bench/backend.c) that listens on many ports. The parts are:
 
-requests     CPU per request by the number of endpoints. Measured periods of all sizes alternate. A
-             ratio is the median, over rounds, of a size's value to the smallest size's, with a 95 %
-             interval. The gateway's CPU when idle, measured before, is subtracted.
-background   CPU of an idle gateway: probes, scrapes and sweeps
-stalls       longest time in the event loop without a turn, while a page or a new configuration is
-             built (processor time, so that other load does not count)
-connections  memory and CPU of idle client connections
+requests     CPU time per request, by number of endpoints. The sizes are measured in turn, in short
+             periods. A ratio compares a size with the smallest one in the same round; its median
+             and 95% interval are printed. The CPU time of an idle gateway is subtracted
+background   CPU time of an idle gateway, for health checks, metric scrapes and clean-up
+stalls       longest time for which the event loop is blocked while a page or a new configuration is
+             built, in processor time
+connections  memory and CPU time of idle client connections
 streams      memory of open streams, by their number
 """
 
@@ -66,7 +66,7 @@ WARM_UP = 3
 
 
 def system_of(policy: str, base: int, port: int, endpoints: int) -> System:
-    """Return the System that runs Penstock, or nginx, in front of `endpoints` endpoints."""
+    """Return the benchmarked system: Penstock or nginx, in front of `endpoints` endpoints."""
     urls = backend_urls(base, endpoints)
     if policy == NGINX:
         return System(NGINX, "round_robin", port, lambda work, at: nginx_command(urls, work, at))
@@ -82,8 +82,8 @@ def system_of(policy: str, base: int, port: int, endpoints: int) -> System:
 
 
 def measure_requests(sizes: list[int], policy: str, rounds: int, window_ms: int) -> None:
-    """Print the gateway's CPU time per request for each number of endpoints, and its ratio to the
-    first.
+    """Print the CPU time per request for each number of endpoints, and its ratio to the first
+    one.
     """
     base = free_base(max(sizes))
     bodies_of = prompt_tree(2_000, random.Random(2_000)) if policy in POLICIES[1:] else [QUESTION]
@@ -160,9 +160,7 @@ class LoopTurns:
         self._loop.call_later(0.001, self._turn)
 
     async def during(self, action: Callable[[], Awaitable[None]]) -> float:
-        """Run an action; return the longest time that it blocked the event loop, in
-        milliseconds.
-        """
+        """Run an action, and return the longest time for which it blocked the event loop, in ms."""
         await asyncio.sleep(0.05)
         self.longest_s = 0.0
         await action()
@@ -264,7 +262,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--endpoints",
         default="4,64,256,1024",
-        help="numbers of endpoints to measure; ratios are to the first one",
+        help="numbers of endpoints to measure, separated by commas; ratios are to the first one",
     )
     parser.add_argument(
         "--policies",

@@ -1,15 +1,15 @@
-"""Compare the gateway's CPU for a split request with that for the same request served whole.
+"""`make bench-split`: compares the gateway's CPU time for split requests and for whole requests.
 
-    make bench-split
     python bench/split.py --rounds 3 --window-ms 800
 
-A split request is prefilled by one engine and decoded by another. One gateway process serves two
-models on the same static engines (bench/backend.c), which answer a prefill as vLLM's NIXL connector
-does. One model is split, the other is not. Measured periods of both alternate, and the figure is
-the median of the ratios within a round.
+A split request computes its prompt (prefill) on one engine and its answer (decode) on another one.
+One gateway serves two models on the same engines (bench/backend.c). Requests for one model are
+split, those for the other are not. Both are measured in turn, in short periods. The result is the
+median of the ratios within a round.
 
-The Python instructions (bench/opcodes.py) are counted first. They are exact, but include neither
-the kernel nor C code. Streams are not counted, because the number of chunks per read varies.
+Before that, Python instructions are counted (bench/opcodes.py). The counts are exact, but include
+neither C code nor the kernel. Streams are not counted, because the number of chunks per read
+varies.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ KINDS = (
 
 
 def main() -> None:
-    """Print bytecode instructions and CPU time for each kind of request.
+    """Print the Python instructions and the CPU time for each kind of request.
 
-    Each is printed served whole, split, and as the ratio of both. The goal applies only to answers
-    that are not streamed.
+    Three values are printed: for the whole request, for the split request, and their ratio. The
+    goal applies only to answers that are not streamed.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -159,7 +159,9 @@ async def _instructions(command: Command, work: Path, port: int, body: bytes) ->
 def _cpu_us(running: Running, pace: Pace, bodies: Path) -> float:
     report = drive(running, pace, bodies, mode="closed", connections=16)
     if not report["requests"]:
-        raise NotMeasurable("no request was answered within a whole measured period")
+        raise NotMeasurable(
+            "no request was answered within a whole measured period; use a longer --window-ms"
+        )
     return float(report["cpu_s"]) / report["requests"] * 1e6
 
 

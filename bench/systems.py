@@ -1,6 +1,7 @@
-"""The gateways under comparison: how to install, configure, start and pin them to cores.
+"""The gateways that the benchmark compares: how to install, configure and start them.
 
-Measurements are in bench/cells.py, tables in bench/table.py. All processes listen on 127.0.0.1.
+Each gateway runs on a core of its own and listens on 127.0.0.1. Measurements are in bench/cells.py,
+tables in bench/table.py.
 """
 
 from __future__ import annotations
@@ -45,9 +46,7 @@ DEFAULT = "default"
 
 
 class NotMeasurable(Exception):
-    """Raised when a system cannot be installed, started or measured. The report gives the
-    reason.
-    """
+    """Raised if a gateway cannot be installed, started or measured. The report has the reason."""
 
 
 _ANY_CERTIFICATE = ssl.create_default_context()
@@ -57,12 +56,12 @@ _ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 
 @dataclass(frozen=True)
 class System:
-    """One gateway under comparison with one routing policy.
+    """A gateway to compare, with one routing policy.
 
     port     port of its API
-    command  function that builds the command line from a folder for temporary files and a port
-    home     working directory of the process
-    scheme   http or https
+    command  function that returns its command line, from a folder for temporary files and the port
+    home     working directory of its process
+    scheme   "http" or "https"
     """
 
     name: str
@@ -78,10 +77,10 @@ class System:
 
 
 def free_base(ports: int = BACKENDS) -> int:
-    """Return the first of `ports` consecutive free ports for test backends, a multiple of 1000.
+    """Return the first of `ports` free ports in a row for the test engines, a multiple of 1000.
 
-    The benchmarked gateways use the ports from 100 above it. Exits the program if no such ports
-    are free from 19000 to 25000.
+    The compared gateways use the ports from 100 above it. Exits the program if no such ports are
+    free from 19000 to 25000.
     """
     for base in range(19000, 26000, 1000):
         try:
@@ -92,7 +91,10 @@ def free_base(ports: int = BACKENDS) -> int:
         except OSError:
             continue
         return base
-    raise SystemExit("no consecutive free ports for the backend were found from 19000 to 25000")
+    raise SystemExit(
+        "no free ports in a row for the test engines were found from 19000 to 25000; stop "
+        "programs that use them"
+    )
 
 
 def backend_urls(base: int, ports: int = BACKENDS) -> list[str]:
@@ -110,13 +112,13 @@ class Certificate:
 def penstock_command(
     policy: str, urls: list[str], tls: Certificate | None = None
 ) -> Callable[[Path, int], list[str]]:
-    """Return a function that builds the command of our gateway.
+    """Return a function that returns the command line of our gateway.
 
     policy  routing policy; "default" leaves the choice to the gateway
-    urls    URLs of the endpoints
+    urls    URLs of the engines
     tls     certificate with which the gateway serves; None: no TLS
 
-    The returned function takes a folder for the configuration file, and a port.
+    The function's arguments are a folder for the configuration file, and a port.
     """
     policy_line = "" if policy == DEFAULT else f"    policy: {policy}\n"
     section = "" if tls is None else f", tls: {{certificate: {tls.certificate}, key: {tls.key}}}"
@@ -233,10 +235,10 @@ http {{
 
 
 def all_systems(base: int) -> list[System]:
-    """Return every measured gateway with every policy that a cell of the benchmark uses.
+    """Return every gateway, with every routing policy that the benchmark uses.
 
-    `direct` is the backend without a gateway. Penstock appears twice: compiled, as in the wheels
-    and the image, and from its sources.
+    `direct` is the test engine without a gateway. Penstock is listed twice: compiled, as in the
+    wheels and the image, and from its Python sources.
     """
     urls = backend_urls(base)
     routers: dict[str, Callable[[str, list[str]], Callable[[Path, int], list[str]]]] = {
@@ -267,7 +269,7 @@ def all_systems(base: int) -> list[System]:
 def compile_penstock() -> dict[str, str]:
     """Compile Penstock as for the container image.
 
-    Returns an empty dict, or the reason of the failure, by the system's name.
+    Returns {} if this works, otherwise the reason by the gateway's name.
     """
     command = [sys.executable, "-m", "tools.compile.compile", str(COMPILED)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -295,16 +297,18 @@ def build_tools() -> None:
             continue
         compiler = shutil.which("cc") or shutil.which("gcc")
         if compiler is None:
-            raise SystemExit("the backend and the load generator need a C compiler (cc or gcc)")
+            raise SystemExit(
+                "the test engine and the load generator need a C compiler; install cc or gcc"
+            )
         subprocess.run(
             [compiler, "-O2", "-std=gnu11", "-o", str(program), str(sources[0])], check=True
         )
 
 
 def install_peers() -> dict[str, str]:
-    """Install the other routers into a venv.
+    """Install the other LLM routers into a virtual environment.
 
-    Returns the reason of each failed installation, by the router's name.
+    Returns the reasons of failed installations, by the router's name.
     """
     python = PEERS_VENV / "bin" / "python"
     if not python.exists():
@@ -332,10 +336,10 @@ def install_peers() -> dict[str, str]:
 
 
 def nginx_binary() -> str:
-    """Return the path of nginx. Raises NotMeasurable if it is not installed."""
+    """Return the path of nginx's program. Raises NotMeasurable if it is not installed."""
     path = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
     if path is None:
-        raise NotMeasurable("nginx is not installed (apt-get install nginx-light)")
+        raise NotMeasurable("nginx is not installed; install it with apt-get install nginx-light")
     return path
 
 
@@ -371,14 +375,15 @@ def process_tree(pid: int) -> list[int]:
 
 
 def cpu_s(pids: list[int]) -> float:
-    """Return the total processor time of processes in seconds, including ended threads."""
+    """Return the total processor time of processes in seconds, including that of ended threads."""
     # The clock id is CPUCLOCK_SCHED of a process (see clock_getcpuclockid).
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
 def core_busy_s(core: int) -> float:
-    """Return the seconds for which a core was busy since boot (/proc/stat without idle and
-    iowait).
+    """Return for how many seconds a core has been busy since the machine started.
+
+    This is the time in /proc/stat that is neither idle nor iowait.
     """
     for line in Path("/proc/stat").read_text().splitlines():
         if line.startswith(f"cpu{core} "):
@@ -415,10 +420,10 @@ class Running:
 
 
 def start(system: System, work: Path, wait_s: float = 40.0) -> Running:
-    """Start a system on the gateway's core and wait until it serves.
+    """Start a gateway on its core and wait until it serves requests.
 
-    Raises NotMeasurable, with the end of its log, if it exits or does not serve within `wait_s`
-    seconds.
+    Raises NotMeasurable, with the end of the gateway's log, if it ends or does not serve within
+    `wait_s` seconds.
     """
     command = system.command(work, system.port)
     if not command:
@@ -441,12 +446,12 @@ def start(system: System, work: Path, wait_s: float = 40.0) -> Running:
     except NotMeasurable as error:
         running.stop()
         tail = log.read_text(errors="replace").strip().splitlines()[-3:]
-        raise NotMeasurable(f"{error}; its log ends: {' | '.join(tail)}") from None
+        raise NotMeasurable(f"{error}; the last lines of its log: {' | '.join(tail)}") from None
     return running
 
 
 def start_second(system: System, work: Path) -> Running:
-    """Start a second process of a running system on another port."""
+    """Start a second process of a running gateway, on another port."""
     folder = work / "second"
     folder.mkdir(exist_ok=True)
     return start(replace(system, port=system.port + SECOND), folder)
@@ -492,7 +497,10 @@ def backend(base: int, ports: int = BACKENDS) -> Iterator[None]:
     try:
         assert process.stdout is not None
         if process.stdout.readline() != b"ready\n":
-            raise SystemExit(f"the backend cannot listen on the ports {base} to {base + ports - 1}")
+            raise SystemExit(
+                f"the test engine cannot listen on the ports {base} to {base + ports - 1}; "
+                "another program may use them"
+            )
         yield
     finally:
         process.terminate()

@@ -1,6 +1,7 @@
-"""The table of `make bench`: medians, ratios to the other systems, and which goals are met.
+"""Formats the results of `make bench`: medians, ratios to other gateways, and whether goals are
+met.
 
-bench/cells.py measures.
+The measurements are in bench/cells.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAX_OTHERS = 0.05
 
 @dataclass
 class Results:
-    """Measured values by row, system and round, and the reasons for missing values."""
+    """The measured values by row, gateway and round, and the reasons for missing values."""
 
     rows: list[Row]
     samples: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
@@ -35,8 +36,9 @@ class Results:
 
     @property
     def ours(self) -> str:
-        """Return the column of our gateway that goals apply to: compiled, or the sources if only
-        these were measured.
+        """Return the name of our gateway to which goals apply.
+
+        This is the compiled gateway, or the one from sources if only that was measured.
         """
         measured = {system for systems in self.samples.values() for system in systems}
         return SOURCES if SOURCES in measured and OURS not in measured else OURS
@@ -48,10 +50,10 @@ class Results:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The median of the ratios of our value to another system's, with its 95 % confidence interval.
+    """The median of the ratios of our value to another gateway's, with its 95% confidence interval.
 
-    The two values of a ratio are from the same round. In a row with `added`, their difference
-    replaces the ratio.
+    The two values of a ratio are from the same round. In a row with `added`, their difference is
+    used instead of the ratio.
     """
 
     low: float
@@ -74,13 +76,13 @@ class Verdict:
 
 
 def compare(results: Results, row: Row, other: str) -> Comparison | None:
-    """Compare our values with those of another system, round by round.
+    """Compare our values with those of another gateway, round by round.
 
-    Returns None if no round has both.
+    Returns None if no round has both values.
 
-    results  the measurements of all systems
+    results  the measurements of all gateways
     row      the quantity to compare
-    other    name of the other system
+    other    name of the other gateway
     """
     samples = results.samples.get(row.name, {})
     ours, theirs = samples.get(results.ours, {}), samples.get(other, {})
@@ -109,8 +111,8 @@ def verdicts(results: Results) -> list[Verdict]:
 
 
 def markdown(results: Results) -> str:
-    """Return the results as Markdown: tables of medians, comparisons and goals, and doubts about
-    them.
+    """Return the results as Markdown: medians, comparisons, goals, and warnings about the
+    measurement.
     """
     others = [name for name in COLUMNS if name != results.ours]
     lines = _table(
@@ -209,9 +211,9 @@ def as_json(results: Results) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Return the processor's name, as the kernel reports it.
+    """Return the name of the processor, from /proc/cpuinfo.
 
-    CPU times of different processors cannot be compared, but ratios can.
+    It is printed because CPU times of different processors cannot be compared, but ratios can.
     """
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -225,7 +227,8 @@ def write_docs(page: Path, results: Results) -> None:
     _, has_end, after = remainder.partition(end)
     if not has_begin or not has_end:
         raise SystemExit(
-            f"the page {page} has no markers {begin} ... {end} between which the table belongs"
+            f"the page {page} lacks the comments {begin} ... {end}, between which the table "
+            "is written; add them"
         )
     machine = f"Python {platform.python_version()}, {cpu_name()}, Linux {platform.release()}"
     caption = (

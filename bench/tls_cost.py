@@ -1,15 +1,15 @@
-"""Measure the CPU cost of TLS: the gateway and nginx serve the same traffic plain and with TLS.
+"""`make bench-tls`: measures the CPU cost of TLS, in the gateway and in nginx.
 
-    make bench-tls
     python bench/tls_cost.py [--rounds N] [--window-ms D] [--compiled]
 
-All four systems serve the same backend (bench/backend.c) from the same core with the same
-certificate. Each round measures each system for one period, in random order. The load generator
-speaks plain HTTP. A second nginx on the load generator's core forwards its requests to the system
-under test, with or without TLS. CPU is that of the processes of the system under test.
+The gateway and nginx serve the same traffic, each with and without TLS. All four use the same
+backend, core and certificate. Each round measures each of them for one period, in random order.
 
-"added" is the median difference between TLS and plain in the same round, with its 95 % interval by
-order statistics.
+The load generator does not support TLS. A second nginx, on the load generator's core, forwards its
+requests with or without TLS. The CPU time is that of the measured gateway or nginx alone.
+
+The column "added" is the median difference between TLS and plain HTTP in the same round, with its
+95% confidence interval.
 """
 
 from __future__ import annotations

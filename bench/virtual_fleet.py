@@ -1,4 +1,4 @@
-"""A gateway with engines in one process, and its disturbances: faults, drains, joins, reloads."""
+"""Runs a gateway and its engines in one process, and disturbs them: faults, drains, reloads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ FAULTY_S, SETTLING_S = 8.0, 6.0
 
 
 class VirtualFleet:
-    """The gateway and its engines, in two pools: one for whole requests, one for split ones.
+    """A gateway and its engines, in two pools: one serves whole requests, one splits them.
+
+    A split request computes its prompt on one engine and its answer on another one.
 
     done  number of disturbances by kind
     """
@@ -48,7 +50,7 @@ class VirtualFleet:
             await engine.stop()
 
     async def disturb(self) -> None:
-        """Disturb the fleet until cancelled, by one kind of disturbance after the other."""
+        """Disturb the gateway and its engines until cancelled, in one way after the other."""
         others = {"add": self._add, "policy": self._change_policy, "drain": self._drain}
         while True:
             kind = self._rng.choice((*FAULTS, *others, "bad"))
@@ -89,7 +91,9 @@ class VirtualFleet:
         self._file.write_text(self._config() + more)
         outcome = await self._app.reloader.reload("command")
         if outcome.result not in (result, "unchanged"):
-            raise RuntimeError(f"the reload should have been {result}: {outcome}")
+            raise RuntimeError(
+                f"the reload should have had the result {result!r}, but was: {outcome}"
+            )
         self._file.write_text(self._config())
 
     async def _fail(self, kind: str) -> None:

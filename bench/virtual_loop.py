@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer as soon as nothing is left to do."""
+"""An event loop on virtual time: its clock jumps to the next timer when there is nothing to do."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ THREAD_WAIT_S = 0.001
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop on virtual time, in which callbacks, sockets and threads take no time.
+    """An event loop on virtual time, on which callbacks, sockets and threads take no time.
 
-    The clock stands still while bytes are on their way between sockets of this process, and while
-    calls run in threads.
+    The clock stands still while callbacks or threads run, and while bytes are on their way between
+    sockets of this process. Otherwise it jumps to the next timer.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def wall_time(self) -> float:
-        """Return the virtual time in Unix seconds."""
+        """Return the virtual time as seconds since the Unix epoch."""
         return self._began + self._now
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]

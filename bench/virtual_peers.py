@@ -1,7 +1,7 @@
-"""Engines and clients in the process of a gateway whose memory is measured.
+"""Engines and clients that run in the same process as a gateway whose memory is measured.
 
-Their connections keep nothing of a request after its answer, so that what grows in the process
-belongs to the gateway.
+Their connections keep nothing of a request after its answer. So all memory that grows in the
+process belongs to the gateway.
 """
 
 from __future__ import annotations
@@ -53,11 +53,14 @@ def _token(text: bytes, finish: bytes = b"null") -> bytes:
 
 
 class VirtualEngine:
-    """An engine that answers over a socket of this process.
+    """An engine that answers over a socket of this process, and can have a fault.
 
-    fault  what happens to new requests: "" (answered), "reset" (the connection is closed, also
-           that of probes), "cut" (a stream is closed after two tokens), "silent" (no answer, also
-           to probes), "error" (status 500)
+    fault  how it treats new requests:
+           ""        it answers them
+           "reset"   it closes the connection, also of health checks
+           "cut"     it closes a stream after two tokens
+           "silent"  it does not answer, also not health checks
+           "error"   it answers with status 500
     """
 
     def __init__(self, rng: Random) -> None:
@@ -173,9 +176,9 @@ class _EngineConnection(asyncio.Protocol):
 
 
 class VirtualClient(asyncio.Protocol):
-    """A connection of a client, with one request at a time.
+    """A client's connection, with one request at a time.
 
-    status   status of the last answer; 0: the connection ended without one
+    status   status of the last answer; 0 if the connection ended without one
     is_open  whether the connection can be used for another request
     """
 
@@ -198,7 +201,9 @@ class VirtualClient(asyncio.Protocol):
             self._transport.abort()
 
     def send(self, request: bytes) -> asyncio.Future[None]:
-        """Send a request; the future is done when the answer or the connection has ended."""
+        """Send a request. The returned future is done when the answer or the connection has
+        ended.
+        """
         self.status, self._head, self._tail, self._left = 0, b"", b"", -1
         self._done = asyncio.get_running_loop().create_future()
         assert self._transport is not None
@@ -236,7 +241,7 @@ class VirtualClients:
     """Simulated users, each with one request at a time.
 
     sent   number of requests
-    fates  number of requests by HTTP status; "left" for those whose client disconnected
+    fates  number of requests by HTTP status; "left" counts those whose client disconnected
     """
 
     def __init__(self, url: str, rng: Random) -> None:
@@ -246,7 +251,7 @@ class VirtualClients:
         self._reached: asyncio.Future[None] | None = None
 
     async def sent_at_least(self, requests: int) -> None:
-        """Wait until this many requests have been sent."""
+        """Wait until the users have sent this many requests."""
         if self.sent < requests:
             self._wanted, self._reached = requests, asyncio.get_running_loop().create_future()
             await self._reached

@@ -1,10 +1,13 @@
-"""Measure the gain of a second worker: `python bench/workers.py [--rounds 5]`, on two cores.
+"""Measures how much a second worker process increases the gateway's request rate, on two cores.
 
-One gateway on its own core alternates with two workers and their supervisor on both cores. Both get
-a saturating closed-loop load. The load generator and the static engines run on the second core, and
-so share it with a worker in the second case. The CPU that they and other processes use is
-subtracted: the result is requests per second per remaining core. Remaining but unused CPU counts
-against two workers, as does the interference between them.
+    python bench/workers.py [--rounds 5]
+
+A gateway with one process alternates with a gateway with two workers and a supervisor. The single
+process has the first core alone. The two workers use both cores, and share the second one with the
+load generator and the test engines.
+
+To compensate for this, the result is the number of requests per second and per core that other
+processes left to the gateway. Such CPU time counts even if the gateway did not use it.
 """
 
 from __future__ import annotations
@@ -127,10 +130,10 @@ def _command(urls: list[str], workers: int) -> Callable[[Path, int], list[str]]:
 
 
 class Window(NamedTuple):
-    """One measured period of the benchmark of workers.
+    """One measured period.
 
     rate  requests per second
-    left  number of cores that other processes left to the gateway: used by it, or idle
+    left  number of cores that other processes left to the gateway, whether it used them or not
     used  number of cores that the gateway used
     """
 

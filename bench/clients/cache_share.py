@@ -1,8 +1,7 @@
-"""Computes how many prompt tokens of recorded requests a single KV cache without size limit would
-have had cached.
+"""Computes how many prompt tokens of recorded requests one unlimited KV cache would have cached.
 
-Requests are rendered as the mock engine renders them, so that cached tokens are counted in the same
-unit as in the mock's usage.
+Prompts are converted to tokens exactly as the mock engine does it, so that the result can be
+compared with the cached tokens that the mock engine reports.
 """
 
 from __future__ import annotations
@@ -33,16 +32,14 @@ READERS: Mapping[str, Callable[[dict[str, Any]], RequestBody]] = {
 
 
 class EndlessCache:
-    """A simulated KV cache without a size limit, which keeps the blocks of all prompts and
-    answers.
-    """
+    """A simulated KV cache without a size limit: it keeps the blocks of all prompts and answers."""
 
     def __init__(self) -> None:
         self._keys: set[int] = set()
 
     def add(self, body: RequestBody) -> int:
-        """Add a prompt and its answer; return how many of the prompt's tokens were cached
-        before.
+        """Add a prompt and its answer, and return how many tokens of the prompt were already
+        cached.
         """
         model = body.model or ""
         ask = parse_request(body, {}, True, model, CONTEXT, "", may_end_from=MAY_END_FROM)
@@ -56,9 +53,9 @@ class EndlessCache:
 
 
 def endless_hits(exchanges: Sequence[Exchange]) -> int:
-    """Return how many prompt tokens a KV cache without size limit would have had cached.
+    """Return how many prompt tokens a KV cache without a size limit would have cached.
 
-    `exchanges` are all recorded requests with their answers, in order.
+    exchanges  all recorded requests with their answers, in order
     """
     cache, total = EndlessCache(), 0
     for exchange in exchanges:

@@ -1,6 +1,6 @@
-"""The clients of `make clients`: how each is run, and which API it uses.
+"""Lists the client programs that `make clients` tests with the gateway, and how each is run.
 
-Each client gets only a base URL, a key and a model name, as its documentation says.
+Each client is given only a base URL, an API key and a model name, as its documentation describes.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 
 
 class ClientSpec(NamedTuple):
-    """A client program of the benchmark in one configuration.
+    """One tested client program, in one configuration.
 
-    name      name of the program that users know
+    name      name of the program, as users know it
     api       path of the API that it calls
     runtime   folder of its environment in build/clients; `node` for npm packages
-    program   file in bench/clients/programs
+    program   file in bench/clients/programs that runs it
     packages  packages whose versions are reported
-    variant   tells the program which API or provider to use
-    model     name of the model, if the client accepts only names that it knows
-    session   the source from which the access log takes the session's name
+    variant   value of VARIANT, which selects an API or a provider
+    model     name of the model, if the client accepts only certain names
+    session   how the gateway identifies sessions, as in its access log, such as "prefix"
     """
 
     name: str

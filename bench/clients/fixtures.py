@@ -1,10 +1,10 @@
-"""Converts recordings of `make clients` to the files of tests/data/clients/.
+"""Converts recordings of `make clients` to test files in tests/data/clients/.
 
     python -m bench.clients.run build/clients --turns 4 --sessions 1 --record FOLDER
     python -m bench.clients.fixtures FOLDER build/clients
 
-Keys, paths, hosts and times are removed, and texts of the clients' own are replaced by marks (see
-tests/recorded_clients.py).
+API keys, paths, host names and times are removed. Texts that belong to a client, such as its system
+prompt, are replaced by placeholders (see tests/recorded_clients.py).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _KEPT = ("You look after the pumps", "Measure the depth at a pump", "x-anthropic
 
 
 def cleaned_literal(text: str, following: str) -> str:
-    """Return the inside of a JSON string, with the client's own texts replaced by placeholders.
+    """Return the content of a JSON string, with texts that belong to the client replaced.
 
-    `following` is the JSON after the string; it shows whether the string is a member's name, which
-    is not replaced.
+    following  the JSON after the string; a ":" there means that the string is a member's name,
+               which is not replaced
     """
     if following.lstrip().startswith(":") or (len(text) <= MAX_KEPT and "/" not in text):
         return text
@@ -61,7 +61,7 @@ def cleaned_literal(text: str, following: str) -> str:
 
 
 def mark_of(text: str) -> str:
-    """Return the placeholder that replaces a text in a recording.
+    """Return the placeholder that replaces a text in a recording: its length in bytes and a hash.
 
     A text that is shorter than its placeholder is replaced by other words of the same length.
     """
@@ -71,7 +71,9 @@ def mark_of(text: str) -> str:
 
 
 def cleaned_body(body: str) -> str:
-    """Return a request body that keeps only its structure, ids, and texts of this project."""
+    """Return a request body in which only structure, identifiers and this project's texts
+    remain.
+    """
     assert MARK.search(body) is None
     return _LITERAL.sub(
         lambda match: f'"{cleaned_literal(match[1], body[match.end() : match.end() + 2])}"', body
@@ -79,7 +81,9 @@ def cleaned_body(body: str) -> str:
 
 
 def cleaned_headers(headers: list[list[str]]) -> dict[str, str]:
-    """Return HTTP headers with a dummy API key, and without those that any HTTP client sets."""
+    """Return HTTP headers with a dummy API key, and without headers that every HTTP client
+    sends.
+    """
     kept = {name: value for name, value in headers if name.lower() not in _DROPPED_HEADERS}
     for name in kept:
         if name.lower() in ("authorization", "x-api-key"):
@@ -88,9 +92,10 @@ def cleaned_headers(headers: list[list[str]]) -> dict[str, str]:
 
 
 def difference(before: str, after: str) -> Difference:
-    """Return the changes from `before` to `after`, compactly.
+    """Return the difference between two texts in a compact form.
 
-    The result has a list of new texts, and the ranges [start, end] of `before` that stay.
+    The result has the new texts of `after`, and the ranges [start, end] of `before` that are
+    unchanged.
     """
     old, new = _TOKENS.findall(before), _TOKENS.findall(after)
     starts = [0, *accumulate(map(len, old))]
@@ -107,7 +112,7 @@ def difference(before: str, after: str) -> Difference:
 
 
 def fixture(spec: ClientSpec, version: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of the test file for one recorded conversation, made from its
+    """Return the content of the test file for one conversation, from its recorded HTTP
     exchanges.
     """
     requests: list[dict[str, Any]] = []

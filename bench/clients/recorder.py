@@ -1,9 +1,9 @@
-"""A TCP proxy that records the HTTP exchanges between clients and a gateway, byte for byte.
+"""A TCP proxy that records the HTTP requests and responses between clients and a gateway.
 
     python -m bench.clients.recorder PORT GATEWAY_PORT FILE
 
-It changes nothing, so that a client behaves as it does without the proxy. The recorded bytes are
-parsed only when exchanges() is called. It listens on 127.0.0.1.
+It listens on 127.0.0.1. All bytes are passed on unchanged, so that clients behave as without the
+proxy. The recorded bytes are parsed only when exchanges() is called.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ END = b"\r\n\r\n"
 
 
 class Message(NamedTuple):
-    """One HTTP request or response: its first line, headers as sent, and decoded body."""
+    """One HTTP request or response: its first line, its headers and its decoded body."""
 
     line: str
     headers: list[tuple[str, str]]
@@ -42,8 +42,9 @@ class Message(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """One HTTP request with its response, and when the response's first byte arrived (monotonic
-    seconds).
+    """One HTTP request with its response.
+
+    It also has the time at which the first byte of the response arrived, in monotonic seconds.
     """
 
     request: Message
@@ -60,7 +61,7 @@ class Exchange(NamedTuple):
 
     @property
     def status(self) -> int:
-        """The response's HTTP status; 0 without a response."""
+        """The HTTP status of the response, or 0 if there was no response."""
         return int(self.response.line.split(" ")[1]) if self.response is not None else 0
 
 
@@ -71,9 +72,7 @@ class Connection:
         self.times: list[tuple[int, float]] = []
 
     def add_sent(self, data: bytes) -> None:
-        """Add bytes that the client sent to the recorded exchange, with the time of their
-        arrival.
-        """
+        """Record bytes that the client sent, with the time of their arrival."""
         self.times.append((len(self.sent), time.monotonic()))
         self.sent += data
 
@@ -134,9 +133,7 @@ def _read_chunks(data: bytes, offset: int) -> tuple[bytes, int] | None:
 
 
 class Recorder:
-    """A running TCP proxy: the port that it listens on, and the HTTP exchanges that it has
-    recorded.
-    """
+    """A running TCP proxy: its port, and the HTTP exchanges that it has recorded."""
 
     def __init__(self, gateway_port: int) -> None:
         self.port = 0
@@ -194,8 +191,9 @@ def recorder(gateway_port: int, port: int = 0) -> Iterator[Recorder]:
 
 
 def to_line(exchange: Exchange) -> str:
-    """Return a recorded exchange as one line of JSON. Bodies that are not text are replaced by a
-    placeholder.
+    """Return a recorded HTTP exchange as one line of JSON.
+
+    Bodies that are not text are replaced by a placeholder.
     """
     request, response = exchange.request, exchange.response
     return json.dumps(
@@ -210,9 +208,7 @@ def to_line(exchange: Exchange) -> str:
 
 
 def main() -> None:
-    """Record HTTP exchanges until standard input ends, then write one exchange per line to the
-    file.
-    """
+    """Record until standard input ends, then write one HTTP exchange per line to the file."""
     port, gateway_port, file = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     with recorder(gateway_port, port) as proxy:
         sys.stdin.read()

@@ -1,10 +1,11 @@
-"""`make clients`: real clients converse with `penstock demo`; a table shows the results.
+"""`make clients`: runs real client programs against `penstock demo` and prints a table of results.
 
     python -m bench.clients.run FOLDER [--only codex ...] [--turns 20] [--sessions 4]
         [--record FOLDER] [--policy NAME]
 
-FOLDER contains what install.sh installed. Each client runs its sessions concurrently, with streams
-and one tool call in each, through a recording proxy. All processes listen on 127.0.0.1.
+FOLDER contains the clients, installed by install.sh. Each client runs several conversations at the
+same time, with streaming and one tool call in each. Its requests pass a recording proxy. All
+processes listen on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ WANTED_SHARE = 0.95
 
 
 class Result(NamedTuple):
-    """The result of one client program in the benchmark of real clients.
+    """The result of one tested client program.
 
-    problem  why it does not work; "" if it does
-    sources  how the gateway identified the sessions of its requests, with the number of requests
-    share    cached tokens divided by those of a single KV cache without size limit
+    problem  why the client does not work; "" if it works
+    sources  how the gateway identified sessions, such as by a header, with the number of requests
+    share    cached tokens divided by those of one KV cache without a size limit (1 is the best)
     """
 
     spec: ClientSpec
@@ -79,9 +80,11 @@ def demo(folder: Path, policy: str) -> Iterator[int]:
 
 
 def started_demo(folder: Path, policy: str) -> tuple[subprocess.Popen[bytes], int]:
-    """Start `penstock demo`; return its process and the port of its API once it is ready.
+    """Start `penstock demo`, and return its process and the port of its API once it is ready.
 
-    Raises RuntimeError after three failed attempts: another process may have taken a port.
+    The ports are chosen at random and may be in use, so three attempts are made.
+
+    Raises RuntimeError if all of them fail.
     """
     for _ in range(3):
         port, admin = free_port(), free_port()
@@ -97,7 +100,7 @@ def started_demo(folder: Path, policy: str) -> tuple[subprocess.Popen[bytes], in
         if any(b"Try it" in line for line in process.stdout):
             return process, port
         process.wait()
-    raise RuntimeError("penstock demo did not start in three attempts")
+    raise RuntimeError("penstock demo did not become ready in three attempts")
 
 
 def access_lines(folder: Path) -> dict[str, Any]:
@@ -106,9 +109,7 @@ def access_lines(folder: Path) -> dict[str, Any]:
 
 
 def counted_hits(folder: Path) -> int:
-    """Return the number of cached prompt tokens that all mock engines of a demo have counted
-    together.
-    """
+    """Return the total number of cached prompt tokens that the mock engines of a demo report."""
     config = (folder / "penstock-demo" / "gateway.yaml").read_text()
     pages = [
         urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
@@ -121,7 +122,7 @@ def counted_hits(folder: Path) -> int:
 
 
 def interpreter(spec: ClientSpec, installed: Path) -> Path | None:
-    """Return the path of the program that runs a client's script, or None if it is not
+    """Return the interpreter that runs a client's script, or None if the client is not
     installed.
     """
     if spec.runtime == "node":
@@ -187,11 +188,10 @@ def judge(
 
     spec         the program
     version      its version
-    counted      what the program itself counted
-    exchanges    the recorded exchanges with the gateway
-    lines        the gateway's access log
-    engine_hits  number of cached tokens that the engines counted; it is used for streams without
-                 usage
+    counted      the turns, calls, chunks and errors that the program counted
+    exchanges    its recorded HTTP requests and responses
+    lines        lines of the gateway's access log, by request
+    engine_hits  cached tokens reported by the engines; used if streams have no `usage`
     """
     asked = [each for each in exchanges if each.path in READERS]
     logged = [lines.get(_request_id(each), {}) for each in asked]

@@ -1,4 +1,4 @@
-"""An asyncio server in a thread of its own, for callers that block: SDKs, processes and tests."""
+"""Runs an asyncio server in its own thread, for blocking callers such as SDKs and tests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ def threaded_server(
 ) -> Iterator[int]:
     """Serve connections on 127.0.0.1 in a thread during a `with` block, and yield the port.
 
-    `port` 0 chooses a free one. `context` makes it a TLS server. At the end of the block, open
-    connections are cancelled.
+    port     port to listen on; 0 chooses a free one
+    context  if given, the server uses TLS
+
+    At the end of the block, open connections are cancelled.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

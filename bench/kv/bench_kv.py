@@ -1,13 +1,13 @@
-"""`make bench-kv`: compare our KV transports with NIXL, Mooncake, raw TCP and memcpy.
-
-All contestants move the same scattered blocks. Each consists of two processes that run during the
-whole benchmark. In every round each contestant does every measurement, in a new random order, so
-that other load on the machine affects all of them equally. docs/performance.md explains the table.
+"""`make bench-kv`: compares our KV transports with NIXL, Mooncake, plain TCP and memory copies.
 
     python bench/kv/bench_kv.py [--quick] [--rounds N] [--only text,text] [--seed S]
                                 [--pool-mib M] [--retakes R] [--json FILE] [--write-docs] [--check]
 
-Exit status: 0 measured, 1 with --check and a goal missed, 2 wrong usage.
+Each transport copies the same scattered blocks from one process to another. The processes run
+during the whole benchmark. Every round measures each transport, in a new random order, so that
+other load on the machine affects all of them equally. docs/performance.md explains the table.
+
+Exit status: 0 if measured, 1 if --check is given and a goal is missed, 2 for invalid options.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ Task = tuple[str, int | None, Callable[[Pair, random.Random], dict[str, float]]]
 
 
 def main() -> int:
-    """Install and start the KV transports that are compared, measure them and print the table.
-
-    Returns the exit status.
-    """
+    """Install, start and measure the KV transports, print the table, and return the exit status."""
     options = _options()
     missing = install_peers()
     results = Results(options.rounds)
@@ -174,7 +171,8 @@ def _write_docs(table: str, rounds: int) -> None:
     _, has_end, after = remainder.partition(end)
     if not has_begin or not has_end:
         raise SystemExit(
-            f"the page {page} has no markers {begin} ... {end} between which the table belongs"
+            f"the page {page} lacks the comments {begin} ... {end}, between which the table "
+            "is written; add them"
         )
     sys.path.insert(0, str(HERE.parent))
     from table import cpu_name
@@ -201,25 +199,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="measure two rounds instead of five")
     parser.add_argument(
-        "--rounds", type=int, help="rounds of every measurement (5; 2 with --quick)"
+        "--rounds",
+        type=int,
+        help="number of rounds; each measures every transport (default: 5, or 2 with --quick)",
     )
     parser.add_argument(
         "--only",
         type=lambda text: text.split(","),
         default=[],
-        help="measure only contestants whose name contains one of these texts, comma-separated",
+        help="measure only the transports whose names contain one of these texts, separated "
+        "by commas",
     )
     parser.add_argument(
         "--seed",
         type=int,
         default=1,
-        help="random seed of block contents, chosen blocks and order of measurements",
+        help="random seed for block contents, the chosen blocks and the order of measurements",
     )
     parser.add_argument(
         "--retakes",
         type=int,
         default=1,
-        help="maximum repetitions of a measurement while other processes use a tenth of the "
+        help="how often to repeat a measurement if other processes use 10 percent of the "
         "machine or more",
     )
     parser.add_argument(

@@ -1,7 +1,7 @@
-"""The KV transports that the benchmark compares (contestants): how to install, start and command
-them.
+"""The KV transports that the benchmark compares: how each is installed, started and commanded.
 
-Each runs as two processes. bench/kv/measure.py measures them, and bench/kv/goals.py has the goals.
+Each transport runs as two processes. bench/kv/measure.py measures them, and bench/kv/goals.py has
+the goals.
 """
 
 from __future__ import annotations
@@ -35,21 +35,20 @@ PATIENCE_S = 60.0
 
 
 class NotMeasurable(Exception):
-    """Raised when a contestant (a transport under comparison) cannot be installed, started or run.
-
-    The report gives the reason.
+    """Raised when a transport cannot be installed, started or measured. The report has the
+    reason.
     """
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A KV transport to measure: its name, its module in this folder, and its settings.
+    """A KV transport that the benchmark measures.
 
-    initiator  the side (source or sink) that starts transfers
-    settings   passed to the module's open_side
-    env        further environment variables of its processes
+    initiator  the process that starts transfers: "source" or "sink"
+    settings   arguments of the module's function open_side
+    env        additional environment variables of its processes
     python     interpreter of its processes
-    sizes      block sizes in bytes to measure; empty for the layer-wise measurement only
+    sizes      block sizes in bytes; () if only transfers layer by layer are measured
     """
 
     name: str
@@ -69,8 +68,8 @@ class Contestant:
 def all_contestants() -> list[Contestant]:
     """Return all KV transports that the benchmark compares.
 
-    NIXL runs without its progress thread, with which it is slower at all sizes and uses more CPU
-    here.
+    NIXL runs without its progress thread. With it, NIXL is slower at all block sizes and uses more
+    CPU time on this machine.
     """
     return [
         Contestant("memcpy", "side_memcpy", "sink"),
@@ -144,9 +143,9 @@ def _mooncake(name: str, op: str) -> Contestant:
 
 
 def install_peers() -> dict[str, str]:
-    """Install the other projects' transports into a venv, without CUDA.
+    """Install the transports of other projects into a virtual environment, without CUDA.
 
-    Returns the reason of each failed installation, by module.
+    Returns the reasons of failed installations, by module.
     """
     if not PEERS_PYTHON.exists():
         subprocess.run(
@@ -215,7 +214,7 @@ def _apt(*packages: str) -> None:
 
 
 class Process:
-    """One worker process of a benchmarked KV transport. Commands and replies are lines of JSON."""
+    """A worker process of a KV transport. It reads commands and writes replies as lines of JSON."""
 
     def __init__(self, contestant: Contestant, role: str, expected: Path) -> None:
         command = [
@@ -245,13 +244,13 @@ class Process:
             self.popen.stdin.flush()
         except BrokenPipeError as error:
             raise NotMeasurable(
-                f"the process of {self.name} ended unexpectedly, see {self.log.name}"
+                f"the process of {self.name} ended unexpectedly; read its log {self.log.name}"
             ) from error
 
     def receive(self) -> Any:
-        """Return the reply to the last command sent to the worker process.
+        """Return the reply to the last command that was sent to the worker process.
 
-        Raises NotMeasurable if the command failed or no reply came within a minute.
+        Raises NotMeasurable if the command failed, or if there is no reply within a minute.
         """
         assert self.popen.stdout is not None
         deadline = time.monotonic() + PATIENCE_S
@@ -262,7 +261,8 @@ class Process:
             piece = os.read(self.popen.stdout.fileno(), 1 << 16) if ready else b""
             if not piece:
                 raise NotMeasurable(
-                    f"{self.name} {'ended' if ready else 'hangs'}, see {self.log.name}"
+                    f"{self.name} {'ended' if ready else 'does not reply'}; read its log "
+                    f"{self.log.name}"
                 )
             self.unread += piece
         line, _, self.unread = self.unread.partition(b"\n")
@@ -288,7 +288,7 @@ class Process:
 
 
 class Pair:
-    """The two connected worker processes of one benchmarked KV transport: source and sink."""
+    """The two connected worker processes of one KV transport: a source and a sink."""
 
     def __init__(self, contestant: Contestant, expected: Path) -> None:
         self.contestant = contestant

@@ -1,7 +1,8 @@
-"""The goals of KV transfers, whether they are met, and the table of results.
+"""The goals of the KV benchmark, whether they are met, and the table of results.
 
-A goal applies to the median over rounds of the ratio within a round. A goal against another project
-uses the better of its operations (WRITE or READ) in the same round. bench/kv/measure.py measures.
+Most goals compare our transport with another one. Each round gives a ratio, and the goal limits the
+median of these ratios. If the other transport can both write and read, the faster one counts.
+bench/kv/measure.py does the measurements.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NIXL_TCP, MOONCAKE_TCP = (
 
 @dataclass
 class Results:
-    """Measured values by (KV transport, quantity), then by number of the round.
+    """The measured values by transport, quantity and number of the round.
 
     A round that failed has no value.
     """
@@ -44,11 +45,11 @@ class Results:
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal of the KV benchmark: a limit on the median over all rounds.
+    """A goal of the KV benchmark: a limit for the median over all rounds.
 
     limit     the limit
-    value     function: (results, number of a round) -> the value of that round; None if it failed
-    at_least  whether the limit is a minimum; False: a maximum
+    value     function that returns the value of a round, or None if the round failed
+    at_least  True if the limit is a minimum, False if it is a maximum
     """
 
     name: str
@@ -63,10 +64,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A goal of the KV benchmark with its measured median.
-
-    It also has the lowest and the highest value of a round.
-    """
+    """A goal of the KV benchmark with its measured median, and the lowest and highest round."""
 
     goal: Goal
     value: float
@@ -93,13 +91,13 @@ def wait(block_bytes: int, cut: str) -> str:
 
 
 def ratio(ours: str, peers: Iterable[str], quantity: str) -> Callable[[Results, int], float | None]:
-    """Return a function that compares our transport with the best of the others in one round.
+    """Return a function that compares our transport with the best other one in a given round.
 
     ours      name of our transport
-    peers     names of the others; the highest value is the best
+    peers     names of the others; the one with the highest value is the best
     quantity  the measured quantity
 
-    The function returns our value divided by the best other value; None if one of them is missing.
+    The function returns our value divided by the best other value, or None if one is missing.
     """
 
     def value(results: Results, round_number: int) -> float | None:
@@ -190,7 +188,7 @@ def _at_most(name: str, limit: float, ours: str, other: str, quantity: str) -> G
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Return whether each goal is met, for all goals with measurements of at least one round."""
+    """Return whether each goal is met. Goals without any measurement are left out."""
     checked = []
     for goal in all_goals():
         values = [
@@ -204,8 +202,9 @@ def verdicts(results: Results) -> list[Verdict]:
 
 
 def markdown(results: Results) -> str:
-    """Return the KV benchmark's report as Markdown: the results, the goals, and the transports that
-    could not be measured.
+    """Return the report of the KV benchmark as Markdown.
+
+    It has the results, the goals, and the transports that could not be measured.
     """
     names = list(
         dict.fromkeys(

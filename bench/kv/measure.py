@@ -1,6 +1,6 @@
-"""Measures bandwidth, latency and layer-wise transfers of KV blocks between two processes.
+"""Measures transfers of KV blocks between two processes: bandwidth, latency, and layer by layer.
 
-Every transferred block is verified.
+The content of every transferred block is verified.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Latency:
-    """Microseconds from the start of a block's transfer until the initiator knows of its
-    completion.
+    """The time from the start of a block's transfer until the initiator knows that it is complete.
 
-    p50_us  median
-    p99_us  99th percentile
+    p50_us  median in microseconds
+    p99_us  99th percentile in microseconds
     """
 
     p50_us: float
@@ -55,9 +54,10 @@ class Latency:
 
 
 def bandwidth(pair: Pair, block_bytes: int, pool_bytes: int, rng: random.Random) -> Throughput:
-    """Measure repeated transfers of scattered blocks, for at least ENOUGH_S seconds.
+    """Measure the bandwidth of transfers of scattered blocks, repeated for at least ENOUGH_S
+    seconds.
 
-    Choosing and verifying blocks is not timed.
+    The time to choose and to verify blocks is not included.
     """
     n_bytes, seconds, cpu_s = 0, 0.0, 0.0
     size = min(PASS_BYTES[block_bytes], pool_bytes)
@@ -100,15 +100,15 @@ It is above 1, so that the whole transfer could take place during the prefill.
 
 
 def exposed_share(pair: Pair, pool_bytes: int, rng: random.Random) -> float:
-    """Measure how much of a layer-wise transfer takes place after the prefill, when a client waits
-    for it.
+    """Measure how much of a transfer remains when the computation of the prompt (prefill) ends.
 
-    Returns the time from the end of the last layer's prefill to the end of the transfer, divided by
-    the time of the same transfer without a prefill.
+    The KV cache is sent layer by layer during the prefill. Only what remains after the prefill
+    delays the client. Returns the duration of the remaining part, divided by the duration of the
+    same transfer without a prefill.
 
     pair        the two processes
-    pool_bytes  memory per process from which blocks are chosen
-    rng         randomness for the choice
+    pool_bytes  size of the memory from which blocks are chosen, in each process
+    rng         random source for the choice of blocks
     """
     alone_s = _request(pair, pool_bytes, rng, 0.0)
     return _request(pair, pool_bytes, rng, PREFILL_SHARE * alone_s) / alone_s
@@ -142,10 +142,10 @@ def _verify(pair: Pair) -> None:
 def least_disturbed(
     pair: Pair, task: Callable[[], dict[str, float]], retakes: int
 ) -> tuple[float, dict[str, float]]:
-    """Run a measurement, and repeat it up to `retakes` times while other processes disturb it.
+    """Run a measurement, and repeat it up to `retakes` times if other processes disturb it.
 
-    It is repeated while other processes use more than MAX_OTHERS of the machine. Returns that share
-    and the results of the least disturbed run.
+    It counts as disturbed if other processes use more than MAX_OTHERS of the machine. Returns the
+    share that they used, and the result of the least disturbed run.
     """
     best = _run_watched(pair, task)
     for _ in range(retakes):

@@ -1,9 +1,10 @@
-"""The memory that the KV benchmark transfers: a pool per process, the chosen blocks, their
-verification.
+"""The memory between which the KV benchmark copies blocks, with the choice and check of blocks.
 
-Block contents come from one seeded reference that every worker maps, so that wrong bytes and
-misplaced blocks are detected. This module also runs in the venv of the other projects, so it
-imports only numpy and the standard library.
+Each process has one pool of memory. The content of all blocks comes from a reference with a fixed
+random seed, so that wrong bytes and misplaced blocks are detected.
+
+This module also runs in the virtual environment of the other projects, so it imports only numpy and
+the standard library.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ Slots = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Draw:
-    """The blocks of one transfer, which are chosen at random.
+    """The randomly chosen blocks of one transfer.
 
-    block_bytes  bytes of each block
+    block_bytes  size of each block in bytes
     src          numbers of the blocks at the source
     dst          numbers of the blocks at the sink; block src[i] is copied to block dst[i]
     """
@@ -58,9 +59,9 @@ def reference(pool_bytes: int, seed: int) -> Bytes:
 
 
 def wipe(pool: Bytes, drawn: Draw) -> None:
-    """Clear the blocks that a transfer will write (`drawn`).
+    """Clear the blocks that a transfer will write.
 
-    Bytes of an earlier transfer could otherwise count as delivered.
+    Otherwise the bytes of an earlier transfer could be mistaken for delivered ones.
     """
     pool.reshape(-1, drawn.block_bytes)[drawn.dst] = 0
 

@@ -1,8 +1,10 @@
-"""KV benchmark: complete transfers between two of our KV agents, from ticket to confirmation.
+"""KV benchmark: complete transfers between two of our KV agents, with all safety checks.
 
-side_ours measures a connection alone. This module also includes everything that makes a transfer
-safe. Settings: transport (tcp or shm), layers (True: the request is computed layer by layer),
-options (fields of AgentOptions).
+side_ours.py measures only the connection. Here a transfer starts with the ticket, which permits the
+sink to fetch the blocks, and ends when the source knows that they have arrived.
+
+Settings: transport (tcp or shm), layers (True to compute the request layer by layer), options
+(fields of AgentOptions).
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ PATIENCE_S = 50.0
 
 
 class Agents:
-    """One of two KV agents: a source that offers blocks in `prepare` (not timed), or a sink that
-    fetches them.
+    """One of two KV agents. The source offers blocks before the measured time; the sink fetches
+    them.
 
-    Blocks have 64 KiB, all of one layer.
+    A block has 64 KiB, all of one layer.
     """
 
     LAYOUT = KvLayout(1, 8, 128, KvDtype.BF16, 16)
@@ -103,8 +105,10 @@ class Agents:
         self._fetch(self.drawn.dst)
 
     def posts(self) -> list[float]:
-        """Fetch the chosen blocks one after another on the event loop, as an engine does; return
-        the duration of each in microseconds.
+        """Fetch the chosen blocks one after another, and return the duration of each in
+        microseconds.
+
+        This runs on the event loop, as in an engine.
         """
         times: list[float] = self._run_on_loop(self._await_posts())
         return times
@@ -131,7 +135,7 @@ class Agents:
 
 
 class Layers(Agents):
-    """Two KV agents that transfer one request with 32 layers, computed one after another.
+    """One of two KV agents that transfer a request of 32 layers, computed one after another.
 
     A block has 8 KiB of each layer.
     """
@@ -139,13 +143,12 @@ class Layers(Agents):
     LAYOUT = KvLayout(32, 1, 128, KvDtype.BF16, 16)
 
     def custom(self, what: str, prefill_s: float = 0.0) -> float:
-        """Run one side of a layer-wise transfer and return its duration in seconds.
+        """Run one side of a transfer layer by layer, and return its duration in seconds.
 
-        what       "fetch": receive the chosen blocks; "offer": send them. An offer is timed from
-                   the end of the last layer's prefill until the source knows that all blocks have
-                   arrived
-        prefill_s  duration of the simulated prefill, which uses no CPU; 0: the prefill ends before
-                   the offer
+        what       "fetch" to receive the chosen blocks, "offer" to send them. The time of an offer
+                   counts from the end of the last layer until all blocks are known to have arrived
+        prefill_s  duration of the simulated computation of the layers, which uses no CPU; 0: all
+                   layers are ready before the offer
         """
         assert self.drawn is not None
         if what == "fetch":
@@ -186,7 +189,7 @@ class Layers(Agents):
 def _check_landed(end: TransferOutcome) -> None:
     if end.kind is not OutcomeKind.LANDED:
         raise RuntimeError(
-            f"the KV transfer ended with {end.kind} ({end.reason}) instead of success"
+            f"the KV transfer should have succeeded, but ended with {end.kind}: {end.reason}"
         )
 
 

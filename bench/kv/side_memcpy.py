@@ -1,8 +1,8 @@
-"""KV benchmark: a memory copy with numpy, as a reference.
+"""KV benchmark: copies memory with numpy, as a reference for the transports.
 
-The sink process copies, the source process is idle.
+The sink process copies from a pool of its own; the source process is idle.
 
-Settings: files (True: use memory files instead of numpy's memory, which has huge pages).
+Settings: files (True to use memory files instead of numpy's memory, which has huge pages).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pool import Bytes, Draw
 
 
 class Memcpy:
-    """One process of the memory copy benchmark.
+    """One process of the benchmark of memory copies.
 
-    The sink copies from a private pool that has the source's contents.
+    The sink copies from a private pool with the same content as the source's.
     """
 
     def __init__(self, role: str, pool_bytes: int, make: Callable[[int], Bytes]) -> None:

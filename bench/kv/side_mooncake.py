@@ -1,8 +1,6 @@
 """KV benchmark: Mooncake's transfer engine over TCP.
 
-Settings: op (READ or WRITE).
-
-Environment variables set its queue limits.
+Settings: op (READ or WRITE). Environment variables set the limits of its queues.
 """
 
 from __future__ import annotations
@@ -16,7 +14,8 @@ from pool import Bytes, Draw
 class Mooncake:
     """One process of the benchmark of Mooncake's transfer engine.
 
-    The passive process only registers memory, which Mooncake's own threads serve.
+    The process that does not start transfers only registers its memory. Mooncake's own threads
+    serve it.
     """
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
@@ -72,7 +71,7 @@ class Mooncake:
     @staticmethod
     def _check(rc: int) -> None:
         if rc != 0:
-            raise RuntimeError(f"Mooncake's transfer failed with the code {rc}")
+            raise RuntimeError(f"Mooncake's transfer failed with the error code {rc}")
 
 
 def open_side(role: str, pool_bytes: int, settings: dict[str, Any]) -> Mooncake:

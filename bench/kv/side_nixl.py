@@ -1,8 +1,10 @@
 """KV benchmark: NIXL 1.5.1 with UCX and prepared descriptor lists, as vLLM uses it.
 
-Without a progress thread the passive process must poll for notifications, as an engine does between
-its steps. Here it polls continuously, which is fastest. Settings: op (READ or WRITE), progress
-(bool). The environment sets UCX_TLS and UCX_NET_DEVICES.
+Settings: op (READ or WRITE), progress (True to use NIXL's progress thread). The environment
+variables UCX_TLS and UCX_NET_DEVICES select the network.
+
+Without a progress thread, the process that does not start transfers must poll for notifications. An
+engine does so between its steps. Here the process polls continuously, which is the fastest way.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pool import Bytes, Draw
 class Nixl:
     """One process of the benchmark of NIXL.
 
-    The initiator has one transfer handle for all blocks, or one per block.
+    The process that starts transfers has one handle for all blocks, or one per block.
     """
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
@@ -104,7 +106,7 @@ class Nixl:
         while state == "PROC":
             state = agent.check_xfer_state(handle)
         if state != "DONE":
-            raise RuntimeError(f"NIXL's transfer ended in the state {state}")
+            raise RuntimeError(f"NIXL's transfer ended in the state {state} instead of DONE")
 
 
 def open_side(role: str, pool_bytes: int, settings: dict[str, Any]) -> Nixl:

@@ -1,9 +1,10 @@
 """KV benchmark: our transports without agents, in batches of blocks (windows) as agents send them.
 
-Block generations and bytes are verified. The sink connects to the source. The source sends the
-windows, drives the link on its own thread, and waits for all confirmations. Settings: transport
-(tcp or shm), checked (xxh3 digests), sealed (AES-GCM), lanes (number of parallel connections),
-and other fields of LinkOptions.
+The sink connects to the source. The source sends the windows from its own thread, and waits until
+all are confirmed. The bytes and the generation (version number) of each block are checked.
+
+Settings: transport (tcp or shm), checked (True for xxh3 digests), sealed (True for encryption with
+AES-GCM), lanes (number of parallel connections), and other fields of LinkOptions.
 """
 
 from __future__ import annotations
@@ -37,10 +38,9 @@ GRANT = b"grant"
 
 
 class LinkSide:
-    """One of the two processes of a benchmarked transport, with its end of the connection (link).
+    """One of the two processes of our transport, with its end of the connection (link).
 
-    It handles the link's callbacks, which run on the link's own thread or on the thread that drives
-    the link.
+    Its callbacks run on the link's own thread, or on the thread that drives the link.
     """
 
     def __init__(self, role: str, pool_bytes: int, settings: dict[str, Any]) -> None:
@@ -80,12 +80,12 @@ class LinkSide:
                 _laned(self.link).add_lane(lane)
 
     def prepare(self, drawn: Draw, each: bool) -> None:
-        """Build the windows (batches of blocks) of one benchmarked transfer.
+        """Build the windows (batches of blocks) of one transfer.
 
         drawn  the blocks to transfer
-        each   whether every block gets a window of its own
+        each   whether every block gets its own window
 
-        The sink permits writes to its blocks; the source waits for that permission.
+        The sink permits writes to its blocks, and the source waits for the permission.
         """
         self.transfer += 1
         self.each, self.replies = each, 0
@@ -101,7 +101,7 @@ class LinkSide:
             blocks = _blocks(drawn.dst, drawn.block_bytes)
             self.link.send(GRANT + self.link.grant(self.transfer, [self.region], blocks))
         elif not self.granted.wait(PATIENCE_S):
-            raise RuntimeError("the sink has not granted write access in time")
+            raise RuntimeError("the sink did not permit writes to its blocks in time")
         self.granted.clear()
 
     def _windows(self, drawn: Draw, blocks_per_window: int) -> list[tuple[WindowHead, WindowSlice]]:
@@ -134,7 +134,7 @@ class LinkSide:
             self.link.fence(self.transfer)
             if not self.free.wait(PATIENCE_S):
                 raise RuntimeError(
-                    "the sink has not confirmed in time that its write fence is in force"
+                    "the fence, which stops late writes to the sink, was not confirmed in time"
                 )
             self.free.clear()
 
@@ -151,15 +151,15 @@ class LinkSide:
 
     def _await_replies(self, count: int) -> None:
         if not self.link.drive(lambda: self.replies >= count or bool(self.wrong), PATIENCE_S):  # type: ignore[union-attr]
-            raise RuntimeError("the sink did not confirm the transferred windows in time")
+            raise RuntimeError("the sink did not confirm the transferred blocks in time")
         if self.wrong:
             raise RuntimeError(self.wrong)
 
     # ---- callbacks of the link (LinkOwner) ----
 
     def on_linked(self, link: Link) -> None:
-        """Use the first connection as the main link, and further ones as parallel connections
-        (lanes) of that link.
+        """Use the first connection as the main one (link), and later ones as parallel connections
+        to it.
         """
         link.secure(SECRET)
         if self.link is None:

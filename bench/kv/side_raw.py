@@ -1,7 +1,7 @@
-"""KV benchmark: an upper limit, which is what a TCP connection over loopback can carry.
+"""KV benchmark: plain TCP over loopback, as an upper limit for the transports.
 
-`Raw` repeatedly sends one buffer of 1 MiB that stays in the cache, without blocks. `Scattered`
-sends the blocks in a minimal loop, without framing, generation checks or write permissions.
+Raw        sends the same buffer of 1 MiB repeatedly; the buffer stays in the processor's cache
+Scattered  sends scattered blocks in a minimal loop, without framing or checks
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ PROOF = 8
 
 
 class Raw:
-    """KV benchmark over a plain TCP socket: a source sends a buffer, and a sink receives and
-    confirms it.
-    """
+    """KV benchmark over plain TCP: a source sends one buffer repeatedly, and a sink confirms it."""
 
     def __init__(self, role: str, pool_bytes: int) -> None:
         self.role = role
@@ -102,9 +100,9 @@ class Raw:
 
 
 class Scattered(Raw):
-    """KV benchmark over a plain TCP socket, between blocks at random places of both memory pools.
+    """KV benchmark over plain TCP: a source sends scattered blocks, which a sink stores scattered.
 
-    checked  whether an xxh3-64 digest follows every few blocks and is verified in the sink's memory
+    checked  whether an xxh3-64 digest is sent after every few blocks and verified by the sink
     """
 
     def __init__(self, role: str, pool_bytes: int, *, checked: bool) -> None:

@@ -1,6 +1,6 @@
-"""One worker process of the KV benchmark: python bench/kv/worker.py MODULE ROLE SETTINGS REFERENCE.
+"""A worker process of the KV benchmark: `python bench/kv/worker.py MODULE ROLE SETTINGS REFERENCE`
 
-It executes commands from stdin and writes replies to stdout, both as lines of JSON. It ends by
+It reads commands from stdin and writes replies to stdout, both as lines of JSON. It ends with
 os._exit, because some libraries crash in their destructors.
 """
 
@@ -20,17 +20,16 @@ from pool import Bytes, Draw, draw, wipe, wrong_blocks
 
 
 class Side(Protocol):
-    """One end of a transfer, source or sink, which the module of each transport implements.
+    """One end of a transfer, source or sink. Each transport's module implements this interface.
 
-    prepare  build descriptors of the chosen blocks: one for all of them or, if its argument `each`
-             is true, one per block
+    prepare  build descriptors of the chosen blocks: one for all, or one per block if `each` is true
     begin    called before the measured time
-    run      move all blocks at once
-    post     move the block with this index; a side may have `posts` instead, which moves each of
-             them and returns the microseconds of each
+    run      transfer all blocks at once
+    post     transfer the block with this index
     finish   called after the measured time
 
-    The initiator's `run` and `post` return when it knows that the bytes have arrived.
+    On the side that starts transfers, `run` and `post` return when the bytes are known to have
+    arrived.
     """
 
     pool: Bytes
@@ -46,15 +45,18 @@ class Side(Protocol):
 
 @runtime_checkable
 class TimedSide(Protocol):
-    """A side that measures its posts itself, because they run on another thread."""
+    """A side that transfers all blocks one by one itself, and returns the microseconds of each.
+
+    It is needed where this happens on another thread.
+    """
 
     def posts(self) -> list[float]: ...
 
 
 class BusyLoop:
-    """Python code that computes without pause while a transfer is measured.
+    """Runs Python code that computes without pause while a transfer is measured.
 
-    kind  where it runs. "thread": in this process, where it competes for the interpreter lock;
+    kind  "thread": in a thread of this process, where it competes for the interpreter lock;
           "process": in another process; "": it does not run
     """
 
@@ -87,9 +89,7 @@ class BusyLoop:
 
 
 class Worker:
-    """Executes the benchmark's commands on one side of a transfer, and measures duration and CPU
-    time.
-    """
+    """Executes the commands of the benchmark on one side, and measures duration and CPU time."""
 
     def __init__(self, side: Side, role: str, expected: Bytes, busy: str) -> None:
         self.busy = BusyLoop(busy)
@@ -117,7 +117,7 @@ class Worker:
         self.side.begin()
 
     def finish(self) -> float:
-        """Return the CPU seconds that all threads of the process have used since `begin` was
+        """Return the CPU seconds that all threads of this process have used since `begin` was
         called.
         """
         self.side.finish()
@@ -125,13 +125,13 @@ class Worker:
         return time.process_time() - self.since
 
     def run(self) -> float:
-        """Move all chosen blocks and return the duration of the transfer in seconds."""
+        """Transfer all chosen blocks at once, and return the duration in seconds."""
         started = time.perf_counter()
         self.side.run()
         return time.perf_counter() - started
 
     def posts(self) -> list[float]:
-        """Transfer the chosen blocks one after another; return the duration of each in
+        """Transfer the chosen blocks one by one, and return the duration of each in
         microseconds.
         """
         assert self.drawn is not None

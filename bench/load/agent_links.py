@@ -1,6 +1,6 @@
-"""Measures how fast members of a fleet connect to a KV transfer agent while others attack its port.
+"""Measures how fast trusted peers connect to a KV transfer agent while its port is attacked.
 
-Members prove that they know the fleet's key.
+Trusted peers prove that they know the fleet's secret key; attackers do not know it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ async def agent() -> AsyncIterator[Source]:
 
 
 async def link_times(source: Source, links: int) -> list[float]:
-    """Connect clients to a KV agent one after another, and return the seconds until each is
-    accepted.
+    """Connect clients to a KV agent one after another, and return how many seconds each needed.
 
     source  the agent
-    links   number of clients, which know the fleet's key
+    links   number of clients, which know the fleet's secret key
     """
     members, times = group("d", SMALL, [make(TRANSPORT, InprocWire(ThreadClock()))]), []
     try:

@@ -1,23 +1,23 @@
-"""Measures how much each attack of tests/e2e/attackers.py harms regular clients.
+"""`make attacks`: measures how much each attack of tests/e2e/attackers.py slows regular clients.
 
-    make attacks                       # every attack, about fifteen minutes
     python -m bench.load.attack_cost [--only TEXT] [--pairs N] [--window-ms D] [--rate R]
 
-A steady load of regular clients runs through the gateway in short periods (windows), alternately
-without and with the attack. The gateway has one core; clients, engines and the attacker share the
-other. The results are medians over windows. An attack passes if
+Regular clients send a steady load through the gateway, in short periods alternately without and
+with the attack. The gateway has one core. Clients, engines and the attacker share the other one.
 
-- the clients' p99 latency is at most twice the p99 without it, or at most 5 ms higher,
-- none of their requests fails,
-- memory (RSS plus kernel memory of the gateway's sockets) grows by at most 32 MiB, plus the
-  configured budget that the attack may fill.
+An attack passes if, in the median over the periods,
 
-The growth of all socket memory on the machine (/proc/net/sockstat) is printed as well.
+- the clients' p99 latency at most doubles, or rises by at most 5 ms
+- none of their requests fails
+- memory grows by at most 32 MiB, plus the configured budget that the attack may fill; this is the
+  resident memory plus the kernel memory of the gateway's sockets
 
-Other work on the machine disturbs windows. The lowest p99 of three windows before the attack is the
-reference. A pair of windows counts only if the p99 without the attack is at most CALM times the
-reference. No result of a window with the attack can exclude it. If no pair counts, the attack
-fails.
+Other work on the machine can disturb a period. The lowest p99 of three periods before the attack is
+the reference. A pair of periods counts only if its p99 without the attack is at most CALM times the
+reference. Results with the attack never exclude a pair. If no pair counts, the attack fails.
+
+All attacks take about fifteen minutes. The growth of all socket memory on the machine
+(/proc/net/sockstat) is printed as well.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Window(NamedTuple):
     """What regular clients measured in one period.
 
     p50     median latency in seconds
-    p99     99th percentile of the latency in seconds
-    failed  number of requests that failed
+    p99     99th percentile of the latency, in seconds
+    failed  number of failed requests
     """
 
     p50: float
@@ -77,15 +77,15 @@ class Window(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The results of one measured attack. Memory is in bytes.
+    """The results for one attack. Memory is in bytes.
 
     without         medians over the periods without the attack
     under           medians over the periods with the attack
     pairs           number of pairs of periods that counted
-    longest_wait_s  how long an event waits for the gateway's event loop, as 99th percentile of the
-                    worst period
+    longest_wait_s  99th percentile of the time that an event waits for the gateway's event loop, in
+                    the worst period
     resident        growth of the gateway's resident memory
-    sockets         growth of the kernel memory of its sockets
+    sockets         growth of the kernel memory of the gateway's sockets
     sockstat        growth of all socket memory on the machine
     allowed         maximum of `resident` and `sockets` together
     """
@@ -124,9 +124,7 @@ class Result(NamedTuple):
 
 
 class Clients:
-    """Regular clients, which send requests at a fixed rate on persistent connections while an
-    attack runs.
-    """
+    """Regular clients, which send requests at a fixed rate on persistent connections."""
 
     def __init__(self, port: int, folder: Path, rate: float, window_ms: int) -> None:
         bodies = write_bodies(
@@ -146,9 +144,7 @@ class Clients:
 
 
 def pinned(core: int, priority: int) -> list[str]:
-    """Return a command prefix that pins a process to a core, and that sets its priority if run as
-    root.
-    """
+    """Return a command prefix that runs a process on one core, with a higher priority if root."""
     nice = ["nice", "-n", str(priority)] if os.geteuid() == 0 else []
     return ["taskset", "-c", str(core), *nice]
 
@@ -190,10 +186,7 @@ def _median(windows: list[Window]) -> Window:
 
 @contextmanager
 def prepared(base: int) -> Iterator[tuple[Attacked, Path]]:
-    """Run a new gateway during a `with` block.
-
-    Each attack gets its own gateway, so that attacks do not affect each other.
-    """
+    """Run a new gateway during a `with` block, so that attacks do not affect each other."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-attacks-")))
         hostile = stack.enter_context(canned_engine(str(LOAD_CORE)))
@@ -203,10 +196,12 @@ def prepared(base: int) -> Iterator[tuple[Attacked, Path]]:
 
 
 async def measure_agent(name: str, pairs: int, links: int) -> Result:
-    """Measure how fast clients with the key connect to a KV agent during an attack on its port.
+    """Measure how fast trusted clients connect to a KV agent during an attack on its port.
 
-    name   name of the attack, which is by clients without the key
-    pairs  number of periods with, and as many without, the attack
+    Trusted clients know the fleet's secret key; the attacker does not.
+
+    name   name of the attack
+    pairs  number of periods with the attack, and as many without it
     links  number of connections per period
     """
     counted = []
@@ -239,7 +234,7 @@ def main() -> int:
         "--pairs",
         type=int,
         default=3,
-        help="number of measured periods with, and as many without, each attack",
+        help="number of measured pairs of periods: one without and one with the attack",
     )
     parser.add_argument(
         "--window-ms",

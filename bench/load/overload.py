@@ -1,4 +1,5 @@
-"""`make overload`: send a gateway twice its fleet's capacity while 600 streams are open.
+"""`make overload`: sends a gateway twice the load that its engines can serve, with 600 open
+streams.
 
     python -m bench.load.overload [--runs 1] [--ahead] [--admission priced] [--policy NAME]
                                   [--seed 1] [--json FILE]
@@ -13,8 +14,8 @@ four minutes on two cores. Its phases:
 5. storm: 20 s at twice capacity, with clients that ignore Retry-After
 6. 40 s at half of capacity
 
-The capacity is found by simulation. A server that only refuses requests shows how much other load
-the machine has. Exit status: 1 if a median over the runs misses its bound.
+Capacity is found by a simulation. Round trips to a server that refuses every request show how busy
+the machine is with other work. Exit status: 1 if a median over the runs misses its limit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A minimal HTTP client that records when a request was sent and when its response arrived.
 
-The arrival is the kernel's timestamp, because this process may read the response late. aiohttp's
-client would add more delay than is to be measured. bench/load/overload_load.py sends the requests.
+The arrival time is the kernel's timestamp of the received data, because this process may read the
+data late. aiohttp's client would add more delay than the delays to measure.
+bench/load/overload_load.py sends the requests.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ STAMP = struct.Struct("@qq")  # a timespec of the wall clock
 
 
 class TimedRequest:
-    """One request and its response. Times are of time.monotonic; None if the event did not occur.
+    """One request and its response. Times are in seconds of time.monotonic, or None if not reached.
 
     sent_s         when the request was passed to the kernel
     answered_s     when the first bytes of the response reached the socket
-    unread_s       seconds between their arrival at the socket and the read by this process
-    retry_after_s  the retry-after-ms header, in seconds
-    ended          resolves when the response is complete or the connection has ended
+    unread_s       delay from then until this process read them
+    retry_after_s  value of the header retry-after-ms, in seconds
+    ended          future that is done when the response is complete or the connection has ended
     """
 
     __slots__ = (
@@ -137,10 +138,12 @@ class TimedConnection:
 
 
 def age_s(ancillary: list[tuple[int, int, bytes]], now_s: float) -> float:
-    """Return how many seconds before `now_s` (wall clock) received data reached the socket.
+    """Return how many seconds ago received data reached the socket.
 
-    `ancillary` is the ancillary data of recvmsg. Without a timestamp in it, which the kernel omits
-    for a moment after the option is set, the result is 0.
+    now_s      current wall-clock time
+    ancillary  ancillary data of recvmsg, with the kernel's timestamp
+
+    Returns 0 without a timestamp. The kernel omits it for a moment after timestamps are enabled.
     """
     if not ancillary:
         return 0.0
@@ -149,7 +152,7 @@ def age_s(ancillary: list[tuple[int, int, bytes]], now_s: float) -> float:
 
 
 class ConnectionPool:
-    """A pool of keep-alive connections to one server. The connection that was used last is reused
+    """A pool of keep-alive connections to one server. It reuses the most recently used one
     first.
     """
 
@@ -185,7 +188,10 @@ class ConnectionPool:
 
 
 def request(prompt_tokens: int, output_tokens: int, *key: object) -> bytes:
-    """Build a streaming chat request as an SDK sends it; `key` makes its prompt unique."""
+    """Return a streaming chat request, formatted as an SDK sends it.
+
+    key  text that makes the prompt unique
+    """
     body = msgspec.json.encode(
         {
             "model": "llama-3.1-70b-fp8",

@@ -1,7 +1,7 @@
-"""Computes the figures of an overload run from the records of all requests, and checks their
-bounds.
+"""Computes the results of an overload run from the records of all requests, and checks limits.
 
-This module does no I/O. bench/load/overload.py explains the phases (called spike and storm here).
+The phases of a run (called spike and storm here) are explained in bench/load/overload.py. This
+module does no I/O.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """A figure of the overload test with the limit that it must meet.
+    """A result of the overload run with its limit.
 
-    value  the measured figure
+    value  the measured value
     limit  its limit
-    least  whether the limit is a minimum; False: a maximum
+    least  True if the limit is a minimum, False if it is a maximum
     unit   text after the printed numbers
     """
 
@@ -138,10 +138,10 @@ def figures(
     refusals: Mapping[str, Refusal],
     sent: int,
 ) -> Figures:
-    """Compute the figures of an overload run from the records of its requests.
+    """Compute the results of an overload run from the records of its requests.
 
     plan      the phases of the run
-    refusals  from the access log, by request id
+    refusals  refused requests in the access log, by request identifier
     sent      number of requests that reached the engines since the start of the storm
     """
     spike, storm = plan.window("spike"), plan.window("storm")
@@ -185,10 +185,10 @@ def _refused(clients: Sequence[ClientRecord]) -> list[Try]:
 
 
 def is_good(client: ClientRecord) -> bool:
-    """Return whether a client got an intact answer within both latency budgets.
+    """Return whether a client got a complete answer within both latency budgets.
 
-    The budgets count for the attempt that was admitted. An answer that the end of the run cut off
-    counts as intact.
+    The latency of the last attempt counts, which the gateway admitted. An answer that the end of
+    the run interrupted counts as complete.
     """
     if not (client.whole or client.cut) or client.first_s is None or client.last_s is None:
         return False
@@ -201,9 +201,7 @@ def is_good_at_once(client: ClientRecord) -> bool:
 
 
 def times(seconds: Iterable[float]) -> Times:
-    """Return the number and the percentiles of durations, which are in seconds; all are zero if
-    there are none.
-    """
+    """Return the number of durations and their percentiles in seconds; all are zero without any."""
     ordered = sorted(seconds)
     if not ordered:
         return Times(0, 0.0, 0.0)

@@ -1,9 +1,12 @@
-"""The load generator of an overload run: `python -m bench.load.overload_load streams|clients`.
+"""The load generator of an overload run: `python -m bench.load.overload_load streams|clients`
 
-It reads a Plan from stdin and writes one JSON value to stdout. `streams` keeps hundreds of long
-streams open and reports their progress. `clients` sends everything else: independent clients that
-retry after a refusal, and small requests to a server that only refuses, which measure the machine
-itself. The schedule is in bench/load/overload_plan.py.
+It reads a Plan from stdin and writes one JSON value to stdout. It runs as two processes:
+
+streams   keeps hundreds of long streams open, and reports their progress
+clients   sends the requests of independent clients, which retry after a refusal, and small requests
+          to a server that refuses all, which show how busy the machine is
+
+The schedule is in bench/load/overload_plan.py.
 """
 
 from __future__ import annotations
@@ -42,9 +45,9 @@ GRACE_S = 10.0
 
 
 class Try(msgspec.Struct):
-    """One attempt of a client's request. Times are in seconds after `Plan.begin_s`.
+    """One attempt of a client's request. Times are in seconds after the beginning of the plan.
 
-    unread_s  seconds from the arrival of the response in the socket until the client read it
+    unread_s  delay from the arrival of the response in the socket until the client read it
     """
 
     due_s: float
@@ -57,7 +60,7 @@ class Try(msgspec.Struct):
 
 
 class ClientRecord(msgspec.Struct):
-    """One client's request with all its attempts and its answer.
+    """One client's request with all of its attempts, and its answer.
 
     whole  whether the answer is complete
     cut    whether the end of the run interrupted the answer
@@ -87,10 +90,10 @@ class Stream(msgspec.Struct):
 
 
 class ClientRecords(msgspec.Struct):
-    """What the load generator's `clients` process writes. Durations are in seconds.
+    """The output of the process `clients`. Durations are in seconds.
 
-    idle_s  round-trip times to the null server before the plan
-    busy_s  (time, round-trip time) to the null server during the plan
+    idle_s  round-trip times to the null server, which refuses all requests, before the plan begins
+    busy_s  (time, round-trip time) of the same requests during the plan
     """
 
     idle_s: list[float]
@@ -99,7 +102,7 @@ class ClientRecords(msgspec.Struct):
 
 
 async def streams(plan: Plan) -> list[Stream]:
-    """Open the plan's long streams one after another and read them until the end of the plan.
+    """Open the plan's long streams one after another, and read them until the end of the plan.
 
     Returns the progress of each stream.
     """
@@ -140,7 +143,7 @@ class ClientLoad:
         self.clients: list[ClientRecord] = []
 
     async def measure_idle(self) -> list[float]:
-        """Measure round trips to the null server, which only refuses, on the idle machine.
+        """Measure round trips to the null server, which refuses all requests, on the idle machine.
 
         Returns their durations in seconds.
         """
@@ -153,10 +156,11 @@ class ClientLoad:
         return round_trips
 
     async def measure_busy(self) -> list[tuple[float, float]]:
-        """Measure round trips to the null server while the plan runs.
+        """Measure round trips to the null server while the plan runs, and return (time, duration)
+        pairs.
 
-        That server only refuses requests, so the times show how much other load the machine has.
-        Each result has two numbers: seconds since the plan began, and the round trip in seconds.
+        The null server refuses all requests, so the durations show how busy the machine is. Both
+        values are in seconds; the time counts from the beginning of the plan.
         """
         round_trips = []
         await _sleep_until(self._plan.begin_s)

@@ -1,7 +1,7 @@
-"""A server that answers every request with 429, to measure round trips on this machine.
+"""A server that answers every request with status 429, to measure round trips on this machine.
 
-It uses uvloop and sockets as the gateway does, and its response is as long as the gateway's
-refusals. It prints its URL.
+It uses uvloop and sockets like the gateway, and its response is as long as the gateway's refusals.
+It prints its URL when it is ready.
 """
 
 from __future__ import annotations

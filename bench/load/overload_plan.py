@@ -1,7 +1,8 @@
-"""The plan of an overload run: phases, request lengths, arrivals, and the fleet's capacity.
+"""The plan of an overload run: its phases, lengths and arrivals of requests, and the fleet's
+capacity.
 
-The same requests are sent over HTTP (bench/load/overload_load.py) and, to find the capacity,
-replayed in simulated time.
+bench/load/overload_load.py sends the requests over HTTP. To find the capacity, the same requests
+are replayed in simulated time.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ PHASES = (
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """One client's request, due `due_s` after the plan begins. Equal seeds give equal requests."""
+    """One client's request, sent `due_s` seconds after the plan begins.
+
+    Plans with the same random seed have equal requests.
+    """
 
     number: int
     phase: int
@@ -77,8 +81,9 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The input of the load generator. `begin_s` is a time of time.monotonic; other times are
-    seconds after it.
+    """The input of the load generator.
+
+    `begin_s` is in seconds of time.monotonic; other times are in seconds after it.
     """
 
     url: str
@@ -90,7 +95,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def ends_s(self) -> float:
-        """The end of the plan, as a time of time.monotonic."""
+        """The end of the plan, in seconds of time.monotonic."""
         return self.begin_s + sum(phase.seconds for phase in self.phases)
 
     def window(self, name: str) -> tuple[float, float]:
@@ -114,10 +119,10 @@ def arrivals(phases: tuple[Phase, ...], capacity_per_s: float, seed: int) -> Ite
 
 
 def find_capacity_per_s() -> float:
-    """Return the highest request rate that the fleet serves well in addition to the open streams.
+    """Return the highest rate that the engines serve well beside the open streams, in requests/s.
 
-    At this rate, in requests per second, 90 % of the requests keep both latency budgets without
-    admission control. It is found by a search with replays.
+    At this rate, 90% of the requests meet both latency budgets without admission control. It is
+    found by simulations.
     """
     return capacity(_attainment, ATTAINMENT, start=30.0, tolerance=0.05).load
 

@@ -1,7 +1,9 @@
-"""Starts the processes of an overload run: mock engines, gateway, null server, load generators.
+"""Starts the processes of an overload run: mock engines, gateway, null server and load generators.
 
-All run on 127.0.0.1. The gateway has a core to itself if the machine has more than one, as it would
-on its own machine. The plan is in bench/load/overload_plan.py, the figures in overload_figures.py.
+All run on 127.0.0.1. If the machine has several cores, the gateway has one of them alone, as it
+would on a machine of its own.
+
+The plan is in bench/load/overload_plan.py, the results in bench/load/overload_figures.py.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ It lowers their priority, so that the processes under test get the CPU first.
 
 
 class CpuTimes(NamedTuple):
-    """The use of the cores by one process: seconds in which it ran, and seconds in which it waited
-    for a core.
+    """How much CPU time one process got: seconds in which it ran, and in which it waited for a
+    core.
     """
 
     core_s: float
@@ -60,7 +62,7 @@ class CpuTimes(NamedTuple):
 
 
 class OverloadFleet:
-    """The running processes of an overload run; `pids` has their process ids by name."""
+    """The running processes of an overload run. `pids` has their process identifiers by name."""
 
     def __init__(
         self,
@@ -129,10 +131,10 @@ def run_fleet(admission: str, policy: str, longest_s: float) -> Iterator[Overloa
 def generate_load(
     plan: Plan, fleet: OverloadFleet
 ) -> tuple[ClientRecords, list[Stream], int, dict[str, CpuTimes]]:
-    """Run the load generator with the plan of an overload run.
+    """Run the load generator with a plan, and return what it recorded.
 
-    Returns the clients' records, the streams, the number of requests that reached the engines since
-    the storm began, and each process's core use in the spike.
+    That is: the records of the clients, the progress of the streams, the number of requests that
+    reached the engines since the storm began, and the CPU time of each process in the spike.
     """
     with ExitStack() as stack:
         command = (sys.executable, "-m", LOAD)

@@ -1,4 +1,4 @@
-"""Computes the figures of replays and live runs, which `make planned` compares."""
+"""Computes the results of simulations (replays) and live runs, which `make planned` compares."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from planner.replay.results import figures
 
 
 class RunFigures(NamedTuple):
-    """The results of one run. Shares are between 0 and 1, times are mean seconds of a request.
+    """The results of one run. Shares are from 0 to 1; times are means in seconds.
 
     attainment  share of the requests that were served within their latency budgets
-    refused     share of the requests that were answered with 429
+    refused     share of the requests that were refused with status 429
     hits        share of the prompt tokens that engines had cached
-    believed    share of the prompt tokens that the gateway believed to be cached
-    queue_s     from the arrival at the gateway until the request is sent to an engine
+    believed    share of the prompt tokens that the gateway expected to be cached
+    queue_s     time from the arrival at the gateway until the request is sent to an engine
     ttft_s      time to the first token
     tpot_s      time per further token
     """
@@ -57,9 +57,9 @@ def figures_of_replay(run: ReplayRun) -> RunFigures:
 
 
 def figures_of_live(report: BenchReport, log: Iterable[bytes]) -> RunFigures:
-    """Combine a client's report and the gateway's access log to the figures of a run.
+    """Compute the results of a run from the client's report and the gateway's access log.
 
-    Log lines of requests that were not served are ignored.
+    Lines of requests that were not served are ignored.
     """
     assert report.ttft is not None
     assert report.tpot is not None
@@ -84,16 +84,16 @@ def _access_line(line: bytes) -> dict[str, Any]:
 
 
 class SeedRuns(NamedTuple):
-    """The replays and live runs of the traffic of one seed."""
+    """The simulations (replays) and the live runs of the traffic of one random seed."""
 
     replays: Sequence[RunFigures]
     live: Sequence[RunFigures]
 
 
 class Difference(NamedTuple):
-    """The means of one figure over seeds, and live minus replayed.
+    """One result as means over random seeds: live, simulated, and live minus simulated.
 
-    margin  half of the 95 % confidence interval of the difference; None with fewer than two runs
+    margin  half of the 95% confidence interval of the difference; None with fewer than two runs
             per seed on a side
     """
 
@@ -107,9 +107,10 @@ class Difference(NamedTuple):
 
 
 def difference(seeds: Sequence[SeedRuns], name: str) -> Difference:
-    """Compare the mean of one figure over the live runs with that over the replays.
+    """Compare the mean of one result over the live runs with that over the simulations (replays).
 
-    Both sides of a seed have the same requests, so only chance within a seed makes the margin.
+    Both sides get the same requests for each seed, so the margin measures only random variation
+    between runs of the same seed.
     """
     replays = [[float(getattr(run, name)) for run in seed.replays] for seed in seeds]
     lives = [[float(getattr(run, name)) for run in seed.live] for seed in seeds]
@@ -141,7 +142,7 @@ _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 def difference_table(seeds: Sequence[SeedRuns]) -> str:
-    """Return all figures as a table: the mean replay, the mean live run and the difference."""
+    """Return a table of all results: mean simulation, mean live run, and their difference."""
     lines = [f"  {'':<14}{'replayed':>12}{'live':>12}{'difference':>14}"]
     for name, label, text in _ROWS:
         result = difference(seeds, name)

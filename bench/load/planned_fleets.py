@@ -1,21 +1,24 @@
-"""`make planned`: compare replays of three plans with live fleets from their emitted files.
+"""`make planned`: checks that three planned fleets perform live as their simulation predicts.
 
     python -m bench.load.planned_fleets [--case NAME]... [--seed N]... [--requests 3000] [--load 1]
                                         [--runs 3] [--replays 12] [--clock virtual] [--within 3]
 
-For each case, `penstock size` plans a fleet and replays it on a generated trace (--from). The same
-command emits gateway.yaml and the command of mock engines, and both are started unchanged; a client
-sends the trace over HTTP. Near saturation, routing amplifies milliseconds. So the mean of several
-live runs is compared with the mean of several replays, all of whose arrivals jitter. All figures
-of both sides are printed: they show where a difference comes from.
+For each case:
 
-On the virtual clock, gateway, engines and client share a process, whose clock jumps to the next
-timer as soon as nothing is left to do (planned_live.py). So the load of this machine cannot make a
-difference. On the real clock the gateway and the engines are processes, which need idle cores.
+1. `penstock size` plans a fleet, and simulates it on a generated trace (--from)
+2. it writes gateway.yaml and a command for mock engines, and both are started unchanged
+3. a client sends the trace over HTTP
 
-Exit status: 1 if attainment differs by more than `within` percentage points, or does not lie
-between 70 and 95 %. With the real clock, the gateway uses its default ports 8080 and 8081. A live
-run takes a minute or more, so this is not part of `make test`.
+Means of several runs are compared, because routing amplifies small differences in time. All results
+of both sides are printed, to show where a difference comes from.
+
+With the virtual clock, the gateway, the engines and the client share one process, whose clock jumps
+to the next timer whenever there is nothing to do (planned_live.py). The load of the machine then
+has no effect. With the real clock they are separate processes, which need idle cores, and the
+gateway uses the ports 8080 and 8081.
+
+Exit status: 1 if the shares of requests within their latency budgets differ by more than --within
+percentage points, or are outside of 70 to 95%. A live run takes a minute or more.
 """
 
 from __future__ import annotations
@@ -67,22 +70,23 @@ LEAST, MOST = 0.7, 0.95
 
 
 class SizedCase(NamedTuple):
-    """A fleet to plan with `penstock size`, and the traffic that is sent to it.
+    """A fleet to plan with `penstock size`, and the traffic that is sent to it. Lengths are in
+    tokens.
 
-    Prompts begin with one of `beginnings` shared texts, of which number n is chosen with a
-    probability proportional to 1 / n.
+    Each prompt begins with one of several shared texts. Text number n is chosen with a probability
+    proportional to 1 / n.
 
-    size           arguments of `penstock size`: the model and its options
-    ttft_s         latency budget of the first token
-    tpot_s         latency budget of each further token
-    rate           requests per second for which the fleet is sized
+    size           arguments of `penstock size`: the model and options
+    ttft_s         limit on the time to the first token
+    tpot_s         limit on the time per further token
+    rate           requests per second for which the fleet is planned
     load           rate of the traffic, divided by `rate`
-    shared         tokens of each shared beginning
-    beginnings     number of shared beginnings
-    mean           mean tokens of a prompt after its shared beginning
-    median         median of the same
-    answer_mean    mean tokens of an answer
-    answer_median  median of the same
+    shared         length of each shared text
+    beginnings     number of shared texts
+    mean           mean length of the rest of a prompt
+    median         median length of the rest of a prompt
+    answer_mean    mean length of an answer
+    answer_median  median length of an answer
     """
 
     size: tuple[str, ...]
@@ -118,7 +122,7 @@ CASES = {
 
 
 def generate(case: SizedCase, load: float, count: int, seed: int) -> Iterator[dict[str, object]]:
-    """Yield the lines of a trace in Mooncake's format, whose arrivals are a Poisson process."""
+    """Yield the lines of a trace in Mooncake's format. The arrivals are a Poisson process."""
     rng, at_s, next_id = Random(f"planned {seed}"), 0.0, 1 << 20
     popularity = [1 / (rank + 1) for rank in range(case.beginnings)]
     for _ in range(count):
@@ -147,10 +151,10 @@ def _size(case: SizedCase, *more: str) -> str:
 
 
 class LiveFleet(NamedTuple):
-    """The emitted files of a plan, and how its clients judge answers.
+    """The files that `penstock size` wrote for a plan, and the latency budgets of its clients.
 
     gateway  text of gateway.yaml
-    mock     command of the mock engines
+    mock     command that starts the mock engines
     slo      latency budgets
     """
 
@@ -160,7 +164,7 @@ class LiveFleet(NamedTuple):
 
 
 def run_live(fleet: LiveFleet, requests: Sequence[TraceRequest], *, is_virtual: bool) -> RunFigures:
-    """Start the planned fleet from its emitted files, and send the requests over HTTP."""
+    """Start the planned fleet from the files that `penstock size` wrote, and send the requests."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         report = send_live(fleet, requests, folder, is_virtual=is_virtual)
@@ -171,10 +175,10 @@ def run_live(fleet: LiveFleet, requests: Sequence[TraceRequest], *, is_virtual: 
 def send_live(
     fleet: LiveFleet, requests: Sequence[TraceRequest], folder: Path, *, is_virtual: bool
 ) -> BenchReport:
-    """Start a fleet from its files and send the requests, which are in order of arrival.
+    """Start a fleet from the files of its plan, send the requests, and return the client's report.
 
-    Returns the client's report. The output of the gateway, which is its access log, is written to
-    serve.log in the folder.
+    The requests must be in order of arrival. The gateway's access log is written to serve.log in
+    the folder.
     """
     trace = Path(folder, "trace.jsonl")
     trace.write_text("".join(map(_client_line, requests)))
@@ -219,9 +223,10 @@ def run_replay(case: PoolCase, requests: Sequence[TraceRequest]) -> RunFigures:
 
 
 def replay_sent(case: PoolCase, requests: Sequence[TraceRequest]) -> ReplayRun:
-    """Replay requests as the live client sends them, with the lengths of their answers as limits.
+    """Simulate the requests as the live client sends them.
 
-    So the gateway knows these lengths; in replays of logs it has to learn them.
+    Each request limits its answer to the recorded length. So the gateway knows this length, which
+    it has to estimate in other simulations.
     """
     options = msgspec.structs.replace(case.options(), learns_lengths=False, expected_output=None)
     return replay(
@@ -248,7 +253,9 @@ def _env() -> dict[str, str]:
 
 
 def compare_seed(name: str, seed: int, options: argparse.Namespace) -> SeedRuns:
-    """Plan one fleet, and run replays and live runs of the traffic of one seed."""
+    """Plan one fleet, and do the simulations and the live runs of the traffic of one random
+    seed.
+    """
     case = CASES[name]
     port = str(free_run(MOST_GROUPS))
     gateway, mock = (
@@ -277,9 +284,10 @@ def compare_seed(name: str, seed: int, options: argparse.Namespace) -> SeedRuns:
 
 
 def compare(name: str, options: argparse.Namespace) -> bool:
-    """Print the figures of replays and live runs of one case over all seeds.
+    """Print the results of the simulations and live runs of one case, over all random seeds.
 
-    Returns whether live and replayed attainment are as close as demanded, and in the range.
+    Returns whether the live share of requests within their latency budgets is close enough to the
+    simulated one, and both are in the required range.
     """
     seeds = [compare_seed(name, seed, options) for seed in options.seed or (0,)]
     if not options.runs:
@@ -338,8 +346,8 @@ def main() -> int:
         type=float,
         default=3.0,
         metavar="POINTS",
-        help="largest accepted difference between the mean live and replayed attainment, in "
-        "percentage points (default: %(default)s)",
+        help="maximum difference between the live and simulated shares of requests within "
+        "their latency budgets, in percentage points (default: %(default)s)",
     )
     options = parser.parse_args()
     results = [compare(name, options) for name in options.case or CASES]

@@ -2,11 +2,16 @@
 
     python -m bench.load.planned_live FOLDER
 
-`make planned` starts it. FOLDER has the emitted files, gateway.yaml and mock.txt (the command of
-mock engines), and client.json, the plan of the client. The records of the client are written to
-records.json. Clients, gateway and engines talk over sockets of 127.0.0.1; the clock jumps to the
-next timer as soon as nothing is left to do. So the times contain what the engines' model and the
-gateway's timers take, and nothing of this machine.
+`make planned` starts it. FOLDER contains:
+
+gateway.yaml   configuration of the gateway, written by `penstock size`
+mock.txt       command that starts the mock engines
+client.json    requests that the client sends
+records.json   is written: what the client recorded
+
+Client, gateway and engines are connected by sockets of 127.0.0.1. The clock jumps to the next timer
+whenever there is nothing to do. So the recorded times consist of the engines' simulated times and
+the gateway's timers, and do not depend on this machine.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ START_S = 3.0
 
 
 def mock_engines(command: str) -> Coroutine[Any, Any, None]:
-    """Return the coroutine of a command line `penstock mock ...`, which serves until cancelled."""
+    """Return a coroutine that runs the command `penstock mock ...` until it is cancelled."""
     served: list[Coroutine[Any, Any, None]] = []
     with patch("mockgpu.cli.uvloop.run", served.append), suppress(SystemExit):
         run_command(mock, shlex.split(command)[2:], "penstock mock", os.environ)
@@ -52,7 +57,7 @@ def mock_engines(command: str) -> Coroutine[Any, Any, None]:
 
 
 async def serve_and_send(folder: Path) -> None:
-    """Start the fleet from its emitted files, send the trace, and write the client's records."""
+    """Start the fleet of the plan, send the requests, and write what the client recorded."""
     written = Path(folder, "client.json").read_bytes()
     plan = msgspec.json.decode(written, type=BenchPlan, dec_hook=lambda kind, text: kind(text))
     engines = asyncio.create_task(mock_engines(Path(folder, "mock.txt").read_text()))

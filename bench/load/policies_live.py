@@ -1,11 +1,13 @@
-"""`make policies`: replay the Mooncake conversation trace over HTTP through each policy.
+"""`make policies`: compares routing policies by a recorded trace of conversations, over HTTP.
 
     python -m bench.load.policies_live [--runs 3] [--speed 8] [--requests 1500] [--policy NAME]...
 
-Each run starts four mock engines (Llama 3.1 70B FP8 on 4 x H200) in one process, a gateway and a
-client. prefix_aware must reach 0.9 of the cache hit ratio of a single LRU cache with the memory of
-all four engines, and the lowest mean TTFT. Exit status: 1 if it does not. A run takes 512 s /
-speed, so it is not part of `make test`.
+Each run starts four mock engines (Llama 3.1 70B FP8 on 4 x H200), a gateway and a client, which
+sends Mooncake's trace.
+
+Requirements for the policy prefix_aware: 90% of the cache hit ratio of one cache that is as large
+as the caches of all four engines, and the lowest mean time to first token. Exit status: 1 if it
+misses one of them. A run takes 512 s / speed, so it is not part of `make test`.
 """
 
 from __future__ import annotations
@@ -86,9 +88,7 @@ def _format_run(report: BenchReport, ideal: float, speed: float) -> str:
 
 @contextmanager
 def fleet(policy: str, speed: float, access_log: str = "off") -> Iterator[str]:
-    """Run four mock engines with empty caches and a gateway during a `with` block; yield the
-    gateway's URL.
-    """
+    """Run four mock engines with empty caches and a gateway, and yield the gateway's URL."""
     first = free_run(GROUPS + 2)
     port, admin_port = first + GROUPS, first + GROUPS + 1
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:

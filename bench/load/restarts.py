@@ -1,10 +1,15 @@
-"""Restart a gateway ten times under load. No request may be refused and no stream cut.
+"""Checks that restarting a gateway under load loses no request and cuts no stream.
 
     python -m bench.load.restarts [--restarts 10] [--streams 40] [--shorts 4]
                                   [--only sigusr2|socket|workers]
 
-The modes: sigusr2, a gateway with its own sockets; socket, a gateway started by
-systemd-socket-activate; workers, a gateway with two workers. All processes listen on 127.0.0.1.
+There are three modes, each with ten restarts:
+
+sigusr2   a gateway that opens its own sockets and hands them to its successor
+socket    a gateway that gets its sockets from systemd-socket-activate
+workers   a gateway with two worker processes
+
+All processes listen on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -88,7 +93,7 @@ def _connect(port: int) -> None:
 async def restart_by_successors(
     running_gateway: GatewayProcess, restarts: int, streams: int, shorts: int
 ) -> Counter[str]:
-    """Restart a gateway by SIGUSR2, so that each process hands its sockets to its successor.
+    """Restart a gateway repeatedly with SIGUSR2. Each process hands its sockets to the next one.
 
     Returns the number of requests by outcome.
     """
@@ -113,7 +118,7 @@ async def restart_by_successors(
 async def restart_workers(
     running_gateway: GatewayProcess, restarts: int, streams: int, shorts: int
 ) -> Counter[str]:
-    """Restart by SIGUSR2 to a supervisor, which replaces its worker processes.
+    """Restart the worker processes of a gateway repeatedly, by SIGUSR2 to their supervisor.
 
     Returns the number of requests by outcome.
     """

@@ -1,9 +1,10 @@
-"""`make load`: run locust against a gateway and mock engines on 127.0.0.1 for a limited time.
+"""`make load`: runs the load generator locust against a gateway for a limited time.
 
     python -m bench.load.run [--users 20] [--time 20s] [--groups 4] [--speed 4] [--policy NAME]
     python -m bench.load.run --host http://127.0.0.1:8080        # use a running gateway
 
-The exit status is locust's: 0 if no request failed.
+Without --host, a gateway and mock engines are started on 127.0.0.1. The exit status is that of
+locust: 0 if no request failed.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ def _running(arguments: list[str], url: str) -> Iterator[None]:
 
 
 def await_models(process: subprocess.Popen[bytes], url: str) -> None:
-    """Wait until the server lists a model; exit if its process ends or READY_WITHIN_S pass."""
+    """Wait until the server lists a model.
+
+    Exits the program if the server's process ends, or if READY_WITHIN_S seconds pass.
+    """
     deadline = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -111,7 +115,10 @@ def await_models(process: subprocess.Popen[bytes], url: str) -> None:
         except (urllib.error.URLError, OSError):
             pass
         time.sleep(0.1)
-    raise SystemExit(f"{url} did not serve within {READY_WITHIN_S:.0f} s")
+    raise SystemExit(
+        f"{url} listed no model within {READY_WITHIN_S:.0f} s; the server may be overloaded "
+        "or misconfigured"
+    )
 
 
 def _options() -> argparse.Namespace:
@@ -127,7 +134,7 @@ def _options() -> argparse.Namespace:
         "--groups",
         type=int,
         default=4,
-        help="number of mock engines (TP groups) (default: %(default)s)",
+        help="number of mock engines (default: %(default)s)",
     )
     parser.add_argument(
         "--speed",

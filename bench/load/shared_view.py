@@ -1,17 +1,20 @@
-"""Measure the cache hit ratio of two gateways that share state by Redis, and the effect of an
-outage of Redis.
+"""Measures how well two gateways share knowledge of cached prompts by Redis, also during an outage.
 
     python -m bench.load.shared_view [--requests 1500] [--speed 3] [--outage 600]
 
-The recorded conversation is replayed through one gateway, two with shared state, and two without.
-Shared state must reach 0.97 of the hit ratio of one gateway. With --outage, Redis is then stopped
-for that many seconds under load: there may be no errors, memory must stay bounded, and both
-gateways must be in sync within 5 s of its return.
+A recorded trace of conversations is sent through one gateway, through two that share their state,
+and through two that do not. With shared state, 97% of the cache hit ratio of one gateway is
+required.
 
-Engines run faster at a higher speed, but messages between gateways do not. Delays of up to seconds
-do not matter (tests/sim). On an overloaded machine, however, load instead of caches decides the
-routing. With few requests the hit ratio is low and means nothing. Exit status: 1 if a requirement
-is missed. A part takes requests / 2.9 / speed seconds, so it is not part of `make test`.
+With --outage, Redis is then stopped under load for that many seconds. During this time there must
+be no errors and no unlimited growth of memory. Both gateways must be in sync within 5 s after Redis
+has returned.
+
+A higher speed makes the engines faster, but not the messages between gateways. This does not change
+the result, unless the machine is overloaded. With few requests the hit ratio means nothing.
+
+Exit status: 1 if a requirement is missed. One part takes requests / 2.9 / speed seconds, so it is
+not part of `make test`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The slope (growth per second) of noisy samples over time, with its confidence interval.
-
-This module does no I/O.
-"""
+"""Estimates how fast noisy samples grow per second, with a confidence interval. It does no I/O."""
 
 from __future__ import annotations
 
@@ -30,10 +27,10 @@ Values = npt.NDArray[np.float64]
 
 
 class Slope(msgspec.Struct, frozen=True):
-    """Growth per second, with a 95 % interval that is computed by resampling the noise.
+    """Growth per second, with a 95% interval that is computed by resampling the noise.
 
-    The interval contains the true slope in 9 of 10 cases if the noise is independent, and in 7 of
-    10 if it is correlated over a minute.
+    The interval contains the true growth in 9 of 10 cases if the noise is independent, and in 7 of
+    10 cases if it is correlated over a minute.
     """
 
     per_s: float
@@ -42,11 +39,12 @@ class Slope(msgspec.Struct, frozen=True):
 
 
 def slope(samples: Sequence[Point]) -> Slope:
-    """Estimate the slope of (seconds, value) samples, which must be in order of time.
+    """Estimate the growth per second of (seconds, value) samples, which must be in order of time.
 
-    The estimate is the median slope of all pairs of points (Theil-Sen), which is robust against
-    outliers and an early or late step. Its interval is from a moving block bootstrap with a fixed
-    seed. Raises ValueError for fewer than two points.
+    The estimate is the median slope of all pairs of points (Theil-Sen), which outliers and a single
+    step hardly change. The interval is computed by a moving block bootstrap with a fixed seed.
+
+    Raises ValueError if the samples cover too short a time.
     """
     times, values = np.array(lows(samples)).T
     if len(times) < 2:
@@ -59,7 +57,7 @@ def slope(samples: Sequence[Point]) -> Slope:
 
 
 def lows(samples: Sequence[Point]) -> list[Point]:
-    """Return the lowest sample of each bin of BIN_S seconds, which has the least noise."""
+    """Return the lowest sample of each period of BIN_S seconds, because it has the least noise."""
     bins: dict[int, Point] = {}
     for times, value in samples:
         number = int((times - samples[0][0]) // BIN_S)

@@ -1,19 +1,21 @@
-"""`make slow`: compare four mock engines, one of them slow, with the three healthy ones over HTTP.
+"""`make slow`: measures how the gateway treats one slow engine of four, over HTTP.
 
     python -m bench.load.slow_engine [--policy NAME]... [--case NAME]... [--seconds 30]
 
-All runs have the same load, half of what three healthy engines serve. The slow engine is slow from
-the start, or from `--at` on. The cases:
+The load is half of what three healthy engines serve. Runs with the slow engine are compared with
+runs of the three healthy engines alone. The slow engine is slow from the start, or from --at on:
 
     10x         ten times slower
     3x          three times slower
     3x-decode   three times slower per token, with normal prefills
-    unequal     two engines are twice as slow and have a different label `gpu`
+    unequal     two engines are twice as slow, and their label `gpu` says that they differ
 
-For each case, it prints the slow engine's share of the requests sent later than 10 s after it
-became slow, the p99 TTFT of all requests and that of the three engines alone, hedged requests, and
-when endpoints were ejected. Exit status: 1 if a share is above 1 %, a p99 above twice that of the
-three engines, hedged requests are above 5 %, or an endpoint of `unequal` was ejected.
+For each case, it prints the slow engine's share of the requests (without the first 10 s), the p99
+time to first token of both runs, the number of requests that were sent to a second engine (hedged),
+and when endpoints were ejected.
+
+Exit status: 1 if a share is above 1%, a p99 is more than twice that of the three engines, more than
+5% of the requests are hedged, or an endpoint of `unequal` is ejected.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ SETTLE_S = 10.0
 
 
 class Case(NamedTuple):
-    """A measured case: some of the four engines are slower than the others.
+    """A measured case, in which some of the four engines are slower than the others.
 
-    factor    how many times as long they take
-    only      which steps take longer: "prefill", "decode", or "" (all steps)
+    factor    how many times slower they are
+    only      the steps that are slower: "prefill", "decode" or "" (all)
     slow      number of slow engines
-    declared  whether the engines' labels say so
+    declared  whether the labels of the engines say that they differ
     """
 
     factor: float
@@ -101,7 +103,7 @@ def _format_result(slow: dict[str, Any], three: dict[str, Any]) -> str:
 
 
 def run_case(policy: str, options: argparse.Namespace, groups: int, case: Case) -> dict[str, Any]:
-    """Run one case with its own gateway and mock engines, and return its figures."""
+    """Run one case with a new gateway and new mock engines, and return its results."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         first = free_run(groups + 2)

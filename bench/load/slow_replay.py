@@ -1,12 +1,20 @@
-"""`make slow`: simulate four engines, one of them slow, and the three healthy ones alone.
+"""`make slow`: simulates how the gateway treats one slow engine of four.
 
     python -m bench.load.slow_replay [--seconds 300] [--seed 11]... [--policy NAME]... [--unequal]
 
-The load is half of what three engines serve. For each policy, it prints the slow engine's share of
-the requests after 10 s, the p99 TTFT of both runs, hedged requests, and when engines were ejected.
-`--unequal` runs fleets without a fault instead: one or two engines of four always take twice as
-long, which their label says or does not say. Exit status: 1 if a share is above 1 %, a p99 above
-twice that of the three engines, hedged requests are above 5 %, or a healthy engine was ejected.
+The load is half of what three healthy engines serve. The three healthy engines are also simulated
+alone, for comparison. For each policy, it prints:
+
+- the slow engine's share of the requests, without the first 10 s
+- the p99 time to first token of both runs
+- the share of requests that were sent to a second engine (hedged)
+- when engines were ejected
+
+With --unequal, no engine has a fault. Instead, one or two engines of four are always half as fast,
+which their label shows or does not show.
+
+Exit status: 1 if a share is above 1%, a p99 is more than twice that of the three engines, more than
+5% of the requests are hedged, or a healthy engine is ejected.
 """
 
 from __future__ import annotations
@@ -62,7 +70,7 @@ def main() -> int:
     parser.add_argument(
         "--unequal",
         action="store_true",
-        help="replay fleets of unequal groups in which no group is faulty",
+        help="simulate engines of different speeds, none of which is faulty",
     )
     options = parser.parse_args()
     failed = 0

@@ -1,21 +1,21 @@
-"""`make soak`: run load and faults for minutes, and check that no resources leak.
+"""`make soak`: runs load and faults for minutes, and checks that no resources leak.
 
     python -m bench.load.soak [--minutes 10] [--warm-up 10] [--users 12] [--speed 2] [--seed 1]
                               [--json FILE]
 
 Mock engines, a gateway and clients run on 127.0.0.1. Clients stream, disconnect, and send long
-prompts and invalid requests, while engines are killed, frozen, drained, added and removed.
+prompts and invalid requests. Engines are killed, frozen, drained, added and removed.
+
 Requirements:
 
 - every answer is correct, except streams whose engine failed
-- at the end no resources are in use, and tasks and file descriptors are as before
-- resident memory does not certainly grow by more than 0.5 MB per hour in the second half of the
-  measurement: the requirement is missed if the 95 % interval of the slope lies above that
+- at the end no resources are in use, and the numbers of tasks and file descriptors are as before
+- in the second half, resident memory does not grow by more than 0.5 MB per hour: the requirement is
+  missed if the whole 95% interval of the growth is above that
 
-Resident memory grows for tens of minutes even where nothing leaks: bounded caches fill, and the
-allocators' free memory scatters over more pages. So the first half is only printed, to compare. A
-leak grows as fast in the second half. Where the interval includes 0.5 MB per hour, the run is too
-short to tell, which is printed.
+The first half is printed only for comparison, because memory grows for tens of minutes even without
+a leak: caches fill, and free memory becomes fragmented. If the interval includes 0.5 MB per hour,
+the run was too short, which is printed.
 
 Exit status: 1 if a requirement is missed.
 """
@@ -51,14 +51,14 @@ class SoakResult(msgspec.Struct, frozen=True):
     """The results of a soak test (load and faults for minutes).
 
     fates          number of requests by kind and outcome
-    churn          number of disturbances by name
+    churn          number of faults by name
     unexpected     descriptions of wrong answers
     in_use         number of resources still in use at the end, by name
     stable_gauges  numbers of tasks and of file descriptors, each as (before, after)
     first_half     growth of resident memory in the first half of the measurement, in bytes per
                    second
     second_half    the same in the second half
-    rss            (seconds since the start, resident bytes), including the warm-up
+    rss            (seconds since the start, resident bytes) of each sample, including the warm-up
     """
 
     minutes: float
@@ -128,9 +128,9 @@ async def _soak(options: argparse.Namespace) -> SoakResult:
 
 
 def slopes_of_halves(samples: Sequence[Point]) -> tuple[Slope, Slope]:
-    """Return how fast the samples grow in the earlier and in the later half of their time.
+    """Return how fast the samples grow in the first and in the second half of their time.
 
-    A leak grows in both halves; a warm-up grows only in the earlier one.
+    A leak grows in both halves, a warm-up only in the first one.
     """
     middle_s = (samples[0][0] + samples[-1][0]) / 2
     return (

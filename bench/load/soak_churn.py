@@ -1,6 +1,6 @@
-"""The disturbances of a soak test: engines die, freeze, drain, join and leave, and reloads.
+"""The faults of a soak test: engines that die, freeze or drain, and changes of the configuration.
 
-Each disturbance ends when the gateway reports the normal state again.
+Each fault ends when the gateway reports the normal state again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def is_available(status: dict[str, Any] | None) -> bool:
 
 
 class Churn:
-    """Disturbs a running fleet: repeats all disturbances in random order.
+    """Causes faults in a running fleet, again and again, in random order.
 
-    done  number of disturbances by name
+    done  number of faults by name
     """
 
     def __init__(self, fleet: SoakFleet, speed: float, rng: Random) -> None:

@@ -31,10 +31,9 @@ class Kind(msgspec.Struct, frozen=True):
 
     weight   relative frequency
     stream   whether the answer is streamed
-    words    minimum and maximum words of the prompt
+    words    minimum and maximum number of words in the prompt
     tokens   minimum and maximum of max_tokens
-    leaves   share (0 to 1) of the answer's tokens after which the client disconnects; 0: before the
-             answer; None: it stays
+    leaves   fraction (0 to 1) of the answer after which the client disconnects; None: it does not
     status   expected HTTP status
     changed  members of the body that make it invalid
     """
@@ -70,8 +69,8 @@ KINDS: Mapping[str, Kind] = {
 class Clients:
     """Simulated users, each with one request at a time.
 
-    fates       number of requests by kind and outcome: ok, left (by the client), refused (as
-                expected), lost with its engine, unexpected
+    fates       number of requests by kind and outcome: ok, left (the client disconnected), refused
+                (as expected), lost (with its engine), unexpected
     unexpected  descriptions of wrong answers
     excuses     function that returns whether an engine failed in a period
     """

@@ -46,7 +46,7 @@ STABLE_GAUGES = ("penstock_tasks", "process_open_fds")
 
 @dataclass(frozen=True)
 class Group:
-    """A mock engine (TP group) with its name and role in the gateway's configuration."""
+    """A mock engine, with its name and role in the gateway's configuration."""
 
     name: str
     role: str
@@ -79,7 +79,7 @@ class SoakFleet:
     async def reload(self, *, bad: bool = False) -> None:
         """Rewrite the configuration file, and wait until the gateway uses it.
 
-        With `bad`, the file is invalid, and the method waits until the gateway has rejected it.
+        bad  True to write an invalid file, and to wait until the gateway has rejected it
         """
         before = (await self.config())["version"]
         text = configuration(self.groups, self.policy) + (
@@ -99,8 +99,8 @@ class SoakFleet:
         return await self._json(f"{self.gateway.admin_url}/config")
 
     async def endpoint(self, group: Group) -> dict[str, Any] | None:
-        """Return the gateway's status of a mock engine as a dict, or None if the gateway does not
-        know the engine.
+        """Return the gateway's status of an engine, or None if the gateway does not know the
+        engine.
         """
         reply = await self._json(f"{self.gateway.admin_url}/endpoints")
         return next((item for item in reply["endpoints"] if item["name"] == group.name), None)
@@ -120,9 +120,9 @@ class SoakFleet:
             assert answer.status == 200, await answer.text()
 
     async def stable_gauges(self) -> dict[str, float]:
-        """Return the numbers of tasks and of file descriptors of the gateway, by name.
+        """Return the numbers of the gateway's tasks and file descriptors, by name.
 
-        Each is the lowest value within 5 s, because health probes use further ones for short
+        Each is the lowest value within 5 s, because health checks use more of them for short
         moments.
         """
         pages = []
@@ -162,9 +162,10 @@ class SoakFleet:
 
 
 def configuration(groups: list[Group], policy: str) -> str:
-    """Build the configuration: a pool for whole requests with resume, and one for split requests.
+    """Return the configuration file: a pool that serves whole requests, and one that splits them.
 
-    The prefix index is small, so that it fills within the warm-up.
+    The first pool can continue broken streams. The index of cached prompts is small, so that it is
+    full before the measurement begins.
     """
     pools = {
         WHOLE: f"    policy: {policy}\n    admission: priced\n    shadow: [least_loaded]\n",
@@ -185,7 +186,7 @@ def configuration(groups: list[Group], policy: str) -> str:
 
 
 def start_group(name: str, role: str, speed: float) -> Group:
-    """Start an engine process. The caller must wait for its readiness and end it."""
+    """Start an engine process, which the caller must wait for and end."""
     options = next(options for known, _, options in ROLES if known == role)
     return Group(name, role, MockProcess(speed, *options, "--role", role))
 

@@ -1,18 +1,21 @@
-"""`make isolation`: test whether a tenant can detect another's prompts, and the cost of isolation.
+"""`make isolation`: tests whether a tenant can find out another tenant's prompts, by the KV cache.
 
     python -m bench.load.tenant_isolation [--real | --engine URL ...] [--model NAME]
                                           [--probes 1000] [--json FILE]
 
-A gateway with two tenants serves a mock engine, a real vLLM (`make real` installs it), or the given
-engines. In each trial the victim sends a prompt, then the prober sends one: in half of the trials
-the same prompt, otherwise one that no tenant has sent, in random order. The prober's scores are the
-cached tokens in `usage` and the time to the first token. The report has the area under the ROC
-curve (AUC) of each score with DeLong's 95 % interval; 0.5 means a guess. A second measurement
-without isolation shows that the probe works.
+In each trial, one tenant (the victim) sends a prompt. Then the other one (the prober) sends either
+the same prompt or a new one. If the KV cache were shared, the same prompt would be faster and have
+more cached tokens.
 
-The cost is the difference in cache hits within a tenant, of prompts that it repeats and extends.
-The gateway's stderr is kept in build/isolation, a real engine's output in build/real/isolated.log.
-Exit status: 1 if an interval excludes 0.5 or ends above 0.55, or hits differ by more than 3 %.
+The report shows how well the two cases can be told apart, by the cached tokens in `usage` and by
+the time to first token. It gives the area under the ROC curve (AUC) with DeLong's 95% interval: 0.5
+means a guess. A second measurement without isolation shows that the test works.
+
+The cost of isolation is measured as the difference in cache hits of one tenant's own prompts.
+
+Engines are mock engines, a real vLLM (--real; `make real` installs it) or given ones (--engine).
+The logs are build/isolation and build/real/isolated.log. Exit status: 1 if an interval excludes 0.5
+or ends above 0.55, or if hits differ by more than 3%.
 """
 
 from __future__ import annotations
@@ -69,14 +72,14 @@ class AnswerFacts(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The results of the probes in one mode, with or without isolation.
+    """The results of the trials with or without isolation.
 
-    AUC is the area under the ROC curve: 0.5 means that the score reveals nothing.
+    AUC is the area under the ROC curve: 0.5 means that a score reveals nothing, 1 everything.
 
     isolate       whether tenants were isolated
-    probes        number of probes
-    by_usage      AUC of the score by cached tokens
-    by_ttft       AUC of the score by time to first token
+    probes        number of trials
+    by_usage      AUC of the number of cached tokens
+    by_ttft       AUC of the time to first token
     cached_share  share of the prompt tokens that was cached
     """
 
@@ -140,12 +143,15 @@ class TenantClient:
 async def run_probes(
     client: TenantClient, count: int, words: int, rng: random.Random
 ) -> tuple[Area, Area]:
-    """Send probes in random order, and return the AUC of the score by cached tokens and by TTFT.
+    """Run the trials in random order, and return the AUC by cached tokens and by time to first
+    token.
+
+    AUC is the area under the ROC curve; 0.5 means that a score reveals nothing.
 
     client  sends prompts as either tenant
-    count   number of probes with the victim's prompt, and as many with another one
+    count   number of trials with the victim's prompt, and as many with a new one
     words   number of words in a prompt
-    rng     randomness for prompts and order
+    rng     random source for prompts and order
     """
     sides = [True, False] * count
     rng.shuffle(sides)
@@ -169,8 +175,9 @@ async def run_probes(
 
 
 async def measure_hits(client: TenantClient, count: int, words: int, rng: random.Random) -> float:
-    """Send `count` prompts of a tenant, repeated and extended; return the share of tokens found
-    cached.
+    """Send `count` prompts of one tenant, repeated and extended, and return the cached share.
+
+    The share is that of cached tokens in all prompt tokens, from 0 to 1.
     """
     cached = total = 0
     for number in range(count):
@@ -207,7 +214,7 @@ async def measure_mode(
 
 @contextmanager
 def kept_stderr(running: GatewayProcess, log: Path) -> Iterator[None]:
-    """Write the gateway's stderr to a file, and record there if the gateway has ended by itself."""
+    """Write the gateway's stderr to a file, and note there if the gateway ends unexpectedly."""
     try:
         yield
     except aiohttp.ClientError:
@@ -242,7 +249,7 @@ async def real_engine() -> AsyncIterator[list[str]]:
     from tests.real.engines import REAL, Engine, free_ports
 
     if not (REAL / "installed").exists():
-        raise SystemExit("the real engine is not installed; run `make real` first")
+        raise SystemExit("the real engine is not installed; install it with `make real`")
     (port,) = free_ports(1)
     engine = Engine("isolated", port, 0, 0, connector=None)
     engine.start()
@@ -298,13 +305,13 @@ def _options() -> argparse.Namespace:
         "--probes",
         type=int,
         default=1000,
-        help="number of trials in which "
-        "the prober sends the same "
-        "prompt, and as many with "
-        "another prompt",
+        help="number of trials with the same prompt, and as many with a new prompt",
     )
     parser.add_argument(
-        "--documents", type=int, default=100, help="number of prompts to repeat and extend"
+        "--documents",
+        type=int,
+        default=100,
+        help="number of prompts that measure the cost of isolation",
     )
     parser.add_argument("--words", type=int, default=300, help="number of words in a prompt")
     parser.add_argument(

@@ -2,9 +2,9 @@
 
     python -m bench.load.tls [--requests 1000] [--only curl ...]
 
-curl, the openai SDK, Java's HttpClient, and Node's https, fetch and openai package send requests,
-half of them streamed, and compare each answer with the expected text. No request may fail. A client
-that is not installed is an error. All processes listen on 127.0.0.1.
+The clients are curl, the openai SDK, Java's HttpClient, and https, fetch and the openai package in
+Node. Half of the requests are streamed. Each answer is compared with the expected text, and no
+request may fail. It is an error if a client is not installed. All processes listen on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Client(NamedTuple):
     """A TLS client that is tested.
 
     command  its command line
-    program  the program that it needs
+    program  the program that must be installed
     package  Debian package of that program
-    env      further environment variables
+    env      additional environment variables
     """
 
     command: Sequence[str]
@@ -85,12 +85,12 @@ CLIENTS: Mapping[str, Client] = {
 
 
 class Rotation:
-    """A thread that keeps replacing the gateway's certificate.
+    """A thread that replaces the gateway's certificate again and again.
 
-    The next replacement follows as soon as the gateway uses the new certificate.
+    It waits until the gateway uses the new certificate before it writes the next one.
 
     count    number of replacements
-    problem  why the replacements stopped, or None
+    problem  why the replacements stopped; None while there is no problem
     """
 
     def __init__(self, authority: Authority, port: int) -> None:
@@ -136,7 +136,7 @@ def _first(pem: str) -> str:
 
 
 def missing_programs(clients: Mapping[str, Client]) -> list[str]:
-    """Return a message for each program that the clients need and that is not installed."""
+    """Return a message for each program that a client needs and that is not installed."""
     messages = [
         f"{name} needs {client.program}: install the Debian package {client.package}"
         for name, client in clients.items()

@@ -1,17 +1,18 @@
-"""`make clocks`: compare a live run of the conversation trace with its simulation (replay).
+"""`make clocks`: checks that the simulator predicts a live run of a recorded trace.
 
     python -m bench.load.two_clocks [--seconds 300] [--speed 1] [--policy prefix_aware]
                                     [--within 0.05]
 
-The live side runs four mock engines, a gateway and a client on 127.0.0.1; simulated time runs
-`speed` times as fast as the wall clock. The other side is planner.replay with the same engines and
-requests, in virtual time. Routing amplifies small delays, because a request on another endpoint
-attracts its successors. Therefore the virtual side is the mean of several replays, with arrivals
-that jitter as in a live run.
+The live run has four mock engines, a gateway and a client on 127.0.0.1, whose engines are `speed`
+times faster than real time. The simulation (planner.replay) has the same engines and requests.
 
-Exit status: 1 if mean TTFT, mean TPOT or hit ratio differ by more than `within`. Errors of TTFT
-predictions are printed for both sides and have no bound. A run takes seconds / speed, so it is not
-part of `make test`.
+It is repeated with slightly different arrivals, and the mean of all repetitions is compared with
+the live run. This is needed because routing amplifies small delays: a request on another endpoint
+attracts similar ones.
+
+Exit status: 1 if the mean time to first token, the mean time per output token or the cache hit
+ratio differ by more than --within. Errors of latency predictions are only printed. A run takes
+seconds / speed, so it is not part of `make test`.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ JITTER_S = 0.01
 
 
 class ClockResult(NamedTuple):
-    """The results of the live run or of the replay. Times are simulated seconds.
+    """The results of the live run or of the simulation. Times are in simulated seconds.
 
     ttft_s     mean time to first token
     tpot_s     mean time per output token
-    hit_ratio  cached share of the prompt tokens
+    hit_ratio  share of the prompt tokens that were cached
     """
 
     ttft_s: float
@@ -55,7 +56,7 @@ class ClockResult(NamedTuple):
 
 
 class PredictionErrors(NamedTuple):
-    """Relative errors of the predicted times from routing to first token; 0.1 is 10 %.
+    """Relative errors of the predicted times to first token; 0.1 means 10%.
 
     mape    mean of the absolute errors
     median  median of the absolute errors
@@ -83,9 +84,9 @@ def run_live(
 
 
 def prediction_errors(log: str) -> PredictionErrors | None:
-    """Return the prediction errors in an access log, computed as the metric and a replay do.
+    """Return the prediction errors in an access log, or None if it has no predictions.
 
-    Returns None if there are no predictions; only some policies make them.
+    They are computed as in the gateway's metric and in simulations. Only some policies predict.
     """
     lines = [json.loads(line) for line in log.splitlines()]
     keys = {"predicted_ttft_us", "first_token_us", "picked_us"}
@@ -100,7 +101,7 @@ def prediction_errors(log: str) -> PredictionErrors | None:
 def run_virtual(
     policy: str, requests: list[TraceRequest], speed: float
 ) -> tuple[ClockResult, PredictionErrors]:
-    """Replay the trace in virtual time, with the block size and max_tokens of the live run."""
+    """Simulate the trace with the block size and max_tokens of the live run."""
     spec = FleetSpec(
         "live's twin", (msgspec.structs.replace(GROUP, max_concurrency=256),), block_tokens=16
     )

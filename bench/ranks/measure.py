@@ -1,4 +1,7 @@
-"""Replays one way to choose data-parallel ranks on one seed, and records the work of the ranks."""
+"""Simulates one way to choose a rank for each request, on the traffic of one random seed.
+
+A rank is one of the data-parallel parts of an engine. The work of each rank is recorded.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +52,12 @@ tokens:0.1  as oracle:0.1, with the same change
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """The result of one arm (way to choose a rank) on one seed at one number of users.
+    """The result of one way to choose ranks (arm), for one random seed and number of users.
 
-    goodput         requests per second within their TTFT and TPOT budgets
-    attainment      share of the requests within these budgets
-    to_most_loaded  share of the uncached prompt tokens that went to the rank with the most work at
-                    that moment. A rank gets 1 / RANKS of them in the mean
+    goodput         requests per second that met their latency budgets
+    attainment      share of the requests that met their latency budgets
+    to_most_loaded  share of the uncached prompt tokens that went to the rank which had the most
+                    work at that moment; an even choice gives 1 / RANKS
     """
 
     arm: str
@@ -71,7 +74,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 class ObservedFleet(Fleet):
-    """A replay that records how many new tokens each rank got, and whether it had the most work."""
+    """A simulated fleet that counts new prompt tokens, and those that went to the busiest rank."""
 
     new_tokens = 0.0
     to_most_loaded = 0.0
@@ -114,7 +117,7 @@ def _work(rank: ReplayEngine) -> float:
 
 
 def measure(arm: str, seed: int, count: int) -> Measurement:
-    """Replay `count` users who work through the sessions of this seed on one engine of 8 ranks."""
+    """Simulate `count` users on one engine of 8 ranks, with the sessions of this random seed."""
     began = process_time()
     workload = draw(seed)
     choice, _ = ARMS.get(arm, (RankChoice.GATEWAY, ""))

@@ -1,8 +1,8 @@
-"""Picks a rank with knowledge of the true state of every rank, which no gateway can have.
+"""Chooses ranks (parts of an engine) with perfect knowledge of their state, as an upper limit.
 
-It knows the blocks in each cache, the prompt tokens that each rank still has to compute, the
-contexts that it decodes, its free KV, and where every session's context is. It does not know the
-future: the lengths of answers, and later requests.
+A gateway cannot know all of this: the blocks in each cache, the prompt tokens that each rank still
+has to compute, the lengths of the contexts that it decodes, its free KV memory, and which rank has
+each session's context. Even the oracle does not know the lengths of answers or later requests.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ and changes little else.
 
 
 class PromptCosts:
-    """The costs of a prompt, measured on a step-time model.
+    """How long the work on a prompt takes, measured on a model of step times.
 
     token_s        seconds per prompt token
     pair_s         seconds per pair of a query and a key (attention)
-    context_s      seconds per token of context that decoding reads
-    has_attention  False: pairs cost nothing, so that prompt tokens cost the same at any position
+    context_s      seconds per context token that decoding reads
+    has_attention  False to ignore attention, so that a prompt token costs the same at any position
     """
 
     def __init__(self, times: StepTimes, has_attention: bool = True) -> None:
@@ -50,19 +50,21 @@ class PromptCosts:
         self.context_s = (many - few) / 1e5
 
     def prompt_s(self, start: float, tokens: float) -> float:
-        """Return the seconds of computing the prompt's tokens from position `start` on."""
+        """Return the seconds to compute `tokens` prompt tokens, the first one at position
+        `start`.
+        """
         return tokens * (self.token_s + self.pair_s * (start + tokens / 2))
 
 
 class Oracle:
-    """Scores a rank by the seconds of prompt work before a new request's first token there.
+    """Scores a rank by the seconds of prompt work before the first token of a new request there.
 
-    In a joint step all ranks wait for the one with the most work. So the lowest score also delays
-    all other requests least. A new session goes to a rank with few others, because all of its turns
-    will follow.
+    All ranks of an engine step together and wait for the slowest one, so the rank with the lowest
+    score also delays the other requests least. A new session should go to a rank with few sessions,
+    because its later turns will follow.
 
-    spread  seconds that each session at a rank counts for when a new one comes; the new session's
-            own prompt then counts for nothing. None: a new session is a request like any other
+    spread  how many seconds each session at a rank adds to its score for a new session, whose own
+            prompt is then ignored; None: a new session is scored like any other request
     """
 
     def __init__(self, spread: float | None, costs: PromptCosts) -> None:

@@ -1,13 +1,16 @@
-"""Compares ways to choose data-parallel ranks: by the gateway, the engine or an oracle (`make
-ranks`).
+"""`make ranks`: compares ways to choose an engine's data-parallel rank for each request.
 
     python -m bench.ranks.run [--seeds 11-30] [--arms vllm,turns,prefix_aware,oracle:0.1]
 
-An arm is one way to choose. One engine of 8 ranks in lockstep serves agent sessions that each seed
-determines. The number of users of a seed is the largest at which the oracle, the last arm, still
-serves 90 % of the requests within their budgets. All arms get that traffic. Arms that do not see
-ranks get half and a quarter of the users as well, because they may do better with fewer. Results
-are in simulated time and depend on the seeds alone.
+The choice is made by the gateway, by the engine, or by an oracle that knows the true state of every
+rank. Each way is called an arm. One engine with 8 ranks, which step together, serves agent sessions
+that depend on the random seed.
+
+The number of users is the largest one at which the oracle, the last arm, serves 90% of the requests
+within their latency budgets. All arms get this traffic. Arms that cannot see ranks are also
+measured with a half and a quarter of the users, because they may do better with fewer.
+
+All results are in simulated time, and depend only on the seeds.
 """
 
 from __future__ import annotations
@@ -43,14 +46,14 @@ It is that of a run with one good request, because a ratio to 0 does not exist.
 
 
 def find_users(oracle: str, seed: int, log_line: Callable[[str], None]) -> Measurement:
-    """Return the oracle's result at the largest number of users of which it serves 90 % of the
-    requests within their budgets.
+    """Find the largest number of users that the oracle serves well, and return its result there.
 
-    Numbers of users are tried on a geometric grid.
+    90% of the requests must meet their latency budgets. The numbers that are tried form a geometric
+    series.
 
     oracle    name of the oracle
-    seed      seed of the sessions
-    log_line  function that is called with a line about each run
+    seed      random seed of the sessions
+    log_line  function called with a line of text about each run
     """
     step = 0
     at = _measured(oracle, seed, _users(step), log_line)
@@ -83,10 +86,10 @@ def _measured(arm: str, seed: int, users: int, log_line: Callable[[str], None]) 
 
 
 def run_seed(arms: Sequence[str], seed: int, log_line: Callable[[str], None]) -> list[Measurement]:
-    """Return the results of all arms on one seed; the last arm is the oracle.
+    """Return the results of all arms (ways to choose a rank) on one random seed.
 
-    The oracle defines the number of users. Arms that do not see ranks are also measured with a half
-    and a quarter of the users.
+    The last arm must be the oracle, which determines the number of users. Arms that cannot see
+    ranks are also measured with a half and a quarter of the users.
     """
     oracle = find_users(arms[-1], seed, log_line)
     results = [oracle]
@@ -109,10 +112,10 @@ def geometric_mean(ratios: Sequence[float], digits: int = 2) -> str:
 
 
 def page(results: Sequence[Measurement], arms: Sequence[str], aware: str) -> str:
-    """Return the table of all arms as text.
+    """Return the table of all arms (ways to choose a rank) as text.
 
-    It has each arm's goodput divided by the oracle's, and the goodput of the arm `aware` divided by
-    each arm's.
+    It has the goodput of each arm divided by the oracle's, and the goodput of the arm `aware`
+    divided by each arm's.
     """
     seeds = sorted({result.seed for result in results})
     top = {result.seed: result for result in results if result.arm == arms[-1]}
@@ -154,13 +157,13 @@ def main() -> None:
     parser.add_argument(
         "--arms",
         default=f"vllm,turns,priced,prefix_aware,{ORACLE}",
-        help="ways to pick a rank that are compared, comma-separated; the last one is the "
-        "oracle (default: %(default)s)",
+        help="ways to choose a rank that are compared, separated by commas; the last one must "
+        "be an oracle (default: %(default)s)",
     )
     parser.add_argument(
         "--aware",
         default="prefix_aware",
-        help="name of the arm that is compared with each other arm",
+        help="name of the way to choose a rank that is compared with each of the others",
     )
     parser.add_argument(
         "--out", type=Path, help="file of JSON lines to which the results are also written"

@@ -1,7 +1,7 @@
-"""Draws agent sessions from a seed: contexts that grow by tool results, from agents of a few kinds.
+"""Draws agent sessions from a random seed. Contexts grow by the results of tools.
 
-The parameters of each seed are drawn from ranges first, so that seeds are different workloads and
-not only different arrivals of one workload.
+A seed first determines the parameters of the workload, such as the median length of a tool's
+result. So different seeds are different workloads, and not only different arrivals.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ MOST_TOKENS = 120_000
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """The parameters of a seed's sessions. Lengths are in tokens, times in seconds.
+    """The parameters of a random seed's sessions. Lengths are in tokens, times in seconds.
 
-    Medians are those of log-normal distributions.
+    Medians and sigmas are those of log-normal distributions.
 
-    trunks         lengths of the system prompts with tools, one per kind of agent
+    trunks         lengths of the system prompts with tool descriptions, one per kind of agent
     task_tokens    median length of the first message
-    tool_tokens    median length of a tool result, with a sigma of 1
+    tool_tokens    median length of a tool's result, with a sigma of 1
     answer_tokens  mean length of an answer, with a sigma of 0.7
     turns          mean number of turns of a session
     think_s        median time between an answer and the next turn, with a sigma of 1
-    skew           load of the busiest expert rank divided by the mean load
+    skew           load of the busiest expert-parallel rank, divided by the mean load
     """
 
     trunks: tuple[int, ...]
@@ -58,7 +58,7 @@ def draw(seed: int) -> Workload:
 def sessions(workload: Workload, seed: int, count: int) -> Iterator[TraceRequest]:
     """Yield the requests of `count` sessions, session by session.
 
-    Each request after a session's first has the pause before it (`think_s`).
+    `think_s` of a request is the pause before it; the first request of a session has none.
     """
     rng = Random(f"sessions {seed}")
     private = PRIVATE

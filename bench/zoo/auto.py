@@ -1,15 +1,16 @@
-"""`policy: auto` on drawn workloads: how close it comes to the best policy from a wrong start.
+"""Measures how close `policy: auto` comes to the best routing policy, on random workloads.
 
     python -m bench.zoo.auto --seed SEED --count 20 --out FILE
 
-Starts each workload with the policy that suits it least. Each workload is replayed at the load at
-which the first policy of the portfolio attains 90 %. The pool begins with the policy that attains
-least there. Its requests end in a log, from which the planner's own code makes the estimates, with
-a fleet that knows only what a configuration can say. The policies' own capacities and the drawn
-truth are not used for decisions.
+With `policy: auto`, a gateway compares policies by simulations of its recent access log, and
+switches to the best one. Here each workload begins with the policy that suits it least. Its load is
+the highest one at which the best policy serves 90% of the requests in time.
 
-Comparisons are INTERVAL_S apart as in the gateway, or less if requests are frequent and short (see
-`interval_of`). The requests that arrive after the third comparison count.
+The comparisons use the access log of the simulated gateway, and only what a configuration file can
+say about the engines. The capacities measured beforehand are not used.
+
+Comparisons are INTERVAL_S apart as in the gateway, or less for short and frequent requests (see
+`interval_of`). The requests after the third comparison count.
 """
 
 from __future__ import annotations
@@ -64,17 +65,17 @@ MOST_REQUESTS = 8_000
 
 
 class AutoResult(msgspec.Struct, frozen=True):
-    """The result of one workload.
+    """The result of one workload. Attainment is the share of requests within their latency budgets.
 
-    load        load of the replays, as a multiple of the workload's estimated capacity
+    load        load of the simulations, as a multiple of the workload's estimated capacity
     interval_s  seconds between two comparisons
     start       the policy at the beginning
-    final       the policy in force at the end
-    capacities  load at which each policy alone attains 90 %
+    final       the policy in use at the end
+    capacities  load at which each policy alone has an attainment of 90%
     alone       attainment of each policy alone, over the counted requests
     auto        attainment with comparisons, over the same requests
-    decisions   the action, the policy and the reason of each comparison
-    compare_s   CPU time in seconds of the comparisons
+    decisions   action, policy and reason of each comparison
+    compare_s   CPU time of the comparisons in seconds
     """
 
     seed: str
@@ -92,21 +93,19 @@ class AutoResult(msgspec.Struct, frozen=True):
 
     @property
     def ratio(self) -> float:
-        """Return the attainment with comparisons over that of the best policy alone."""
+        """Return the attainment with comparisons, divided by that of the best policy alone."""
         best = max(self.alone.values())
         return self.auto / best if best else 1.0
 
     @property
     def capacity_ratio(self) -> float:
-        """Return the capacity of the final policy over that of the best one."""
+        """Return the capacity of the final policy, divided by that of the best one."""
         best = max(self.capacities.values())
         return self.capacities[self.final] / best if best else 1.0
 
 
 class LoggedFleet(Fleet):
-    """A replay that records its requests in an access log, and whose policy may be replaced while
-    it runs.
-    """
+    """A simulation that writes an access log, and whose policy can be replaced while it runs."""
 
     lines: list[LoggedRequest]
 
@@ -138,7 +137,9 @@ class LoggedFleet(Fleet):
 
 
 def known_fleet(spec: FleetSpec) -> FleetSpec:
-    """Return the fleet as a configuration describes it: labels, layouts, KV sizes and limits."""
+    """Return the engines as a configuration file describes them: labels, layouts, KV sizes,
+    limits.
+    """
     kinds = tuple(
         GroupKind(
             kind.model,
@@ -155,7 +156,7 @@ def known_fleet(spec: FleetSpec) -> FleetSpec:
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A workload with the load of its replays, and what each policy alone attains there."""
+    """A workload with the load of its simulations, and the results of each policy alone."""
 
     case: Case
     load: float
@@ -164,12 +165,12 @@ class Prepared(msgspec.Struct, frozen=True):
 
     @property
     def start(self) -> str:
-        """Return the policy that attains least, with which the pool begins."""
+        """Return the policy with the lowest attainment, with which the measurement begins."""
         return min(self.alone, key=self.alone.__getitem__)
 
 
 def build_long_case(seed: str, number: int) -> Case | None:
-    """Return a drawn workload with as many requests as INTERVALS need; None if these are too
+    """Return a random workload with enough requests for the comparisons; None if it has too
     many.
     """
     workload = draw(seed, number)
@@ -184,10 +185,11 @@ def build_long_case(seed: str, number: int) -> Case | None:
 
 
 def prepare(case: Case, portfolio: Sequence[str]) -> Prepared:
-    """Measure every policy of the portfolio on its own, for comparison with `policy: auto`.
+    """Measure each policy alone, to compare it with `policy: auto`.
 
-    Two numbers are measured per policy, on the counted requests: its capacity, the load at which
-    90 % of requests meet their SLO, and its attainment at the largest of these capacities.
+    Two results are measured for each policy, on the counted requests. The capacity is the load at
+    which 90% of the requests meet their latency budgets. The attainment is the share of requests
+    that meet them at the largest of all capacities.
     """
     step, capacities = 0, {}
     for policy in portfolio:
@@ -204,7 +206,7 @@ def _attainment_of(case: Case, policy: str) -> Callable[[int], float]:
 
 
 def measure(prepared: Prepared, portfolio: Sequence[str]) -> AutoResult:
-    """Replay a prepared workload with comparisons, from its worst start."""
+    """Simulate a workload with `policy: auto`, beginning with its worst policy."""
     began, case, start = process_time(), prepared.case, prepared.start
     attained, chooser = _run(case, prepared.load, start, portfolio)
     return AutoResult(
@@ -301,9 +303,7 @@ class _Chooser:
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--seed", default="development", help="seed from which all workloads are drawn"
-    )
+    parser.add_argument("--seed", default="development", help="random seed of all workloads")
     parser.add_argument("--first", type=int, default=0, help="number of the first workload to run")
     parser.add_argument(
         "--count", type=int, default=20, help="number of workloads to run (default: %(default)s)"
@@ -311,7 +311,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--portfolio",
         default=",".join(DEFAULT_PORTFOLIO),
-        help="policies that the pool may choose from, comma-separated (default: %(default)s)",
+        help="policies to choose from, separated by commas (default: %(default)s)",
     )
     parser.add_argument(
         "--out",
@@ -356,7 +356,7 @@ def _print_summary(results: Sequence[AutoResult]) -> None:
 
 
 def text_of(result: AutoResult) -> str:
-    """Return one line about a workload's result."""
+    """Return one line of text about a workload's result."""
     actions = ",".join(decision[0] for decision in result.decisions)
     return (
         f"{result.number}: attains {result.ratio:.3f}, capacity {result.capacity_ratio:.3f} of the "

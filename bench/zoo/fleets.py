@@ -1,4 +1,4 @@
-"""Builds the fleet of a drawn workload, the latency budgets it can keep, and its request rate."""
+"""Builds the engines of a random workload, its latency budgets, and its request rate."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def _in_pools(kinds: Sequence[GroupKind], workload: Workload) -> list[GroupKind]
 
 
 def most_prompt_tokens(workload: Workload, spec: FleetSpec) -> int:
-    """Return the longest prompt in tokens that a workload may have.
+    """Return the length of the longest prompt that a workload may have, in tokens.
 
-    It is at most a quarter of the smallest KV cache, and takes at most LONGEST_PREFILL_S.
+    The prompt may fill a quarter of the smallest KV cache, and take LONGEST_PREFILL_S to compute.
     """
     most = min(kind.capacity_tokens for kind in spec.kinds) // 4
     for kind in spec.kinds:
@@ -122,7 +122,7 @@ def most_prompt_tokens(workload: Workload, spec: FleetSpec) -> int:
 
 
 def prefill_s(kind: GroupKind, tokens: int) -> float:
-    """Return the seconds that an idle engine of this kind takes to compute a prompt."""
+    """Return how many seconds an idle engine of this kind needs to compute a prompt."""
     roofline, chunk, total = kind.roofline(), kind.max_num_batched_tokens, 0.0
     for start in range(0, tokens, chunk):
         part = min(chunk, tokens - start)
@@ -133,9 +133,10 @@ def prefill_s(kind: GroupKind, tokens: int) -> float:
 def budgets(
     workload: Workload, spec: FleetSpec, requests: Sequence[TraceRequest], rate_s: float
 ) -> Slo:
-    """Return the drawn latency budgets, raised to what the slowest idle engine can keep.
+    """Return the latency budgets of a workload: the random ones, raised to what engines can meet.
 
-    First the drawn TTFT budget is lowered, so that the arrivals last at least SPANS budgets.
+    The slowest idle engine must be able to meet them. Before that, the budget of the first token is
+    lowered so far that the arrivals last at least SPANS times as long.
     """
     drawn_s = min(workload.ttft_s, len(requests) / (SPANS * rate_s))
     lengths = sorted(request.input_tokens + request.output_tokens for request in requests)
@@ -152,9 +153,9 @@ def budgets(
 
 
 def idle_ttft_s(workload: Workload, spec: FleetSpec, requests: Sequence[TraceRequest]) -> float:
-    """Return the TTFT in seconds of the longest prompt on the slowest idle engine.
+    """Return the seconds to the first token of the longest prompt, on the slowest idle engine.
 
-    It includes the KV transfer if prefill and decode engines are separate.
+    This includes the transfer of KV if prefill and decode engines are separate.
     """
     longest = max(request.input_tokens for request in requests)
     slowest_s = 0.0
@@ -167,9 +168,9 @@ def idle_ttft_s(workload: Workload, spec: FleetSpec, requests: Sequence[TraceReq
 
 
 def estimate_rate(spec: FleetSpec, requests: Sequence[TraceRequest], uncached: float) -> float:
-    """Return a rough estimate of the requests per second that a fleet can serve.
+    """Return a rough estimate of how many requests per second the engines can serve.
 
-    uncached  share of prompt tokens that must be computed
+    uncached  share of the prompt tokens that must be computed, from 0 to 1
     """
     count = len(requests)
     prompt = uncached * sum(request.input_tokens for request in requests) / count

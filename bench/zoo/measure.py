@@ -1,8 +1,10 @@
-"""Measure one policy on one drawn workload: attainment at a load, and capacity by a search.
+"""Measures one policy on one random workload: attainment at a load, and capacity by a search.
 
-Attainment is the share of requests within both latency budgets. Loads are steps of a geometric
-grid, so that all policies are compared at the same loads with the same arrivals, and a load is
-replayed only once.
+Attainment is the share of requests that meet both latency budgets. Capacity is the highest load
+with a certain attainment.
+
+The loads that are tried form a geometric series. So all policies are compared at the same loads,
+with the same arrivals, and each load is simulated only once.
 """
 
 from __future__ import annotations
@@ -60,10 +62,10 @@ The number of sessions at load 1 is derived from that duration.
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A drawn workload and the random seed of its arrival times, ready to be replayed.
+    """A random workload with the random seed of its arrival times, ready to be simulated.
 
     rate_s   requests per second at load 1
-    users    concurrent sessions at load 1; 0: requests do not wait for earlier answers
+    users    concurrent sessions at load 1; 0 if requests do not wait for earlier answers
     pause_s  median pause within a session, in seconds
     """
 
@@ -78,14 +80,13 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def horizon_s(self) -> float | None:
-        """Return the time in seconds at which the sessions of a workload end; None if it has no
-        sessions.
-        """
+        """Return when the sessions of a workload end, in seconds; None if it has no sessions."""
         return self.workload.requests / self.rate_s if self.users else None
 
     def at(self, load: float) -> Traffic:
-        """Return the traffic of a workload at a load: a multiple of its rate, or of its number of
-        sessions.
+        """Return the traffic of a workload at a load.
+
+        The load multiplies the request rate, or the number of sessions if it has sessions.
         """
         change = msgspec.structs.replace
         if self.users:
@@ -143,9 +144,10 @@ def _fit_prompts(workload: Workload, fleet: FleetSpec, arrivals: int) -> tuple[R
 
 
 class Attainments:
-    """The attainment of one policy on one workload by load step.
+    """The attainment (share of requests in time) of one policy on one workload, by step of the
+    load.
 
-    Each step is replayed when it is first needed.
+    A step is simulated when it is first needed.
     """
 
     def __init__(
@@ -177,18 +179,18 @@ class Attainments:
         return sum(record.is_good for record in counted) / len(counted)
 
     def capacity(self, target: float, start: int) -> float:
-        """Return the highest load at which the attainment is at least `target`; 0.0 if there is
-        none.
+        """Return the highest load with an attainment of at least `target`, or 0.0 if there is none.
 
-        start  grid step of the first load tried
+        start  number of the first load to try, in the series of loads
         """
         return find_capacity(self.at, target, start)
 
 
 def find_capacity(at: Callable[[int], float], target: float, start: int) -> float:
-    """Return the load at which `at(step)` crosses `target`, searched from grid step `start`.
+    """Return the load at which the function `at`, by number of the load, falls below `target`.
 
-    Returns 0.0 if even the lowest step is below, and the highest load if no step is.
+    The search begins with the load number `start`. Returns 0.0 if the lowest load is already below,
+    and the highest load if none is below.
     """
     low, high = _bracket(at, target, start)
     if low is None:

@@ -1,6 +1,6 @@
-"""Generates the requests of a drawn workload from one seed: arrivals, lengths, shared prefixes.
+"""Generates the requests of a random workload: arrivals, lengths, and prefixes that prompts share.
 
-Arrival times are in units of the mean gap, so that a replay can set the rate.
+Arrival times are in units of the mean gap between requests, so that a simulation can set the rate.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ TREE_BRANCHES = 6
 
 
 class Requests(msgspec.Struct, frozen=True):
-    """Requests in order of arrival, in units of the mean gap, or session by session.
+    """The requests of a workload, in order of arrival or session by session.
 
-    `uncached` is the share of prompt tokens that a single unlimited cache would not have had.
+    Arrival times are in units of the mean gap between requests. `uncached` is the share of prompt
+    tokens that one cache without a size limit would not have had.
     """
 
     requests: tuple[TraceRequest, ...]
@@ -37,9 +38,10 @@ class Requests(msgspec.Struct, frozen=True):
 
 
 def generate(workload: Workload, arrivals: int, most_tokens: int) -> Requests:
-    """Generate the requests of a workload, with the seed `arrivals`.
+    """Generate the requests of a workload.
 
-    most_tokens  longest allowed prompt
+    arrivals     random seed of the arrival times
+    most_tokens  length of the longest allowed prompt
     """
     rng = Random(f"zoo {workload.seed} {workload.number} {arrivals}")
     prompts = _Prompts(workload, rng, most_tokens)

@@ -1,4 +1,4 @@
-"""The result of one policy on one drawn workload, and which routing rule was best there."""
+"""The results of policies on random workloads, and which routing rule was the best on each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ LEAST = STEP**LOWEST
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The result of a policy on one workload: attainment by load step, and capacity by target (as
-    text).
+    """The result of one policy on one workload.
 
-    code     digest of the measured source code
-    dropped  the reason why the workload is left out; empty if it counts
+    It has the attainment (share of requests in time) by step of the load, and the capacity by
+    required attainment, such as "0.9".
+
+    code     hash of the measured source code
+    dropped  why the workload is left out; "" if it counts
     """
 
     seed: str

@@ -1,14 +1,16 @@
-"""`make zoo`: compare the policy `priced` with other routers' rules on drawn workloads.
+"""`make zoo`: compares our policy `priced` with the routing rules of other routers.
 
     python -m bench.zoo.run --seed SEED [--count 30] [--minutes 20] [--out FILE]
 
-The seed of a report is the hash of the commit that last changed the space of workloads (space.py).
-So no policy can have been tuned on its workloads.
+The workloads are random. The seed of a report is the hash of the last commit that changed the space
+of workloads (space.py), so no policy can have been tuned on them.
 
-Every result is a line of JSON in the file. Results that it has already are not measured again, so
-that an interrupted run continues. Of each workload, two seeds of arrivals are measured, the same
-for all policies. All policies get a capacity at 90 % attainment; only the best few rules and
-`priced` get the other figures. docs/policies.md describes the result.
+Each result is a line of JSON in the file. An interrupted run can continue, because results in the
+file are not measured again. Each workload is measured with two random seeds of arrivals, the same
+for all policies.
+
+The capacity at 90% attainment is measured for all policies. Other results are measured only for
+`priced` and the best rules. docs/policies.md describes the results.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class ResultFile:
 
 
 class Comparison:
-    """Measures all policies on one workload with one seed of arrivals."""
+    """Measures all policies on one workload, with one random seed of the arrivals."""
 
     def __init__(self, seed: str, number: int, arrivals: int, file: ResultFile) -> None:
         self._place = (seed, number, arrivals)
@@ -136,11 +138,9 @@ class Comparison:
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", default="development", help="random seed of all workloads")
     parser.add_argument(
-        "--seed", default="development", help="seed from which all workloads are drawn"
-    )
-    parser.add_argument(
-        "--arrivals", default="0,1", help="random seeds of the arrival times, comma-separated"
+        "--arrivals", default="0,1", help="random seeds of the arrival times, separated by commas"
     )
     parser.add_argument("--first", type=int, default=0, help="number of the first workload to run")
     parser.add_argument(
@@ -158,7 +158,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--policies",
         default=",".join((*RULES, OURS)),
-        help="policies to compare, comma-separated (default: %(default)s)",
+        help="policies to compare, separated by commas (default: %(default)s)",
     )
     parser.add_argument(
         "--any-code",

@@ -1,9 +1,10 @@
-"""The space of workloads on which policies are compared, and random sampling from it.
+"""The workloads on which policies are compared, and random sampling from them.
 
-Each axis (such as model or kind of arrivals) has weights. Within every block of 20 consecutive
-numbers, the main axes are drawn by stratified sampling, so that a block nearly has the shares that
-the weights say. A drawn workload is only numbers; its fleet is built in fleets.py and its requests
-in requests.py.
+A workload has a value on each of several axes, such as the model or the kind of arrivals. Each
+value has a weight. Sampling is stratified: among 20 consecutive workloads, the values of the main
+axes nearly have the shares that their weights give.
+
+A workload consists only of numbers. fleets.py builds its engines, requests.py its requests.
 """
 
 from __future__ import annotations
@@ -63,19 +64,19 @@ SPANS = 6.0
 class Workload(msgspec.Struct, frozen=True):
     """One random workload. Lengths are in tokens, times in seconds.
 
-    number          its place in the sequence that the seed determines
-    seed            that seed
-    requests        number of requests of one replay
+    number          its number in the sequence of workloads
+    seed            random seed of the sequence
+    requests        number of requests in one simulation
     spread          coefficient of variation of the gaps, or height of the wave or spikes
     prompt_median   median length of the part of a prompt that is not shared
     prompt_sigma    sigma of that log-normal length
-    answer_tokens   mean length of answers (requests.py)
+    answer_tokens   mean length of answers
     answer_sigma    spread of that length
     shared_tokens   length of the shared part: system prompt, tree node or document
     shared_count    number of system prompts, roots or documents; turns of a session
-    skew            exponent of Zipf's law
+    skew            exponent of Zipf's law, by which shared parts are chosen
     think_s         median pause in a session
-    condition_draw  random number from 0 to 1 that chooses details of the condition
+    condition_draw  random number from 0 to 1 that chooses details of a special condition
     prefill_share   share of prefill engines in separate pools
     link_gb_s       speed of each engine's network link in GB/s
     """

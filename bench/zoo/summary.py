@@ -1,7 +1,8 @@
-"""Computes statistics over the drawn workloads, and formats them as a Markdown page.
+"""Computes statistics over random workloads, and formats them as a Markdown page.
 
-A ratio is the capacity of our policy over a rule's, on the same workload with the same arrivals.
-Where the best rule is meant, it is chosen with one seed of arrivals and compared with the other.
+A ratio is the capacity of our policy, divided by that of another rule on the same workload with the
+same arrivals. Where the best rule is meant, it is chosen with one random seed of arrivals, and
+compared with the other seed.
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ def _split_dropped(
 
 
 def ratio(by: ByPolicy, rule: str, ours: str, target: str = "0.9") -> float:
-    """Return Penstock's capacity over another rule's, as the geometric mean over the seeds of
-    arrivals.
+    """Return Penstock's capacity divided by another rule's.
+
+    This is the geometric mean over the random seeds of arrivals.
     """
     logs = [
         log(by[ours][arrivals].load(target) / result.load(target))
@@ -93,7 +95,7 @@ def ratio(by: ByPolicy, rule: str, ours: str, target: str = "0.9") -> float:
 def best_rule_ratio(by: ByPolicy, rules: Sequence[str], ours: str, target: str = "0.9") -> float:
     """Return Penstock's capacity divided by the best rule's.
 
-    The best rule is chosen with the other seed of arrivals.
+    The best rule is chosen with the other random seed of arrivals.
     """
     logs = []
     seeds = sorted(by[ours])
@@ -167,9 +169,10 @@ def _targets_table(used: Mapping[int, ByPolicy], rules: Sequence[str], ours: str
 
 
 def attainment_gap(by: ByPolicy, rules: Sequence[str], ours: str, share: float) -> float:
-    """Return the best rule's attainment minus Penstock's, at a share of the best rule's capacity.
+    """Return the best rule's attainment (share of requests in time) minus Penstock's.
 
-    The best rule is chosen with the other seed of arrivals, among those measured there.
+    Both are measured at a fraction of the best rule's capacity. The best rule is chosen with the
+    other random seed of arrivals, among those measured there.
     """
     gaps = []
     seeds = sorted(by[ours])

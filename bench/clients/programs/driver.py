@@ -1,8 +1,8 @@
-"""Runs the conversations of one client program and prints their counts as a line of JSON.
+"""Runs the conversations of one client program, and prints the results as one line of JSON.
 
 A program defines a session class with a method `ask`, and calls run(). All sessions run
-concurrently. In the middle turn the user requests a call of the tool `measure`, whose result the
-client sends back.
+concurrently. In the middle of each session, the user's message makes the model call the tool
+`measure`, so that the client must run the tool and send back its result.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Turn:
 
     text      the text of the answer
     pieces    number of stream chunks
-    measured  numbers of the pumps for which the tool `measure` was called
+    measured  pump numbers with which the tool `measure` was called
     """
 
     text: str = ""
@@ -56,12 +56,17 @@ class Session(Protocol):
     """One conversation of a client program, turn by turn."""
 
     async def ask(self, text: str) -> Turn:
-        """Send the user's next message, run the tools that the model calls, return the answer."""
+        """Send the user's next message, run the tools that the model calls, and return the
+        answer.
+        """
         ...
 
 
 def measure(pump: int) -> str:
-    """Return the result of the tool `measure`: a sentence on the water depth at pump `pump`."""
+    """Return the result of the tool `measure`: a sentence with the water depth at a pump.
+
+    pump  number of the pump
+    """
     return f"The depth at pump {pump} is {pump + 3} m."
 
 
@@ -73,30 +78,29 @@ The tool stands for an agent's tools; it measures the depth at the pump with the
 
 
 def measure_call(pump: int) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of a call of the tool `measure` for one pump."""
+    """Return the name and the arguments of a call of the tool `measure`."""
     return TOOL_NAME, {"pump": pump}
 
 
 def shell_call(name: str, member: str, **others: str) -> Call:
-    """Return a function that builds the call of an agent's shell tool, as the model would request
-    it.
+    """Return a function that builds a call of an agent's shell tool, as a model would request it.
 
     name    name of the tool
-    member  the argument that holds the command
+    member  the argument that contains the command
     others  further arguments
     """
     return lambda pump: (name, {member: f"echo pump {pump} is {pump + 3} m deep", **others})
 
 
 def measured_pump(command: str) -> int:
-    """Return the pump number in a command that came from shell_call()."""
+    """Return the pump number in a shell command that shell_call() has built."""
     return int(command.partition("echo pump ")[2].partition(" ")[0])
 
 
 def question(session: int, turn: int, call: Call) -> str:
-    """Return the user's message of one turn of a session.
+    """Return the user's message for one turn of a session.
 
-    In the middle turn the message requests the tool call `call`.
+    In the middle turn, the message makes the mock model request the tool call `call`.
     """
     if turn == TURNS // 2:
         name, arguments = call(turn)
@@ -132,9 +136,9 @@ async def _run(start: Callable[[int], Session], call: Call) -> dict[str, Any]:
 
 
 def run(start: Callable[[int], Session], call: Call = measure_call) -> None:
-    """Run all sessions of a client program and print their counts as one line of JSON.
+    """Run all sessions of a client program, and print the results as one line of JSON.
 
-    `start` creates the session with a given number; `call` builds the tool call that a message
-    requests.
+    start  function that creates the session with a given number
+    call   function that builds the tool call which a message makes the model request
     """
     print(json.dumps(asyncio.run(_run(start, call))))

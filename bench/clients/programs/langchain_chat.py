@@ -1,7 +1,7 @@
-"""Client program of `make clients`: ChatOpenAI of LangChain, or ChatAnthropic with
-VARIANT=anthropic.
+"""Client program of `make clients`: conversations with LangChain.
 
-With VARIANT=responses, ChatOpenAI uses the Responses API.
+It uses ChatOpenAI with chat completions. VARIANT=responses selects the Responses API, and
+VARIANT=anthropic selects ChatAnthropic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from langchain_core.tools import tool
 
 @tool
 def measure(pump: int) -> str:
-    """Measure the depth at a pump, in metres."""
+    """Measure the water depth at a pump, in metres."""
     return driver.measure(pump)
 
 

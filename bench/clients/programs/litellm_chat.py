@@ -1,7 +1,10 @@
-"""Client program of `make clients`: litellm, with the API that the variable VARIANT names.
+"""Client program of `make clients`: conversations with litellm.
 
-VARIANT=anthropic uses the Messages API (model `anthropic/NAME`), VARIANT=responses the Responses
-API. Without VARIANT it uses chat completions (model `openai/NAME`).
+The environment variable VARIANT selects the API:
+
+anthropic  the Messages API (model `anthropic/NAME`)
+responses  the Responses API
+not set    chat completions (model `openai/NAME`)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Client program of `make clients`: LlamaIndex with OpenAILike.
+"""Client program of `make clients`: conversations with LlamaIndex.
 
-VARIANT selects OpenAIResponses or Anthropic instead.
+It uses OpenAILike, or OpenAIResponses or Anthropic if the environment variable VARIANT selects it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llama_index.core.tools import FunctionTool
 
 
 def measure(pump: int) -> str:
-    """Measure the depth at a pump, in metres."""
+    """Measure the water depth at a pump, in metres."""
     return driver.measure(pump)
 
 

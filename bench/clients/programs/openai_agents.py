@@ -1,5 +1,6 @@
-"""Client program of `make clients`: OpenAI's Agents SDK with the Responses API, or with chat
-completions if VARIANT=chat.
+"""Client program of `make clients`: conversations with OpenAI's Agents SDK.
+
+It uses the Responses API, or chat completions with VARIANT=chat.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Conversation:
 
         @function_tool
         def measure(pump: int) -> str:
-            """Measure the depth at a pump, in metres."""
+            """Measure the water depth at a pump, in metres."""
             self.turn.measured.append(pump)
             return driver.measure(pump)
 

@@ -1,7 +1,7 @@
-"""Client program of `make clients`: OpenAI's SDK with chat completions, or with the Responses API
-as VARIANT says.
+"""Client program of `make clients`: conversations with OpenAI's SDK.
 
-Responses may also be stored and continued by id.
+It uses chat completions, or the Responses API if the environment variable VARIANT selects it. A
+stored response can be continued by its identifier.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Client program of `make clients`: runs all sessions at once on OpenCode's server."""
+"""Client program of `make clients`: conversations with OpenCode, all on one OpenCode server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASK_S = 120.0
 
 
 class Server:
-    """The process of OpenCode's server, which starts with the first request."""
+    """The process of OpenCode's server. It starts when the first request is sent."""
 
     def __init__(self) -> None:
         self._url = ""
@@ -36,7 +36,9 @@ class Server:
         self._process: Process | None = None
 
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a POST with a JSON body, or a GET without one, and return the JSON of the answer."""
+        """Send a POST with a JSON body, or a GET without one, and return the parsed JSON
+        response.
+        """
         async with self._lock:
             if not self._url:
                 self._url = await self._start()
@@ -49,7 +51,7 @@ class Server:
         while line := await self._process.stdout.readline():
             if found := re.search(rb"http://[0-9.:]+", line):
                 return found[0].decode()
-        raise RuntimeError("the program `opencode serve` ended although it should be running")
+        raise RuntimeError("the process `opencode serve` ended before its sessions were complete")
 
     def _send(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"content-type": "application/json"}

@@ -1,4 +1,4 @@
-"""Client program of `make clients`: the agent of OpenHands' SDK, which sends requests by
+"""Client program of `make clients`: conversations with the agent of OpenHands' SDK, over
 litellm.
 """
 

@@ -1,4 +1,7 @@
-"""Client program of `make clients`: pydantic-ai. VARIANT is the provider in its model name."""
+"""Client program of `make clients`: conversations with pydantic-ai.
+
+The environment variable VARIANT is the provider in the model's name, such as `openai`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ class Conversation:
 
         @self.agent.tool_plain
         def measure(pump: int) -> str:
-            """Measure the depth at a pump, in metres."""
+            """Measure the water depth at a pump, in metres."""
             self.turn.measured.append(pump)
             return driver.measure(pump)
 

@@ -1,4 +1,4 @@
-"""Send requests with curl, half of them streamed, and print the number by outcome as JSON.
+"""Sends requests with curl, half of them streamed, and prints their number by outcome as JSON.
 
 Each curl process sends several requests on one connection.
 """

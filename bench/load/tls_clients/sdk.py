@@ -1,4 +1,6 @@
-"""Send requests with the openai SDK, half of them streamed; print counts by outcome as JSON."""
+"""Sends requests with the openai SDK, half of them streamed, and prints counts by outcome as
+JSON.
+"""
 
 from __future__ import annotations
 
