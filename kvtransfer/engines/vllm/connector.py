@@ -10,6 +10,7 @@ It translates vLLM's objects and callbacks. Decisions are in the other modules o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import secrets
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -398,7 +400,16 @@ class PenstockConnector(KVConnectorBase_V1):
             log.warning("kv: the Unix socket %s reports the cached blocks, for tests", path)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Set the addresses of all ranks' KV agents, by rank.
+
+        Raises ValueError for the addresses of another connector.
+        """
         ranks = [metadata[rank] for rank in sorted(metadata)]
+        if not all(isinstance(rank, AgentMetadata) for rank in ranks):
+            raise ValueError(
+                "the workers sent addresses of another connector: MultiConnector must list "
+                "PenstockConnector before other connectors that have addresses"
+            )
         self._layout = ranks[0].layout
         self._scheduler.set_workers([rank.worker for rank in ranks], self._layout)
         if self._options.store is not None:
@@ -562,3 +573,11 @@ def _family(config: Any) -> str:
     )
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return f"vllm-{vllm.__version__.rpartition('.')[0]}-{digest}"
+
+
+# MultiConnector finds the class of each connector's statistics by name, in vLLM's registry, and
+# not by the module path of the configuration. A process may import this module twice.
+with contextlib.suppress(ValueError):
+    KVConnectorFactory.register_connector(
+        PenstockConnector.__name__, __name__, PenstockConnector.__name__
+    )
