@@ -35,7 +35,7 @@ from gateway.config.loader import load_config  # noqa: E402
 from gateway.protocol.api_table import CHAT  # noqa: E402
 from gateway.protocol.response.date_header import ResponseClock  # noqa: E402
 from mockgpu.fleet import run_fleet  # noqa: E402
-from mockgpu.group import GroupSpec  # noqa: E402
+from mockgpu.tp_group import GroupSpec  # noqa: E402
 from policies.sizing.gpus import gpu_named  # noqa: E402
 from policies.sizing.model_shapes import model_named  # noqa: E402
 from tests.scraped import total  # noqa: E402

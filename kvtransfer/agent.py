@@ -24,7 +24,7 @@ from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import Blocks
 from kvtransfer.links.link_manager import LinkManager
-from kvtransfer.protocol.messages import AgentCard
+from kvtransfer.protocol.agent_messages import AgentCard
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.transfer.commands import (
     AcceptGrant,
@@ -47,7 +47,7 @@ from kvtransfer.transfer.receive_tracker import WindowError
 from kvtransfer.transfer.send_queue import OfferSpec
 from kvtransfer.transfer.sink import FetchRequest, TransferSink
 from kvtransfer.transfer.source import TransferSource
-from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transfer.transfer_counters import AgentStats
 from kvtransfer.transfer.transfer_order import Priority
 from kvtransfer.transport_interface import (
     Link,

@@ -20,8 +20,7 @@ from kvtransfer.util.tls_files import TlsFiles
 from mockgpu.chaos_server import run_chaos_server
 from mockgpu.fault_grammar import FaultError
 from mockgpu.fleet import KEEP_ALIVE_S, FleetGroup, run_fleet
-from mockgpu.group import GroupSpec
-from mockgpu.kv_events.kv_event_stream import KvEventSpec
+from mockgpu.kv_events.event_batches import KvEventSpec
 from mockgpu.kv_options import DEFAULT_SCALE, KEY, StoreSpec, TransferSpec
 from mockgpu.options import (
     AnswerNoise,
@@ -72,6 +71,7 @@ from mockgpu.options import (
     WireFaults,
 )
 from mockgpu.timing.roofline import profile_named
+from mockgpu.tp_group import GroupSpec
 from policies.sizing.gpu_memory import kv_capacity_tokens
 from policies.sizing.gpus import gpu_named
 from policies.sizing.known_models import facts_of

@@ -7,9 +7,9 @@
 For example, `5xx@0.1,stall:after=3@10-20` fails one request in ten, and stalls streams after three
 tokens. The stalls occur from 10 to 20 seconds of wall time after the faults were set.
 
-The effects are in mockgpu/http (one request), group.py (lost rank, slow), kill_faults.py (KV of one
-request), handoff/faulty_link.py (bytes between KV agents) and kv_events/kv_event_stream.py. This
-module does no I/O.
+The effects are in mockgpu/http (one request), tp_group.py (lost rank, slow), request_faults.py (KV
+of one request), handoff/faulty_link.py (bytes between KV agents) and kv_events/kv_event_stream.py.
+This module does no I/O.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ STREAM_FAULTS = frozenset(
     )
 )
 # Faults of one request's KV, or of the group at a moment of one request's life
-# (mockgpu/kill_faults.py).
+# (mockgpu/request_faults.py).
 KV_FAULTS = frozenset(
     (
         FaultKind.DIE_IN_PREFILL,
@@ -123,7 +123,7 @@ KV_FAULTS = frozenset(
 WIRE_FAULTS = frozenset(
     (FaultKind.WIRE_CORRUPT, FaultKind.WIRE_CUT, FaultKind.WIRE_REPLAY, FaultKind.WIRE_STALL)
 )
-# Faults of published KV events, message by message (mockgpu/kv_events/kv_event_stream.py).
+# Faults of published KV events, message by message (mockgpu/kv_events/event_batches.py).
 EVENT_FAULTS = frozenset(
     (
         FaultKind.EVENTS_LOST,

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.group_faults import GroupFaults
 from mockgpu.http.server import MockServer
-from mockgpu.kv_events.kv_event_stream import KvEventSpec
+from mockgpu.kv_events.event_batches import KvEventSpec
 from mockgpu.rank_dispatcher import RankDispatcher
+from mockgpu.tp_group import GroupSpec, TpGroup
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.kv_events.kv_publisher import KvPublisher
+    from mockgpu.kv_events.zmq_publisher import KvPublisher
     from mockgpu.kv_options import StoreSpec, TransferSpec
     from mockgpu.kv_store import StoreTier
     from mockgpu.pd_role import PdRole, ProcessWire
@@ -178,7 +178,7 @@ def _store(group: TpGroup, spec: StoreSpec) -> StoreTier:
 def _publisher(group: TpGroup, spec: KvEventSpec, host: str) -> KvPublisher:
     # Start publishing a group's KV events. Raises ValueError if pyzmq is not installed.
     try:
-        from mockgpu.kv_events.kv_publisher import KvPublisher
+        from mockgpu.kv_events.zmq_publisher import KvPublisher
     except ModuleNotFoundError:
         raise ValueError(
             "KV events need the Python package pyzmq; install it with: pip install "

@@ -21,7 +21,7 @@ from mockgpu.fault_grammar import (
     InjectedFault,
     parse_faults,
 )
-from mockgpu.group import TpGroup
+from mockgpu.tp_group import TpGroup
 
 _NOT_OF_REQUESTS = GROUP_FAULTS | EVENT_FAULTS
 

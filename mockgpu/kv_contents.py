@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
-from mockgpu.blocks import BLOCK_TOKENS, blocks_for
 from mockgpu.kv_options import DEFAULT_SCALE
 from mockgpu.mock_tokenizer import token_count
+from mockgpu.paged_kv_cache import BLOCK_TOKENS, blocks_for
 from policies.sizing.model_shapes import Llm
 
 Words = NDArray[np.uint64]

@@ -1,7 +1,7 @@
 """KvMemory: the bytes of a mock engine's KV cache, with one memory region per rank (GPU).
 
 Bytes are written when tokens are computed, and verified when they are used. The content is defined
-in mockgpu/kv_contents.py. blocks.py owns the blocks, and kvtransfer moves the bytes.
+in mockgpu/kv_contents.py. paged_kv_cache.py owns the blocks, and kvtransfer moves the bytes.
 """
 
 from __future__ import annotations

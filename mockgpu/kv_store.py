@@ -18,13 +18,13 @@ from typing import Any, Protocol, TypeVar
 
 from kvtransfer.store.block_keys import Key, block_keys, chain_root
 from kvtransfer.store.client import StoreClient, StoreLostError
-from kvtransfer.store.connection import StoreConnection
 from kvtransfer.store.fetch_rule import FetchRule, StoredPrefix
-from kvtransfer.store.slots import Parts
+from kvtransfer.store.reconnecting_client import StoreConnection
+from kvtransfer.store.slot_format import Parts
 from kvtransfer.store.store_index import IN_MEMORY
 from mockgpu.handoff.link_speed import PacedLink
 from mockgpu.job import Job, JobState, PrefillChunk, StepPlan
-from mockgpu.kv_events.kv_event_stream import KvEventStream
+from mockgpu.kv_events.event_batches import KvEventStream
 from mockgpu.kv_events.store_announcer import StoreAnnouncer
 from mockgpu.kv_memory import KvMemory
 from mockgpu.kv_options import StoreSpec

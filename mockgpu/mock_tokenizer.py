@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from mockgpu.blocks import BLOCK_TOKENS
 from mockgpu.media import render_parts
+from mockgpu.paged_kv_cache import BLOCK_TOKENS
 
 TOKEN_BYTES = 4
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES

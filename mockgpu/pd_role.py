@@ -23,7 +23,6 @@ from kvtransfer.transports.tcp import Tcp
 from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import ThreadClock
 from mockgpu.fault_grammar import FaultKind, InjectedFault
-from mockgpu.group import TpGroup
 from mockgpu.handoff.bootstrap import BootstrapServer, PeerResolver
 from mockgpu.handoff.faulty_link import FaultyRelay
 from mockgpu.handoff.interfaces import EngineDialect, EngineIdentity
@@ -40,6 +39,7 @@ from mockgpu.kv_memory import KvMemory
 from mockgpu.kv_options import TransferSpec
 from mockgpu.request_parser import MalformedHandoffError, ParsedHandoff, RequestBody
 from mockgpu.split_legs import DecodeLeg
+from mockgpu.tp_group import TpGroup
 
 # A pull that is not refused at once is in progress; only a silent peer ends it earlier.
 PULL_S = 30.0

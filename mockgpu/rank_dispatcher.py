@@ -16,11 +16,11 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from mockgpu.engine_formats import EngineFormat
-from mockgpu.group import TpGroup
 from mockgpu.http.handler_helpers import json_answer
 from mockgpu.http.server import Handler, MockServer
 from mockgpu.rank_balancer import RankBalancer
 from mockgpu.request_parser import ApiError
+from mockgpu.tp_group import TpGroup
 
 RANK_HEADER = "x-data-parallel-rank"
 _COMPUTING = frozenset(("chat", "completions", "converse", "pool", "listen"))

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from mockgpu.mock_tokenizer import pad_to_tokens, render_chat, token_bytes, token_count
-from mockgpu.requested_form import FREE_TEXT, RequestedForm, requested_form
+from mockgpu.requested_tool_or_schema import FREE_TEXT, RequestedForm, requested_form
 from mockgpu.split_legs import DecodeLeg, PrefillLeg
 
 MAX_PROMPTS = 1024

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from mockgpu.blocks import BlockPool, blocks_for
 from mockgpu.job import Job, JobState, PrefillChunk, StepOutcome, StepPlan, Totals
+from mockgpu.paged_kv_cache import BlockPool, blocks_for
 from mockgpu.split_legs import DecodeLeg
 
 

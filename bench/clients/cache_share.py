@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.clients.recorder import Exchange
-from mockgpu.blocks import BLOCK_TOKENS
 from mockgpu.http.chat_conversion import chat_body
 from mockgpu.http.choice import build_choices
 from mockgpu.http.messages_format import MessagesFormat
 from mockgpu.http.responses_format import ResponsesFormat
 from mockgpu.http.responses_store import ResponsesStore
 from mockgpu.mock_tokenizer import block_keys
+from mockgpu.paged_kv_cache import BLOCK_TOKENS
 from mockgpu.request_parser import RequestBody, parse_request
 
 CONTEXT = 1 << 20

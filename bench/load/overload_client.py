@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.protocol.response.http_framing import ResponseBody, new_body, parse_head
-from planner.bench.timeline import AnswerTimeline
+from planner.bench.answer_timeline import AnswerTimeline
 from planner.text_generator import text
 
 _ID = re.compile(rb"\r\nx-request-id: *([^\r]+)", re.IGNORECASE)

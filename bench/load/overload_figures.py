@@ -12,7 +12,7 @@ import msgspec
 
 from bench.load.overload_load import LAST_RETRY_S, ClientRecord, ClientRecords, Stream, Try
 from bench.load.overload_plan import SLO, Plan
-from planner.bench.stats import percentile
+from planner.bench.percentiles import percentile
 
 RECOVERED_S, WATCHED_S = 10.0, 20.0
 """When goodput is measured after the spike.

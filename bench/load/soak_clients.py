@@ -17,7 +17,7 @@ import msgspec
 
 from bench.load.soak_processes import SPLIT, WHOLE
 from mockgpu.mock_tokenizer import expected_text
-from planner.bench.timeline import AnswerTimeline
+from planner.bench.answer_timeline import AnswerTimeline
 
 THINK_S = 0.8
 SESSIONS = 40

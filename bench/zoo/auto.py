@@ -37,7 +37,7 @@ from planner.replay.fleet_spec import FleetSpec, GroupKind
 from planner.replay.inflight import InflightRequest
 from planner.replay.options import ReplayOptions
 from planner.replay.record import RequestEnd
-from planner.traces.access import LoggedRequest, arrived_s
+from planner.traces.access_log import LoggedRequest, arrived_s
 from policies import policy_registry
 from policies.admission.admission_policy import WaitQueueLimits
 from policies.admission.fairness import FairShares

@@ -340,7 +340,7 @@ class PairAttempt(AttemptState):
         assert self._finished is not None
         exchange: Exchange = (
             self.exchange
-        )  # the annotation tells tools/compile/classes.py whose method is passed on
+        )  # the annotation tells tools/compile/extension_classes.py whose method is passed on
         client, prefill = self.context.client, self.pair.prefill
         exchange.pick, exchange.reservation = prefill, None
         relay = exchange.relay = self.words.relay(prefill.candidate.endpoint, None)

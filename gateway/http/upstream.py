@@ -78,7 +78,7 @@ class UpstreamConnection:
     transport         None before the connection is established and after it is lost
 
     The class implements asyncio.Protocol without inheriting from it: with a Python base class it
-    could not be compiled to a C class (tools/compile/classes.py).
+    could not be compiled to a C class (tools/compile/extension_classes.py).
     """
 
     __slots__ = (

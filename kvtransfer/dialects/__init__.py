@@ -20,7 +20,7 @@ from kvtransfer.dialects.dialect import (
     encode_members,
     parse_response,
 )
-from kvtransfer.dialects.events import as_events
+from kvtransfer.dialects.finished_prefill import as_events
 
 __all__ = [
     "DIALECTS",

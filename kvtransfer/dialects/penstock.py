@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvtransfer.dialects import first_answer
+from kvtransfer.dialects import engine_identity
 from kvtransfer.dialects.dialect import (
     DecodeRequest,
     Dialect,
@@ -60,7 +60,7 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
 
 def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
     """Return the decode request for PenstockConnector, with the prefill engine's card."""
-    identity = first_answer.find_identity(_identity, terms, answer)
+    identity = engine_identity.find_identity(_identity, terms, answer)
     if identity is None or identity.card is None:
         return UnusableResponse("the prefill engine's card is unknown")
     params = {
@@ -86,7 +86,10 @@ def _identity(answer: PrefillResponse) -> PrefillIdentity | None:
     return PrefillIdentity(engine, tp_size=params.tp_size, card=card)
 
 
-identify, check = partial(first_answer.identify, _identity), partial(first_answer.check, _identity)
+identify, check = (
+    partial(engine_identity.identify, _identity),
+    partial(engine_identity.check, _identity),
+)
 
 PENSTOCK = Dialect(
     "penstock",

@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from kvtransfer.dialects import first_answer, vllm_nixl
+from kvtransfer.dialects import engine_identity, vllm_nixl
 from kvtransfer.dialects.dialect import (
     DecodeRequest,
     Dialect,
@@ -45,7 +45,7 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
     """Return the decode request for NixlPushConnector, which names the engine that will write KV
     and the request's id there.
     """
-    identity = first_answer.find_identity(_identity, terms, answer)
+    identity = engine_identity.find_identity(_identity, terms, answer)
     if identity is None or identity.host is None:
         return UnusableResponse("the prefill engine's identity is unknown")
     host = terms.prefill_host if vllm_nixl.is_loopback(identity.host) else identity.host
@@ -83,7 +83,10 @@ def _identity(answer: PrefillResponse) -> PrefillIdentity | None:
     )
 
 
-identify, check = partial(first_answer.identify, _identity), partial(first_answer.check, _identity)
+identify, check = (
+    partial(engine_identity.identify, _identity),
+    partial(engine_identity.check, _identity),
+)
 
 VLLM_PUSH = Dialect(
     "vllm_push",

@@ -2,8 +2,8 @@
 
 Both ends compute the same TransferPlan from the same numbers, so no address is sent. A window, one
 piece of a transfer, names byte ranges (runs) by their index in the plan. A change of the runs of a
-plan or of their order must raise messages.VERSION; a test pins today's plans. This module does not
-move bytes.
+plan or of their order must raise agent_messages.VERSION; a test pins today's plans. This module
+does not move bytes.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import msgspec
 
 from kvtransfer.links.peer_link import DialRequest, PeerLink, incompatibility, wrong_peer_error
 from kvtransfer.links.unproven_links import UnprovenLinks
-from kvtransfer.protocol.messages import (
+from kvtransfer.protocol.agent_messages import (
     Accept,
     AgentCard,
     Beat,
@@ -33,7 +33,7 @@ from kvtransfer.protocol.session import LinkSession, SealError, greeting_nonce, 
 from kvtransfer.transfer.commands import Command
 from kvtransfer.transfer.sink import TransferSink
 from kvtransfer.transfer.source import TransferSource
-from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transfer.transfer_counters import AgentStats
 from kvtransfer.transport_interface import MAX_LANES, Link, MultiLaneLink, Transport, TransportError
 from kvtransfer.transports.transport_choice import better_transport
 from kvtransfer.util.agent_lock import AgentLock

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from kvtransfer.protocol.messages import (
+from kvtransfer.protocol.agent_messages import (
     VERSION,
     AgentCard,
     Lane,

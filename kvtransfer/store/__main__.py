@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from kvtransfer.store.block_store import BlockStore
-from kvtransfer.store.options import StoreOptions
-from kvtransfer.store.slots import SlotFileError
+from kvtransfer.store.slot_format import SlotFileError
+from kvtransfer.store.store_options import StoreOptions
 from kvtransfer.store.unix_socket_server import StoreService
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}

@@ -18,9 +18,9 @@ import msgspec
 from kvtransfer.store.block_keys import Key
 from kvtransfer.store.disk_slots import DiskSlots
 from kvtransfer.store.memory_slots import MemorySlots
-from kvtransfer.store.options import StoreOptions
-from kvtransfer.store.slots import SlotHeader
+from kvtransfer.store.slot_format import SlotHeader
 from kvtransfer.store.store_index import StoreIndex, TierCopy
+from kvtransfer.store.store_options import StoreOptions
 
 log = logging.getLogger("penstock")
 

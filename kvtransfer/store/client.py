@@ -11,7 +11,14 @@ from types import TracebackType
 from typing import TypeVar
 
 from kvtransfer.store.block_keys import Key
-from kvtransfer.store.messages import (
+from kvtransfer.store.slot_format import Parts, SlotGeometry, SlotReader, digest_of
+from kvtransfer.store.socket_io import (
+    ConnectionEndedError,
+    receive_exactly,
+    receive_message,
+    send_parts,
+)
+from kvtransfer.store.store_messages import (
     LENGTH_BYTES,
     MAX_KEYS,
     MAX_PUT_KEYS,
@@ -36,13 +43,6 @@ from kvtransfer.store.messages import (
     body_length,
     decode_answer,
     encode,
-)
-from kvtransfer.store.slots import Parts, SlotGeometry, SlotReader, digest_of
-from kvtransfer.store.wire import (
-    ConnectionEndedError,
-    receive_exactly,
-    receive_message,
-    send_parts,
 )
 
 LEASE_BLOCKS = 64

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtransfer.store.block_keys import Key
-from kvtransfer.store.slots import (
+from kvtransfer.store.slot_format import (
     PAGE_BYTES,
     Parts,
     ReadOutcome,

@@ -6,7 +6,7 @@ import os
 
 from kvtransfer.layout.sealed_files import create_sealed_file
 from kvtransfer.store.block_keys import Key
-from kvtransfer.store.slots import (
+from kvtransfer.store.slot_format import (
     Parts,
     ReadOutcome,
     SlotGeometry,

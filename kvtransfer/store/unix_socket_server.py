@@ -19,7 +19,14 @@ from pathlib import Path
 
 from kvtransfer.store.block_keys import Key
 from kvtransfer.store.block_store import BlockStore
-from kvtransfer.store.messages import (
+from kvtransfer.store.slot_format import DIGEST_BYTES, digest_of
+from kvtransfer.store.socket_io import (
+    ConnectionEndedError,
+    receive_exactly,
+    receive_into,
+    receive_message,
+)
+from kvtransfer.store.store_messages import (
     VERSION,
     AcquireBlocks,
     CountPrefix,
@@ -41,13 +48,6 @@ from kvtransfer.store.messages import (
     Wanted,
     decode_request,
     encode,
-)
-from kvtransfer.store.slots import DIGEST_BYTES, digest_of
-from kvtransfer.store.wire import (
-    ConnectionEndedError,
-    receive_exactly,
-    receive_into,
-    receive_message,
 )
 
 log = logging.getLogger("penstock")

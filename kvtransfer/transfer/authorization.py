@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.protocol.messages import AgentCard
+from kvtransfer.protocol.agent_messages import AgentCard
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.protocol.spent_tickets import SpentTickets
 from kvtransfer.protocol.ticket import (

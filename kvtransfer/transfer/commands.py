@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.protocol.messages import Invite, Message
+from kvtransfer.protocol.agent_messages import Invite, Message
 from kvtransfer.protocol.outcomes import TransferOutcome
 from kvtransfer.transport_interface import Link, WindowHead, WindowSlice
 

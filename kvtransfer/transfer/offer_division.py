@@ -11,8 +11,8 @@ from collections.abc import Callable
 from itertools import count
 
 from kvtransfer.layout.reshard import sink_ranks
+from kvtransfer.protocol.agent_messages import AgentCard
 from kvtransfer.protocol.lease import Lease, LeaseError, LeaseEvent, advance
-from kvtransfer.protocol.messages import AgentCard
 from kvtransfer.transfer.send_queue import LeasedOffer
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvtransfer.protocol.messages import Invite
+from kvtransfer.protocol.agent_messages import Invite
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.transport_interface import Link
 from kvtransfer.util.agent_options import AgentOptions

@@ -16,8 +16,8 @@ from kvtransfer.layout.byte_ranges import ByteRuns, sorted_distinct
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.memory_regions import GenerationCheck, Region, local_rank
 from kvtransfer.layout.reshard import MAX_RUNS, TransferPlan
+from kvtransfer.protocol.agent_messages import AgentCard
 from kvtransfer.protocol.lease import Lease
-from kvtransfer.protocol.messages import AgentCard
 from kvtransfer.transfer.commands import PutWindow
 from kvtransfer.transfer.send_credits import SendCredits, in_flight_limit
 from kvtransfer.transfer.transfer_order import Priority, TransferOrder

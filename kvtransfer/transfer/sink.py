@@ -20,7 +20,7 @@ from kvtransfer.layout.byte_ranges import ByteRuns, sorted_distinct
 from kvtransfer.layout.kv_layout import KvLayout, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region, local_rank
 from kvtransfer.layout.reshard import LayoutMismatch, Ranks, TransferPlan, max_pairs, plan_transfer
-from kvtransfer.protocol.messages import (
+from kvtransfer.protocol.agent_messages import (
     MAX_BLOCKS,
     MAX_TOKENS,
     Accept,
@@ -50,7 +50,7 @@ from kvtransfer.transfer.commands import (
 )
 from kvtransfer.transfer.receive_tracker import ReceiveTracker, RepeatedWindowError, WindowError
 from kvtransfer.transfer.send_credits import in_flight_limit
-from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transfer.transfer_counters import AgentStats
 from kvtransfer.transfer.transfer_order import Priority
 from kvtransfer.transfer.window_forecast import WindowForecast
 from kvtransfer.transport_interface import Link, WindowHead, WindowSlice, WindowVerdict

@@ -20,8 +20,7 @@ from kvtransfer.layout.reshard import (
     max_pairs,
     plan_transfer,
 )
-from kvtransfer.protocol.lease import LeaseError, LeaseEvent, LeaseState, advance, end_lease
-from kvtransfer.protocol.messages import (
+from kvtransfer.protocol.agent_messages import (
     MAX_BLOCKS,
     Accept,
     AgentCard,
@@ -37,6 +36,7 @@ from kvtransfer.protocol.messages import (
     pack_blocks,
     unpack_blocks,
 )
+from kvtransfer.protocol.lease import LeaseError, LeaseEvent, LeaseState, advance, end_lease
 from kvtransfer.protocol.outcomes import EndReason, outcome_for
 from kvtransfer.protocol.ticket import Ticket, renewed_nonce
 from kvtransfer.transfer.authorization import Authorizer, may_fetch_by_name
@@ -54,7 +54,7 @@ from kvtransfer.transfer.offer_division import OfferSharing
 from kvtransfer.transfer.offered_blocks import OfferedBlocks
 from kvtransfer.transfer.pending_invites import PendingInvites
 from kvtransfer.transfer.send_queue import LeasedOffer, OfferSpec, SendQueue
-from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transfer.transfer_counters import AgentStats
 from kvtransfer.transfer.transfer_order import Priority
 from kvtransfer.transport_interface import Link
 from kvtransfer.util.agent_options import AgentOptions

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvtransfer.protocol.messages import AgentCard
+from kvtransfer.protocol.agent_messages import AgentCard
 
 
 def host_id() -> str:

@@ -14,9 +14,9 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from mockgpu.blocks import BLOCK_TOKENS
 from mockgpu.handoff.interfaces import EngineIdentity, agent_address
 from mockgpu.handoff.kv_handoff import UnknownPeerError
+from mockgpu.paged_kv_cache import BLOCK_TOKENS
 from mockgpu.split_legs import AgentPeer, BootstrapPeer, DecodeLeg
 
 PAGES = {"mooncake": "/query", "sglang": "/route"}

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import msgspec
 
 from kvtransfer.protocol.outcomes import EndReason, TransferOutcome, outcome_for
-from mockgpu.blocks import blocks_for
 from mockgpu.handoff.interfaces import AgentPort, LandingPort, OfferPort
 from mockgpu.handoff.link_speed import PacedLink
-from mockgpu.handoff.stats import HandoffStats
+from mockgpu.handoff.transfer_counters import HandoffStats
 from mockgpu.job import Job, JobState
+from mockgpu.paged_kv_cache import blocks_for
 from mockgpu.scheduler import Scheduler
 from mockgpu.split_legs import AnswerTime, DecodeLeg, OfferedKv, PrefillLeg
 

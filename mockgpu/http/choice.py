@@ -14,6 +14,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from mockgpu.job import Job
+from mockgpu.json_for_schema import JsonFrame
 from mockgpu.mock_tokenizer import (
     TOKEN_BYTES,
     GeneratedText,
@@ -25,7 +26,6 @@ from mockgpu.mock_tokenizer import (
 )
 from mockgpu.request_parser import ParsedRequest
 from mockgpu.split_legs import DecodeLeg, PrefillLeg
-from mockgpu.structured_output import JsonFrame
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.kv_contents import Words

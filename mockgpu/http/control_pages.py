@@ -12,10 +12,10 @@ import msgspec
 from aiohttp import web
 
 from mockgpu.fault_grammar import FaultError, parse_faults
-from mockgpu.group import TpGroup
 from mockgpu.group_faults import GroupFaults
 from mockgpu.http.handler_helpers import json_answer
 from mockgpu.request_parser import ApiError, decode_body
+from mockgpu.tp_group import TpGroup
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.pd_role import PdRole

@@ -29,7 +29,6 @@ from mockgpu.fault_grammar import (
     FaultKind,
     InjectedFault,
 )
-from mockgpu.group import TokenSink, TpGroup
 from mockgpu.group_faults import GroupFaults
 from mockgpu.http import audio_format, messages_format, openai_format, pooling
 from mockgpu.http.chat_conversion import read_members
@@ -66,6 +65,7 @@ from mockgpu.request_parser import (
     parse_request,
 )
 from mockgpu.split_legs import DecodeLeg, PrefillLeg
+from mockgpu.tp_group import TokenSink, TpGroup
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.pd_role import PdRole

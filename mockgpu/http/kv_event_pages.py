@@ -8,9 +8,9 @@ from __future__ import annotations
 from aiohttp import web
 
 from mockgpu.engine_formats import EngineFormat
-from mockgpu.group import TpGroup
 from mockgpu.http.handler_helpers import json_answer
 from mockgpu.request_parser import ApiError
+from mockgpu.tp_group import TpGroup
 
 
 class KvEventPages:

@@ -28,7 +28,7 @@ from mockgpu.request_parser import (
     decode_body,
     one_prompt,
 )
-from mockgpu.requested_form import FREE_TEXT
+from mockgpu.requested_tool_or_schema import FREE_TEXT
 
 DIMENSIONS = 64
 MAX_INPUTS = 2048

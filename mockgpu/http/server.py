@@ -18,7 +18,6 @@ from mockgpu.engine_formats import (
     error_body,
     request_schemas,
 )
-from mockgpu.group import TpGroup
 from mockgpu.group_faults import GroupFaults
 from mockgpu.http import messages_format, openai_format, pooling
 from mockgpu.http.chat_conversion import read_members
@@ -36,6 +35,7 @@ from mockgpu.request_parser import (
     chat_prompt,
     parse_prompt,
 )
+from mockgpu.tp_group import TpGroup
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.pd_role import PdRole

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvtransfer.store.block_keys import Key
 from kvtransfer.store.store_index import IN_MEMORY, ON_DISK
 from mockgpu.job import Job
-from mockgpu.kv_events.kv_event_stream import KvEventStream
+from mockgpu.kv_events.event_batches import KvEventStream
 
 POLL_S = 0.2
 BATCH_BLOCKS = 8192

@@ -21,7 +21,7 @@ from planner.replay.fleet_sim import replay
 from planner.replay.options import ReplayOptions
 from planner.replay.record import ReplayRecord
 from planner.replay.traffic import Traffic
-from planner.traces.access import LoggedRequest, arrived_s
+from planner.traces.access_log import LoggedRequest, arrived_s
 from policies.policy_types import Picker, Policy, WeightedScorer
 from policies.routing_types import Candidate, Role, RoutingQuery
 from policies.scorers import constant

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from planner.plan.recent_traffic import RecentTraffic
-from planner.traces.access import LoggedRequest, arrived_s
+from planner.traces.access_log import LoggedRequest, arrived_s
 
 COMPLETE = 0.98
 """Share of the requests (0 to 1) that must have ended for a part of the log to count."""

@@ -23,7 +23,7 @@ from planner.plan.recent_traffic import RecentTraffic
 from planner.replay.fleet_sim import replay
 from planner.replay.record import ReplayRecord
 from planner.replay.traffic import Traffic
-from planner.traces.access import LoggedRequest, arrived_s
+from planner.traces.access_log import LoggedRequest, arrived_s
 from planner.traces.recorded_request import TraceRequest
 from policies import policy_registry
 from policies.auto.replay_messages import MemberEstimate, PolicyMember, PoolEstimate

@@ -14,7 +14,7 @@ import msgspec
 
 from planner.auto.mean_error import error_of_mean, in_blocks
 from planner.replay.record import ReplayRecord
-from planner.traces.access import LoggedRequest
+from planner.traces.access_log import LoggedRequest
 from policies.routing_types import Slo
 
 LEAST_LINES = 50

@@ -4,12 +4,12 @@ Contains workloads, open and closed loop, timing of streamed answers, and JSON f
 Trace readers are in planner/traces, the comparison with other gateways in bench.
 """
 
+from planner.bench.answer_timeline import AnswerTimeline
+from planner.bench.bench_options import BenchPlan, BenchSlo, PlanError, with_defaults
 from planner.bench.client import BenchClient, BenchError, BenchRecord
-from planner.bench.loops import RunProgress, run
-from planner.bench.plan import BenchPlan, BenchSlo, PlanError, with_defaults
+from planner.bench.open_and_closed_loop import RunProgress, run
+from planner.bench.percentiles import Summary, percentile, summarise
 from planner.bench.report import BenchReport, is_good
-from planner.bench.stats import Summary, percentile, summarise
-from planner.bench.timeline import AnswerTimeline
 
 __all__ = [
     "AnswerTimeline",

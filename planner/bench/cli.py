@@ -16,9 +16,9 @@ import msgspec
 import uvloop
 
 from command_line import Option, UsageError, write_line
+from planner.bench.bench_options import BenchPlan, BenchSlo, PlanError, with_defaults
 from planner.bench.client import BenchError
-from planner.bench.loops import Watch, run
-from planner.bench.plan import BenchPlan, BenchSlo, PlanError, with_defaults
+from planner.bench.open_and_closed_loop import Watch, run
 from planner.bench.report import BenchReport
 from planner.bench.show import LiveProgress, lines, table
 from planner.output_files import check_writable

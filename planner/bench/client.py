@@ -1,6 +1,6 @@
 """Client of an OpenAI-compatible server: sends one request and measures its streamed answer.
 
-loops.py decides when a request is sent.
+open_and_closed_loop.py decides when a request is sent.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from planner.bench.plan import BenchPlan
-from planner.bench.timeline import AnswerTimeline
+from planner.bench.answer_timeline import AnswerTimeline
+from planner.bench.bench_options import BenchPlan
 
 
 class BenchError(Exception):

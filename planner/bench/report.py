@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from planner.bench.bench_options import BenchPlan, BenchSlo
 from planner.bench.client import BenchRecord
-from planner.bench.plan import BenchPlan, BenchSlo
-from planner.bench.stats import Summary, convert_unit, summarise
+from planner.bench.percentiles import Summary, convert_unit, summarise
 
 
 def is_good(record: BenchRecord, slo: BenchSlo) -> bool:

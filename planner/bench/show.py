@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from command_line import table_lines
-from planner.bench.loops import RunProgress
-from planner.bench.plan import BenchPlan
+from planner.bench.bench_options import BenchPlan
+from planner.bench.open_and_closed_loop import RunProgress
+from planner.bench.percentiles import Summary, percentile
 from planner.bench.report import BenchReport
-from planner.bench.stats import Summary, percentile
 
 if TYPE_CHECKING:
     from rich.console import Console

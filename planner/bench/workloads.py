@@ -1,7 +1,7 @@
 """The workloads of `penstock bench`: kinds of traffic as seeded generators of sessions.
 
 Lengths follow the published workloads named at each shape. Equal seeds give equal sessions on every
-machine. loops.py decides when they are sent.
+machine. open_and_closed_loop.py decides when they are sent.
 """
 
 from __future__ import annotations

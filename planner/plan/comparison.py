@@ -11,7 +11,7 @@ from planner.plan.recent_traffic import RecentTraffic
 from planner.replay.fleet_sim import replay
 from planner.replay.results import ReplayFigures, figures
 from planner.replay.traffic import Traffic
-from planner.traces.access import arrived_s
+from planner.traces.access_log import arrived_s
 from planner.traces.recorded_request import TraceRequest
 
 

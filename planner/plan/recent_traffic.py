@@ -1,7 +1,7 @@
 """The last minutes of a gateway's access log, as the requests of one pool.
 
 The module decides how far back to read, and what to assume about refused requests. The log's format
-is in planner/traces/access.py.
+is in planner/traces/access_log.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import median
 
 import msgspec
 
-from planner.traces.access import LoggedRequest, arrived_s, request_of
+from planner.traces.access_log import LoggedRequest, arrived_s, request_of
 from planner.traces.recorded_request import TraceError, TraceRequest, open_lines, parse_lines
 
 TAIL_BYTES = 256 << 20

@@ -17,11 +17,11 @@ from planner.output_files import check_writable
 from planner.progress import progress_bar
 from planner.replay import arguments
 from planner.replay.fleet_spec import FleetError, FleetSpec, preset, read_fleet
+from planner.replay.html_report import HEADS, cells_of, page
 from planner.replay.options import ClientBehaviour, ReplayOptions
 from planner.replay.record import RequestEnd
-from planner.replay.report import HEADS, cells_of, page
 from planner.replay.sweep import Comparison, ComparisonResult, UnknownCapacity, compare
-from planner.replay.tables import figure_tables, table
+from planner.replay.terminal_tables import figure_tables, table
 from planner.traces import READERS, TraceError, TraceRequest, read_trace, slice_span
 from policies import policy_registry
 from policies.admission_registry import build_admission

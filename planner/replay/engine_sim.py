@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from mockgpu.blocks import BlockPool
 from mockgpu.job import Job, JobState, StepPlan
+from mockgpu.paged_kv_cache import BlockPool
 from mockgpu.scheduler import Scheduler
-from planner.replay.step_clock import StepClock
+from planner.replay.lockstep_clock import StepClock
 
 
 class EngineMetrics(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from zlib import crc32
 
-from mockgpu.blocks import blocks_for
+from mockgpu.paged_kv_cache import blocks_for
 from planner.replay.block_chain import keys_of
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest

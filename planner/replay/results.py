@@ -13,7 +13,7 @@ from statistics import fmean, median
 
 import msgspec
 
-from planner.bench.stats import Summary, summarise
+from planner.bench.percentiles import Summary, summarise
 from planner.replay.record import ReplayRecord, ReplayRun, RequestEnd
 
 LONG_PROMPT = 32 * 1024

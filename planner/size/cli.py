@@ -284,7 +284,7 @@ def size(
 
 def _calibrated(options: SizeOptions, log: Path | None, tp: int | None, last: str) -> SizeOptions:
     # Return the options with a GPU whose constants are fitted to the log; says so on stderr.
-    from planner.size.calibration import calibrate_from, calibration_lines
+    from planner.size.gpu_constants_fit import calibrate_from, calibration_lines
 
     hardware = hardware_of(options)
     if log is None or tp is None or len(hardware) > 1:

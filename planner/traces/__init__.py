@@ -2,7 +2,7 @@
 (recorded_request.py).
 """
 
-from planner.traces.access import access, read_access
+from planner.traces.access_log import access, read_access
 from planner.traces.agents import agents
 from planner.traces.azure import azure
 from planner.traces.b2b import b2b

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from planner.traces.access import access
+from planner.traces.access_log import access
 from planner.traces.agents import agents
 from planner.traces.azure import azure
 from planner.traces.bailian import bailian

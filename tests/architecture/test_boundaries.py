@@ -60,10 +60,10 @@ MAY_DO_IO = {
     "kvtransfer.store.client": {"os", "socket", "threading"},
     "kvtransfer.store.disk_slots": {"fcntl", "os"},
     "kvtransfer.store.memory_slots": {"os"},
-    "kvtransfer.store.connection": {"time"},
+    "kvtransfer.store.reconnecting_client": {"time"},
     "kvtransfer.store.unix_socket_server": {"fcntl", "os", "socket", "threading"},
-    "kvtransfer.store.slots": {"os"},
-    "kvtransfer.store.wire": {"socket"},
+    "kvtransfer.store.slot_format": {"os"},
+    "kvtransfer.store.socket_io": {"socket"},
 }
 # What penstock-kv and its extra `numpy` require, and what single modules need in addition.
 PACKAGES_OF_KV = {"msgspec", "numpy", "xxhash"}

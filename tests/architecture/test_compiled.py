@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.compile import classes, source_tree
+from tools.compile import extension_classes, source_tree
 from tools.compile.declarations import FLOATS, declarations
 
 ROOT = Path(__file__).parents[2]
@@ -43,9 +43,9 @@ def _is_field(module: str, line: ast.AnnAssign) -> bool:
     )
 
 
-def of(**sources: str) -> classes.Project:
+def of(**sources: str) -> extension_classes.Project:
     trees = {module: ast.parse(text) for module, text in sources.items()}
-    return classes.project(trees, trees)
+    return extension_classes.project(trees, trees)
 
 
 def test_every_module_that_is_compiled_exists() -> None:
@@ -62,7 +62,7 @@ def test_what_is_optimized_for_size_is_compiled_and_what_is_off_the_path_is_not(
 
 def test_compiled_modules_know_every_c_class_though_some_modules_are_not_compiled() -> None:
     everything = [name for name in PROJECT.trees if name.split(".")[0] in ("gateway", "policies")]
-    whole = classes.project(PROJECT.trees, everything)
+    whole = extension_classes.project(PROJECT.trees, everything)
     assert len(whole.classes) > len(PROJECT.classes)
     off_path = {
         str(Path(name).with_suffix("")).replace("/", ".")
@@ -103,7 +103,7 @@ def test_classes_on_the_path_of_a_chunk_are_c_classes_with_all_their_slots() -> 
         "gateway.http.upstream.UpstreamConnection",
         "gateway.http.write_queue.WriteQueue",
     ):
-        assert slots_of(name) == set(classes.slots(PROJECT.classes[name]) or ()) != set()
+        assert slots_of(name) == set(extension_classes.slots(PROJECT.classes[name]) or ()) != set()
 
 
 def test_the_path_of_a_chunk_is_called_without_a_look_up() -> None:
@@ -232,7 +232,7 @@ def test_what_prices_and_engine_models_are_made_of_are_doubles_and_nothing_else_
             name
             for full, names in FLOATS.items()
             if full.rpartition(".")[0] == module
-            for name in names or classes.slots(PROJECT.classes[full]) or ()
+            for name in names or extension_classes.slots(PROJECT.classes[full]) or ()
         ]
         assert sorted(declared) == sorted(f"    cdef public double {name}" for name in expected)
         if module in WITH_DOUBLES:

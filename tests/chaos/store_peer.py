@@ -18,8 +18,8 @@ from pathlib import Path
 from random import Random
 
 from kvtransfer.store.client import StoreClient
-from kvtransfer.store.messages import VERSION, AcquireBlocks, Greeting, PutBlocks, encode
-from kvtransfer.store.wire import receive_message
+from kvtransfer.store.socket_io import receive_message
+from kvtransfer.store.store_messages import VERSION, AcquireBlocks, Greeting, PutBlocks, encode
 
 BLOCK_BYTES = 256 << 10
 

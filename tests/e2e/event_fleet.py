@@ -14,7 +14,7 @@ from gateway.app import App
 from gateway.config import Config
 from gateway.fleet.kv_events.event_trust import EndpointEvents
 from mockgpu.fleet import FleetGroup, run_fleet
-from mockgpu.kv_events.kv_event_stream import KvEventSpec
+from mockgpu.kv_events.event_batches import KvEventSpec
 from tests.e2e.mock_group import SPEC
 from tests.fair_time import PATIENCE_S
 

@@ -15,7 +15,7 @@ import aiohttp
 import openai
 
 from mockgpu.fleet import FleetGroup, run_fleet
-from mockgpu.group import GroupSpec
+from mockgpu.tp_group import GroupSpec
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 from tests.fair_time import PATIENCE_S

@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 
 from mockgpu.fleet import FleetGroup, run_fleet
-from mockgpu.group import GroupSpec
 from mockgpu.kv_options import TransferSpec
+from mockgpu.tp_group import GroupSpec
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 from tests.fair_time import within

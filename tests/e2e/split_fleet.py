@@ -20,9 +20,9 @@ from gateway.app import App
 from gateway.config import Config
 from gateway.disagg import bootstrap_client
 from mockgpu.fleet import FleetGroup, run_fleet
-from mockgpu.group import GroupSpec
 from mockgpu.kv_options import TransferSpec
 from mockgpu.mock_tokenizer import expected_text
+from mockgpu.tp_group import GroupSpec
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 from tests.fair_time import PATIENCE_S, within

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from mockgpu.fleet import run_fleet
-from mockgpu.group import GroupSpec
+from mockgpu.tp_group import GroupSpec
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 from tests.e2e.event_fleet import EventFleet, event_fleet

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from gateway.app import App
 from gateway.config import Config
 from mockgpu.fleet import run_fleet
-from mockgpu.group import GroupSpec
+from mockgpu.tp_group import GroupSpec
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 from tests.patient import patient

@@ -17,7 +17,7 @@ from typing import Any
 from locust import HttpUser, between, events, task
 from locust.env import Environment
 
-from planner.bench.timeline import AnswerTimeline
+from planner.bench.answer_timeline import AnswerTimeline
 from planner.bench.workloads import WorkloadSession, shapes
 
 SHAPES = ("chat", "shared-prefix")

@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
-from kvtransfer.engines.vllm.geometry import CacheFacts, LayerView, describe_cache, find_memory
+from kvtransfer.engines.vllm.cache_layout import CacheFacts, LayerView, describe_cache, find_memory
 
 BLOCKS = 24
 

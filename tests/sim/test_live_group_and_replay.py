@@ -11,8 +11,8 @@ import itertools
 
 import pytest
 
-from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.job import Job
+from mockgpu.tp_group import GroupSpec, TpGroup
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, ReplayRecord, replay, traffic
 from planner.replay.block_chain import keys_of
 from planner.traces import TraceRequest

@@ -1,7 +1,8 @@
 """Generates .pxd files, which declare a module's C classes and C functions to Cython.
 
-Attributes, arguments and results keep their type if it is a C class (see classes.py). Methods and
-private functions become C functions where possible, because C calls need no look-up by name.
+Attributes, arguments and results keep their type if it is a C class (see extension_classes.py).
+Methods and private functions become C functions where possible, because C calls need no look-up by
+name.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import ast
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from tools.compile.classes import Project, classes_of, container_of, slots
+from tools.compile.extension_classes import Project, classes_of, container_of, slots
 
 HANDWRITTEN = {
     "policies.prefix.block_hash": """

@@ -20,8 +20,8 @@ from Cython.Compiler.ExprNodes import AnnotationNode, BitwiseOrNode
 from Cython.Compiler.PyrexTypes import c_double_type
 from setuptools import Extension
 
-from tools.compile.classes import Project, project
 from tools.compile.declarations import declarations
+from tools.compile.extension_classes import Project, project
 from tools.compile.generated_code import improve
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,6 +1,6 @@
 """Reads vLLM's KV cache: the facts that describe it, and its memory as a Region.
 
-geometry.py, without vLLM, decides which caches are supported.
+cache_layout.py, without vLLM, decides which caches are supported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from kvtransfer.engines.vllm.geometry import CacheFacts, LayerView, UnsupportedCache, find_memory
+from kvtransfer.engines.vllm.cache_layout import (
+    CacheFacts,
+    LayerView,
+    UnsupportedCache,
+    find_memory,
+)
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.memory_regions import Region
 

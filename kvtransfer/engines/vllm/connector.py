@@ -41,19 +41,19 @@ from vllm.v1.request import RequestStatus
 
 from kvtransfer.agent import Agent
 from kvtransfer.engines.vllm.block_report import BlockReport, PoolState
+from kvtransfer.engines.vllm.cache_layout import describe_cache
 from kvtransfer.engines.vllm.cache_memory import cache_region, read_facts
-from kvtransfer.engines.vllm.counters import COUNTERS, Counts, add_counts
-from kvtransfer.engines.vllm.geometry import describe_cache
-from kvtransfer.engines.vllm.handoff import WorkerAddress
-from kvtransfer.engines.vllm.kv_dump import KvDump
-from kvtransfer.engines.vllm.options import ConnectorOptions
-from kvtransfer.engines.vllm.prompt_work import PromptChunk
-from kvtransfer.engines.vllm.scheduler import (
+from kvtransfer.engines.vllm.connector_counters import COUNTERS, Counts, add_counts
+from kvtransfer.engines.vllm.connector_options import ConnectorOptions
+from kvtransfer.engines.vllm.handoff_params import WorkerAddress
+from kvtransfer.engines.vllm.handoff_scheduler import (
     HandoffScheduler,
     LoadOrder,
     PromptRequest,
     StepOrders,
 )
+from kvtransfer.engines.vllm.handoff_worker import FinishedTransfers, TransferWorker
+from kvtransfer.engines.vllm.kv_dump import KvDump
 from kvtransfer.engines.vllm.store_scheduler import (
     StoredRequest,
     StoreOrders,
@@ -62,10 +62,10 @@ from kvtransfer.engines.vllm.store_scheduler import (
 )
 from kvtransfer.engines.vllm.store_worker import StoreWorker
 from kvtransfer.engines.vllm.transfer_trace import TransferTrace
+from kvtransfer.engines.vllm.unfinished_prompts import PromptChunk
 from kvtransfer.engines.vllm.weights import identify_weights
-from kvtransfer.engines.vllm.worker import FinishedTransfers, TransferWorker
 from kvtransfer.layout.kv_layout import KvLayout
-from kvtransfer.store.connection import StoreConnection
+from kvtransfer.store.reconnecting_client import StoreConnection
 from kvtransfer.transfer.handles import Landing, TransferHandle
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.util.agent_options import AgentOptions
@@ -115,7 +115,7 @@ class AgentMetadata(KVConnectorHandshakeMetadata):
 
 class ConnectorStats(KVConnectorStats):
     """The KV transfer counters of one reporting interval, by name
-    (kvtransfer/engines/vllm/counters.py).
+    (kvtransfer/engines/vllm/connector_counters.py).
     """
 
     def reset(self) -> None:

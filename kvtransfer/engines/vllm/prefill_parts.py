@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from kvtransfer.engines.vllm.prompt_work import PromptChunk
+from kvtransfer.engines.vllm.unfinished_prompts import PromptChunk
 
 MAX_PARTS = 8
 """Maximum number of parts of a prompt; an invitation of every decode rank waits for each of them"""

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvtransfer.engines.vllm.counters import PendingCounts
-from kvtransfer.engines.vllm.prompt_work import PromptChunk, PromptWork
+from kvtransfer.engines.vllm.connector_counters import PendingCounts
+from kvtransfer.engines.vllm.unfinished_prompts import PromptChunk, PromptWork
 from kvtransfer.layout.block_pieces import block_format
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.store.block_keys import TOKEN_BYTES, Key, block_keys, chain_root, rank_keys
-from kvtransfer.store.connection import StoreConnection
 from kvtransfer.store.fetch_rule import FetchRule, PendingFetch, StoredPrefix
+from kvtransfer.store.reconnecting_client import StoreConnection
 from kvtransfer.store.store_index import IN_MEMORY, ON_DISK
 
 LOOKUP_S = 0.5

@@ -11,15 +11,15 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvtransfer.engines.vllm.counters import PendingCounts
+from kvtransfer.engines.vllm.connector_counters import PendingCounts
+from kvtransfer.engines.vllm.handoff_worker import FinishedTransfers
 from kvtransfer.engines.vllm.store_scheduler import BlockOrder, StepWork, StoreOrders, StoreReport
-from kvtransfer.engines.vllm.worker import FinishedTransfers
 from kvtransfer.layout.block_pieces import BlockPieces
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.store.block_keys import Key, rank_keys
 from kvtransfer.store.client import StoreClient
-from kvtransfer.store.connection import StoreConnection
-from kvtransfer.store.slots import Parts
+from kvtransfer.store.reconnecting_client import StoreConnection
+from kvtransfer.store.slot_format import Parts
 
 Copy: TypeAlias = Callable[[StoreClient, list[Key], list[Parts]], int]
 """Copies blocks between memory and a store, and returns how many."""

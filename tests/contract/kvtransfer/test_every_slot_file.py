@@ -10,7 +10,7 @@ import pytest
 
 from kvtransfer.store.disk_slots import FILE_NAME, DiskSlots
 from kvtransfer.store.memory_slots import MemorySlots
-from kvtransfer.store.slots import (
+from kvtransfer.store.slot_format import (
     HEADER_BYTES,
     SlotFile,
     SlotFileError,

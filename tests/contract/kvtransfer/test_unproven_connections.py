@@ -13,8 +13,8 @@ from contextlib import ExitStack, asynccontextmanager, closing, suppress
 import pytest
 
 from kvtransfer.agent import Agent
+from kvtransfer.protocol.agent_messages import VERSION, AgentCard, LinkHello, encode
 from kvtransfer.protocol.frame import FrameKind, encode_frame
-from kvtransfer.protocol.messages import VERSION, AgentCard, LinkHello, encode
 from kvtransfer.protocol.session import greeting_nonce
 from kvtransfer.transport_interface import MAX_UNPROVEN_BYTES
 from kvtransfer.util.agent_options import AgentOptions

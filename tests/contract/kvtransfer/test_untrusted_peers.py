@@ -13,7 +13,7 @@ from random import Random
 import msgspec
 import pytest
 
-from kvtransfer.protocol.messages import (
+from kvtransfer.protocol.agent_messages import (
     VERSION,
     Accept,
     AgentCard,

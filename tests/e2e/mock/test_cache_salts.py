@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mockgpu.group import GroupSpec
 from mockgpu.kv_options import TransferSpec
+from mockgpu.tp_group import GroupSpec
 from tests.e2e.mock_group import CHAT, SPEC, MockGroup, mock_group
 
 PROMPT = {"messages": [{"role": "user", "content": "word " * 200}], "max_tokens": 2}

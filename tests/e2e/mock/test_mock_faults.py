@@ -12,8 +12,8 @@ import sys
 import aiohttp
 import pytest
 
-from mockgpu.group import GroupSpec
 from mockgpu.mock_tokenizer import expected_text
+from mockgpu.tp_group import GroupSpec
 from tests.e2e.mock_group import CHAT, SPEC, MockGroup, mock_group, slow_group
 from tests.fair_time import PATIENCE_S, pace
 

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from mockgpu.kv_events.kv_event_stream import KvEventSpec
+from mockgpu.kv_events.event_batches import KvEventSpec
 from tests.e2e.mock_group import CHAT, SPEC, MockGroup, mock_group
 from tests.fair_time import PATIENCE_S
 

@@ -15,7 +15,7 @@ import msgspec
 
 from gateway.fleet.kv_events.event_decoder import StoredBlocks, decode_batch
 from mockgpu.fleet import run_fleet
-from mockgpu.kv_events.kv_event_stream import KvEventSpec
+from mockgpu.kv_events.event_batches import KvEventSpec
 from mockgpu.kv_options import StoreSpec
 from tests.e2e.mock_group import SPEC, MockGroup
 from tests.fair_time import PATIENCE_S

@@ -20,7 +20,7 @@ from kvtransfer.agent import Agent
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.kv_layout import KvContent, KvOrder, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.protocol.messages import Accept, pack_blocks
+from kvtransfer.protocol.agent_messages import Accept, pack_blocks
 from kvtransfer.protocol.outcomes import EndReason, outcome_for
 from kvtransfer.transfer.handles import Landing, LoopWaker, Offer, TransferHandle
 from kvtransfer.transport_interface import LinkOwner, TransportError, WindowHead

@@ -11,8 +11,8 @@ from typing import cast
 import pytest
 
 from mockgpu.fault_grammar import FaultError, FaultKind, InjectedFault, parse_faults
-from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.group_faults import GroupFaults
+from mockgpu.tp_group import GroupSpec, TpGroup
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 

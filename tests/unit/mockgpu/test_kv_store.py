@@ -15,18 +15,18 @@ import pytest
 from gateway.cli.main import run as penstock
 from gateway.fleet.kv_events.event_decoder import RemovedBlocks, StoredBlocks, decode_batch
 from kvtransfer.store.block_store import BlockStore
-from kvtransfer.store.options import StoreOptions
+from kvtransfer.store.store_options import StoreOptions
 from kvtransfer.store.unix_socket_server import StoreService
-from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.http.choice import Choice
 from mockgpu.job import Job
 from mockgpu.kv_contents import scaled_layout
-from mockgpu.kv_events.kv_event_stream import KvEventSpec, KvEventStream
+from mockgpu.kv_events.event_batches import KvEventSpec, KvEventStream
 from mockgpu.kv_events.store_announcer import StoreAnnouncer
 from mockgpu.kv_memory import KvMemory
 from mockgpu.kv_options import StoreSpec
 from mockgpu.kv_store import StoreTier
 from mockgpu.mock_tokenizer import block_keys, generate, salt_keys, token_count
+from mockgpu.tp_group import GroupSpec, TpGroup
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 from tests.command_runner import CommandRunner

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from gateway.cli.main import run as penstock
 from mockgpu.fault_grammar import FaultKind, InjectedFault
-from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.job import Job
 from mockgpu.rank_balancer import RankBalancer
 from mockgpu.request_parser import ApiError
 from mockgpu.timing.layout_times import SharedExperts, shared_experts_for, step_times_for
 from mockgpu.timing.roofline import StepWork
+from mockgpu.tp_group import GroupSpec, TpGroup
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 from policies.sizing.parallel_layout import Layout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mockgpu.blocks import BlockPool
 from mockgpu.job import Job, JobState, StepOutcome, StepPlan
+from mockgpu.paged_kv_cache import BlockPool
 from mockgpu.scheduler import Scheduler
 from mockgpu.timing.roofline import StepWork
 

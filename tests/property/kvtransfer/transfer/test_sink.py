@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import plan_transfer
-from kvtransfer.protocol.messages import (
+from kvtransfer.protocol.agent_messages import (
     Accept,
     Landed,
     Message,
@@ -38,7 +38,7 @@ from kvtransfer.transfer.commands import (
 )
 from kvtransfer.transfer.receive_tracker import WindowError
 from kvtransfer.transfer.sink import FetchRequest, SinkState, TransferSink
-from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transfer.transfer_counters import AgentStats
 from kvtransfer.transfer.transfer_order import Priority
 from kvtransfer.transport_interface import WindowHead, WindowVerdict
 from kvtransfer.util.agent_options import AgentOptions

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.protocol.messages import (
+from kvtransfer.protocol.agent_messages import (
     Accept,
     AgentCard,
     Credit,
@@ -35,7 +35,7 @@ from kvtransfer.transfer.commands import (
 )
 from kvtransfer.transfer.send_queue import OfferSpec
 from kvtransfer.transfer.source import TransferSource
-from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transfer.transfer_counters import AgentStats
 from kvtransfer.util.agent_options import AgentOptions
 
 LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4)

@@ -18,7 +18,7 @@ from gateway.config import load_with_warnings
 from gateway.reload import file_watcher
 from gateway.restart.start_options import StartOptions
 from mockgpu.fleet import FleetGroup, run_fleet
-from mockgpu.group import GroupSpec
+from mockgpu.tp_group import GroupSpec
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 from tests.fair_time import PATIENCE_S

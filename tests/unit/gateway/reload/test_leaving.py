@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from gateway.fleet.endpoint_registry import LiveEndpoint
-from mockgpu.group import TpGroup
+from mockgpu.tp_group import TpGroup
 from policies.health.endpoint_health import HealthEvent, HealthState
 from tests.scraped import series, total
 from tests.unit.gateway.reload.running import Running, running

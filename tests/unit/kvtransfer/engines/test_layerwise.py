@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from kvtransfer.agent import Agent
-from kvtransfer.engines.vllm.handoff import WorkerAddress
-from kvtransfer.engines.vllm.prompt_work import PromptChunk
-from kvtransfer.engines.vllm.scheduler import (
+from kvtransfer.engines.vllm.handoff_params import WorkerAddress
+from kvtransfer.engines.vllm.handoff_scheduler import (
     CARD,
     TRANSFER,
     HandoffScheduler,
     PromptRequest,
     StepOrders,
 )
-from kvtransfer.engines.vllm.worker import TransferWorker
+from kvtransfer.engines.vllm.handoff_worker import TransferWorker
+from kvtransfer.engines.vllm.unfinished_prompts import PromptChunk
 from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transports.inproc import Inproc, InprocWire, WireConditions

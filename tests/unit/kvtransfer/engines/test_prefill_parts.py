@@ -15,7 +15,7 @@ from kvtransfer.engines.vllm.prefill_parts import (
     StepOffers,
     split_prompt,
 )
-from kvtransfer.engines.vllm.prompt_work import PromptChunk
+from kvtransfer.engines.vllm.unfinished_prompts import PromptChunk
 
 KEY, DIGEST = b"k" * 32, b"d" * 16
 

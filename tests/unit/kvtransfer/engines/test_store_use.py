@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvtransfer.engines.vllm.options import ConnectorOptions
-from kvtransfer.engines.vllm.prompt_work import PromptChunk, PromptWork
+from kvtransfer.engines.vllm.connector_options import ConnectorOptions
+from kvtransfer.engines.vllm.handoff_worker import FinishedTransfers
 from kvtransfer.engines.vllm.store_scheduler import (
     LOOKUP_S,
     StepWork,
@@ -25,12 +25,12 @@ from kvtransfer.engines.vllm.store_scheduler import (
     measure_work,
 )
 from kvtransfer.engines.vllm.store_worker import StoreWorker
+from kvtransfer.engines.vllm.unfinished_prompts import PromptChunk, PromptWork
 from kvtransfer.engines.vllm.weights import identify_weights
-from kvtransfer.engines.vllm.worker import FinishedTransfers
 from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.store.block_store import BlockStore
-from kvtransfer.store.connection import StoreConnection
-from kvtransfer.store.options import StoreOptions
+from kvtransfer.store.reconnecting_client import StoreConnection
+from kvtransfer.store.store_options import StoreOptions
 from kvtransfer.store.unix_socket_server import StoreService
 
 BLOCKS, SIZE = 64, 4

@@ -11,16 +11,16 @@ import pytest
 from msgspec.structs import replace
 
 from kvtransfer.agent import Agent
-from kvtransfer.engines.vllm.counters import PendingCounts, add_counts
-from kvtransfer.engines.vllm.handoff import WorkerAddress
-from kvtransfer.engines.vllm.prefill_parts import OfferOrder
-from kvtransfer.engines.vllm.scheduler import (
+from kvtransfer.engines.vllm.connector_counters import PendingCounts, add_counts
+from kvtransfer.engines.vllm.handoff_params import WorkerAddress
+from kvtransfer.engines.vllm.handoff_scheduler import (
     HandoffScheduler,
     LoadOrder,
     PromptRequest,
     StepOrders,
 )
-from kvtransfer.engines.vllm.worker import FinishedTransfers, TransferWorker
+from kvtransfer.engines.vllm.handoff_worker import FinishedTransfers, TransferWorker
+from kvtransfer.engines.vllm.prefill_parts import OfferOrder
 from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transports.inproc import Inproc, InprocWire

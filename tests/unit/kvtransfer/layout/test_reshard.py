@@ -26,7 +26,7 @@ from kvtransfer.layout.reshard import (
     max_pairs,
     plan_transfer,
 )
-from kvtransfer.protocol import messages
+from kvtransfer.protocol import agent_messages
 
 SMALL = KvLayout(layers=4, kv_heads=4, head_dim=8, dtype=KvDtype.BF16, block_tokens=16)
 BLOCK = SMALL.rank_block_bytes(0)
@@ -320,7 +320,7 @@ def test_spare_blocks_behind_the_tokens_are_left_alone() -> None:
 
 
 def test_agents_of_one_version_make_the_same_plans() -> None:
-    # Agents refer to runs by index. If this fails, plans have changed: raise messages.VERSION.
+    # Agents refer to runs by index. If this fails, plans have changed: raise agent_messages.VERSION.
     digest = hashlib.sha256()
     at_most = {"group_layers": 3, "max_run_bytes": 3000, "max_runs": 100}
     for change in (
@@ -346,7 +346,7 @@ def test_agents_of_one_version_make_the_same_plans() -> None:
                             (pair, runs.src.tolist(), runs.dst.tolist(), runs.length.tolist())
                         ).encode()
                     )
-    assert (messages.VERSION, digest.hexdigest()[:16]) == (6, "59afa0767f122ea5")
+    assert (agent_messages.VERSION, digest.hexdigest()[:16]) == (6, "59afa0767f122ea5")
 
 
 @pytest.mark.parametrize("most_runs", [1, 7, 1 << 16])

@@ -17,10 +17,10 @@ import pytest
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.links.link_manager import LinkManager
 from kvtransfer.links.peer_link import DialRequest, PeerLink
-from kvtransfer.protocol.messages import AgentCard, Beat, Message
+from kvtransfer.protocol.agent_messages import AgentCard, Beat, Message
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.protocol.session import LinkSession
-from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transfer.transfer_counters import AgentStats
 from kvtransfer.transport_interface import Link, LinkOwner, TransportError
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp

@@ -15,7 +15,7 @@ import pytest
 from kvtransfer.links import link_manager
 from kvtransfer.links.link_manager import LinkManager
 from kvtransfer.links.peer_link import DialRequest, PeerLink
-from kvtransfer.protocol.messages import StopTransfer
+from kvtransfer.protocol.agent_messages import StopTransfer
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.protocol.session import LinkSession
 from kvtransfer.transport_interface import Link

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
-from kvtransfer.protocol.messages import (
+from kvtransfer.protocol.agent_messages import (
     VERSION,
     AgentCard,
     Beat,

@@ -17,7 +17,10 @@ from kvtransfer.store.block_keys import block_keys, chain_root
 from kvtransfer.store.block_store import BlockStore
 from kvtransfer.store.client import LEASE_BLOCKS, StoreClient, StoreLostError
 from kvtransfer.store.disk_slots import FILE_NAME
-from kvtransfer.store.messages import (
+from kvtransfer.store.slot_format import Parts
+from kvtransfer.store.socket_io import receive_message
+from kvtransfer.store.store_index import IN_MEMORY, ON_DISK
+from kvtransfer.store.store_messages import (
     VERSION,
     AcquireBlocks,
     CountPrefix,
@@ -26,11 +29,8 @@ from kvtransfer.store.messages import (
     ToStore,
     encode,
 )
-from kvtransfer.store.options import StoreOptions
-from kvtransfer.store.slots import Parts
-from kvtransfer.store.store_index import IN_MEMORY, ON_DISK
+from kvtransfer.store.store_options import StoreOptions
 from kvtransfer.store.unix_socket_server import StoreService
-from kvtransfer.store.wire import receive_message
 
 SLOT = 4096
 OPTIONS = StoreOptions(slot_bytes=SLOT, memory_bytes=2 << 20, save_s=3600.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.protocol.messages import Invite
+from kvtransfer.protocol.agent_messages import Invite
 from kvtransfer.transfer.commands import SendInvite
 from kvtransfer.transfer.invite_registration import InviteRegistration
 from kvtransfer.transport_interface import TransportError

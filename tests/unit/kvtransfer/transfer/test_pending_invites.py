@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtransfer.protocol.messages import Invite
+from kvtransfer.protocol.agent_messages import Invite
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.transfer.pending_invites import PendingInvites
 from kvtransfer.util.agent_options import AgentOptions

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.protocol.messages import (
+from kvtransfer.protocol.agent_messages import (
     MAX_BLOCKS,
     AgentCard,
     Invite,
@@ -25,7 +25,7 @@ from kvtransfer.protocol.ticket import check, mint_ahead
 from kvtransfer.transfer.commands import Command, ComputePlan, ResolveHandle, SendMessage
 from kvtransfer.transfer.send_queue import OfferSpec
 from kvtransfer.transfer.source import TransferSource
-from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transfer.transfer_counters import AgentStats
 from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.ttl_map import TtlMap
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
-from kvtransfer.protocol.messages import AgentCard
+from kvtransfer.protocol.agent_messages import AgentCard
 from kvtransfer.transports.transport_choice import better_transport, host_id
 
 LAYOUT = KvLayout(layers=1, kv_heads=1, head_dim=8, dtype=KvDtype.BF16, block_tokens=16)

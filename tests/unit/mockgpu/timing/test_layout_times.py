@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.cli.main import run as penstock
-from mockgpu.group import GroupSpec
 from mockgpu.timing.layout_times import LayoutTimes, rank_model, step_times_for
 from mockgpu.timing.roofline import Roofline, StepTimes, StepWork
 from mockgpu.timing.step_time_grids import load_grids, roofline_for
+from mockgpu.tp_group import GroupSpec
 from planner.replay.fleet_spec import FleetError, FleetSpec, GroupKind, validate
 from policies.sizing.gpu_memory import Demand, check_memory, stages
 from policies.sizing.gpus import gpu_named

@@ -8,7 +8,7 @@ from planner.auto.log_window import BEGUN_TOKENS, carry_over, choose_window, com
 from planner.auto.policy_estimation import evaluate
 from planner.plan.pool_case import cases
 from planner.plan.recent_traffic import RecentTraffic
-from planner.traces.access import LoggedRequest, arrived_s
+from planner.traces.access_log import LoggedRequest, arrived_s
 from policies.auto.replay_messages import PolicyMember
 from tests import auto_log
 

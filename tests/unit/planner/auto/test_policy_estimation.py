@@ -14,7 +14,7 @@ from planner.auto.policy_estimation import evaluate
 from planner.auto.run_job import run_job
 from planner.plan.pool_case import PoolCase, cases
 from planner.plan.recent_traffic import RecentTraffic
-from planner.traces.access import LoggedRequest, arrived_s
+from planner.traces.access_log import LoggedRequest, arrived_s
 from policies.auto.replay_messages import PolicyMember, PoolJob, ReplayAnswer, ReplayJob
 from tests import auto_log
 

@@ -13,7 +13,7 @@ import pytest
 from gateway.cli import main
 from planner.replay import preset
 from planner.replay.capacity_search import Capacity
-from planner.replay.report import _shares
+from planner.replay.html_report import _shares
 from planner.replay.sweep import Comparison, NoCountedRequestError, _capacity
 from tests.command_runner import CommandRunner, Result
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mockgpu.blocks import BlockPool
 from mockgpu.job import Job
+from mockgpu.paged_kv_cache import BlockPool
 from mockgpu.scheduler import Scheduler
 from mockgpu.timing.layout_times import step_times_for
 from mockgpu.timing.roofline import PROFILES, Roofline, StepWork

@@ -21,7 +21,7 @@ from planner.traces import (
     read_trace,
     sharegpt,
 )
-from planner.traces.access import access
+from planner.traces.access_log import access
 from planner.traces.azure import azure
 
 AZURE = b"""TIMESTAMP,ContextTokens,GeneratedTokens

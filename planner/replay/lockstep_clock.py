@@ -1,7 +1,7 @@
 """StepClock: computes when the steps of one simulated engine end, in which all its ranks take part.
 
 A TP group is one rank; data-parallel ranks in lockstep are several. The live mock engine has
-mockgpu/step_timer.py instead, which waits with a timer.
+mockgpu/rank_lockstep.py instead, which waits with a timer.
 """
 
 from __future__ import annotations

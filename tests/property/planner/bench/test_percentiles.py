@@ -6,7 +6,7 @@ import numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.bench.stats import convert_unit, percentile, summarise
+from planner.bench.percentiles import convert_unit, percentile, summarise
 
 samples = st.lists(st.floats(0, 1e6), min_size=1, max_size=200)
 

@@ -15,10 +15,10 @@ from planner.replay.fleet_sim import replay
 from planner.replay.fleet_spec import FleetSpec, GroupKind
 from planner.replay.options import ReplayOptions
 from planner.replay.traffic import traffic
-from planner.size.calibration import calibrate, least_squares
 from planner.size.cli import size
-from planner.size.measured import MeasuredAnswer, phases_of, read_answers
+from planner.size.gpu_constants_fit import calibrate, least_squares
 from planner.size.plan_draft import SizingError
+from planner.size.recorded_work import MeasuredAnswer, phases_of, read_answers
 from planner.size.replica_times import ReplicaTimes
 from planner.traces.recorded_request import TraceRequest
 from policies import policy_registry

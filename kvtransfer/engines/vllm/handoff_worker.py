@@ -1,7 +1,7 @@
 """The KV transfers of one vLLM worker, as ordered by the scheduler process.
 
 TransferWorker keeps the transfer handles of an Agent by request and reports when they end.
-connector.py converts vLLM's objects, and scheduler.py decides what is transferred.
+connector.py converts vLLM's objects, and handoff_scheduler.py decides what is transferred.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import msgspec
 
 from kvtransfer.agent import Agent
-from kvtransfer.engines.vllm.counters import PendingCounts
-from kvtransfer.engines.vllm.handoff import RankSource
+from kvtransfer.engines.vllm.connector_counters import PendingCounts
+from kvtransfer.engines.vllm.handoff_params import RankSource
+from kvtransfer.engines.vllm.handoff_scheduler import LoadOrder, StepOrders
 from kvtransfer.engines.vllm.prefill_parts import OfferOrder
-from kvtransfer.engines.vllm.scheduler import LoadOrder, StepOrders
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.reshard import source_ranks
 from kvtransfer.protocol.outcomes import TransferOutcome

@@ -18,8 +18,8 @@ import msgspec
 
 from mockgpu.timing.roofline import PROFILES, Roofline, StepWork
 from planner.replay.arguments import ArgumentError, parse_seconds
-from planner.size.measured import DecodePhase, PrefillPhase, phases_of, read_answers
 from planner.size.plan_draft import SizingError
+from planner.size.recorded_work import DecodePhase, PrefillPhase, phases_of, read_answers
 from planner.size.units import ms
 from policies.sizing.gpus import Fit, Gpu
 from policies.sizing.known_models import facts_of

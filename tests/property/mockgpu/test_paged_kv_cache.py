@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from mockgpu.blocks import BlockPool, blocks_for
+from mockgpu.paged_kv_cache import BlockPool, blocks_for
 
 TOTAL = 12
 

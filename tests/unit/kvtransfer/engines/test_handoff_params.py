@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.engines.vllm.handoff import (
+from kvtransfer.engines.vllm.handoff_params import (
     EngineCard,
     HandoffRefused,
     WorkerAddress,
@@ -15,14 +15,14 @@ from kvtransfer.engines.vllm.handoff import (
     open_handoff,
     seal_card,
 )
-from kvtransfer.engines.vllm.prompt_work import PromptChunk
-from kvtransfer.engines.vllm.scheduler import (
+from kvtransfer.engines.vllm.handoff_scheduler import (
     CARD,
     MEMBER,
     TRANSFER,
     HandoffScheduler,
     PromptRequest,
 )
+from kvtransfer.engines.vllm.unfinished_prompts import PromptChunk
 from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.protocol.ticket import AHEAD, check
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtransfer.transfer.bandwidth_meter import BandwidthMeter
-from kvtransfer.transfer.stats import AgentStats
+from kvtransfer.transfer.transfer_counters import AgentStats
 
 
 def test_the_least_recently_used_pair_is_dropped() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.bench.timeline import AnswerTimeline
+from planner.bench.answer_timeline import AnswerTimeline
 
 
 def fed(*events: str) -> AnswerTimeline:

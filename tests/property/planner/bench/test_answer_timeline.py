@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.bench.timeline import AnswerTimeline
+from planner.bench.answer_timeline import AnswerTimeline
 
 
 def event(data: object, newline: str) -> bytes:

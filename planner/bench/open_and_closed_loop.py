@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from planner.bench.bench_options import BenchPlan, with_defaults
 from planner.bench.client import BenchClient, BenchRecord
-from planner.bench.plan import BenchPlan, with_defaults
 from planner.bench.report import BenchReport
 from planner.bench.workloads import Arrival, Turn, WorkloadSession, open_loop, replay, shapes
 

@@ -1,7 +1,7 @@
 """Builds the tables of a replay for the terminal; columns that do not fit continue in another
 table.
 
-The module has the layout of rows and columns. report.py has the figures; cli.py prints.
+The module has the layout of rows and columns. html_report.py has the figures; cli.py prints.
 """
 
 from __future__ import annotations

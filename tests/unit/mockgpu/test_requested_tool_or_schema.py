@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mockgpu.requested_form import FREE_TEXT, RequestedForm, requested_form
+from mockgpu.requested_tool_or_schema import FREE_TEXT, RequestedForm, requested_form
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 TOOL = {"type": "function", "function": {"name": "read", "parameters": SCHEMA}}

@@ -10,8 +10,8 @@ import pytest
 
 from kvtransfer.store.block_store import BlockStore
 from kvtransfer.store.client import StoreClient, StoreLostError
-from kvtransfer.store.connection import FIRST_RETRY_S, LAST_RETRY_S, StoreConnection
-from kvtransfer.store.options import StoreOptions
+from kvtransfer.store.reconnecting_client import FIRST_RETRY_S, LAST_RETRY_S, StoreConnection
+from kvtransfer.store.store_options import StoreOptions
 from kvtransfer.store.unix_socket_server import StoreService
 
 OPTIONS = StoreOptions(slot_bytes=4096, memory_bytes=1 << 20)

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from kvtransfer.protocol.outcomes import EndReason, TransferOutcome, outcome_for
-from mockgpu.blocks import BLOCK_TOKENS
 from mockgpu.fault_grammar import FaultKind, InjectedFault
-from mockgpu.group import GroupSpec, TpGroup
 from mockgpu.handoff.kv_handoff import KvHandoff
 from mockgpu.handoff.link_speed import PacedLink
 from mockgpu.job import Job
 from mockgpu.kv_contents import scaled_layout
 from mockgpu.kv_memory import KvMemory
+from mockgpu.paged_kv_cache import BLOCK_TOKENS
 from mockgpu.request_parser import ApiError
 from mockgpu.split_legs import AgentPeer, DecodeLeg
+from mockgpu.tp_group import GroupSpec, TpGroup
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 from tests.fair_time import PATIENCE_S

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from kvtransfer.store.messages import LENGTH_BYTES, body_length
-from kvtransfer.store.slots import Parts
+from kvtransfer.store.slot_format import Parts
+from kvtransfer.store.store_messages import LENGTH_BYTES, body_length
 
 _MOST_PARTS = 64
 

@@ -10,8 +10,8 @@ import tracemalloc
 import pytest
 
 from kvtransfer.store.__main__ import size
-from kvtransfer.store.options import StoreOptions
 from kvtransfer.store.store_index import StoreIndex
+from kvtransfer.store.store_options import StoreOptions
 from kvtransfer.store.tier_index import INDEX_BYTES
 
 

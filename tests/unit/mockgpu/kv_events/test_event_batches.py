@@ -8,10 +8,10 @@ from typing import Any
 import msgpack
 import pytest
 
-from mockgpu.blocks import BlockPool
 from mockgpu.fault_grammar import FaultKind
 from mockgpu.job import Job
-from mockgpu.kv_events.kv_event_stream import LATE_S, KvEventSpec, KvEventStream
+from mockgpu.kv_events.event_batches import LATE_S, KvEventSpec, KvEventStream
+from mockgpu.paged_kv_cache import BlockPool
 from mockgpu.scheduler import Scheduler
 
 

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from kvtransfer.protocol.outcomes import TransferOutcome
-from mockgpu.blocks import BLOCK_TOKENS, BlockPool
 from mockgpu.fault_grammar import InjectedFault
 from mockgpu.handoff.kv_handoff import KvHandoff
 from mockgpu.job import Job, JobState, PrefillChunk, StepPlan
-from mockgpu.kill_faults import KillFaults
-from mockgpu.kv_events.kv_event_stream import KvEventSpec
+from mockgpu.kv_events.event_batches import KvEventSpec
 from mockgpu.kv_options import StoreSpec, TransferSpec
 from mockgpu.metrics import GroupMetrics
+from mockgpu.paged_kv_cache import BLOCK_TOKENS, BlockPool
+from mockgpu.rank_lockstep import StepTimer
+from mockgpu.request_faults import KillFaults
 from mockgpu.request_parser import ApiError
 from mockgpu.scheduler import Scheduler
 from mockgpu.split_legs import AnswerTime, DecodeLeg, PrefillLeg
-from mockgpu.step_timer import StepTimer
 from mockgpu.timing.layout_times import (
     LockstepTimes,
     SlowestRank,
@@ -40,7 +40,7 @@ from policies.sizing.model_shapes import Llm
 from policies.sizing.parallel_layout import Layout
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.kv_events.kv_publisher import KvPublisher
+    from mockgpu.kv_events.zmq_publisher import KvPublisher
     from mockgpu.kv_memory import KvMemory
     from mockgpu.kv_store import StoreTier
 

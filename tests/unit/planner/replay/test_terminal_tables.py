@@ -8,8 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from planner.replay.report import HEADS
-from planner.replay.tables import figure_tables
+from planner.replay.html_report import HEADS
+from planner.replay.terminal_tables import figure_tables
 
 NAMES = (
     "round_robin",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvtransfer.engines.vllm.geometry import (
+from kvtransfer.engines.vllm.cache_layout import (
     CacheFacts,
     LayerView,
     UnsupportedCache,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.store.slots import HEADER_BYTES, MAX_SLOTS, PAGE_BYTES, SlotGeometry
+from kvtransfer.store.slot_format import HEADER_BYTES, MAX_SLOTS, PAGE_BYTES, SlotGeometry
 from kvtransfer.store.tier_index import INDEX_BYTES
 
 

@@ -2,8 +2,8 @@
 
 HandoffScheduler makes handoffs of finished prefills, checks those of incoming requests, and gives
 the workers orders for each step. A prompt whose request names a transfer is offered in parts while
-it is computed (prefill_parts.py). connector.py converts vLLM's objects, and worker.py executes the
-orders.
+it is computed (prefill_parts.py). connector.py converts vLLM's objects, and handoff_worker.py
+executes the orders.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvtransfer.engines.vllm.counters import PendingCounts
-from kvtransfer.engines.vllm.handoff import (
+from kvtransfer.engines.vllm.connector_counters import PendingCounts
+from kvtransfer.engines.vllm.handoff_params import (
     EngineCard,
     Handoff,
     HandoffRefused,
@@ -33,7 +33,7 @@ from kvtransfer.engines.vllm.prefill_parts import (
     StepOffers,
     split_prompt,
 )
-from kvtransfer.engines.vllm.prompt_work import PromptChunk
+from kvtransfer.engines.vllm.unfinished_prompts import PromptChunk
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.protocol.ticket import mint_ahead
 

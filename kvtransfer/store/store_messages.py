@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvtransfer.store.block_keys import Key, are_keys
-from kvtransfer.store.slots import SlotGeometry
+from kvtransfer.store.slot_format import SlotGeometry
 
 VERSION = 1
 LENGTH_BYTES = 4

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mockgpu.structured_output import ANY_OBJECT, frame_of
+from mockgpu.json_for_schema import ANY_OBJECT, frame_of
 
 TEXT = {"type": "string"}
 

@@ -3,7 +3,7 @@
 The scheduler reports the changes, and this module returns the messages to publish. In vLLM's
 format, consecutive blocks of a request are one event; in SGLang's, each block is one event.
 Injected faults lose, delay, repeat or reorder messages. This module does no I/O; the sockets are in
-mockgpu/kv_events/kv_publisher.py.
+mockgpu/kv_events/zmq_publisher.py.
 """
 
 from __future__ import annotations

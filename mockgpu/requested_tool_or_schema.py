@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from mockgpu.structured_output import ANY_OBJECT, JsonFrame, fixed_frame, frame_of
+from mockgpu.json_for_schema import ANY_OBJECT, JsonFrame, fixed_frame, frame_of
 
 _REQUESTED = re.compile(r"call the tool ([\w.-]{1,128}) with (?=\{)")
 _MARK = "call the tool "
