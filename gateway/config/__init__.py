@@ -1,8 +1,9 @@
 """Reads a YAML configuration file into an immutable typed tree, with a position for every error.
 
-file_reader.py reads files, and yaml_source.py parses their text and keeps positions. values.py,
-tree.py and the section modules define the types. cross_checks.py and the rule modules check
-relations between values. loader.py combines all of this.
+- file_reader.py reads files; yaml_source.py parses their text and keeps positions.
+- values.py, tree.py and the section modules define the types.
+- cross_checks.py and the rule modules check relations between values.
+- loader.py combines all of this.
 """
 
 from gateway.config.auto_section import AutoPolicy

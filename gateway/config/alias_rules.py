@@ -1,5 +1,6 @@
-"""Checks patterns of model names in a configuration: aliases of models, and the models of tenants'
-keys.
+"""Checks the patterns of model names, such as `claude-*`, in a configuration.
+
+Patterns may be aliases of models, or models that a tenant's key may use.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from gateway.util.name_patterns import NamePattern, is_pattern, parse_pattern
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each model name that is a pattern where patterns are not allowed, or that
-    has several `*`.
-    """
+    """Yield an error for each pattern with more than one `*`, or in a place for plain names."""
     for path, model in iter_mappings(get_member(data, "models"), ("models",)):
         name = get_member(model, "name")
         if isinstance(name, str) and is_pattern(name):
@@ -27,9 +26,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield a warning for each pattern of model names that overlaps the pattern of another
-    model.
-    """
+    """Yield a warning for each alias pattern that overlaps a pattern of another model."""
     seen: list[tuple[Path, NamePattern]] = []
     for path, text in _texts(data, "models", "aliases"):
         if text.count("*") != 1:

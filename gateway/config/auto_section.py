@@ -1,5 +1,6 @@
-"""The configuration section of a pool whose routing policy the gateway chooses by replaying recent
-requests.
+"""The configuration section `auto`: the gateway chooses a pool's routing policy itself.
+
+It replays recent requests with several policies, and compares how many meet their latency targets.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ LEAST_INTERVAL_S = 2.0
 
 
 class AutoPolicy(Section):
-    """Settings of automatic policy selection: which policies to replay, and when to switch to
-    another one.
-    """
+    """Settings of automatic policy selection: which policies to compare, and when."""
 
     mode: Literal["switch", "advise"] = setting(
         "switch",
@@ -52,8 +51,10 @@ class AutoPolicy(Section):
 
 
 def without_auto_name(data: Any) -> Any:
-    """Return a pool's configuration as plain data, with the section `auto` in place of `policy:
-    auto`.
+    """Return a pool's configuration with `policy: auto` replaced by an empty section `auto`.
+
+    `data` is the pool's configuration as plain data. It is returned unchanged if it has another
+    policy.
     """
     if get_member(data, "policy") != AUTO:
         return data
@@ -62,8 +63,9 @@ def without_auto_name(data: Any) -> Any:
 
 
 def auto_errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each setting outside the section `auto` with which automatic policy
-    selection cannot work.
+    """Yield an error for each setting that makes automatic policy selection impossible.
+
+    An example is an access log that is not a file, so that it cannot be replayed.
     """
     logs = get_member(data, "observability")
     target, blocks = get_member(logs, "access_log"), get_member(logs, "access_blocks")
@@ -86,10 +88,9 @@ def auto_errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def auto_path(pool: Any, path: Path) -> Path | None:
-    """Return the configuration path of the setting that turns on automatic policy selection for the
-    pool at `path`.
+    """Return the path of the setting that turns on automatic policy selection for a pool.
 
-    Returns None if the pool does not use it.
+    `path` is the configuration path of the pool. Returns None if the pool does not use it.
     """
     if get_member(pool, "policy") == AUTO:
         return (*path, "policy")

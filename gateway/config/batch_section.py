@@ -1,4 +1,4 @@
-"""Configuration section of the Batch API: its storage and its limits."""
+"""Configuration section of the Batch API: where it stores files, and its limits."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ MIN_LEASE_S = 1.0
 
 
 class BatchApi(Section):
-    """Settings of the Batch API, with which clients upload files of requests that run in the
-    background.
-    """
+    """Settings of the Batch API: clients upload files of requests, which run in the background."""
 
     dir: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = setting(
         None,
@@ -72,7 +70,7 @@ class BatchApi(Section):
     @model_validator(mode="after")
     def _has_one_storage(self) -> BatchApi:
         if (self.dir is None) == (self.s3 is None):
-            raise ValueError("the Batch API needs exactly one storage: either dir or s3")
+            raise ValueError("the Batch API needs exactly one storage; set either dir or s3")
         if self.lease < MIN_LEASE_S:
-            raise ValueError(f"the lease of batches must be at least {MIN_LEASE_S:g}s")
+            raise ValueError(f"lease is too short; it must be at least {MIN_LEASE_S:g}s")
         return self

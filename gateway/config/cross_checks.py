@@ -1,8 +1,7 @@
-"""Checks relations between configuration values: duplicate names, unknown pools, equal ports.
+"""Checks relations between configuration values, such as duplicate names or unknown pools.
 
-The checks read plain data rather than the typed tree, so that their errors appear in the same run
-as those of single values. They ignore values of a wrong type, because those have been reported
-before.
+The checks read plain data and not the typed tree, so that their errors are reported together with
+those of single values. They ignore a value of the wrong type, because that is reported elsewhere.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from gateway.config.values import engine_url, without_scheme
 def errors(data: Any) -> Iterator[RuleFinding]:
     """Yield an error for each inconsistency between configuration values.
 
-    `data` is the configuration as plain data, as read from the file.
+    `data` is the configuration as plain data, as parsed from the file.
     """
     yield from _model_names(data)
     yield from alias_rules.errors(data)

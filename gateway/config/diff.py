@@ -1,7 +1,7 @@
-"""Compares two configurations, or displays one, in the form in which operators write them.
+"""Compares two configurations, or displays one, as an operator would write them.
 
 Values are compared by meaning (1s equals 1000ms) and displayed as written. A reference such as
-${NAME} is never resolved, and a secret in the text is masked.
+${NAME} is displayed, and its value never is. A secret that the text contains is masked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class ConfigChange(msgspec.Struct, frozen=True):
     before  the old value as text; None if the value was added
     after   the new value as text; None if it was removed
 
-    If both texts are equal, they are a reference to a variable or file whose content has changed.
+    `before` and `after` are equal if they are a reference, such as ${NAME}, whose value has
+    changed.
     """
 
     path: str
@@ -43,9 +44,7 @@ class ConfigChange(msgspec.Struct, frozen=True):
 
 
 def diff(before: LoadedConfig, after: LoadedConfig) -> tuple[ConfigChange, ...]:
-    """Return all differences between two configurations, in the order in which the file format
-    lists its keys.
-    """
+    """Return all differences between two configurations, in the order of the file format's keys."""
     old, new = before.config.model_dump(by_alias=True), after.config.model_dump(by_alias=True)
     differences = tuple(_walk(_Side(before.written, old, ()), _Side(after.written, new, ()), ()))
 
@@ -70,8 +69,9 @@ def _changed_files(before: LoadedConfig, after: LoadedConfig) -> Iterator[Config
 
 
 def display(loaded: LoadedConfig) -> dict[str, Any]:
-    """Return a configuration as JSON values for display: with default values, masked secrets, and
-    references as written.
+    """Return a configuration as JSON values for display.
+
+    Default values are included, secrets are masked, and references are shown as written.
     """
     tree: dict[str, Any] = loaded.config.model_dump(mode="json", by_alias=True)
     for path, text in loaded.written.items():

@@ -1,4 +1,4 @@
-"""Configuration sections of the sources from which a pool's endpoints are discovered."""
+"""Configuration sections for service discovery: where to find the endpoints of a pool."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DnsLabel = Annotated[
 
 
 class Kubernetes(Section):
-    """A Kubernetes Service whose ready endpoints join the pool.
+    """A Kubernetes Service whose ready endpoints are added to the pool.
 
-    The service account of the gateway's pod needs the rights to list and watch the Service's
-    EndpointSlices.
+    The service account of the gateway's pod needs the permissions `list` and `watch` for the
+    Service's EndpointSlices.
     """
 
     service: DnsLabel = Field(description="Name of the Kubernetes Service.")

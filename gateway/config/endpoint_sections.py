@@ -1,6 +1,6 @@
 """Configuration sections for endpoints: their parallel layout, and the settings of one engine.
 
-An endpoint is one TP group: an engine process behind one URL, on one or more GPUs.
+An endpoint is one engine process behind one URL, on one or more GPUs (a tensor-parallel group).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LayoutSpec(Section):
 
 
 class EndpointTraits(Section):
-    """All settings of a TP group (an engine process) except its name and URL."""
+    """All settings of an endpoint except its name and URL."""
 
     role: Role = setting(
         "both",
@@ -137,16 +137,18 @@ class EndpointTraits(Section):
     def _states_a_number_of_slots(cls, labels: Mapping[Name, Label]) -> Mapping[Name, Label]:
         stated = labels.get(SLOTS_LABEL, "1")
         if not stated.isdecimal() or not int(stated):
-            raise ValueError(f"the label {SLOTS_LABEL} must be a positive number, not {stated!r}")
+            raise ValueError(f"the label {SLOTS_LABEL} must be a positive integer, not {stated!r}")
         return labels
 
     @model_validator(mode="after")
     def _has_ranks_to_pin(self) -> EndpointTraits:
         traits = ENGINE_TRAITS[self.engine]
         if self.kv_events is not None and not traits.has_kv_events:
-            raise ValueError("kv_events requires vllm or sglang as engine")
+            raise ValueError("kv_events requires the engine vllm or sglang")
         if self.pin_ranks and (self.layout.dp < 2 or not traits.takes_rank):
-            raise ValueError("pin_ranks requires layout.dp above 1, and vllm or sglang as engine")
+            raise ValueError(
+                "pin_ranks requires layout.dp of at least 2, and the engine vllm or sglang"
+            )
         if self.pin_ranks and self.role != "both":
             raise ValueError(
                 "pin_ranks is possible only for endpoints that serve whole requests (role both)"
@@ -155,7 +157,7 @@ class EndpointTraits(Section):
 
 
 class EndpointSpec(EndpointTraits):
-    """One TP group: an engine process behind one URL, on one or more GPUs."""
+    """One endpoint: an engine process behind one URL, on one or more GPUs."""
 
     url: Url = Field(
         description="URL of the engine: http or https, host, port, and a path prefix if the "

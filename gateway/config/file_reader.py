@@ -8,9 +8,9 @@ from gateway.config.yaml_source import MAX_FILE_BYTES, NotARegularFileError, inv
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Return the content of a file, at most `limit` + 1 bytes of it.
+    """Return the content of a file, cut off after `limit` + 1 bytes.
 
-    The caller can therefore recognise a file that is longer than `limit`. Raises OSError, or
+    A result longer than `limit` shows the caller that the file is too long. Raises OSError, or
     NotARegularFileError for a folder, pipe or device.
     """
     if path.exists() and not path.is_file():  # opening a pipe would block until it is written
@@ -26,7 +26,10 @@ def read_config_file(path: Path) -> bytes:
     try:
         return read_file(path, MAX_FILE_BYTES)
     except NotARegularFileError:
-        raise invalid_file(str(path), "the configuration is not a regular file") from None
+        raise invalid_file(
+            str(path),
+            "the configuration file is not a regular file, but for example a folder or a pipe",
+        ) from None
     except OSError as error:
         raise invalid_file(
             str(path), f"the configuration file cannot be read: {error.strerror}"

@@ -1,6 +1,4 @@
-"""The configuration section for KV events: an engine's messages about blocks that it caches or
-evicts.
-"""
+"""The configuration section `kv_events`: where an engine reports changes of its prefix cache."""
 
 from __future__ import annotations
 
@@ -15,7 +13,8 @@ from gateway.config.values import Bootstrap, Section, setting
 def own_host(text: object, check: ValidatorFunctionWrapHandler) -> object:
     """Validate the address at which an engine publishes KV events, and return it.
 
-    A port alone, such as `:5557`, stands for that port on the endpoint's own host.
+    A bare port such as `:5557` means that port on the endpoint's own host. Raises ValueError if the
+    address is invalid.
     """
     if isinstance(text, str) and text.startswith(":"):
         check(f"host{text}")
@@ -27,7 +26,10 @@ EventAddress = Annotated[Bootstrap, WrapValidator(own_host)]
 
 
 class KvEvents(Section):
-    """Where an engine publishes its KV events over ZeroMQ (vLLM and SGLang: --kv-events-config)."""
+    """Where an engine publishes KV events over ZeroMQ (vLLM and SGLang: --kv-events-config).
+
+    A KV event reports that blocks of a prompt were cached or removed from the cache.
+    """
 
     publisher: EventAddress | None = setting(
         None,
@@ -50,8 +52,8 @@ class KvEvents(Section):
     def _is_usable(self) -> KvEvents:
         if self.publisher is None and (self.replay is not None or self.topic):
             raise ValueError(
-                "replay and topic require publisher; without publisher the gateway asks the "
-                "engine for these addresses"
+                "replay and topic require publisher; without publisher, the gateway asks the "
+                "engine for the addresses"
             )
         if find_spec("zmq") is None:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""Checks GPU layouts in a configuration by policies/sizing/parallelism_rules.py, and the total
-number of GPUs.
+"""Checks GPU layouts and the total number of GPUs in a configuration.
 
-The checks read plain data, like those of gateway/config/cross_checks.py.
+The rules are in policies/sizing/parallelism_rules.py. The checks read plain data, like those of
+gateway/config/cross_checks.py.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SIZES = ("tp", "pp", "ep", "dp")
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield errors for configured GPU layouts with which an engine cannot start."""
+    """Yield an error for each GPU layout with which an engine cannot start."""
     yield from _findings(data, is_error=True)
     yield from _too_many_gpus(data)
     yield from _misplaced(data)
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield warnings for GPU layouts with which engines start but which are probably mistakes."""
+    """Yield a warning for each GPU layout that works but is probably a mistake."""
     yield from _findings(data, is_error=False)
     yield from _priced_ranks(data)
 

@@ -1,6 +1,4 @@
-"""The configuration section `limits`: how much memory, time and how many connections clients may
-use.
-"""
+"""The configuration section `limits`: the memory, time and connections that clients may use."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ MIN_SOCKET_BUFFER, MAX_SOCKET_BUFFER = 16 << 10, 1 << 30
 
 
 class Limits(Section):
-    """Limits on what one client may use of the gateway's resources."""
+    """Limits on the gateway's memory, time and connections that clients may use."""
 
     body: Size = setting(
         "32MiB",
@@ -78,7 +76,8 @@ class Limits(Section):
     def _is_consistent(self) -> Limits:
         if self.body > self.body_budget:
             raise ValueError(
-                "body must not be larger than body_budget, because such a body would never fit"
+                "body must not be larger than body_budget, the memory for all bodies; lower body "
+                "or raise body_budget"
             )
         for name in ("send_buffer", "receive_buffer"):
             if not MIN_SOCKET_BUFFER <= getattr(self, name) <= MAX_SOCKET_BUFFER:

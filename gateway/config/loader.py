@@ -32,11 +32,11 @@ class LoadedConfig(msgspec.Struct, frozen=True):
     """A valid configuration, its warnings, and the text and files that it was made from.
 
     file                name of the file, as shown in problems
-    text                content of the file, with references as written
+    text                content of the file, with references such as ${NAME} as written
     references          the files that the text refers to
-    digest              digest of the text and of everything its references resolve to
+    digest              digest of the text and of the values of all its references
     written             path -> value as written in the text; secrets in it are masked
-    has_secret_in_text  whether a secret is in the text itself rather than behind a reference
+    has_secret_in_text  whether the text itself contains a secret, not only a reference to one
     files               path of a value that names a file -> digest of that file
     resolved            the values of the references, which no reply may contain
     """
@@ -62,8 +62,9 @@ def load_config(path: FilePath, env: Mapping[str, str]) -> Config:
 
 
 def load_with_warnings(path: FilePath, env: Mapping[str, str]) -> LoadedConfig:
-    """Load a configuration file like load_config(), and return the warnings that `penstock check`
-    shows as well.
+    """Load a configuration file like load_config(), and return it with its warnings.
+
+    `penstock check` shows the warnings.
     """
     return load_text(read_config_file(path), str(path), env)
 
@@ -71,10 +72,13 @@ def load_with_warnings(path: FilePath, env: Mapping[str, str]) -> LoadedConfig:
 def load_text(
     text: bytes, file: str, env: Mapping[str, str], refused: Mapping[Path, str] = _NONE_REFUSED
 ) -> LoadedConfig:
-    """Load a configuration from its text, like load_with_warnings().
+    """Load a configuration from its text, and return it with its warnings.
 
     file     name of the text in problems; relative paths start at its folder
-    refused  by path, the reason why references there may not be resolved (uploaded_references.py)
+    refused  for the path of a value, why its references may not be resolved
+             (uploaded_references.py)
+
+    Raises ConfigError with all problems.
     """
     return _build(parse_yaml(text, file, env, read_file, refused), text)
 
@@ -88,12 +92,13 @@ def config_from_engines(
     engine_key: str | None = None,
     kinds: Mapping[str, str] = _NO_KINDS,
 ) -> LoadedConfig:
-    """Build the configuration for `penstock serve --engine URL ...`: one pool, with the models that
-    the engines list.
+    """Build the configuration for `penstock serve --engine URL ...`.
 
-    `engine_key` is the API key that is sent to every engine. The configuration's text contains only
-    a reference to it, because operators see the text. `kinds` has the kinds of engines by URL;
-    engines without one are vLLM.
+    It has one pool, with the models that the engines list.
+
+    engine_key  the API key that is sent to every engine. The configuration's text contains only a
+                reference to it, because operators see the text
+    kinds       the kinds of engines by URL; engines that are not listed are vLLM
 
     Raises ConfigError.
     """
@@ -207,7 +212,7 @@ _MESSAGES: Mapping[str, str] = {
 
 
 def problem_text(detail: Any, path: Path) -> str:
-    """Return the message for one of pydantic's errors in the value at `path` of a configuration."""
+    """Return the error message for one of pydantic's errors, which concerns the value at `path`."""
     kind, context = str(detail["type"]), detail.get("ctx", {})
     if kind == "extra_forbidden" and path[-1] == "<<":
         return "unknown key; YAML 1.2 has no merge keys (<<), so repeat the keys"

@@ -1,6 +1,4 @@
-"""The configuration section of a mirror, which compares answers to live requests with those of
-candidate engines.
-"""
+"""The configuration section `mirror`: copies live requests to other engines, to compare answers."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from gateway.config.yaml_source import number_if_substituted
 class Mirror(Section):
     """A share of live requests that is also sent to a candidate pool, to compare the answers.
 
-    The copies are sent after the client has its answer, at temperature 0 and within a token budget.
-    Clients never see their answers.
+    A copy is sent after the client has its answer, at temperature 0 and within a token budget.
+    Clients never see the answer to a copy.
     """
 
     to: Name = Field(

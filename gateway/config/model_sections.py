@@ -1,6 +1,4 @@
-"""Configuration sections for models, and for how requests for them are split, resumed or sent to
-smaller models.
-"""
+"""Configuration sections for models: their pools, split requests, resumption, smaller models."""
 
 from __future__ import annotations
 
@@ -13,8 +11,9 @@ from gateway.config.yaml_source import number_if_substituted
 
 
 class Split(Section):
-    """Settings for serving prefill and decode by different endpoints, with the KV cache transferred
-    between them.
+    """Settings for split requests: one endpoint computes the prompt, another the answer.
+
+    The first one (prefill) transfers the prompt's KV cache to the second one (decode).
     """
 
     dialect: Literal["vllm_nixl", "vllm_push", "penstock", "mooncake", "sglang", "trtllm"] = Field(
@@ -39,9 +38,7 @@ class Split(Section):
 
 
 class Resume(Section):
-    """Settings for continuing a stream, token for token, on another endpoint when its engine
-    fails.
-    """
+    """Settings for continuing a stream exactly, on another endpoint, when its engine fails."""
 
     attempts: Annotated[
         int, Field(strict=True, ge=2, le=8), BeforeValidator(number_if_substituted)

@@ -1,6 +1,4 @@
-"""Configuration sections for what the gateway reports about itself: access log, explanations,
-traces.
-"""
+"""Configuration sections for the gateway's access log, operator log and traces."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ MIN_LOG_BYTES = 64 << 10
 class Traces(Section):
     """Settings of request traces, which are sent to an OpenTelemetry collector.
 
-    Traces contain no prompt, header or key.
+    Traces contain no prompts, headers or keys.
     """
 
     endpoint: CollectorUrl = Field(
@@ -67,7 +65,7 @@ class LogRotation(Section):
 
 
 class OperatorLog(Section):
-    """The gateway's own log messages, on stderr."""
+    """Settings of the gateway's own log messages, which go to stderr."""
 
     format: Literal["text", "json"] = setting(
         "text", "Format of the log: plain text lines, or one JSON object per line."

@@ -1,6 +1,4 @@
-"""Configuration sections for the state that several gateways share, and for the Redis server
-between them.
-"""
+"""Configuration sections for several gateways that share state through a Redis server."""
 
 from __future__ import annotations
 
@@ -46,8 +44,9 @@ class Redis(Section):
 
 
 class Shared(Section):
-    """State that several gateways share. A gateway that cannot reach the others continues with its
-    own knowledge.
+    """Settings for sharing state between several gateways.
+
+    A gateway that cannot reach the others continues with the state that it has.
     """
 
     redis: Redis = Field(description="The Redis server through which the gateways exchange state.")
@@ -81,7 +80,8 @@ class Shared(Section):
     def _long_enough(cls, key: Secret | None) -> Secret | None:
         if key is not None and len(key.reveal()) < 16:
             raise ValueError(
-                "the secret must have at least 16 characters, so that it cannot be guessed"
+                "the secret is too short; it must have at least 16 characters, so that it cannot "
+                "be guessed"
             )
         return key
 
@@ -90,5 +90,5 @@ class Shared(Section):
     def _is_another(cls, other: Secret | None, info: ValidationInfo) -> Secret | None:
         key = info.data.get("key")
         if other is not None and key is not None and other.reveal() == key.reveal():
-            raise ValueError("the secret must differ from `key`")
+            raise ValueError("the secret must not be equal to `key`; use another secret")
         return other

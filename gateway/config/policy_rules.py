@@ -1,4 +1,4 @@
-"""Checks policies in a configuration: names, parameters, shadows, canaries, and admission."""
+"""Checks policies in a configuration: names, parameters, trial policies, and admission policies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Configuration sections in which a pool names its routing policies and its admission policy.
+"""Configuration sections with which a pool chooses its routing policies and its admission policy.
 
-The policies themselves are in policies/policy_registry.py.
+The policies themselves are listed in policies/policy_registry.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gateway.config.yaml_source import number_if_substituted, numbers_if_substit
 
 
 class PolicySpec(Section):
-    """The policy that picks an endpoint: its name, alone or with parameters."""
+    """The routing policy, which picks an endpoint: a name or a mapping with parameters."""
 
     name: Name = Field(
         description="Name of the routing policy: prefix_aware, priced, or another one in the "
@@ -31,7 +31,7 @@ class PolicySpec(Section):
 
 
 class AdmissionSpec(Section):
-    """The policy that admits, queues or refuses requests: its name, alone or with parameters."""
+    """The admission policy, which admits, queues or refuses requests: a name or a mapping."""
 
     name: Name = Field(
         description="Name of the admission policy: none, cap, priced, or another "
@@ -60,9 +60,7 @@ AdmissionChoice = Annotated[AdmissionSpec, BeforeValidator(_by_name), _NameAlone
 
 
 class Canary(Section):
-    """A policy on trial that serves part of the pool's requests in place of the pool's own
-    policy.
-    """
+    """A canary: a policy on trial that serves part of the pool's requests."""
 
     policy: PolicyChoice = Field(
         description="Name of the canary policy, or a mapping of name and parameters."
@@ -84,7 +82,7 @@ class Canary(Section):
     def _has_one_selector(self) -> Canary:
         if (self.percent is None) == (not self.tenants):
             raise ValueError(
-                "a canary needs exactly one of percent and tenants, which select "
-                "the requests it serves"
+                "a canary needs exactly one of percent and tenants, to select the requests that "
+                "it serves"
             )
         return self

@@ -1,4 +1,4 @@
-"""Configuration section for what a provider charges for tokens."""
+"""Configuration section for the prices of a provider's tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems of a configuration, their positions, and helpers for writing their messages.
+"""Problems (errors and warnings) of a configuration, their positions, and helpers for messages.
 
 The rules that find problems are in tree.py and the rule modules.
 """
@@ -43,7 +43,8 @@ class ConfigError(Exception):
     """Raised when a configuration of the gateway is invalid.
 
     problems    all problems, in the order of the file
-    references  the files that the configuration refers to; a change of one may resolve the problem
+    references  the files that the configuration refers to; after a change of one of them, the
+                configuration may be valid
     """
 
     def __init__(self, problems: Iterable[Problem], references: Iterable[FilePath] = ()) -> None:
@@ -53,9 +54,7 @@ class ConfigError(Exception):
 
 
 def show_path(path: Path) -> str:
-    """Return a path in the form in which operators write it: keys joined by dots, indices in
-    brackets.
-    """
+    """Return a path as operators write it, such as pools.chat.endpoints[0].url."""
     shown = ""
     for part in path:
         if isinstance(part, int):
@@ -68,8 +67,8 @@ def show_path(path: Path) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown word, to append to an error message.
 
-    It is '; did you mean "x"?' for the word of `known` that is closest to `word`. If none is close,
-    it is the list of the known words, or "" if they are many.
+    It is '; did you mean "x"?', where x is the word in `known` closest to `word`. If no word is
+    close, it is the list of known words, or "" if there are many.
     """
     # A word that came from a reference is shown as the reference is written.
     choices = sorted(str(getattr(each, "written", each)) for each in known)

@@ -1,6 +1,4 @@
-"""Configuration sections for changes of the running configuration: reload and automatic
-rollback.
-"""
+"""Configuration sections for reloading the configuration, and for automatic rollback."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from gateway.config.values import Count, Duration, Section, setting
 
 
 class AutoRollback(Section):
-    """Settings for undoing a configuration change automatically when more requests fail after
-    it.
-    """
+    """Settings for undoing a configuration change automatically if more requests fail after it."""
 
     window: Duration = setting(
         "60s",
@@ -32,7 +28,7 @@ class AutoRollback(Section):
 
 
 class Reload(Section):
-    """Settings for reloading this file: when to reload, and what to check and keep."""
+    """Settings for reloading the configuration file: when to reload, and what to check and keep."""
 
     watch: Annotated[bool, Field(strict=True)] = setting(
         True,

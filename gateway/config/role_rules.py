@@ -1,6 +1,7 @@
-"""Checks roles in a configuration: a pool must serve whole requests, or both prefill and decode.
+"""Checks endpoint roles: a pool needs endpoints for whole requests, or for both prefill and decode.
 
-At run time, gateway/disagg/pairing.py pairs endpoints by the same key as these checks.
+At run time, gateway/disagg/pairing.py combines prefill and decode endpoints by the same rule as
+these checks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ NEED_BOOTSTRAP = (Prerequisite.ADDRESS, Prerequisite.QUERY)
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each model that no endpoint can serve, or whose requests cannot be split
-    as configured.
+    """Yield an error for each model without endpoints that can serve it, whole or split.
+
+    To split a model's requests means to serve prefill and decode by different endpoints.
     """
     reported: set[Path] = set()
     for path, model in iter_mappings(get_member(data, "models"), ("models",)):
@@ -44,9 +46,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield a warning for each endpoint that never gets requests of its role (prefill, decode or
-    both).
-    """
+    """Yield a warning for each endpoint whose role (prefill, decode or both) gets no requests."""
     split_pools = {
         get_member(model, "pool")
         for _, model in iter_mappings(get_member(data, "models"), ("models",))
@@ -114,7 +114,7 @@ def _dialect_errors(dialect: Dialect, specs: Specs) -> Iterator[RuleFinding]:
 
 
 def unnamed_models(data: Any, pool: object) -> list[str]:
-    """Return the names of a pool's models for which the configuration gives no served_model."""
+    """Return the names of a pool's models that have no `served_model` in the configuration."""
     models = (
         model
         for _, model in iter_mappings(get_member(data, "models"), ("models",))

@@ -1,4 +1,4 @@
-"""The result type of checks of configuration values, and helpers to walk over plain data."""
+"""The result type of configuration checks, and helpers to read plain data of unknown form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gateway.config.problems import Path
 class RuleFinding(msgspec.Struct, frozen=True):
     """An error or warning about the value at `path` in a configuration.
 
-    `is_on_key` is whether it concerns the key rather than its value.
+    `is_on_key` is True if it concerns the key at `path` and not the value.
     """
 
     path: Path

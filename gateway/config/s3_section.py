@@ -24,15 +24,15 @@ def _storage_url(url: str) -> str:
         raise ValueError("a storage URL must have the form https://host or http://host:9000")
     if parts.username is not None or parts.path not in ("", "/") or parts.query or parts.fragment:
         raise ValueError(
-            "a storage URL must consist of scheme, host and port only, as in http://host:9000"
+            "a storage URL must have only a scheme, a host and a port, as in http://host:9000"
         )
     return url.rstrip("/")
 
 
 class BatchS3(Section):
-    """A bucket of an S3-compatible storage, which several gateways may use together.
+    """A bucket of an S3-compatible storage for the Batch API. Several gateways may share it.
 
-    The storage must support If-Match and If-None-Match on PutObject. Needs the extra `s3`.
+    The storage must support If-Match and If-None-Match on PutObject. Requires the extra `s3`.
     """
 
     bucket: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z][0-9A-Za-z._-]{2,254}$")] = (

@@ -1,6 +1,6 @@
-"""Checks keys and passwords in a configuration: how they are given, and where `${file:}` may be.
+"""Checks keys and passwords in a configuration, and the use of ${file:...} references.
 
-Every key and password of the configuration is listed here. `${file:...}` may stand only for them.
+Every setting for a key or a password is listed here. `${file:...}` may be used only for them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gateway.config.yaml_source import Substituted
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each ${file:...} reference outside secrets.
+    """Yield an error for each ${file:...} reference in a setting that is not a secret.
 
-    Names and labels are shown on many pages. So anyone who may submit a configuration could read
-    any file through them.
+    Other settings, such as names and labels, are shown on many pages. Without this rule, anyone who
+    may submit a configuration could read any file through them.
     """
     text = "is not a secret, and ${file:...} is allowed only for secrets; write ${NAME}"
     secrets = {path for path, _ in _secrets(data)}
@@ -34,7 +34,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield a warning for each secret that the file itself contains."""
+    """Yield a warning for each secret that is written in the configuration file itself."""
     text = "is written into the file; ${NAME} or ${file:/path} keeps it out of backups and diffs"
     for path, value in _secrets(data):
         if isinstance(value, str) and not isinstance(value, Substituted):
@@ -44,7 +44,7 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
 def secrets_in_clear(data: Any) -> Iterator[Path]:
     """Yield the paths of secrets that are written in the configuration text itself.
 
-    A default value inside a reference counts as well.
+    The default value of a reference, as in ${NAME:-secret}, is part of the text too.
     """
     for path, value in _secrets(data):
         if value is not None and not (isinstance(value, Substituted) and value.is_all_by_reference):
@@ -57,7 +57,7 @@ def _secrets(data: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def further_keys(data: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield the keys of tenants other than their first, each with its path."""
+    """Yield (path, key) of every further key of a tenant, that is, all except its first."""
     for path, tenant in iter_mappings(get_member(data, "tenants"), ("tenants",)):
         keys = get_member(tenant, "keys")
         yield from (

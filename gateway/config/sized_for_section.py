@@ -1,4 +1,4 @@
-"""The configuration section `sized_for`: the workload that a pool was sized for."""
+"""The configuration section `sized_for`: the workload for which a pool was sized."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ Shares = tuple[Annotated[float, Field(ge=0)], ...]
 
 
 class SizedFor(Section):
-    """The workload that a pool was sized for, as shares of requests by length; `penstock drift LOG`
-    prints such a section.
+    """The workload for which a pool was sized, as shares of requests by length.
+
+    `penstock drift LOG` prints such a section for a log.
     """
 
     prompt: Shares = Field(

@@ -1,9 +1,8 @@
-"""Checks tenants in a configuration: their names, their endpoints, and the isolation of their
-cached prompts.
+"""Checks the tenants of a configuration: names, endpoints, and isolation of cached prompts.
 
-An engine isolates tenants by a cache salt, a request member that is hashed into the keys of cached
-blocks; gateway/protocol/request/cache_salts.py computes it. An engine without cache salts has one
-cache for all tenants.
+An engine isolates tenants by a cache salt: a member of the request that is part of the hash of each
+cached block. gateway/protocol/request/cache_salts.py computes it. An engine without cache salts has
+one cache for all tenants.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from policies.engine_kinds import ENGINE_TRAITS
 
 
 def salt_member(engine: str, cache_salt: bool | None) -> str:
-    """Return the name of the request member that carries an endpoint's cache salt; "" if it has
-    none.
+    """Return the name of the request member for an endpoint's cache salt; "" if it has none.
 
     `cache_salt` is the endpoint's setting in the configuration; None means the engine's default.
     """
@@ -28,8 +26,9 @@ def salt_member(engine: str, cache_salt: bool | None) -> str:
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each unknown tenant name, and for each endpoint that cannot isolate
-    tenants although its pool requires it.
+    """Yield an error for each unknown tenant, and for each endpoint that cannot isolate tenants.
+
+    The second is an error only in a pool that requires isolation.
     """
     names = [
         name
@@ -59,10 +58,9 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield warnings about the isolation of tenants' cached prompts.
+    """Yield warnings about tenants that share cached prompts, and about unstable cache salts.
 
-    They are about tenants that probably share a cache unintentionally, and about cache salts that
-    change with an API key, so that a new key empties the tenant's cache.
+    A salt is unstable if it is derived from an API key: a new key then empties the tenant's cache.
     """
     cache, domains = get_member(data, "cache"), _domains(data)
     if len(set(domains.values())) < 2 or get_member(cache, "isolate") in ("off", False):

@@ -1,6 +1,4 @@
-"""Configuration sections for tenants (clients with their own API keys), and for isolating their
-cached prompts on the engines.
-"""
+"""Configuration sections for tenants: clients with API keys, limits and isolated cached prompts."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ MIN_SECRET_CHARS = 16
 
 
 class TenantLimits(Section):
-    """Rate limits of a tenant, counted over all gateways that share state. Requests above them get
-    429.
+    """Rate limits of a tenant. A request above them gets status 429.
+
+    They apply to all gateways that share state together, not to each of them.
     """
 
     requests_per_minute: Count | None = setting(
@@ -94,7 +93,7 @@ class Tenant(Section):
 
 
 class Cache(Section):
-    """Settings that decide which tenants may share cached prompts on the engines."""
+    """Settings that determine which tenants may share cached prompts on the engines."""
 
     isolate: Literal["on", "required", "off"] = setting(
         "on",
@@ -118,7 +117,7 @@ class Cache(Section):
     def _long_enough(cls, secret: Secret | None) -> Secret | None:
         if secret is not None and len(secret.reveal()) < MIN_SECRET_CHARS:
             raise ValueError(
-                f"the secret must have at least {MIN_SECRET_CHARS} characters, so that it "
-                "cannot be guessed"
+                f"the secret is too short; it must have at least {MIN_SECRET_CHARS} characters, "
+                "so that it cannot be guessed"
             )
         return secret

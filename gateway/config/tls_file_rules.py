@@ -1,8 +1,7 @@
-"""Checks the certificate and key files that TLS sections name, and adds their content to the
-configuration's digest.
+"""Checks the certificate and key files that TLS sections name.
 
-An expired certificate is only a warning, because an error would prevent restarts and reject
-unrelated changes.
+Their content becomes part of the configuration's digest. An expired certificate is only a warning,
+because an error would prevent restarts and reject unrelated changes.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ from gateway.util.certificate_files import (
 
 
 def check_files(config: Config, source: YamlSource) -> None:
-    """Check all files that the configuration's TLS sections name, and add the problems and digests
-    to `source`.
-    """
+    """Check all files that TLS sections name; add problems and digests to `source`."""
     files = _Files(source)
     for path, section in _sections(config):
         for pair_path, pair in _pairs(path, section):
@@ -42,7 +39,7 @@ def check_files(config: Config, source: YamlSource) -> None:
 
 
 class NamedCertificate(msgspec.Struct, frozen=True):
-    """A certificate file, and the `path` of the setting that names it.
+    """A certificate file, and the path of the setting that names it.
 
     refusal_reason  why TLS peers refuse the certificate now; None if they accept it
     not_after       Unix time in seconds at which the certificate expires
@@ -55,9 +52,7 @@ class NamedCertificate(msgspec.Struct, frozen=True):
 
 
 def named_certificates(config: Config, now: float) -> Iterator[NamedCertificate]:
-    """Yield each readable certificate of the configuration once, with the first path that names
-    it.
-    """
+    """Yield each readable certificate once, with the path of the first setting that names it."""
     first: dict[KeyPair, Path] = {}
     for path, section in _sections(config):
         for pair_path, pair in _pairs(path, section):

@@ -1,6 +1,6 @@
 """Configuration sections for TLS of the listeners, of engines and of Redis.
 
-Relative file paths become absolute here. tls_file_rules.py checks whether the files can be used;
+Relative file paths become absolute here. tls_file_rules.py checks the files, and
 util/tls_contexts.py creates the TLS contexts.
 """
 
@@ -43,7 +43,7 @@ PemFile = Annotated[
 
 
 class CertificateFiles(Section):
-    """The paths of a certificate and of its private key, as PEM files."""
+    """The paths of a certificate and of its private key, both in PEM format."""
 
     certificate: PemFile = Field(
         description="Path of the certificate (PEM), followed by any intermediate certificates. "
@@ -59,7 +59,7 @@ class CertificateFiles(Section):
 
     @property
     def pair(self) -> KeyPair:
-        """Return the paths of certificate and key with the key's password, as a KeyPair."""
+        """Return the certificate, the key and the key's password as a KeyPair."""
         password = None if self.key_password is None else self.key_password.reveal()
         return KeyPair(self.certificate, self.key, password)
 
@@ -67,7 +67,7 @@ class CertificateFiles(Section):
 class ListenerTls(CertificateFiles):
     """TLS settings of one of the gateway's listeners.
 
-    After a change of the files, only new connections use the new certificates and keys.
+    Changed certificate and key files are used for new connections only.
     """
 
     more: Annotated[tuple[CertificateFiles, ...], Field(max_length=64)] = setting(
@@ -98,7 +98,9 @@ class ListenerTls(CertificateFiles):
     @classmethod
     def _has_known_cipher(cls, ciphers: str) -> str:
         if not has_valid_ciphers(ciphers):
-            raise ValueError("none of the ciphers is known to OpenSSL")
+            raise ValueError(
+                "OpenSSL knows none of these ciphers; use names that `openssl ciphers` lists"
+            )
         return ciphers
 
     @property
@@ -113,8 +115,9 @@ class ListenerTls(CertificateFiles):
 
 
 class ClientTls(Section):
-    """TLS settings of the gateway as a client: how it verifies a server, and which certificate it
-    presents.
+    """TLS settings of the gateway as a client of a server, such as an engine or Redis.
+
+    They determine how the server is verified, and which certificate the gateway presents.
     """
 
     ca: PemFile | None = setting(

@@ -1,7 +1,7 @@
 """The gateway's configuration as one immutable typed tree, with a description of every key.
 
 The reference page and the JSON schema are generated from it. Types of single values are in
-values.py, rules between sections in cross_checks.py, and the parsing of the file in yaml_source.py.
+values.py, rules between sections are in cross_checks.py, and yaml_source.py parses the file.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Listener(Section):
 
 
 class ApiListener(Listener):
-    """The address of the OpenAI API, which applications connect to."""
+    """The address of the server for the OpenAI API, which applications use."""
 
     host: Host = setting(
         "127.0.0.1", "Address on which the OpenAI API listens; 0.0.0.0 listens on every interface."
@@ -85,7 +85,7 @@ class ApiListener(Listener):
 
 
 class AdminListener(Listener):
-    """The address of the admin server, which operators and Prometheus connect to."""
+    """The address of the admin server, which operators and Prometheus use."""
 
     host: Host = setting(
         "127.0.0.1",
@@ -97,7 +97,7 @@ class AdminListener(Listener):
 
 
 class Listeners(Section):
-    """The gateway's two servers, each of which serves only its own kind of requests."""
+    """The gateway's two servers: one for applications, one for operators."""
 
     api: ApiListener = setting({}, "Address and TLS of the OpenAI API.")
     admin: AdminListener = setting(
@@ -106,9 +106,7 @@ class Listeners(Section):
 
 
 class WaitingRoom(Section):
-    """The queue of requests that wait while every endpoint of the pool is at its
-    max_concurrency.
-    """
+    """The queue of requests that wait while all endpoints of the pool are at max_concurrency."""
 
     size: Annotated[
         int, Field(strict=True, ge=0, le=2**20), BeforeValidator(number_if_substituted)
@@ -120,9 +118,7 @@ class WaitingRoom(Section):
 
 
 class Discover(Section):
-    """The source from which endpoints of a pool are discovered: exactly one of dns, file and
-    kubernetes.
-    """
+    """How the endpoints of a pool are discovered: exactly one of dns, file and kubernetes."""
 
     dns: Bootstrap | None = setting(
         None, "DNS name:port; every address that the name resolves to is an endpoint."
@@ -149,14 +145,14 @@ class Discover(Section):
         if self.file is None and bootstrap is not None and not bootstrap.startswith(":"):
             port = bootstrap.rpartition(":")[2]
             raise ValueError(
-                "endpoint.bootstrap names one server, but each discovered endpoint has its "
-                f"own; write ':{port}' for this port of each endpoint"
+                f"endpoint.bootstrap names one host for all discovered endpoints; write ':{port}' "
+                "to use this port on each endpoint's own host"
             )
         return self
 
 
 class Pool(Section):
-    """Endpoints that serve the same models, and the policy that picks among them."""
+    """A pool: endpoints that serve the same models, and the policy that picks among them."""
 
     policy: PolicyChoice = setting(
         "prefix_aware",
@@ -200,7 +196,7 @@ class Pool(Section):
 
 
 class Timeouts(Section):
-    """How long the gateway waits for an engine, and for running requests when it stops."""
+    """Timeouts: how long the gateway waits for an engine, and for requests when it stops."""
 
     connect: Duration = setting("1s", "Maximum time to connect to an engine.")
     first_byte: Duration = setting(
@@ -224,9 +220,7 @@ class Timeouts(Section):
 
 
 class Retries(Section):
-    """Settings for retrying requests on another endpoint when they fail before the first byte of
-    their response.
-    """
+    """Settings for retrying a request on another endpoint, if it fails before its first byte."""
 
     budget: Annotated[float, Field(ge=0, le=1)] = setting(
         0.2,
@@ -256,7 +250,7 @@ class Retries(Section):
 
 
 class HealthSpec(Section):
-    """Settings of health checks: when an endpoint is ejected, and when it returns."""
+    """Settings of health checks: when an endpoint leaves rotation, and when it returns."""
 
     interval: Interval = setting(
         "1s",
@@ -300,7 +294,8 @@ class HealthSpec(Section):
             raise ValueError("backoff must not be longer than backoff_max")
         if 0 < self.slow_factor < 1.5:
             raise ValueError(
-                "slow_factor must be at least 1.5, because equal endpoints reach less by chance"
+                "slow_factor must be at least 1.5, because equally fast endpoints can differ by "
+                "less than that by chance"
             )
         return self
 
@@ -318,7 +313,7 @@ class Scrape(Section):
 
 
 class Prefix(Section):
-    """Settings of the prefix index, which records what prompt prefixes each endpoint has cached."""
+    """Settings of the prefix index: a record of the prompt prefixes cached at each endpoint."""
 
     index: Size = setting(
         "256MiB",
@@ -352,7 +347,7 @@ class Prefix(Section):
 
 
 class SloClass(Section):
-    """A service class: latency targets, and the value of a request that meets them."""
+    """A service class: latency targets of a request, and its value if they are met."""
 
     ttft: Duration = Field(
         description="Target for the time to first token, measured from the arrival of the "
@@ -365,10 +360,10 @@ class SloClass(Section):
 
 
 class Slos(Section):
-    """The service classes of requests, and the default one.
+    """The service classes of requests, and the default class.
 
-    A request has the class that it names (x-slo-class), else its tenant's, its model's or the
-    default.
+    The first of these that exists decides a request's class: its header x-slo-class, its tenant's
+    class, its model's class, the default.
     """
 
     default: Name = setting(
@@ -385,7 +380,7 @@ class Slos(Section):
 
 
 class Admin(Section):
-    """Who may make changes through the admin server. Reading needs no key."""
+    """Settings of the admin server that decide who may make changes. Reading needs no key."""
 
     key: Secret | None = setting(
         None,
@@ -402,9 +397,7 @@ class Admin(Section):
 
 
 class LinkDomain(Section):
-    """A link domain: GPUs that are connected by fast links such as NVLink, in a server or a
-    rack.
-    """
+    """A group of GPUs that are connected by fast links such as NVLink, in a server or a rack."""
 
     gpus: Count = Field(
         description="Number of GPUs in this link domain; each GPU belongs to one endpoint only."
@@ -412,8 +405,9 @@ class LinkDomain(Section):
 
 
 class Hardware(Section):
-    """The GPUs behind the endpoints, with which `penstock check` and `doctor` compare the
-    endpoints' layouts.
+    """The GPUs on which the endpoints run.
+
+    `penstock check` and `penstock doctor` compare the endpoints' layouts with them.
     """
 
     gpus: Count | None = setting(

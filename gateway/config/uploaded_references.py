@@ -1,8 +1,8 @@
-"""Decides which ${...} references of a configuration received over HTTP may be resolved.
+"""Decides which references such as ${NAME} may be resolved in a configuration received over HTTP.
 
-The sender must not be able to choose which variables or files of the gateway's machine are read. A
-reference is therefore resolved only if an applied configuration has the same reference at the same
-kind of place. This module never sees the values of references.
+The sender must not be able to read arbitrary variables or files of the gateway's machine. Therefore
+a reference is resolved only if an applied configuration has the same reference in the same kind of
+setting. This module never sees the values of references.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ Fact = tuple[object, ...]
 def unresolvable(
     text: bytes, file: str, known: Sequence[bytes], *, with_key: bool
 ) -> dict[Path, str]:
-    """Return why references in a received configuration text may not be resolved: a reason by the
-    value's path.
+    """Return why references in a received configuration may not be resolved, by the path of the
+    value.
 
-    known     the texts whose references are allowed; empty for a configuration without a text
-    with_key  whether the sender has proved to know admin.key. If so, the same reference must be in
-              one of the known texts. If not, the whole value must be; for a key or password, so
-              must the address to which the gateway sends it
+    text      the received configuration text
+    known     the texts whose references are allowed; b"" for a configuration without a text
+    with_key  whether the sender has authenticated with admin.key. If so, it suffices that a known
+              text has the same reference. If not, a known text must have the same whole value. For
+              a key or password, it must also have the same address to which the gateway sends it
 
-    Raises ConfigError when a text is not YAML.
+    Raises ConfigError if a text is not YAML.
     """
     texts = [written_values(known_text, file) for known_text in known if known_text]
     allowed = frozenset(fact for written in texts for fact in _facts(written, with_key))

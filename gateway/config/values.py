@@ -1,6 +1,6 @@
 """Types of single values (durations, sizes, names, secrets), and the base class of sections.
 
-Defaults are written as an operator writes them ("30s", "32MiB"), and the same parsers read both.
+Default values are written as in a configuration file ("30s", "32MiB"), and parsed the same way.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ _PARAMETERS = re.compile(r"^([0-9]{1,6}(?:\.[0-9]{1,3})?)([MBT])$")
 
 
 class Secret(SecretStr):
-    """A secret text that repr, logs, dumps and tracebacks do not show. The method reveal() returns
-    it.
-    """
+    """A secret text that is not shown in repr, logs, dumps and tracebacks; reveal() returns it."""
 
     def reveal(self) -> str:
-        """Return the text of the secret. Use it only to compare or to send the secret."""
+        """Return the secret itself. Use this only to compare or to send the secret."""
         return self.get_secret_value()
 
 
@@ -82,7 +80,7 @@ def _from_size(value: object) -> int:
 def _from_parameters(value: object) -> float:
     match = _PARAMETERS.fullmatch(value) if isinstance(value, str) else None
     if match is None or not float(match[1]):
-        raise ValueError("the number of parameters must have a unit, as in 70B or 0.6B")
+        raise ValueError("the number of parameters needs a unit, as in 70B or 0.6B")
     return float(match[1]) * {"M": 1e-3, "B": 1.0, "T": 1e3}[match[2]]
 
 
@@ -104,7 +102,7 @@ def _resolvable(host: str) -> str:
         ) from None
     if not _HOST.fullmatch(name):
         raise ValueError(
-            "the URL has an invalid host: it consists of letters, digits and -._ (an environment "
+            "the URL has an invalid host; use letters, digits and -._ (an environment "
             "variable is written ${NAME})"
         )
     return name
@@ -126,8 +124,8 @@ def engine_url(url: str) -> str:
         raise ValueError("the URL of an engine must have the form http://host:8000 or https://host")
     if parts.username is not None or parts.query or parts.fragment:
         raise ValueError(
-            "the URL of an engine must consist of scheme, host, port and path prefix only, as "
-            "in http://host:8000 or https://host/a"
+            "the URL of an engine must have only a scheme, a host, a port and a path prefix, "
+            "as in http://host:8000 or https://host/a"
         )
     prefix = parts.path.rstrip("/")
     if not _PREFIX.fullmatch(prefix):
@@ -161,8 +159,8 @@ def _collector_url(url: str) -> str:
         )
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise ValueError(
-            "the URL of a trace collector must consist of scheme, host, port and "
-            "path only; put a token under `key`"
+            "the URL of a trace collector must have only a scheme, a host, a port and a "
+            "path; put a token under `key`"
         )
     _resolvable(parts.hostname)
     return url
@@ -186,8 +184,8 @@ def _origin(text: str) -> str:
     is_origin = f"{parts.scheme}://{parts.netloc}" == text and parts.hostname and parts.scheme
     if text != "*" and (not is_origin or text.lower() != text or "@" in parts.netloc):
         raise ValueError(
-            "an origin must consist of scheme, host and port in lower case, as in "
-            "https://app.example.com, or be *"
+            "an origin must be a scheme, a host and a port in lower case, as in "
+            "https://app.example.com, or the value *"
         )
     return text
 
@@ -205,8 +203,8 @@ def _redis_url(url: str) -> str:
     database = parts.path.strip("/")
     if parts.username is not None or parts.password is not None:
         raise ValueError(
-            "the URL of a Redis server must not contain a user or password; set "
-            "the keys for them instead"
+            "the URL of a Redis server must not contain a user or a password; set `username` "
+            "and `password` instead"
         )
     if (
         parts.query
@@ -214,8 +212,8 @@ def _redis_url(url: str) -> str:
         or (database and not (database.isascii() and database.isdigit()))
     ):
         raise ValueError(
-            "the URL of a Redis server must consist of scheme, host, port and "
-            "database only, as in redis://host:6379/0"
+            "the URL of a Redis server must have only a scheme, a host, a port and a "
+            "database, as in redis://host:6379/0"
         )
     return f"{parts.scheme}://{_resolvable(parts.hostname)}:{port or 6379}/{database or 0}"
 
@@ -300,24 +298,22 @@ Bootstrap = Annotated[str, StringConstraints(max_length=300), AfterValidator(_ho
 
 
 def setting(default: object, text: str) -> Any:
-    """Declare a configuration field with its default value, written as in a file, and its
-    description.
-    """
+    """Declare a configuration field with a description and a default as written in a file."""
     return Field(default, description=text, validate_default=True)
 
 
 def check_sendable(key: Secret | None) -> Secret | None:
-    """Return the API key unchanged if an HTTP header can contain it.
+    """Return an API key unchanged if it can be sent in an HTTP header.
 
-    Raises ValueError otherwise.
+    Raises ValueError if it cannot.
     """
     text = None if key is None else key.reveal()
     if text is not None and (
         not text or not text.isascii() or not text.isprintable() or text.strip() != text
     ):
         raise ValueError(
-            "the key must be printable ASCII, not empty, and without blanks at its ends, so "
-            "that a header can contain it"
+            "the key cannot be sent in a header; it must be printable ASCII, not empty, and "
+            "without blanks at its ends"
         )
     return key
 

@@ -1,7 +1,7 @@
-"""Reads YAML 1.2 into plain data with positions, and resolves ${...} references.
+"""Reads YAML 1.2 into plain data with positions, and resolves ${...} references. No I/O.
 
-The module enforces size limits. It rejects duplicate keys, and aliases that expand to very many
-values. It does no I/O: file_reader.py reads files. tree.py interprets the values.
+It enforces limits on size. It rejects duplicate keys, and aliases that expand to very many values.
+file_reader.py reads the files, and tree.py interprets the values.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 class Substituted(str):
     """A configuration value whose ${...} references were resolved.
 
-    Its repr is the text with the references, since the values may be secrets.
+    Its repr shows the references and not the values, because values may be secrets.
     """
 
     __slots__ = ("written",)
@@ -92,9 +92,7 @@ class Substituted(str):
 
     @property
     def is_all_by_reference(self) -> bool:
-        """Return whether the value as written consists of ${...} references only, without other
-        characters or default values.
-        """
+        """Return whether the written value consists only of references, without default values."""
         matches = _REFERENCE.finditer(self.written)
         if any(match[1] is not None or ":-" in match[2] for match in matches):
             return False
@@ -105,10 +103,10 @@ class Substituted(str):
 
 
 def number_if_substituted(value: object) -> object:
-    """Convert the text of a resolved ${...} reference to a number if it is one.
+    """Convert a value that came from a ${...} reference to a number, if it is one.
 
-    Other values are returned unchanged. A number in quotes, such as "8080", stays text, so that it
-    is reported as an error.
+    All other values are returned unchanged. Therefore a number that was written in quotes, such as
+    "8080", stays a text and is reported as an error.
     """
     if not isinstance(value, Substituted):
         return value
@@ -128,8 +126,7 @@ def numbers_if_substituted(value: Any) -> Any:
 
 
 class ResolvedReferences:
-    """The values of the ${...} references in a configuration, so that messages can show the
-    references instead.
+    """The values of the references in a configuration. Messages show the references instead.
 
     Its repr shows no value.
     """
@@ -183,9 +180,9 @@ class YamlSource:
         self.warnings: list[Problem] = []
 
     def position_of(self, path: Path, *, on_key: bool = False) -> SourcePosition:
-        """Return the position of a value in the configuration file, or of its key.
+        """Return the position of a value, or of its key, in the configuration file.
 
-        Returns the position of the nearest parent if the value itself is not in the file.
+        If the value is not in the file, this is the position of its nearest parent.
         """
         if on_key and path in self.key_positions:
             return self.key_positions[path]
@@ -206,18 +203,16 @@ class YamlSource:
         self.warnings.append(self.problem_at(path, message))
 
     def add_to_digest(self, *facts: bytes) -> None:
-        """Include `facts` in the configuration's digest: bytes that the configuration depends on,
-        such as a file's content.
-        """
+        """Include `facts` in the configuration's digest: bytes such as a file's content."""
         for fact in facts:
             self._digest.update(b"%d:" % len(fact))
             self._digest.update(fact)
 
     @property
     def digest(self) -> bytes:
-        """Return the SHA-256 of the configuration text and of everything that it refers to.
+        """Return the SHA-256 digest of the configuration text and of everything that it refers to.
 
-        Do not show it to clients, because secrets are part of the hashed data.
+        Do not show it to clients, because the hashed data contains secrets.
         """
         return self._digest.digest()
 
@@ -232,10 +227,10 @@ def parse_yaml(
     """Parse YAML 1.2, and return its data with the problems found.
 
     file       the name shown in problems; relative references start at its folder
-    read_file  reads the files that are referred to
-    refused    by path, the reason why the references of a value may not be resolved
+    read_file  function that reads the files that are referred to
+    refused    for the path of a value, why its references may not be resolved
 
-    Raises ConfigError when the text is not YAML.
+    Raises ConfigError if the text is not YAML.
     """
     source, node = _begin(raw, file)
     source.data = _Reader(source, env, read_file, refused).value(node, ())
@@ -243,9 +238,9 @@ def parse_yaml(
 
 
 def written_values(raw: bytes, file: str) -> Mapping[Path, object]:
-    """Return every value of a configuration text as written, by path, with references not resolved.
+    """Return every value of a configuration text as written, by path, without resolving references.
 
-    Raises ConfigError when the text is not YAML.
+    Raises ConfigError if the text is not YAML.
     """
     source, node = _begin(raw, file)
     _WrittenReader(source, {}, _read_nothing, _NONE_REFUSED).value(node, ())

@@ -1,5 +1,9 @@
-"""Configuration reload: a new configuration replaces the old one while requests run.
+"""Configuration reload: replaces the running configuration while requests run.
 
-reloader.py is the transaction, swap.py applies it, history.py stores applied versions,
-file_watcher.py watches the file, and admin/config_pages.py serves the admin pages.
+- reloader.py checks and applies a change, or rejects it.
+- swap.py replaces the running configuration.
+- history.py stores the applied versions.
+- file_watcher.py watches the configuration's files.
+
+The admin pages for changes are in admin/config_pages.py.
 """

@@ -1,8 +1,8 @@
-"""Auto-rollback: reverts a configuration change after which more requests fail.
+"""Auto-rollback: reverts a configuration change if more requests fail after it than before.
 
-It is enabled by `reload.auto_rollback`, which is off by default. It compares the time before the
-change with as much time after it. To judge changes by another measure too, add a field to
-FailureCount and a condition to regression().
+It is off unless `reload.auto_rollback` is set. It compares the time after the change with an
+equally long time before it. To judge changes by another measure too, add a field to FailureCount
+and a condition to regression().
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TRIGGER = "auto_rollback"
 class FailureCount(msgspec.Struct, frozen=True):
     """Counts of requests since the start of the process, or since an earlier count.
 
-    ended   requests that have ended
-    failed  requests among them that failed through no fault of their clients (see is_failure)
+    ended   number of requests that have ended
+    failed  number of those that failed through no fault of their clients (see is_failure)
     """
 
     ended: int = 0
@@ -49,7 +49,8 @@ class FailureCount(msgspec.Struct, frozen=True):
 
 
 def is_failure(code: str, reason: str) -> bool:
-    """Return whether a request failed: a 5xx, or a 200 that broke after its first byte.
+    """Return whether a request failed: with status 5xx, or with a 200 that broke after its first
+    byte.
 
     `code` is the HTTP status. `reason` is "served", or the cause of a failure.
     """
@@ -57,7 +58,7 @@ def is_failure(code: str, reason: str) -> bool:
 
 
 def count_failures(metrics: Metrics) -> FailureCount:
-    """Return the numbers of ended and of failed requests since the start of the process."""
+    """Return how many requests have ended and failed since the start of the process."""
     ended = failed = 0
     for (_, code, reason), counter in metrics.requests_total.children():
         ended += int(counter.value)
@@ -67,9 +68,11 @@ def count_failures(metrics: Metrics) -> FailureCount:
 
 
 def regression(before: FailureCount, after: FailureCount, limits: AutoRollback) -> str | None:
-    """Return the reason why a configuration change should be reverted, or None if it should not.
+    """Return why a configuration change should be reverted, or None if it should not.
 
-    The result is also None while too few requests have ended.
+    before  counts of an equally long time before the change
+    after   counts since the change; with too few ended requests, the result is None
+    limits  the settings of auto-rollback
     """
     if after.ended < limits.requests or after.ratio <= before.ratio + limits.error_ratio:
         return None
@@ -77,8 +80,9 @@ def regression(before: FailureCount, after: FailureCount, limits: AutoRollback) 
 
 
 class RollbackTarget(Protocol):
-    """The interface through which auto-rollback reverts changes, at one gateway process or at all
-    workers of a supervisor.
+    """The interface through which auto-rollback counts failures and reverts changes.
+
+    It is implemented for a single gateway process, and for a supervisor with all its workers.
     """
 
     @property
@@ -101,7 +105,7 @@ class RollbackTarget(Protocol):
 
 
 class GatewayRollbackTarget:
-    """Lets auto-rollback observe and change one gateway process without workers."""
+    """The target of auto-rollback for a single gateway process without workers."""
 
     def __init__(self, reloader: Reloader, metrics: Metrics) -> None:
         self._reloader = reloader
@@ -137,9 +141,9 @@ class _Change(msgspec.Struct, frozen=True):
 
 
 class AutoRollbackMonitor:
-    """Checks the last configuration change once a second while auto-rollback is on.
+    """Checks once a second whether the last configuration change should be reverted.
 
-    Rollbacks themselves are not checked.
+    It does so only while auto-rollback is on, and does not check changes that are rollbacks.
     """
 
     def __init__(self, target: RollbackTarget, report_line: Callable[[str, bool], None]) -> None:
@@ -160,9 +164,7 @@ class AutoRollbackMonitor:
                 await self._task
 
     async def on_applied(self, trigger: str) -> None:
-        """Start to observe a configuration change that has been applied, unless it is a
-        rollback.
-        """
+        """Start to observe an applied configuration change, unless the change is a rollback."""
         limits = self._target.limits
         if limits is None or trigger in (TRIGGER, "rollback"):
             self._change = None
@@ -181,8 +183,7 @@ class AutoRollbackMonitor:
                 log.exception("auto-rollback: checking a configuration change failed")
 
     async def check(self, now: float) -> bool:
-        """Record the current counts of requests, and revert the last change if more requests have
-        failed since.
+        """Count requests, and revert the last change if more of them fail since it was applied.
 
         Returns whether a rollback was attempted.
         """

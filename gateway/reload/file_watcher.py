@@ -1,8 +1,8 @@
 """Watches the files of a configuration and triggers a reload when they change.
 
-The known paths are polled with stat() five times a second, in a thread, so a hung network disk
-blocks no request. Unlike inotify, polling works on network and overlay file systems and follows the
-symbolic links of a ConfigMap's ..data.
+A thread polls the paths with stat() five times a second, so that a hung network disk blocks no
+request. Unlike inotify, polling works on network and overlay file systems. It also follows symbolic
+links, which Kubernetes replaces when a ConfigMap changes (..data).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ the last change of its content and of its owner or permissions.
 
 
 class WatchedConfig(Protocol):
-    """A configuration loaded from files that are watched for changes.
+    """The interface of a configuration loaded from files that are watched for changes.
 
-    `running` is the configuration in force, whose settings may turn watching off.
+    `running` is the current configuration, whose settings may turn watching off.
     """
 
     @property
@@ -46,8 +46,8 @@ class WatchedConfig(Protocol):
 class FileWatcher:
     """A background task that polls the files of a configuration.
 
-    A change counts once two polls in succession have found it, so that no half-written file is
-    read.
+    A change triggers a reload after two polls in a row have seen it, so that no half-written file
+    is read.
     """
 
     def __init__(self, reloader: WatchedConfig) -> None:

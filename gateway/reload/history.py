@@ -1,7 +1,7 @@
 """The history of applied configurations: the last twenty, in memory and optionally on disk.
 
-Texts are stored as written, with references in place of secrets. A text that contains a secret
-itself is not written to disk.
+Each text is stored as it was written, with references such as ${NAME} in place of secrets. A text
+that contains a secret itself is not written to disk.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FILE_CAP_BYTES = 4 << 20
 class Version(msgspec.Struct, frozen=True):
     """One configuration that has been applied.
 
-    number   number of the version, which increases with every change, also with a rollback
-    at       Unix time in seconds
+    number   number of the version; every change increases it, rollbacks too
+    at       Unix time in seconds at which it was applied
     trigger  start, file, secret (a file that the text refers to), signal, command, admin, rollback,
              auto_rollback, auto (automatic policy selection)
     file     name of the text's source
@@ -46,9 +46,9 @@ class Version(msgspec.Struct, frozen=True):
 
     @property
     def etag(self) -> str:
-        """Return the ETag of this configuration version, for the header If-Match.
+        """Return the ETag of this configuration version, to be sent back in an If-Match header.
 
-        Configuration versions with equal texts have different ETags.
+        Two versions have different ETags even if their texts are equal.
         """
         return f'"{self.number}-{self.hash}"'
 
@@ -71,14 +71,13 @@ def create_version(
 
 
 class VersionHistory:
-    """The last MAX_VERSIONS configuration versions, oldest first. Only the Reloader writes them."""
+    """The last MAX_VERSIONS configuration versions, oldest first. Only the Reloader changes it."""
 
     def __init__(self, folder: Path | None, current: int | None = None) -> None:
-        """Initialize the history of configurations with the versions in `folder`, if it is not
-        None.
+        """Create the history from the versions stored in `folder`; without a folder, it is empty.
 
-        `current` is the version that the other workers use; None in the first worker. Stored
-        versions with a higher number were never used by the other workers and are ignored.
+        current  the version that the other workers use; None in the first worker. Stored versions
+                 with a higher number are ignored, because the other workers never used them
         """
         self._folder = folder
         self.current = current
@@ -98,16 +97,16 @@ class VersionHistory:
         return self._versions[-1].number + 1 if self._versions else 1
 
     def add(self, version: Version) -> None:
-        """Append a configuration version; it replaces a stored version with the same number."""
+        """Append a configuration version. It replaces a stored version with the same number."""
         others = [other for other in self._versions if other.number != version.number]
         self._versions = [*others, version][-MAX_VERSIONS:]
 
     def write(self, version: Version, *, has_secret: bool) -> None:
-        """Write a configuration version to the history's folder, if there is one, atomically.
+        """Write a version to the history's folder atomically, if there is a folder.
 
-        Call this in a thread. Raises OSError when the version cannot be written.
+        Call this in a thread. Raises OSError if the version cannot be written.
 
-        has_secret  whether the text contains a secret in clear, so that the text is left out
+        has_secret  whether the text contains a secret in clear; if so, the text is left out
         """
         if self._folder is None:
             return

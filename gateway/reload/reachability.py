@@ -1,7 +1,7 @@
-"""Checks that the new endpoints of a configuration can be reached, before it is applied.
+"""Checks that new endpoints can be reached before a configuration is applied.
 
-The module selects the pools to check and opens a TCP connection to their endpoints. reloader.py
-handles a failure.
+It selects the pools to check, and opens a TCP connection to their endpoints. reloader.py handles a
+failed check.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ MAX_CONNECTS = 64
 
 
 async def find_unreachable_pool(config: Config, known: Set[str], available: Set[str]) -> str | None:
-    """Return the first pool that the change would make unreachable, or None if there is none.
+    """Return the first pool whose endpoints the change makes unreachable; None if there is none.
 
-    Pools without a new endpoint are not checked, because the change does not affect them. Pools
-    with an available endpoint or with discovery are not checked either.
+    Pools are not checked if they have no new endpoint, an available endpoint, or service discovery.
 
     known      URLs of the endpoints in the current configuration
     available  those of them that get requests now

@@ -1,9 +1,8 @@
-"""The reload transaction: a configuration is read, built, tried without effect, and applied or
-rejected.
+"""Changes the running configuration: reads, builds and tests a new one, then applies or rejects it.
 
-All triggers use the same path, one at a time. This module contains the order of the steps, the
-history and the messages. The triggers are in file_watcher.py, admin/config_pages.py and app.py;
-swap.py applies a configuration.
+All changes go through this module, one at a time, whatever triggers them. It contains the order of
+the steps, the history and the messages to operators. The triggers are in file_watcher.py,
+admin/config_pages.py and app.py. swap.py applies a configuration.
 """
 
 from __future__ import annotations
@@ -56,16 +55,16 @@ ReportLine = Callable[[str, bool], None]
 class ChangeOptions(msgspec.Struct, frozen=True):
     """The options of one configuration change.
 
-    dry_run            whether to check the change and change nothing
-    records_rejection  whether to record a rejection although this is a dry run: a supervisor
-                       dry-runs a change in all its workers before the first one applies it
-    force              whether to apply the change even if none of a pool's endpoints can be
-                       reached, or if no endpoint lists a model that is served now
-    was_in_force       whether the text was in force before, so that its references may be resolved
+    dry_run            whether to check the change without applying it
+    records_rejection  whether a rejected dry run is recorded as an error; a supervisor first
+                       dry-runs each change in all of its workers
+    force              whether to apply the change although no endpoint of some pool can be reached,
+                       or no endpoint lists a model that is served now
+    was_in_force       whether the text was in use before, so that its references may be resolved
                        anywhere
-    trigger            the version's trigger, given by a supervisor that makes the change; empty:
-                       the caller's own
-    reason             why the change is made, for the version; empty if its author gave no reason
+    trigger            what caused the change, if a supervisor makes it; empty: the caller's own
+                       trigger
+    reason             why the change is made, for the history; empty if its author gave no reason
     """
 
     dry_run: bool = False
@@ -83,8 +82,8 @@ DEFAULT_OPTIONS = ChangeOptions()
 class ReloadOutcome(msgspec.Struct, frozen=True):
     """The outcome of one attempt to change the configuration.
 
-    result         applied, unchanged, rejected, dry_run, conflict (If-Match), or nothing (no such
-                   version, or no file)
+    result         applied, unchanged, rejected, dry_run, conflict (the If-Match header does not
+                   match), or nothing (no such version, or no file)
     needs_restart  changed settings that take effect at the next start
     affected       number of requests in progress at endpoints or in pools that the change removes
     took_s         duration in seconds
@@ -101,7 +100,7 @@ class ReloadOutcome(msgspec.Struct, frozen=True):
 
 
 class Rejection(msgspec.Struct, frozen=True):
-    """The last attempt to change the configuration, if it was rejected; `at` is in Unix seconds."""
+    """The last attempt to change the configuration, if it was rejected; `at` is a Unix time."""
 
     at: float
     trigger: str
@@ -109,17 +108,14 @@ class Rejection(msgspec.Struct, frozen=True):
 
 
 async def do_nothing(_trigger: str) -> None:
-    """Do nothing.
-
-    This is the default of `on_applied`, for gateways without auto-rollback.
-    """
+    """Do nothing. This is the default of `on_applied`, for gateways without auto-rollback."""
 
 
 class Reloader:
-    """Owns the current configuration and its history, and makes all changes.
+    """Makes all changes of the configuration, and keeps the current one and the history.
 
-    running        the loaded configuration behind the current snapshot
-    needs_restart  the changed settings that take effect only at the next start
+    running        the loaded configuration of the current snapshot
+    needs_restart  changed settings that take effect only at the next start
     last_error     why the last attempt failed; None if it succeeded
     """
 
@@ -137,7 +133,8 @@ class Reloader:
 
         file         the file that a reload reads; None if the engines were given on the command
                      line
-        report_line  reports a line to the operator; its second argument is True for an error
+        report_line  function that reports a line to the operator; its second argument is True for
+                     an error
         versions     the history; by default it is read from `reload.state_dir`
         """
         self.running = loaded
@@ -180,17 +177,19 @@ class Reloader:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Return the paths of all files that the configuration in force, or the last rejected one,
-        is read from.
+        """Return the paths of the files whose change may change the configuration.
+
+        They are the configuration file, the files that it refers to, and those that the last
+        rejected attempt lacked.
         """
         own = () if self._file is None else (self._file,)
         return tuple(dict.fromkeys((*own, *self.running.references, *self._missing)))
 
     def file_differs(self) -> bool:
-        """Return whether the configuration file differs from the current configuration.
+        """Return whether the text of the configuration file differs from the current configuration.
 
-        Call this in a thread. The two differ after a rollback, a PUT, or an edit while watching is
-        off.
+        They differ after a rollback, after a PUT, or after an edit while watching is off. Call this
+        in a thread.
         """
         if self._file is None:
             return False
@@ -211,8 +210,9 @@ class Reloader:
         return await self._attempt(lambda: load_with_warnings(file, self._env), trigger, options)
 
     async def reload_changed_files(self) -> ReloadOutcome | None:
-        """Reload the configuration after a file in `paths` has changed; return None if the
-        configuration is the same.
+        """Reload the configuration after one of the files in `paths` has changed.
+
+        Returns None if the configuration is the same as before.
         """
         file = self._file
         if file is not None:
@@ -236,10 +236,10 @@ class Reloader:
         if_match: str | None = None,
         options: ChangeOptions = DEFAULT_OPTIONS,
     ) -> ReloadOutcome:
-        """Apply a configuration text received by an admin request, and return the outcome.
+        """Apply a configuration text from an admin request, and return the outcome.
 
-        text      the YAML text; its relative paths start from the folder of the configuration file,
-                  and config/uploaded_references.py says which references are refused
+        text      the YAML text. Its relative paths start at the folder of the configuration file;
+                  config/uploaded_references.py decides which references are refused
         trigger   what caused the change, for the history
         if_match  ETag that the current version must have; otherwise the result is "conflict"
         options   the options of the change
@@ -265,8 +265,8 @@ class Reloader:
         if_match: str | None = None,
         options: ChangeOptions = DEFAULT_OPTIONS,
     ) -> ReloadOutcome:
-        """Apply an older configuration version: `number`, or by default the version before the
-        current one.
+        """Apply an older version of the configuration again: `number`, or by default the previous
+        one.
 
         trigger   what caused the change, for the history
         if_match  ETag that the current version must have; otherwise the result is "conflict"

@@ -1,8 +1,8 @@
 """Builds the snapshot of a configuration: routes by model name, tenants and limits.
 
-build_plan() makes a SnapshotPlan from a Config and the live parts, and changes nothing;
-reload/swap.py carries it out. A snapshot only refers to live state, so replacing one loses nothing,
-and a request keeps the snapshot that it began with.
+build_plan() makes a SnapshotPlan from a Config and the live objects, without changing them. Then
+reload/swap.py applies the plan. A snapshot only refers to live objects, so replacing it loses no
+state. Each request uses one snapshot from its start to its end.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class PoolAdmissionPlan(msgspec.Struct, frozen=True):
     """The new endpoints, admission policy and tenant shares for the wait queue of one pool.
 
     serving           the endpoints that serve whole requests
-    uses_predictions  whether latency predictions for the pool's endpoints are needed: by its
-                      routing policy, by its admission policy, or by a larger model whose requests
-                      may be served by this pool
+    uses_predictions  whether the pool's endpoints need latency predictions. They do if its routing
+                      or its admission policy uses them, or if a larger model may send requests to
+                      this pool
     """
 
     queue: PoolQueue
@@ -59,7 +59,7 @@ class PoolAdmissionPlan(msgspec.Struct, frozen=True):
 class SnapshotPlan(msgspec.Struct, frozen=True):
     """A new snapshot of the configuration, and the changes of live objects that belong to it.
 
-    The plan is valid until another plan is applied.
+    Applying another plan makes this one invalid.
 
     adoption    the changes of the endpoint registry
     admissions  the changes of the wait queues, by pool
@@ -96,14 +96,14 @@ def build_plan(
     discovered: Mapping[str, Sequence[str]],
     before: Snapshot | None = None,
 ) -> SnapshotPlan:
-    """Return the plan of the snapshot that follows `before`; live state stays unchanged.
+    """Return the plan of the snapshot that follows `before`, without changing live objects.
 
     config      the new configuration
     endpoints   the table of live endpoints
     gate        the admission controller
-    discovered  model names per pool that engines report, for a configuration that names none
-    before      the current snapshot; None at the start. A policy whose configuration has not
-                changed is taken from it with its state
+    discovered  model names that engines report, by pool, for a configuration without models
+    before      the current snapshot; None at the start. A policy whose configuration is unchanged
+                is taken from it with its state
 
     A model that no endpoint of its pool lists gets no route. Raises
     policies.policy_registry.PolicyConfigError for a policy that cannot be built.

@@ -1,8 +1,8 @@
-"""Garbage collection of replaced snapshots: frees what only they need.
+"""Frees what only replaced snapshots need, once no request uses them.
 
-A request holds the Snapshot with which it began until its last byte. Once a Snapshot is no longer
-referenced, no request can pick endpoints from it any more. A weak reference detects that, at no
-cost per request.
+A request refers to the Snapshot with which it began until its last byte. When no reference to a
+Snapshot is left, no request can pick an endpoint from it. A weak reference detects this without any
+work per request.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from gateway.route import Snapshot
 
 
 class SnapshotGc:
-    """The snapshots that have been replaced but that requests may still use.
+    """The replaced snapshots that requests may still use.
 
-    Each has actions, such as closing connections, which run once no request uses the snapshot.
+    Each snapshot has actions, such as closing connections. They run once no request uses it.
     """
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class SnapshotGc:
         self._actions: list[tuple[int, Callable[[], None]]] = []
 
     def track(self, snapshot: Snapshot) -> None:
-        """Track a snapshot that has been replaced, so that no new request begins with it."""
+        """Track a snapshot that has just been replaced. No new request uses it."""
         self._old.append((snapshot.generation, ref(snapshot)))
 
     def when_gone(self, generation: int, action: Callable[[], None]) -> None:
-        """Call `action` once no request uses any configuration snapshot up to this generation."""
+        """Call `action` once no request uses a snapshot of this generation or of an earlier one."""
         self._actions.append((generation, action))
 
     def sweep(self) -> None:

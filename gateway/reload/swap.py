@@ -1,7 +1,7 @@
-"""Builds a configuration, tries its policies, and applies it in one iteration of the event loop.
+"""Builds a configuration's snapshot, tests its policies, and replaces the current one.
 
-Everything that can fail happens before the first change. What the old snapshot may still need is
-freed once no request holds it.
+Everything that can fail happens before the first change. The replacement takes one iteration of the
+event loop. What the old snapshot needs is freed once no request uses it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Swap:
                 raise ConfigRejectedError(("models", index), text)
 
     def plan(self, config: Config) -> SnapshotPlan:
-        """Build the plan of a configuration and try its policies, without any change to live state.
+        """Build the plan of a configuration and test its policies, without changing live objects.
 
         Raises ConfigRejectedError if the configuration cannot be applied.
         """
@@ -96,17 +96,14 @@ class Swap:
         return plan
 
     def is_valid(self, plan: SnapshotPlan) -> bool:
-        """Return whether this plan can still be applied, because no other plan was applied since it
-        was built.
-        """
+        """Return whether the plan can be applied: no other plan was applied since it was built."""
         return plan.snapshot.generation == self._gateway.snapshot.generation + 1
 
     def apply(self, plan: SnapshotPlan) -> int:
-        """Apply the plan of a configuration; return the number of requests at removed endpoints or
-        pools.
+        """Apply a plan; return the number of running requests at removed endpoints or pools.
 
-        The method contains no await and nothing that can fail, so requests see either all of the
-        change or nothing. The affected requests finish at their endpoints.
+        These requests finish at their endpoints. The method has no await, and nothing in it can
+        fail. Therefore a request sees either the whole change or none of it.
         """
         gateway, config = self._gateway, plan.snapshot.config
         generation = gateway.snapshot.generation
@@ -128,8 +125,8 @@ class Swap:
     def rebuild(self) -> None:
         """Apply newly discovered endpoints or models in the same way as a reload.
 
-        A plan for a thousand endpoints takes milliseconds to build and to apply, so it is applied
-        in the next turn of the event loop.
+        This happens in the next iteration of the event loop, because a plan for a thousand
+        endpoints takes milliseconds to build and to apply.
         """
         asyncio.get_running_loop().call_soon(self._apply_rebuilt, self._plan_again())
 
@@ -142,8 +139,8 @@ class Swap:
     def rebuild_after_model_news(self) -> None:
         """Rebuild the routes after an engine's list of models or APIs has changed.
 
-        With configured models, the snapshot is replaced only if models gained or lost endpoints, or
-        their engines an API.
+        With configured models, nothing is replaced if no model gained or lost an endpoint or an
+        API.
         """
         before, plan = self._gateway.snapshot, self._plan_again()
         after = plan.snapshot
@@ -201,14 +198,12 @@ class Swap:
             metrics.queue_seconds.remove_children("pool", queue.name)
 
     def sweep(self) -> None:
-        """Free endpoints, names and queues that no request can use any more. Call this
-        regularly.
-        """
+        """Free endpoints, names and queues that no request uses any more. Call this regularly."""
         self._generations.sweep()
 
     @property
     def retiring(self) -> int:
-        """Return the number of removed endpoints, names and queues that are still kept.
+        """Return how many removed endpoints, names and queues have not been freed yet.
 
         Requests that began before a change of the configuration may still use them.
         """
@@ -216,7 +211,7 @@ class Swap:
 
 
 def attach_metrics(gateway: Gateway, plan: SnapshotPlan, metrics: Metrics) -> None:
-    """Configure queues, limits and trials as the plan requires, and attach their metrics."""
+    """Configure wait queues, limits and trial policies by the plan, and attach their metrics."""
     config = plan.snapshot.config
     gateway.gate.configure(config)
     gateway.accounts.configure(config.observability)
@@ -279,7 +274,7 @@ def reported_models(gateway: Gateway) -> Mapping[str, Sequence[str]]:
 
 
 def dry_run(plan: SnapshotPlan, before: Snapshot) -> None:
-    """Let every new policy of a plan pick an endpoint once.
+    """Test the new policies of a plan: let each of them pick an endpoint once.
 
     Raises ConfigRejectedError if a policy fails.
     """

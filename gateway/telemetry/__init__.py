@@ -1,1 +1,1 @@
-"""The records of a request: metrics, access log, trace spans, and the explanation of its pick."""
+"""What is recorded of each request: metrics, access log, trace spans, reasons of its routing."""

@@ -1,4 +1,4 @@
-"""The access log: the members of a line, and the buffer from which a thread writes lines."""
+"""The access log: the format of its lines, and the buffer from which a thread writes them."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ StageTimes = tuple[
 
 
 class AccessLine(msgspec.Struct, omit_defaults=True):
-    """One request in the access log; times in us are microseconds since its head was parsed.
+    """One line of the access log. Times in us are microseconds since the request's head was parsed.
 
-    slo                its service class
-    slo_outcome        whether its service level objective was met, or which part was missed
-    predicted_ttft_us  predicted TTFT, counted from the pick of an endpoint
+    slo                the request's service class, which sets its latency targets
+    slo_outcome        whether the latency targets were met, or which one was missed
+    predicted_ttft_us  predicted time to first token, counted from the pick of an endpoint
     requested_model    the requested model, if another one served the request
     blocks             chained ids of the prompt's 2 KiB blocks; see `access_blocks`
     resumes            number of times that the stream was continued on another endpoint
-    hedge_loser        the endpoint whose concurrent attempt was cancelled
+    hedge_loser        the endpoint whose parallel attempt was cancelled
     client_request_id  the id that the client itself gave the request
-    session            what names its session: a header, a member of the body, or `prefix`
+    session            how its session was found: a header, a member of the body, or `prefix`
     session_id         keyed 48-bit id of its session; see `access_blocks`
     """
 
@@ -118,9 +118,9 @@ class AccessLog:
     def __init__(
         self, config: Observability, loop: asyncio.AbstractEventLoop, dropped: Counter
     ) -> None:
-        """Initialize the access log and open its file; `dropped` counts lost lines.
+        """Create the access log and open its file; the metric `dropped` counts lost lines.
 
-        Raises OSError when the file cannot be opened.
+        Raises OSError if the file cannot be opened.
         """
         rotate = config.access_rotate
         rotation = None if rotate is None else Rotation(rotate.size, rotate.keep)
@@ -140,7 +140,7 @@ class AccessLog:
     def write(self, line: AccessLine) -> None:
         """Append a line to the access log.
 
-        The object must not change after this call, because it is encoded later.
+        The caller must not change `line` afterwards, because it is encoded later in a thread.
         """
         if self._size > BUFFER_CAP_BYTES:
             self._dropped.inc()
@@ -215,9 +215,7 @@ class AccessLog:
         return b"".join(blocks)
 
     async def close(self) -> None:
-        """Write the remaining lines of the access log. Call this once; it waits at most two seconds
-        for a slow disk.
-        """
+        """Write the remaining lines, waiting at most two seconds for a slow disk. Call it once."""
         if self._timer is not None:
             self._timer.cancel()
         for _ in range(2):  # the write in progress, then the remaining lines

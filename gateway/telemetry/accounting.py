@@ -1,8 +1,8 @@
-"""Accounting of ended requests: their metrics and their line in the access log.
+"""Accounting of ended requests: updates their metrics and writes their line in the access log.
 
-Each request (its Exchange) is accounted once. Requests that end in the same iteration of the event
-loop are accounted together at its end. No response therefore waits for the accounting, and the code
-and counters stay in the processor's caches.
+Each request (its Exchange) is accounted once. All requests that end in one iteration of the event
+loop are accounted together at its end. Therefore no response waits for the accounting, and the code
+and the counters stay in the processor's caches.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class _MetricChildren:
         """Count one answered request in these metrics. Its TTFT and TPOT must have been set.
 
         exchange       the record of the request
-        received       when its body was complete (monotonic seconds)
+        received       monotonic time at which its body was complete
         relay          the relay of its answer
         usage          the token counts of its answer
-        prompt_tokens  estimated length of its prompt, used if the engine reported none
-        now            when it ended (monotonic seconds)
+        prompt_tokens  estimated number of prompt tokens, used if the engine reported none
+        now            monotonic time at which it ended
         """
         request_id = exchange.id
         trace_id = "" if exchange.trace is None else exchange.trace.trace_id
@@ -115,7 +115,7 @@ class Accounting:
         loop: asyncio.AbstractEventLoop,
         secret: bytes,
     ) -> None:
-        """Initialize the accounting; `secret` is the key of the ids of prompt blocks in the log."""
+        """Create the accounting. `secret` keys the hashes of prompt blocks in the access log."""
         self._loop = loop
         self._block_ids = BlockIds(secret)
         self._over: list[tuple[Exchange, float]] = []
@@ -139,10 +139,10 @@ class Accounting:
         self.recent_exchanges.resize(config.explained)
 
     def on_pick(self, exchange: Exchange, policy: Policy, query: RoutingQuery, pick: Pick) -> None:
-        """Record how loaded the endpoints are at a pick, before capacity is reserved for the
-        request.
+        """Record the load of the endpoints at a pick, before capacity is reserved for the request.
 
-        The record explains the pick later, and lets other policies on trial evaluate it.
+        The record is used to explain the pick, and to evaluate policies on trial with the same
+        state.
         """
         self._picks += 1
         if self._picks >= REGRET_SAMPLE_EVERY:
@@ -153,7 +153,7 @@ class Accounting:
 
     @property
     def answered_count(self) -> float:
-        """Return the number of ended requests whose response had begun. It may restart from 0."""
+        """Return the number of ended requests whose response had begun. It may restart at 0."""
         return sum(children.requests.value for children in self._children.values())
 
     def add_ended(self, exchange: Exchange) -> None:

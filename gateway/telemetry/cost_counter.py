@@ -1,7 +1,7 @@
-"""Counts the cost of requests in dollars, from the capacity that they reserve at engines.
+"""Counts the cost of requests in dollars, by the capacity that they reserve at engines.
 
-The count is updated a few times per second, independently of requests.
-policies/sizing/cost_meter.py divides the dollars.
+The count is updated a few times per second, not per request. policies/sizing/cost_meter.py divides
+an engine's cost between its requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CostKey = tuple[str, str, str]
 
 
 class CostedEndpoint(Protocol):
-    """The properties of a live endpoint that its cost depends on."""
+    """The attributes of a live endpoint on which its cost depends."""
 
     @property
     def endpoint(self) -> Endpoint: ...
@@ -52,9 +52,9 @@ class LiveCost:
     ) -> None:
         """Add the cost of the time since the last call to the cost metrics.
 
-        prices       dollars per GPU and hour, by the value of the endpoints' label `gpu`. Endpoints
-                     without a price cost nothing
-        has_tenants  whether the cost has a label for the tenant
+        prices       dollars per GPU and hour, by the endpoints' label `gpu`; an endpoint without a
+                     price costs nothing
+        has_tenants  whether the cost metric has a label for the tenant
         now_s        time of the call in seconds
         """
         meter = self._meter

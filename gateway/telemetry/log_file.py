@@ -1,8 +1,8 @@
-"""The file behind the access log: appends blocks of lines, reopens a moved file, rotates by size.
+"""The file of the access log: appends lines, reopens a moved file, and rotates by size.
 
-Several processes may append to the same file: workers, and two processes during a restart. Each
-block is one write with O_APPEND, so blocks are never mixed. Only one thread at a time uses a
-LogFile; after its construction this is never the event loop's thread.
+Several processes may append to the same file: workers, or two processes during a restart. Each
+block of lines is one write with O_APPEND, so blocks are never mixed. Only one thread at a time uses
+a LogFile; after its construction, this is never the event loop's thread.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ class Rotation(msgspec.Struct, frozen=True):
 
 
 class LogFile:
-    """An open log: stdout, or a file that is identified by its path.
+    """An open log: stdout, or the file at a path.
 
-    If the path leads to another file or to none, it is opened again before the next block, so that
-    logrotate may move the file without a signal. A truncated file (copytruncate) is appended to.
+    Before each block, the path is checked. If it leads to another file or to none, it is opened
+    again. Therefore logrotate may move the file without sending a signal. A truncated file
+    (copytruncate) is appended to.
     """
 
     __slots__ = ("_fd", "_is_regular", "_needs_newline", "_path", "_rotation")
 
     def __init__(self, where: str, rotation: Rotation | None = None) -> None:
-        """Initialize the log and open it; `where` is a path or the word `stdout`.
+        """Open the log; `where` is a path or the word `stdout`.
 
-        Raises OSError when the file cannot be opened.
+        Raises OSError if the file cannot be opened.
         """
         self._path = None if where == "stdout" else Path(where)
         self._rotation = rotation

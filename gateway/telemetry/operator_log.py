@@ -1,7 +1,7 @@
 """The operator's log on stderr: text lines with time and level, or one JSON object per line.
 
-Messages may quote text from engines and clients, so control characters are escaped. One record is
-one line, except that the traceback of an internal error takes several.
+Control characters are escaped, because messages may quote text from engines and clients. A record
+takes one line; only the traceback of an internal error takes several.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ LIBRARY_LEVEL = logging.WARNING  # for asyncio, aiohttp and other libraries
 
 
 class LogLine(msgspec.Struct, omit_defaults=True):
-    """One log record as JSON; `worker` is the worker process's number, or None without workers.
+    """One log record as JSON.
 
-    The other members are those of a Python log record.
+    `worker` is the number of the worker process; None without workers. The other members have the
+    meaning of a Python log record's attributes.
     """
 
     time: str
@@ -35,8 +36,9 @@ class LogLine(msgspec.Struct, omit_defaults=True):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a log record as text, such as `2026-11-23T10:20:30.123Z WARNING endpoint a: up ->
-    ejected`.
+    """Formats a log record as one line of text.
+
+    Example: `2026-11-23T10:20:30.123Z WARNING endpoint a: up -> ejected`
     """
 
     def __init__(self, worker: int | None = None) -> None:
@@ -71,7 +73,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes log records to the current sys.stderr, also after it has been replaced."""
+    """Writes log records to sys.stderr, looked up at each record because it may be replaced."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -82,15 +84,13 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
     @stream.setter
     def stream(self, _: TextIO) -> None:
-        raise AttributeError(
-            "the stream of this handler is always sys.stderr and cannot be changed"
-        )
+        raise AttributeError("this handler always writes to sys.stderr; its stream cannot be set")
 
 
 def configure_log(settings: OperatorLog, worker: int | None = None) -> None:
-    """Set up the process's log on stderr; this replaces any earlier setup.
+    """Set up the process's log on stderr, in place of any earlier setup.
 
-    `worker` is the number of the worker process, or None without workers.
+    `worker` is the number of the worker process; None without workers.
     """
     handler = StderrHandler()
     handler.setFormatter(
@@ -106,7 +106,7 @@ def configure_log(settings: OperatorLog, worker: int | None = None) -> None:
 def escape_unprintable(text: str) -> str:
     """Return `text` with unprintable characters escaped.
 
-    They could control a terminal or forge a log line.
+    Unescaped, they could control a terminal or forge a log line.
     """
     if text.isprintable():
         return text

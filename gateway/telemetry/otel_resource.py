@@ -21,7 +21,7 @@ ATTRIBUTES, SERVICE_NAME = "OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME"
 
 
 def resource_attributes(env: Mapping[str, str]) -> list[Attribute]:
-    """Return the OpenTelemetry resource attributes.
+    """Return the attributes of the OpenTelemetry resource, with overrides from `env`.
 
     `service.instance.id` is a new UUID unless `env` sets it.
     """

@@ -1,8 +1,8 @@
-"""Explains why a request went to its endpoint, from the newest requests, kept in memory.
+"""Explains why a request went to its endpoint, for the newest requests, which are kept in memory.
 
-Records the state at the pick and at the end of a request, and builds the explanation of one request
-as plain values. HTTP is in admin/. The policy defines the terms of a score
-(policies.policy_types.PriceTermsFunction).
+The state at the pick and at the end of each request is recorded. From these records, the
+explanation of a request is built as plain values; admin/ serves it over HTTP. The routing policy
+defines the parts of a score (policies.policy_types.PriceTermsFunction).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ load_values = attrgetter(*_NUMBERS)
 
 
 class PickSnapshot(msgspec.Struct, frozen=True):
-    """The load of two endpoints at a pick: the picked one and the second best.
+    """The load of two endpoints at a pick, before capacity was reserved: the picked and the second
+    best.
 
-    The load is that before the capacity reservation. Recording all candidates would cost as much as
-    the pick. The latency models are not copied, so an explanation that needs them uses their
-    current state.
+    Recording all candidates would cost as much as the pick itself. The latency models are not
+    copied; an explanation that needs them uses their current state.
 
     terms       function of the policy that computes the parts (terms) of each candidate's score
     candidates  the picked candidate and the second best, each with its load at the pick
@@ -46,12 +46,12 @@ class PickSnapshot(msgspec.Struct, frozen=True):
     def score_terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate]
     ) -> Mapping[str, Mapping[str, float]]:
-        """Return the parts of the scores of the picked candidate and the second best.
+        """Return the parts (terms) of the scores of the picked candidate and of the second best.
 
-        The result has the value of each part (term) by endpoint and by name of the term. Values are
-        computed from the recorded load.
+        The result maps an endpoint's name to the values of its terms by name. They are computed
+        from the recorded load.
 
-        query       the routing query of the pick
+        query       the policy's input at the pick
         candidates  all candidates of the pick
         """
         then = {
@@ -69,9 +69,7 @@ class PickSnapshot(msgspec.Struct, frozen=True):
 
 
 def restore_load(candidate: Candidate, numbers: tuple[object, ...]) -> EndpointLoad:
-    """Return a candidate's load as it was at the pick, rebuilt from the values that load_values()
-    recorded.
-    """
+    """Return a candidate's load at the pick, rebuilt from values recorded by load_values()."""
     load = EndpointLoad(candidate.load.slot, candidate.load.belief)
     for name, value in zip(_NUMBERS, numbers, strict=True):
         setattr(load, name, value)
@@ -79,9 +77,9 @@ def restore_load(candidate: Candidate, numbers: tuple[object, ...]) -> EndpointL
 
 
 def snapshot_pick(policy: Policy, pick: Pick) -> PickSnapshot | None:
-    """Return the load of the best two candidates, as it was before the capacity reservation.
+    """Return the load of the two best candidates, before capacity is reserved for the request.
 
-    The result is None if the policy has no score terms.
+    Returns None if the policy does not divide its scores into terms.
     """
     if policy.price_terms is None:
         return None
@@ -117,7 +115,7 @@ class RecentExchanges:
             self.size, self._ring = size, deque(maxlen=size)
 
     def add(self, exchange: Exchange, usage: TokenUsage, events: int, now: float) -> None:
-        """Add an ended request to those that can be explained, and free its large objects."""
+        """Store an ended request for explanations, and free those of its objects that are large."""
         exchange.drop_heavy_fields()
         self._ring.append((exchange, usage, events, now))
 
@@ -129,15 +127,17 @@ class RecentExchanges:
         return as_json(self._ring[-1][0]) if self._ring else None
 
     def find_as_json(self, request_id: str) -> dict[str, object] | None:
-        """Return the explanation of the request with this id, or None if it is not stored (any
-        more).
+        """Return the explanation of the request with this id; None if it is not stored.
+
+        Only the newest requests are stored.
         """
         return next((as_json(ended[0]) for ended in self._ring if ended[0].id == request_id), None)
 
 
 def as_json(exchange: Exchange) -> dict[str, object]:
-    """Return the explanation of a request as JSON-compatible values: candidates, scores,
-    outcome.
+    """Return the explanation of a request as JSON-compatible values.
+
+    It has the candidates, their scores and the outcome.
     """
     split = exchange.split
     return {

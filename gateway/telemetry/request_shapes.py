@@ -1,8 +1,7 @@
-"""Records the shapes (lengths and block ids) of ended requests, to detect workload drift
-(gateway/drift).
+"""Records the lengths and block ids of ended requests, to detect drift of the workload.
 
-A record contains no text: block ids are keyed hashes of prompt blocks. In a worker process, the
-supervisor collects the records.
+gateway/drift uses the records. They contain no text: a block id is a keyed hash of a block of the
+prompt. In a worker process, the supervisor collects the records.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ and counted.
 
 
 class ShapeRecord(msgspec.Struct, frozen=True, array_like=True):
-    """An ended request as drift detection sees it.
+    """The shape of an ended request, for drift detection.
 
     at_s     Unix time of its end
     session  id of its session; 0 for none

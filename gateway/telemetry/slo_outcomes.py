@@ -1,7 +1,7 @@
-"""SLO outcomes and prediction errors: what is measured and learned when a request has ended.
+"""Measures whether ended requests met their latency targets (SLO), and how good predictions were.
 
-Contains the outcome from which admission control learns, and the metrics of SLOs and predictions.
-The access log and all other metrics per request are in accounting.py.
+It computes the outcome that admission control learns from, and updates the metrics of SLOs and
+predictions. The access log and all other metrics per request are in accounting.py.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ WITHDRAWN = frozenset(("client_gone", "preempted"))
 
 
 def admission_outcome(exchange: Exchange) -> RequestOutcome:
-    """Return how an admitted request ended, in the terms from which admission control learns.
+    """Return how an admitted request ended, as input for admission control.
 
-    A request that was withdrawn or that the engine rejected as invalid counts as "ignored", because
-    it says nothing about the load.
+    The status is "ignored" if the client left, or if the engine rejected the request as invalid.
+    Such a request shows nothing about the load.
     """
     now, relay = monotonic(), exchange.relay
     if relay is None or not relay.is_committed:
@@ -71,9 +71,10 @@ def _output_tokens(exchange: Exchange, relay: Relay, usage: TokenUsage) -> int:
 
 
 def effective_usage(exchange: Exchange, relay: Relay) -> TokenUsage:
-    """Return the reported token counts, with the prefill endpoint's number of cached tokens.
+    """Return an answer's token counts, with the cached tokens of its prefill endpoint if it was
+    split.
 
-    A decode endpoint reports transferred KV as a cache hit, so its own number is wrong.
+    The decode endpoint of a split request counts transferred KV as cached, so its number is wrong.
     """
     usage, split = relay.usage, exchange.split
     if split is None or split.cached_tokens is None:
@@ -84,7 +85,10 @@ def effective_usage(exchange: Exchange, relay: Relay) -> TokenUsage:
 def measure_latency(
     exchange: Exchange, relay: Relay, usage: TokenUsage
 ) -> tuple[float | None, float | None]:
-    """Return TTFT and TPOT of an answer in seconds; each is None if it cannot be measured."""
+    """Return the time to first token and the time per further token of an answer, in seconds.
+
+    Each of the two is None if it cannot be measured.
+    """
     first, last = relay.first_token_at, relay.last_data_at
     received = exchange.received_at
     if first is None or last is None or received is None:
@@ -95,11 +99,12 @@ def measure_latency(
 
 
 def stream_outcome(slo: Slo, ttft_s: float, tpot_s: float | None) -> str:
-    """Return the SLO outcome of a streamed response: "met", "ttft_missed", "tpot_missed" or
-    "both_missed".
+    """Return whether a streamed response met its latency targets.
 
-    `ttft_s` and `tpot_s` are the measured latencies in seconds. A `tpot_s` of None (fewer than two
-    tokens) meets every budget.
+    The result is "met", "ttft_missed", "tpot_missed" or "both_missed".
+
+    ttft_s  measured seconds to the first token
+    tpot_s  measured seconds per further token; None (fewer than two tokens) meets every target
     """
     if tpot_s is None or tpot_s <= slo.tpot_s:
         return "met" if ttft_s <= slo.ttft_s else "ttft_missed"
@@ -107,11 +112,14 @@ def stream_outcome(slo: Slo, ttft_s: float, tpot_s: float | None) -> str:
 
 
 def whole_outcome(slo: Slo, ttft_s: float, tokens: int) -> str:
-    """Return the SLO outcome of a response that is not streamed.
+    """Return whether a response that is not streamed met its latency targets.
 
-    The outcome is "met" if all tokens arrive within the TTFT budget plus the TPOT budget per
-    further token, else "ttft_missed". `ttft_s` is the time to the first byte of the response in
-    seconds; by then the engine has generated all tokens.
+    The result is "met" if the response began within the target for the first token plus the target
+    for each further token; otherwise it is "ttft_missed". The engine has generated all tokens by
+    then.
+
+    ttft_s  measured seconds to the first byte of the response
+    tokens  number of output tokens
     """
     budget_s = slo.ttft_s + slo.tpot_s * (tokens - 1 if tokens > 1 else 0)
     return "met" if ttft_s <= budget_s else "ttft_missed"
@@ -124,12 +132,13 @@ KindKey = tuple[str, str, str, bool]
 class _Kind:
     """Counters and samples of the requests of one kind (model, tenant, service class, media).
 
-    Lengths of responses are learned from in batches. Until a batch is full, only sums are kept.
+    The estimator of response lengths is updated in batches. Between two updates, only sums are
+    kept.
 
     goodput           counters by SLO outcome
-    learned           number of responses that were learned from
-    batch             number of pending responses at which they are learned from
-    pending           number of responses that were not yet learned from
+    learned           number of responses passed to the estimator so far
+    batch             number of pending responses at which the estimator is updated
+    pending           number of responses not yet passed to the estimator
 
     Sums over the pending responses:
 
@@ -152,18 +161,18 @@ class _Kind:
         self.clear()
 
     def clear(self) -> None:
-        """Set the sums over pending responses to 0, once these have been learned from."""
+        """Reset the sums over pending responses to 0, after the estimator was updated with them."""
         self.pending = self.outputs = self.prompts = 0
         self.output_tokens = self.estimated_tokens = self.prompt_tokens = 0
 
 
 class SloTracker:
-    """Counts requests by SLO outcome and measures prediction errors.
+    """Counts requests by SLO outcome, and measures how wrong predictions were.
 
     There is one object per process.
 
-    output_lengths  lengths of responses, to estimate requests without a token limit
-    prompt_lengths  ratio of actual to estimated prompt tokens, to correct estimates
+    output_lengths  estimator of response lengths, for requests without a token limit
+    prompt_lengths  ratio of actual to estimated prompt tokens, which corrects estimates
     """
 
     __slots__ = (
@@ -189,10 +198,10 @@ class SloTracker:
         self._kinds = {}
 
     def observe_pick_regret(self, query: RoutingQuery, pick: Pick) -> None:
-        """Observe the regret of a pick: how many seconds sooner the first token was expected
-        elsewhere.
+        """Record the regret of a pick: by how many seconds another endpoint was expected to be
+        faster.
 
-        It is the expected TTFT at the picked endpoint, minus the lowest expected TTFT of all
+        It is the expected time to first token at the picked endpoint, minus the lowest one of all
         candidates. Call this before capacity is reserved for the pick.
         """
         if len(pick.candidates) > 1 and pick.candidate.load.is_modelled:
@@ -212,7 +221,7 @@ class SloTracker:
     def on_answered(
         self, exchange: Exchange, relay: Relay, usage: TokenUsage, received: float
     ) -> None:
-        """Record a request whose response has begun; set its TTFT, TPOT and SLO outcome."""
+        """Record an ended request whose response had begun; set its TTFT, TPOT and SLO outcome."""
         call = exchange.call
         first, last, events = relay.first_token_at, relay.last_data_at, relay.event_count
         assert call is not None
@@ -291,7 +300,10 @@ class SloTracker:
             self._error.observe(abs(predicted_s - actual_s) / actual_s if actual_s > 0 else 0.0)
 
     def on_unanswered(self, exchange: Exchange) -> None:
-        """Count a request without a response as shed or failed; client errors are not counted."""
+        """Count a request that ended without a response, as shed (refused) or failed.
+
+        Errors of the client, such as an invalid request, are not counted.
+        """
         call = exchange.call
         if call is None or exchange.reason == "tenant_rate_limited":
             return

@@ -1,7 +1,6 @@
-"""The names of trace span attributes: OpenTelemetry's semantic conventions, and the gateway's own
-names.
+"""The names of trace span attributes: OpenTelemetry's semantic conventions, and the gateway's own.
 
-Source: the conventions for generative AI and HTTP, which are in development and may change. No
+The conventions for generative AI and HTTP are still in development and may change. Therefore no
 other module contains attribute names.
 """
 

@@ -1,8 +1,8 @@
-"""Exports spans to a trace collector in batches: OTLP over HTTP as JSON.
+"""Exports spans to a trace collector in batches, as OTLP over HTTP with JSON.
 
-Spans are dropped and counted when the queue is full or the collector does not accept a batch. After
-a failure, the next batch waits with exponential back-off. gateway/telemetry/spans.py builds the
-spans of a request.
+When the queue is full or the collector rejects a batch, spans are dropped and counted. After a
+failure, the exporter waits before the next batch (exponential back-off). gateway/telemetry/spans.py
+builds the spans of a request.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 class SpanExporter:
     """Decides which requests are traced, and exports their spans. There is one object per process.
 
-    active  the exporter itself while a collector is configured, else None
+    active  this exporter if a collector is configured, else None
     """
 
     def __init__(self, metrics: Metrics, rng: Random, env: Mapping[str, str]) -> None:
-        """Initialize an exporter of spans, with tracing off.
+        """Create an exporter of spans, with tracing off.
 
         `env` may set attributes of the OpenTelemetry resource (gateway/telemetry/otel_resource.py).
         """
@@ -61,9 +61,7 @@ class SpanExporter:
 
     @property
     def active(self) -> SpanExporter | None:
-        """Return the exporter itself, or None while tracing is off, so that callers only test for
-        None.
-        """
+        """Return this exporter, or None while tracing is off. A caller need only test for None."""
         return None if self._config is None else self
 
     def configure(self, config: Traces | None) -> None:
@@ -90,7 +88,7 @@ class SpanExporter:
         return Trace(token_hex(16), new_span_id(), "", "")
 
     def add_request(self, exchange: Exchange, trace: Trace, now: float) -> None:
-        """Queue the spans of a traced request that has ended at `now`, or drop and count them."""
+        """Queue the spans of a traced request that ended at `now`; drop them if the queue is full."""
         if len(self._queue) >= MOST_WAITING:
             self._dropped.inc(4 + len(trace.legs))
             return
@@ -99,7 +97,7 @@ class SpanExporter:
             self._schedule()
 
     async def close(self) -> None:
-        """Send the remaining trace spans to the collector, with a short timeout."""
+        """Send the remaining spans to the collector, with a short timeout, at shutdown."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -10,7 +10,7 @@
       prefill       the prefill part of a split request; its engine span also has a transfer span,
                     from the end of prefill to the first byte
 
-span_exporter.py exports the spans; span_attribute_names.py has the names of attributes.
+span_exporter.py exports the spans. span_attribute_names.py has the names of their attributes.
 """
 
 from __future__ import annotations
@@ -116,9 +116,7 @@ class _Tree:
 
 
 def build_spans(exchange: Exchange, trace: Trace, now: float, unix_offset: float) -> list[Span]:
-    """Return all trace spans of a request that ended at `now` (monotonic seconds), the root
-    first.
-    """
+    """Return all spans of a request that ended at the monotonic time `now`, the root span first."""
     spans = _Tree(trace, unix_offset)
     operation = exchange.api.operation
     is_ok = exchange.status < 500 and exchange.outcome in _WITHOUT_FAILURE

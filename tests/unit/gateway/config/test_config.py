@@ -259,7 +259,7 @@ def test_a_label_that_states_no_number_of_sequences_is_rejected(
         "version: 1\npools:\n  main:\n    endpoints:\n"
         f"      - {{url: http://h:1, labels: {{max_num_seqs: '{stated}'}}}}\n"
     )
-    with pytest.raises(ConfigError, match="the label max_num_seqs must be a positive number"):
+    with pytest.raises(ConfigError, match="the label max_num_seqs must be a positive integer"):
         load_config(file, {})
 
 

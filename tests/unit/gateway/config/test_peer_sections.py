@@ -23,8 +23,8 @@ def refused(text: str) -> str:
     ("url", "why"),
     [
         ("http://a:6379", "the form redis://host:6379"),
-        ("redis://me:secret@a", "must not contain a user or password"),
-        ("redis://a/x", "must consist of scheme, host, port and database"),
+        ("redis://me:secret@a", "must not contain a user or a password"),
+        ("redis://a/x", "must have only a scheme, a host, a port and a database"),
         ("redis://a:99999", "have a valid port"),
     ],
 )
@@ -44,7 +44,7 @@ def test_a_short_or_missing_key_is_rejected() -> None:
 def test_a_second_key_that_is_short_or_the_same_is_rejected() -> None:
     shared = "shared: {redis: {url: 'redis://a'}, key: '${KEY}', other_key: '%s'}\n"
     assert "at least 16 characters" in refused(shared % "${SHORT:-abc}")
-    assert "must differ from `key`" in refused(shared % "${KEY}")
+    assert "must not be equal to `key`" in refused(shared % "${KEY}")
 
 
 def test_a_second_key_in_the_text_counts_as_a_secret_and_is_not_shown() -> None:

@@ -166,7 +166,9 @@ def test_files_with_other_content_are_errors(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("good")
 def test_unknown_ciphers_are_an_error(tmp_path: Path) -> None:
     result = problems(written(tmp_path, more="      ciphers: NONE-SUCH\n"))
-    assert result == ["7:16 listeners.api.tls.ciphers none of the ciphers is known to OpenSSL"]
+    assert result == [
+        "7:16 listeners.api.tls.ciphers OpenSSL knows none of these ciphers; use names that `openssl ciphers` lists"
+    ]
 
 
 @pytest.mark.usefixtures("good")
