@@ -1,4 +1,4 @@
-"""Makes the kernel acknowledge the chunks of a stream with fewer packets."""
+"""Lets the kernel acknowledge the chunks of a stream with fewer packets, to save CPU time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux only
 def delay_acks(transport: asyncio.Transport | None) -> None:
     """Let the kernel acknowledge two chunks of a stream with one packet.
 
-    Linux acknowledges each chunk at once (quick-ack mode) on a connection that only receives, which
-    costs CPU on both sides. With TCP_QUICKACK off, it waits for a second chunk or 40 ms. A silence
-    of 40 ms re-enters quick-ack mode, as before every first token, so this is done once per stream.
-    An engine that leaves Nagle's algorithm on waits 40 ms too, once.
+    By default, Linux acknowledges each chunk at once (quick-ack mode) on a connection that only
+    receives. That costs CPU time on both sides. With TCP_QUICKACK off, it waits for a second chunk,
+    at most 40 ms.
+
+    Call this once per stream, after its first token: a silence of 40 ms, as before the first token,
+    turns quick-ack mode on again. An engine that leaves Nagle's algorithm on also waits 40 ms,
+    once.
     """
     if QUICKACK is not None and transport is not None and not transport.is_closing():
         with suppress(OSError):  # the kernel lacks the option: keep acknowledging each chunk

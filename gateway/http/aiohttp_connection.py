@@ -1,10 +1,12 @@
 """The slow path of a client connection, which uses aiohttp's server protocol and HTTP parser.
 
-FastConnection serves ordinary POST requests; AiohttpConnection takes over at the first request of
-any other kind. A generation request is served right after the parser, without aiohttp's Request,
-router and Response objects. Every other request goes through aiohttp's application. Limits that
-aiohttp lacks are enforced here: deadlines for headers and body, an early 413, the number of chunks,
-and Content-Encoding.
+FastConnection serves ordinary POST requests. At the first request of another kind,
+AiohttpConnection takes over the connection. It serves requests to generate an answer right after
+the parser, without aiohttp's Request, router and Response objects. All other requests go through
+aiohttp's application.
+
+It enforces limits that aiohttp lacks: timeouts for headers and body, the number of chunks of a
+body, and the refusal of large (413) or encoded bodies before they are received.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ CHUNKS_PER_ITERATION = 32  # chunks of a body that are read in one loop iteratio
 class AiohttpConnection(ClientConnection, RequestHandler):
     """A client connection that parses requests with aiohttp.
 
-    Generation requests are passed to `serve`; all others to aiohttp's application.
+    It passes requests to generate an answer to `serve`, and all others to aiohttp's application.
     """
 
     __slots__ = (
@@ -146,7 +148,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         return self._message.version < HttpVersion11
 
     def take_buffered_body(self) -> bytes:
-        """Return b"": this class checks the headers before it reads any of the body."""
+        """Return b"", because this class checks the headers before it reads the body."""
         return b""
 
     async def read_body(
@@ -154,9 +156,11 @@ class AiohttpConnection(ClientConnection, RequestHandler):
     ) -> bytes:
         """Receive the request's body and return all of it.
 
-        `reserve` is called with the number of bytes received so far; it may raise GatewayError when
-        memory is short. The announced length is not reserved, because announcing it costs the
-        client nothing. `join_in_turn` joins the pieces of a large body when it may be parsed.
+        reserve       called with the number of bytes received so far; raises GatewayError if memory
+                      is short. The announced length is not reserved, because announcing costs
+                      nothing
+        join_in_turn  joins the pieces of a large body once it may be parsed
+
         Raises GatewayError for a body that is too large, too slow, encoded or cut off.
         """
         message, payload = self._message, self._payload
@@ -172,7 +176,9 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             pieces = await read(payload, reserve)
         except RequestPayloadError:
             raise GatewayError(
-                Failure.BAD_REQUEST, "The body of the request is not framed correctly."
+                Failure.BAD_REQUEST,
+                "The body of the request is malformed; its chunked encoding or its length is "
+                "wrong.",
             ) from None
         self._body_read = True
         self.phase = Phase.SERVING
@@ -183,14 +189,12 @@ class AiohttpConnection(ClientConnection, RequestHandler):
     # asyncio.Protocol
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """Resume reading from the client if it is paused. aiohttp calls this after every read of a
-        body.
-        """
+        """Resume reading from the client if it is paused. aiohttp calls this after a body read."""
         if self._reading_paused:
             super().resume_reading(resume_parser)
 
     def take_turn(self) -> None:
-        """Parse what was read, and resume reading, unless it is paused for another reason."""
+        """Parse the bytes read last. Resume reading, unless it is paused for another reason."""
         if self.transport is None:
             return
         if self._unread:
@@ -199,9 +203,9 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self.transport.resume_reading()
 
     def take_over(self, data: bytes, since: float | None) -> None:
-        """Continue a FastConnection with `data`, the bytes that it has received but not served.
-
-        `since` is the monotonic time at which a partial head began, or None.
+        """Take over a connection from FastConnection, with the bytes that it has not served.
+        `since` is the monotonic time at which an incomplete request head began; None if there is
+        none.
         """
         self.data_received(data)
         if since is not None and self.phase is Phase.HEAD:
@@ -228,9 +232,9 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         self._resume_source()
 
     def data_received(self, data: bytes) -> None:
-        """Buffer and parse bytes that the client has sent.
+        """Buffer and parse bytes from the client.
 
-        aiohttp passes b"" when its parser should continue with bytes that it has buffered itself.
+        aiohttp calls this with b"" to make the parser continue with the bytes in its own buffer.
         """
         if self.phase is Phase.CLOSING:
             return
@@ -308,11 +312,10 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self._resume_reading_for_buffer()
 
     def drop_unread(self) -> None:
-        """Discard the client's unread bytes to free their memory, and close after the current
-        response.
+        """Discard the client's unread bytes to free memory, and close after the current response.
 
-        The connection is aborted at once if the kernel may hold further bytes, since only closing
-        the socket frees those.
+        If the kernel may hold further bytes, the connection is aborted at once, because only
+        closing the socket frees them.
         """
         self._unread, self._offset, self._unread_counted = b"", 0, 0
         if self.transport is None or self.phase is Phase.CLOSING:
@@ -453,7 +456,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         if encoding is not None and encoding.lower() != "identity":
             raise GatewayError(
                 Failure.UNSUPPORTED_MEDIA,
-                "The gateway accepts no Content-Encoding; send the body unencoded.",
+                "The gateway does not accept a Content-Encoding; send the body unencoded.",
             )
         if int(headers.get("Content-Length", 0)) > self._limits.body:
             raise self._too_large()

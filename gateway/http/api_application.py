@@ -1,6 +1,6 @@
-"""The aiohttp application of the API listener: the models, CORS, and the format of errors.
+"""The aiohttp application of the API listener: lists of models, CORS, and the format of errors.
 
-It serves every request except generation requests, which client connections serve directly.
+It serves all requests except those to generate an answer, which client connections serve directly.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class ModelNames(Protocol):
 
     @property
     def unlisted(self) -> Mapping[str, str]:
-        """Return the error message for every configured model name that no endpoint serves."""
+        """Return an error message for each configured model name that no endpoint serves."""
 
 
 class ModelCatalogue(ModelNames, Protocol):
-    """The models of one configuration, and the API keys that give access to them."""
+    """The models of the current configuration, and the API keys that give access to them."""
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
         """Return the tenant whose API key is in the headers.
 
-        Raises GatewayError for a wrong key.
+        Raises GatewayError if the key is missing or wrong.
         """
 
     def scope(self, headers: Mapping[str, str]) -> ModelNames:
-        """Return the models that the API key in the headers of an authenticated request may use."""
+        """Return the models that the API key in the headers may use. The key must be valid."""
 
 
 def api_application(
@@ -65,8 +65,8 @@ def api_application(
     """Create the aiohttp application for models, health and version; other paths get 404 or 405.
 
     catalogue  function that returns the models of the running configuration
-    cors       rule for web pages of other origins, which answers their preflight requests; None
-               permits no other origin
+    cors       the rule that permits web pages of other origins, and answers their preflight
+               requests; None permits no other origin
     """
     created = int(time())
 

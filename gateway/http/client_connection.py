@@ -1,7 +1,7 @@
-"""The common base of both classes of client connection: responses, backpressure and deadlines.
+"""The common base of both classes of client connection: responses, backpressure and timeouts.
 
-Subclasses read requests: FastConnection (http/fast_connection.py) serves ordinary POST requests,
-AiohttpConnection (http/aiohttp_connection.py) all others.
+The subclasses read the requests. FastConnection (http/fast_connection.py) serves ordinary POST
+requests, and AiohttpConnection (http/aiohttp_connection.py) all others.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ Serve = Callable[["Client", Api], Coroutine[Any, Any, None]]
 
 
 def add_piece(pieces: list[bytes], piece: bytes) -> None:
-    """Append a piece of a body to `pieces`, or to the last piece if that is small.
+    """Append a piece of a body to the list `pieces`, or to its last piece if that is small.
 
-    Merging small pieces saves memory, because a bytes object takes more memory than a few bytes.
+    Merging saves memory: a bytes object takes more memory than the few bytes of a small piece.
     """
     if len(pieces[-1]) < MIN_PIECE:
         pieces[-1] += piece
@@ -73,17 +73,17 @@ class ClientConnection(ABC):
     """The abstract base of client connections; subclasses read requests and declare slots.
 
     phase            what the connection is waiting for
-    phase_since      when the phase began (monotonic seconds)
-    paused_at        when the client began to read too slowly; None while it keeps up
+    phase_since      monotonic time at which the phase began
+    paused_at        monotonic time since which the client reads too slowly; None while it keeps up
     is_draining      whether another process accepts new connections; the next response is the last
                      one here
     will_close       whether the next response is the last one, which its head announces
     _must_close      whether to close the connection after the current response
     clock            supplies the Date header line of responses
-    response_lines   header lines that every response contains: the date, plus those that the
-                     current request adds
+    response_lines   header lines of every response: the date, and those that the current request
+                     adds
     _descriptor      descriptor of the socket if it may be sent to directly, else -1
-    _reading_paused  whether reading is paused because too much is buffered, so that the event loop
+    _reading_paused  whether reading is paused because too much is buffered; then the event loop
                      cannot notice a disconnect
     """
 
@@ -131,8 +131,9 @@ class ClientConnection(ABC):
     @property
     @abstractmethod
     def _has_unread_body(self) -> bool:
-        """Return whether part of the current request's body is unread, so that the next request
-        cannot be parsed.
+        """Return whether part of the current request's body has not been read.
+
+        If so, the next request cannot be parsed.
         """
 
     @property
@@ -142,7 +143,7 @@ class ClientConnection(ABC):
     # Responses
 
     def write(self, data: bytes) -> None:
-        """Queue a part of a response for sending; drop it if the client has disconnected."""
+        """Queue part of a response to be sent; drop it if the client has disconnected."""
         transport = self.transport
         if transport is not None:
             # Annotated so that compiled code calls the method directly, for every chunk.
@@ -150,7 +151,7 @@ class ClientConnection(ABC):
             outbox.enqueue(transport, data, self._descriptor)
 
     def send_error(self, error: GatewayError, request_id: str, shape: ErrorFormat = OPENAI) -> None:
-        """Send a complete error response in the format of the client's API (`shape`)."""
+        """Send a complete error response, in the format of the client's API (`shape`)."""
         headers = [("x-request-id", request_id), *retry_headers(error)]
         self.send_response(error.status, shape.body(error, request_id), headers)
 
@@ -165,17 +166,18 @@ class ClientConnection(ABC):
         self.write(head.encode("latin-1", "replace") + body)
 
     def close_after_write(self) -> None:
-        """Close the client's connection once the bytes written so far have been sent.
+        """Close the connection once the bytes written so far have been sent.
 
-        The client then sees that the response was cut off.
+        The client then sees that the response is incomplete.
         """
         self._must_close = True
 
     @abstractmethod
     def drain(self) -> None:
-        """Announce in the next response that the connection closes after it.
+        """Close the connection after the next response, which announces this in its head.
 
-        A response in progress has not announced this, so the client may send one more request.
+        The head of a response in progress has been sent without that announcement, so the client
+        may still send one more request.
         """
 
     # Backpressure: the engine must not send faster than the client reads
@@ -206,11 +208,10 @@ class ClientConnection(ABC):
         self.phase_since = monotonic()
 
     def sweep(self, now: float) -> bool:
-        """Close or abort the client's connection if a deadline has passed or the client has
-        disconnected; return whether it did.
+        """Close or abort the connection if a timeout has passed or the client has disconnected.
 
-        `now` is in monotonic seconds. The event loop itself cannot notice a disconnect while
-        reading is paused.
+        Returns whether it did. `now` is in monotonic seconds. The event loop itself cannot notice a
+        disconnect while reading is paused.
         """
         expiry = self._expiry(now)
         if expiry is Expiry.ABORT:
@@ -252,7 +253,7 @@ class ClientConnection(ABC):
 
     @abstractmethod
     def drop_unread(self) -> None:
-        """Discard the received bytes that belong to no request yet, and stop counting them."""
+        """Discard received bytes that belong to no request yet; free their memory budget."""
 
     @property
     def _has_hung_up(self) -> bool:
@@ -298,7 +299,7 @@ class ClientConnection(ABC):
 
     @abstractmethod
     def _fail_body(self, error: GatewayError) -> None:
-        """Make the pending read_body() call raise `error`; do nothing if there is none."""
+        """Make the pending read_body() call raise `error`. Does nothing if no call is pending."""
 
     def _time_out(self, message: str) -> None:
         self._must_close = True
@@ -310,10 +311,10 @@ class ClientConnection(ABC):
 
     @abstractmethod
     def _close_after_flush(self) -> None:
-        """Close the client's connection once all written bytes have been sent."""
+        """Close the connection once all written bytes have been sent."""
 
     def abort(self) -> None:
-        """Close the client's connection at once; bytes that are not yet sent are lost."""
+        """Close the connection at once. Bytes that have not been sent are lost."""
         if self.transport is not None:
             self.transport.abort()
 

@@ -1,7 +1,7 @@
 """The interface between a client connection and the code that serves its request.
 
-Client is implemented by both classes of client connection (http/client_connection.py) and by fakes
-in tests.
+Both classes of client connection (http/client_connection.py) implement Client, and so do fakes in
+tests.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from gateway.protocol.response.date_header import ResponseClock, ResponseLines
 
 
 class Client(Downstream, Protocol):
-    """The client of one request: supplies the request and receives the response.
+    """The client of one request: supplies the request, and receives the response.
 
-    A response is sent whole with send_response(), or in pieces with write().
+    A response is sent complete with send_response(), or in parts with write().
     """
 
     @property
@@ -35,8 +35,9 @@ class Client(Downstream, Protocol):
     def is_http_1_0(self) -> bool: ...
     @property
     def will_close(self) -> bool:
-        """Return whether the connection closes after this response; the response head must then
-        announce that.
+        """Return whether the connection closes after this response.
+
+        If so, the head of the response must announce it.
         """
         ...
 
@@ -48,7 +49,7 @@ class Client(Downstream, Protocol):
     def take_buffered_body(self) -> bytes:
         """Return the request's body if all of it has been received, else b"".
 
-        If the result is b"", the caller must await read_body().
+        After b"", the caller must await read_body().
         """
         ...
 
@@ -57,18 +58,19 @@ class Client(Downstream, Protocol):
     ) -> bytes:
         """Receive the request's body and return all of it.
 
-        `reserve` is called with the number of bytes received so far and may raise GatewayError.
-        `join_in_turn` joins the pieces of a large body when it may be parsed. Raises GatewayError
-        when the body is refused.
+        reserve       called with the number of bytes received so far; may raise GatewayError
+        join_in_turn  joins the pieces of a large body once it may be parsed
+
+        Raises GatewayError if the body is refused.
         """
         ...
 
     def send_error(self, error: GatewayError, request_id: str, shape: ErrorFormat = OPENAI) -> None:
-        """Send a complete error response in the format of the client's API (`shape`)."""
+        """Send a complete error response, in the format of the client's API (`shape`)."""
         ...
 
     def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None: ...
 
     def close_after_write(self) -> None:
-        """Close the client's connection once the bytes written so far have been sent."""
+        """Close the connection once the bytes written so far have been sent."""
         ...

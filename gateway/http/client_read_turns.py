@@ -1,9 +1,9 @@
-"""Limits what is read from clients per event loop iteration, so that uploads delay no others.
+"""Limits the reads from clients per event loop iteration, so that uploads do not delay others.
 
-After a long read, or a piece of a request, a connection is not read again until its turn comes.
-Otherwise the event loop would read all bytes that the kernel has buffered for every connection
-before it does anything else. A thousand clients that send byte by byte would block it. New
-connections, of which it accepts one per iteration, would wait for seconds.
+After a long read, or after a part of a request, a connection is not read again until its turn
+comes. Without this, the event loop would read all bytes that the kernel has buffered for all
+connections before it does anything else. A thousand clients that send single bytes would block it,
+and new connections would wait for seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Reading these pieces takes about half a millisecond.
 
 
 class TurnReader(Protocol):
-    """The interface of a connection that pauses reading after a long read until its turn comes."""
+    """The interface of a connection that stops reading after a long read, until its turn comes."""
 
     def take_turn(self) -> None:
         """Resume reading, unless the connection has closed or is paused for other reasons."""
@@ -37,7 +37,7 @@ class ReadTurns:
     __slots__ = ("_is_scheduled", "_loop", "_reads", "_turns", "_waiting")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, turns: int = TURNS) -> None:
-        """Initialize an empty queue; `turns` connections may read again per loop iteration."""
+        """Create an empty queue; `turns` connections may read again per event loop iteration."""
         self._loop = loop
         self._turns = turns
         self._is_scheduled = False
@@ -47,8 +47,8 @@ class ReadTurns:
     def wait(self, reader: TurnReader, transport: asyncio.Transport) -> bool:
         """Pause reading from `transport`, and call `reader.take_turn()` when its turn comes.
 
-        Returns whether the data just read may be processed now. If False, this event loop iteration
-        has read from enough connections already: process the data when the turn comes.
+        Returns whether the data that was just read may be processed now. False means that enough
+        connections were read in this iteration; process the data when the turn comes.
         """
         transport.pause_reading()
         self._waiting.append(reader)

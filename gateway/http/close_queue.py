@@ -1,7 +1,7 @@
-"""Closes the connections of clients that have left, a limited number per event loop iteration.
+"""Closes the connections of disconnected clients, a limited number per event loop iteration.
 
-Closing a connection takes some 30 microseconds of system calls and clean-up. A client that leaves
-with thousands of connections at once would block the event loop for a tenth of a second.
+Closing one connection takes about 30 microseconds. Without the limit, a client that disconnects
+thousands of connections at once would block the event loop for a tenth of a second.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CLOSES = 32
 
 
 class CloseQueue:
-    """The connections of one event loop that wait to be closed, in order."""
+    """The connections of one event loop that wait to be closed, first come first served."""
 
     __slots__ = ("_closed", "_loop", "_waiting")
 
@@ -24,11 +24,10 @@ class CloseQueue:
         self._closed = 0  # in this loop iteration
 
     def defer_close(self, transport: asyncio.Transport | None) -> bool:
-        """Queue a connection whose client has left; return whether this queue will close it.
-
-        False means that the caller has to close it now, as the event loop does when eof_received()
-        returns False. TLS connections are never deferred, because the event loop closes them in any
-        case.
+        """Queue a connection whose client has disconnected; return whether the queue closes it.
+        If it returns False, the caller has to close it now, as the event loop does when
+        eof_received() returns False. This is so for TLS connections, which the event loop closes in
+        any case.
         """
         if transport is None or not transport.can_write_eof():
             return False

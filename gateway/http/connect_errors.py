@@ -1,4 +1,4 @@
-"""Tells failures to connect that are due to this process from those that are due to an engine."""
+"""Distinguishes failures to connect that this process causes from those that an engine causes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LOCAL_ERRORS = frozenset(
 
 
 def is_local_error(error: OSError) -> bool:
-    """Return whether a failed connect is due to this process or to name resolution.
+    """Return whether a failed connect was caused by this process or by name resolution.
 
-    Such a failure says nothing about the engine.
+    Such a failure does not show that the engine has a problem.
     """
     return isinstance(error, socket.gaierror) or error.errno in LOCAL_ERRORS

@@ -1,9 +1,9 @@
-"""All client connections of a process, with limits on their number and on their unread bytes.
+"""Limits on the number of client connections of a process, and on their unread bytes.
 
-Unread bytes belong to no request yet: partial heads and pipelined requests of clients that have not
-been authenticated. All connections share `limits.unread_budget` bytes for them, a part of
-`limits.body_budget`. When it is used up, the unread bytes that are oldest are discarded, because an
-honest client completes its request within milliseconds.
+Unread bytes are received but belong to no request yet, such as an incomplete request head. Their
+clients have not been authenticated. All connections share `limits.unread_budget` bytes for them,
+which are part of `limits.body_budget`. When these are used up, the oldest unread bytes are
+discarded: an honest client completes its request within milliseconds.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ Answering a late client and closing its connection takes about 0.1 ms.
 
 
 class ByteBudget(Protocol):
-    """The memory budget for request bodies, which admission/admission_controller.py implements."""
+    """The memory budget for request bodies. admission/admission_controller.py implements it."""
 
     def reserve_body(self, body_bytes: int) -> int:
-        """Reserve `body_bytes` bytes of the memory budget for a request body; return how many were
-        reserved.
+        """Reserve memory for a request body, and return the number of bytes that were reserved.
 
         Raises GatewayError if the budget is used up.
         """
@@ -54,9 +53,7 @@ class ByteBudget(Protocol):
 
 
 class CountedConnection(Protocol):
-    """A client connection that counts towards the connection limits, from the start of its TLS
-    handshake.
-    """
+    """A client connection that counts against the limits, from the start of its TLS handshake."""
 
     def sweep(self, now: float) -> bool: ...
     def drop_unread(self) -> None: ...
@@ -85,10 +82,10 @@ class ClientConnections:
     def __init__(
         self, budget: ByteBudget, trusted: Networks, on_refused: Callable[[str], None]
     ) -> None:
-        """Initialize the set of client connections, which is empty at first.
+        """Create an empty set of client connections.
 
-        `budget` is the memory for request bodies. Addresses in `trusted` are exempt from the limit
-        on connections per client.
+        budget   the memory budget for request bodies
+        trusted  addresses that are exempt from the limit on connections per client
         """
         self._budget = budget
         self._trusted = trusted
@@ -107,11 +104,11 @@ class ClientConnections:
         return iter(self._connections)
 
     async def sweep(self, now: float) -> None:
-        """Check the deadlines of at most SWEPT_AT_ONCE client connections; the next call goes on.
+        """Check the timeouts of the next SWEPT_AT_ONCE connections. Call this regularly.
 
-        `now` is in monotonic seconds. Checking in parts bounds the time of one call, but with
-        thousands of connections a deadline may take effect a few seconds late. At most
-        ENDED_AT_ONCE connections are ended in one event loop iteration.
+        `now` is in monotonic seconds. A call checks only a part of the connections, so that it
+        takes little time. With thousands of connections, a timeout may take effect a few seconds
+        late. At most ENDED_AT_ONCE connections are ended in one event loop iteration.
         """
         if not self._to_sweep:
             self._to_sweep = list(self._connections)
@@ -125,9 +122,9 @@ class ClientConnections:
                     await asyncio.sleep(0)
 
     def admit(self, connection: CountedConnection, address: str, limits: Limits) -> bool:
-        """Count a new connection; return False if a limit on connections is reached.
+        """Count a new connection; return False if that would exceed a limit.
 
-        The limits are on all connections and on those of one client address.
+        There are two limits: on all connections, and on those of one client address.
         """
         client = client_group(address)
         if len(self._connections) >= limits.connections:
@@ -144,10 +141,9 @@ class ClientConnections:
         return True
 
     def replace(self, old: CountedConnection, new: CountedConnection) -> None:
-        """Replace `old` by `new`, another protocol object for the same TCP connection, in the
-        count.
+        """Count `new` in place of `old`, another protocol object for the same TCP connection.
 
-        The unread bytes of `old` are released; `new` reports its own with set_unread().
+        The unread bytes of `old` are no longer counted; `new` reports its own with set_unread().
         """
         self._release(old)
         client = self._connections.pop(old, None)
@@ -155,7 +151,7 @@ class ClientConnections:
             self._connections[new] = client
 
     def remove(self, connection: CountedConnection) -> None:
-        """Stop counting a closed connection; do nothing if it was not counted."""
+        """Stop counting a closed connection. Does nothing if it was not counted."""
         client = self._connections.pop(connection, None)
         if client is None:
             return
@@ -169,8 +165,9 @@ class ClientConnections:
     def set_unread(self, connection: CountedConnection, unread: int, limit: int) -> None:
         """Set the number of unread bytes of a connection, and enforce the shared limit.
 
-        While all connections have more than `limit` bytes, the oldest unread bytes are dropped. A
-        connection that alone has more than a quarter of `limit` and MIN_SHARE loses its own.
+        If all connections together exceed `limit` bytes, the oldest unread bytes are dropped. A
+        single connection that exceeds both a quarter of `limit` and MIN_SHARE loses its unread
+        bytes.
         """
         if not unread:
             self._release(connection)
@@ -205,6 +202,6 @@ class ClientConnections:
 
 
 def unread_budget_error() -> GatewayError:
-    """Return the error for a client whose unread bytes were dropped to stay within the budget."""
+    """Return the error for a client whose unread bytes were dropped to save memory."""
     message = "Incomplete and pipelined requests take too much memory."
     return GatewayError(Failure.OVERLOADED, message, retry_after_s=1.0, reason="unread_budget")

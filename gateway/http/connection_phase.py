@@ -1,6 +1,6 @@
-"""The phases of a client connection (idle, receiving, serving, closing) and their deadlines.
+"""The phases of a client connection (idle, receiving, serving, closing) and their timeouts.
 
-The functions are pure: they take ages in seconds and the configured limits.
+The functions are pure. Their arguments are durations in seconds and the configured limits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ BODY_GRACE_S = 1.0  # the minimum rate of a body does not apply to its first sec
 
 
 class Phase(Enum):
-    """What a client connection is waiting for; each phase has its own deadline."""
+    """What a client connection is waiting for. Each phase has its own timeout."""
 
     IDLE = auto()
     HEAD = auto()
@@ -28,7 +28,7 @@ IDLE, HEAD, BODY, SERVING, CLOSING = Phase
 
 
 class Expiry(Enum):
-    """The ways to end a client connection whose deadline has passed."""
+    """How to end a client connection whose timeout has passed."""
 
     ABORT = auto()
     CLOSE = auto()
@@ -37,8 +37,9 @@ class Expiry(Enum):
 
 
 def reader_expiry(paused_s: float, limits: Limits) -> Expiry | None:
-    """Return ABORT if the client has not read its response for `limits.slow_reader` seconds, else
-    None.
+    """Return ABORT if the client has not read its response for too long, else None.
+
+    The limit is `limits.slow_reader` seconds.
     """
     return Expiry.ABORT if paused_s > limits.slow_reader else None
 
@@ -46,25 +47,23 @@ def reader_expiry(paused_s: float, limits: Limits) -> Expiry | None:
 def idle_expiry(age_s: float, limits: Limits, *, has_sent_nothing: bool) -> Expiry | None:
     """Return CLOSE if the client's next request has not begun in time, else None.
 
-    The first request on a connection must begin within `headers_timeout`, a later one within
-    `idle_timeout`.
+    The limit is `headers_timeout` for the first request on a connection, and `idle_timeout` for
+    later ones.
     """
     is_late = has_sent_nothing and age_s > limits.headers_timeout
     return Expiry.CLOSE if is_late or age_s > limits.idle_timeout else None
 
 
 def head_expiry(age_s: float, limits: Limits) -> Expiry | None:
-    """Return HEAD_TIMEOUT if a request head is still incomplete after `headers_timeout` seconds,
-    else None.
-    """
+    """Return HEAD_TIMEOUT if a request head is incomplete after `headers_timeout`, else None."""
     return Expiry.HEAD_TIMEOUT if age_s > limits.headers_timeout else None
 
 
 def body_expiry(age_s: float, received: int, limits: Limits) -> Expiry | None:
-    """Return BODY_TIMEOUT if a request body takes too long or arrives below the minimum rate, else
-    None.
+    """Return BODY_TIMEOUT if a request body takes too long or arrives too slowly, else None.
 
-    `age_s` is the time since the gateway began to wait for it; `received` is in bytes.
+    age_s     seconds since the gateway began to wait for the body
+    received  number of bytes received so far
     """
     rated_s = age_s - BODY_GRACE_S
     is_slow = rated_s > 0 and received < rated_s * limits.body_min_rate
@@ -74,7 +73,7 @@ def body_expiry(age_s: float, received: int, limits: Limits) -> Expiry | None:
 def closing_expiry(age_s: float, limits: Limits, *, is_flushing: bool) -> Expiry | None:
     """Return ABORT if closing a client connection takes too long, else None.
 
-    While a response is still being sent (`is_flushing`), the limit is that of a slow reader. While
-    a refused upload is being discarded, it is LINGER_S.
+    While the end of a response is being sent (`is_flushing`), the limit is that of a slow reader.
+    While a refused upload is being discarded, it is LINGER_S seconds.
     """
     return Expiry.ABORT if age_s > (limits.slow_reader if is_flushing else LINGER_S) else None

@@ -1,8 +1,8 @@
-"""Eager tasks: coroutines that resume inside the callback that completes what they await.
+"""Eager tasks: coroutines that resume at once, inside the callback that completes what they await.
 
-asyncio resumes a Task in a later loop iteration, which costs a few microseconds and some latency
-each time. An EagerTask starts at once, and when it awaits an EagerFuture, it resumes inside that
-future's resolve(). Any other await turns it into a regular Task, as does timeout_after().
+asyncio resumes a Task in a later event loop iteration, which costs a few microseconds each time. An
+EagerTask starts at once. When it awaits an EagerFuture, it resumes inside that future's resolve().
+Any other await turns it into a regular Task, as timeout_after() does.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ An exception costs as much as several steps.
 
 
 class EagerFuture(asyncio.Future[None]):
-    """A future whose resolve() resumes the waiting EagerTask directly.
+    """A future whose resolve() resumes the waiting EagerTask at once.
 
-    A Task may await it too and resumes in a later loop iteration as usual.
+    A regular Task may await it too; it resumes in a later event loop iteration as usual.
     """
 
     __slots__ = ("waiter",)
     waiter: EagerTask | None
 
     def resolve(self, error: Exception | None = None) -> None:
-        """Complete the future, with the exception `error` if given, and resume the EagerTask that
-        waits for it.
+        """Complete the future, and resume the EagerTask that waits for it.
 
-        Does nothing if the future is already done.
+        If `error` is given, it is raised in the task. Does nothing if the future is already done.
         """
         if self.done():
             return
@@ -55,9 +54,9 @@ def new_future(loop: asyncio.AbstractEventLoop) -> EagerFuture:
 
 
 class EagerTask:
-    """A task that runs a coroutine inside its caller where possible; step() starts it.
+    """A task that runs its coroutine inside its caller where possible. step() starts it.
 
-    `on_done` is called exactly once when the coroutine ends, for whatever reason.
+    `on_done` is called exactly once, when the coroutine ends for any reason.
     """
 
     __slots__ = ("_on_done", "_steps", "_task", "_waits_for")
@@ -69,10 +68,11 @@ class EagerTask:
         self._task: asyncio.Task[None] | None = None
 
     def step(self, error: BaseException | None = None) -> None:
-        """Run the task's coroutine to its next wait, raising `error` inside it if given.
+        """Run the task's coroutine up to its next wait. If `error` is given, raise it in the
+        coroutine.
 
-        The coroutine should let only CancelledError escape; any other exception propagates to the
-        caller.
+        The only exception that the coroutine may raise is CancelledError. Any other one is raised
+        to the caller.
         """
         self._waits_for = None
         try:
@@ -94,8 +94,9 @@ class EagerTask:
             self._task.add_done_callback(lambda _: self._on_done())
 
     def cancel(self) -> None:
-        """Cancel the task like asyncio's Task.cancel(), but at once if its coroutine awaits an
-        EagerFuture.
+        """Cancel the task like asyncio.Task.cancel().
+
+        If the coroutine awaits an EagerFuture, it is cancelled at once.
         """
         waits_for = self._waits_for
         if self._task is not None:
@@ -144,7 +145,7 @@ class _Remainder(Coroutine[Any, Any, None]):
         self._steps.close()
 
     def __await__(self) -> Generator[Any, None, None]:
-        raise TypeError("this coroutine must be run by a Task")
+        raise TypeError("this coroutine cannot be awaited; pass it to an asyncio.Task")
 
 
 @coroutine
@@ -158,10 +159,10 @@ def _become_task() -> Generator[None, None, None]:
 
 @asynccontextmanager
 async def timeout_after(seconds: float) -> AsyncIterator[None]:
-    """Limit the duration of an `async with` block like asyncio.timeout(), also inside an EagerTask.
+    """Limit the duration of an `async with` block like asyncio.timeout(), also in an EagerTask.
 
-    asyncio.timeout() needs a Task, so an EagerTask becomes one here. That costs time, so code that
-    every request passes must not use this function. Raises TimeoutError.
+    asyncio.timeout() needs a Task, so an EagerTask becomes one here. That costs time; do not use
+    this function in code that every request runs. Raises TimeoutError.
     """
     await _become_task()
     async with asyncio.timeout(seconds):

@@ -1,7 +1,7 @@
-"""The fast path of a client connection: POST requests that carry a Content-Length header.
+"""The fast path of a client connection: POST requests with a Content-Length header.
 
 protocol/request/request_head.py recognises such a request. It is served in the callback that
-delivers its last byte, without a task or a request object. At the first request of any other kind,
+receives its last byte, without a task or a request object. At the first request of another kind,
 the connection switches to AiohttpConnection for good, so that no request passes two parsers.
 """
 
@@ -40,12 +40,13 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     """A client connection that serves ordinary POST requests one after another, without aiohttp.
 
     headers          the headers of the request being served
-    _unread          received bytes; those from offset `_offset` on belong to no started request yet
-    _unread_counted  number of such bytes that count towards the memory budget of all connections
+    _unread          received bytes; those after `_offset` belong to no request yet
+    _unread_counted  number of such bytes that count against the memory budget of all connections
     _kernel_bytes    bytes that the kernel may buffer while reading is paused
-    _is_turn_due     whether the first request in `_unread` is scheduled for the next loop iteration
+    _is_turn_due     whether the first request in `_unread` is scheduled for the next event loop
+                     iteration
     _head            the newest request head; the next one usually differs only in its length
-    _pieces          the body received so far; `_missing` bytes of it are still to come
+    _pieces          the body received so far; `_missing` bytes are still to come
     _reserve         function that reserves memory for the body while it is being received
     _closed          future that resolves when the connection is lost; None until close_when_idle()
                      is called
@@ -123,12 +124,14 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     async def read_body(
         self, reserve: Callable[[int], None], join_in_turn: JoinInTurn | None = None
     ) -> bytes:
-        """Wait for the rest of the request's body and return all of it.
+        """Wait for the rest of the request's body, and return all of it.
 
-        `reserve` is called with the number of bytes received so far. The announced length is not
-        reserved, because announcing it costs the client nothing. `join_in_turn` joins
-        the pieces of a large body when it may be parsed. Raises GatewayError when the body arrives
-        too slowly or `reserve` finds no memory.
+        reserve       called with the number of bytes received so far; raises GatewayError if memory
+                      is short. The announced length is not reserved, because announcing costs
+                      nothing
+        join_in_turn  joins the pieces of a large body once it may be parsed
+
+        Raises GatewayError if the body arrives too slowly.
         """
         if self._missing:
             reserve(self._body_bytes - self._missing)
@@ -208,7 +211,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     def eof_received(self) -> bool:
         """Treat a half-close by the client as a disconnect.
 
-        Returns whether the transport stays open until the close queue closes it.
+        Returns whether the transport stays open, to be closed by the close queue.
         """
         return self._outbox.close_queue.defer_close(self.transport)
 
@@ -283,11 +286,10 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self.transport.resume_reading()
 
     def drop_unread(self) -> None:
-        """Discard the client's unread bytes to free their memory, and close after the current
-        response.
+        """Discard the client's unread bytes to free memory, and close after the current response.
 
-        The connection is aborted at once if the kernel may hold further bytes, since only closing
-        the socket frees those.
+        If the kernel may hold further bytes, the connection is aborted at once, because only
+        closing the socket frees them.
         """
         self._unread, self._offset, self._unread_counted = b"", 0, 0
         if self.transport is None or self.phase is CLOSING:

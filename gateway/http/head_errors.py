@@ -13,10 +13,10 @@ from gateway.protocol.errors import Failure, GatewayError
 
 
 def invalid_head(problem: BaseException | None, max_uri: int) -> GatewayError:
-    """Return the HTTP error for a request head that aiohttp's parser rejected.
+    """Return the HTTP error for a request head that aiohttp's parser has rejected.
 
-    problem  the parser's exception, or None if only the HTTP version is unsupported
-    max_uri  the parser's limit for the request line, in bytes
+    problem  the parser's exception; None if the HTTP version is not supported
+    max_uri  the parser's limit on the request line, in bytes
     """
     failure, message = Failure.BAD_REQUEST, "The request is not valid HTTP/1.1."
     if isinstance(problem, LineTooLong):
@@ -29,7 +29,7 @@ def invalid_head(problem: BaseException | None, max_uri: int) -> GatewayError:
 
 
 def head_size(message: RawRequestMessage) -> int:
-    """Return the size of a request head in bytes; method and HTTP version are not counted."""
+    """Return the size of a request head in bytes, without the method and the HTTP version."""
     return len(message.path) + sum(
         len(name) + len(value) + 4 for name, value in message.raw_headers
     )

@@ -1,7 +1,7 @@
-"""Health and version on the API listener: /health, /ping and /version, without an API key.
+"""The pages /health, /ping and /version of the API listener, which need no API key.
 
-These pages show that this process answers HTTP. /readyz of the admin listener shows whether it can
-serve requests.
+They show that this process answers HTTP requests. Whether it can serve models is shown by /readyz
+of the admin server.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A queue that lets large request bodies be joined and parsed one at a time.
+"""Joins and parses large request bodies one at a time, so that they do not block the event loop.
 
-Parsing cannot be interrupted. It takes 0.2 ms per MiB of text, 0.8 of blanks, and up to 1.7 of
-values that are nested. The memory for bodies is limited in admission/admission_controller.py.
+Parsing cannot be interrupted. Per MiB, it takes 0.2 ms for text, 0.8 ms for blanks and up to 1.7 ms
+for nested values. admission/admission_controller.py limits the memory for bodies.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ JoinInTurn = Callable[[list[bytes]], Awaitable[bytes]]
 
 
 async def join_pieces(pieces: list[bytes]) -> bytes:
-    """Join the pieces of a large body over several loop iterations, and empty the list.
+    """Join the pieces of a large body over several event loop iterations, and empty the list.
 
-    Fresh memory for 30 MiB takes ten times as long as to copy them. The pieces are freed on the
-    way, and the result is the buffer itself, so the body is never in memory twice.
+    The iterations are needed because allocating 30 MiB takes ten times as long as copying them.
+    Pieces are freed on the way and the result is the buffer itself, so the body is never in memory
+    twice.
     """
     joined, size = BytesIO(), 0
     pieces.reverse()
@@ -40,14 +41,15 @@ async def join_pieces(pieces: list[bytes]) -> bytes:
 class LargeBodies:
     """Schedules the parsing of large request bodies.
 
-    Every large body is parsed in a loop iteration of its own. A client whose body held up that
-    iteration for longer than QUICK_S waits before its next large body: 2.2 s after 10 ms, half a
-    percent of the event loop's time. The pause begins with 0 at QUICK_S, because an ordinary image
-    of 3 MB takes about 4 ms, and now and then a little more than 4.5. Joins are not counted: their
-    steps are short.
+    Each large body is parsed in a separate event loop iteration. If that takes longer than QUICK_S,
+    the client has to wait before its next large body is parsed. The wait is 2.2 s after 10 ms, so
+    that the client uses half a percent of the event loop's time.
 
-    _paused_until  end of each client's pause (monotonic seconds)
-    _waiting       a lock per client, so that its bodies wait for the pause one after another
+    Ordinary images cause no long wait: one of 3 MB takes about 4 ms, sometimes 4.5, and the wait
+    grows from 0 at QUICK_S. The time to join pieces is not counted, because its steps are short.
+
+    _paused_until  end of each client's wait (monotonic seconds)
+    _waiting       a lock per client, so that its bodies wait one after another
     """
 
     __slots__ = ("_one_at_a_time", "_paused_until", "_waiting")
@@ -58,11 +60,11 @@ class LargeBodies:
         self._waiting: dict[str, asyncio.Lock] = {}
 
     async def join_in_turn(self, client: str, pieces: list[bytes]) -> bytes:
-        """Return a large body of `client`, joined from `pieces`, when the caller may parse it.
+        """Return a large body of `client`, joined from `pieces`, once the caller may parse it.
 
-        Only the body whose turn it is is joined, so that waiting bodies take no further memory and
-        joins do not add up in one iteration. The caller must parse the body before it awaits
-        anything else: the CPU time until it does decides how long the client's pause is.
+        A body is joined only when its turn has come, so that waiting bodies take no further memory.
+        The caller must parse the body before it awaits anything else. The CPU time until then
+        decides how long the client has to wait before its next large body.
         """
         turn: asyncio.Lock | None = None
         try:

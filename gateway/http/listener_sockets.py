@@ -1,4 +1,4 @@
-"""Listening sockets: opened here or inherited from systemd or the previous process; free ports."""
+"""Listening sockets: opened by this process, or inherited from systemd or the previous process."""
 
 from __future__ import annotations
 
@@ -24,19 +24,17 @@ NO_SOCKETS: SocketsByName = MappingProxyType({})
 
 
 class ActivationError(Exception):
-    """Raised when sockets passed by systemd cannot be used; the message is written for the
-    operator.
-    """
+    """Raised when sockets passed by systemd cannot be used. The message says what to change."""
 
 
 def is_port_free(host: str, port: int) -> bool:
     """Return whether no process is listening on `host`:`port` now.
 
     A command checks its port before it starts anything, so that its error can name the option to
-    change.
+    change. Port 0 is always free.
 
-    Port 0 is always free. So is a port that cannot be listened on for another reason, such as an
-    unknown host or missing rights: the listener's own error explains that better.
+    If the port cannot be listened on for another reason, such as an unknown host, the result is
+    True: the listener's own error explains that better.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -56,9 +54,7 @@ def is_port_free(host: str, port: int) -> bool:
 
 @contextmanager
 def naming_config_key(key: str, host: str, port: int) -> Iterator[None]:
-    """Prefix an OSError raised in the `with` block with the configuration key and the URL of the
-    listener.
-    """
+    """Prefix an OSError in the `with` block with the listener's configuration key and URL."""
     try:
         yield
     except OSError as error:
@@ -68,9 +64,9 @@ def naming_config_key(key: str, host: str, port: int) -> Iterator[None]:
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> tuple[socket.socket, ...]:
-    """Bind a listening TCP socket to every address of `host` and return the sockets.
+    """Open a listening TCP socket on every address of `host`, and return the sockets.
 
-    With port 0, all of them share the port that the first one got. Raises OSError.
+    With port 0, all of them get the same free port. Raises OSError.
     """
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     bound: list[socket.socket] = []
@@ -114,12 +110,11 @@ def limit_send_buffers(listening: Iterable[socket.socket], memory_bytes: int) ->
 
 
 def limit_receive_buffers(listening: Iterable[socket.socket], memory_bytes: int) -> None:
-    """Limit each accepted connection to `memory_bytes` of kernel memory for unread bytes.
+    """Limit each accepted connection to `memory_bytes` of kernel memory for received, unread bytes.
 
-    Without a limit, the kernel may keep the maximum of tcp_rmem, often 32 MiB, for a client that
-    sends faster than it is read: it enlarges the buffer while the gateway reads, and what has
-    arrived by then stays when reading pauses. The limit also caps the speed of uploads. It takes
-    effect up to twice net.core.rmem_max.
+    Without a limit, the kernel enlarges this buffer while the gateway reads, often to 32 MiB (the
+    maximum of tcp_rmem), and keeps what has arrived when reading is paused. The limit also caps the
+    speed of uploads. It can be set up to twice net.core.rmem_max.
     """
     for listener in listening:
         if listener.fileno() >= 0:
@@ -131,10 +126,11 @@ def limit_receive_buffers(listening: Iterable[socket.socket], memory_bytes: int)
 def sockets_from_systemd(env: MutableMapping[str, str]) -> SocketsByName:
     """Return the listening sockets that systemd opened for this process, by listener name.
 
-    The result is empty if systemd opened none. LISTEN_FDNAMES assigns the names if all of them are
-    `api` or `admin`; otherwise the first socket is `api` and the second `admin`. The LISTEN_
-    variables are removed from `env`, so that child processes do not use them. Raises
-    ActivationError.
+    The result is empty if systemd opened none. The names come from LISTEN_FDNAMES if all of them
+    are `api` or `admin`; otherwise the first socket is `api` and the second is `admin`. The LISTEN_
+    variables are removed from `env`, so that child processes do not use the sockets.
+
+    Raises ActivationError if a socket cannot be used.
     """
     pid, count, names = (env.pop(f"LISTEN_{key}", "") for key in ("PID", "FDS", "FDNAMES"))
     if pid != str(os.getpid()) or not count.isdigit():
@@ -152,8 +148,8 @@ def sockets_from_systemd(env: MutableMapping[str, str]) -> SocketsByName:
         }
     if len(inherited) > len(LISTENER_NAMES):
         raise ActivationError(
-            f"systemd passed {len(inherited)} sockets; name each of them api or admin with "
-            "FileDescriptorName="
+            f"systemd passed {len(inherited)} sockets; set FileDescriptorName= of each one to "
+            "api or admin"
         )
     return {name: (listener,) for name, listener in zip(LISTENER_NAMES, inherited, strict=False)}
 

@@ -1,12 +1,12 @@
-"""Relays long reads from engines in slices, about a millisecond's work per event loop iteration.
+"""Relays long reads from engines in slices of about a millisecond per event loop iteration.
 
-The event loop reads up to 256 KiB from a connection at once. To relay them may take several
-milliseconds: an engine may send thousands of small chunks in one read, or events whose every byte
-is examined. Meanwhile nothing else would run. Nothing more is read from such a connection until all
-slices of its last read have been relayed.
+The event loop reads up to 256 KiB from a connection at once. Relaying them may take several
+milliseconds, for example if they contain thousands of small chunks. Nothing else would run
+meanwhile. Therefore they are relayed in slices, and the connection is not read until the last
+slice.
 
-A short read may lead to long work too: it may decide that a long beginning of a stream is relayed,
-or end a translated stream. A relay processes such work in steps, each of which counts as a slice.
+A short read may cause long work too, for example at the end of a translated stream. A relay does
+such work in steps, and each step counts as a slice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SlicedConnection(Protocol):
 class LongReads:
     """The long reads of one event loop, which are relayed in slices.
 
-    The connections take turns, so that a connection with a long read does not delay the others.
+    The connections take turns, so that one with a long read does not delay the others.
     """
 
     __slots__ = ("_is_scheduled", "_loop", "_slices")
@@ -48,7 +48,7 @@ class LongReads:
         self._slices: dict[SlicedConnection, deque[tuple[Relay, bytes]]] = {}
 
     def has_slices(self, connection: SlicedConnection) -> bool:
-        """Return whether a long read of this connection is being relayed."""
+        """Return whether a long read of this connection is still being relayed."""
         return connection in self._slices
 
     def add(
@@ -58,9 +58,9 @@ class LongReads:
         data: bytes,
         transport: asyncio.Transport,
     ) -> None:
-        """Relay `data` slice by slice, after what was added for the connection before.
+        """Relay `data` in slices, after the data added earlier for this connection.
 
-        Pauses reading from `transport` until then.
+        Reading from `transport` is paused until then.
         """
         self._schedule()
         transport.pause_reading()
@@ -70,9 +70,9 @@ class LongReads:
     def add_step(
         self, connection: SlicedConnection, relay: Relay, transport: asyncio.Transport | None
     ) -> None:
-        """Let `relay` process more of what it has received, before anything else is relayed.
+        """Let `relay` continue its work on data that it has received, before more data is relayed.
 
-        Pauses reading from `transport` until then, unless it is closing or None.
+        Reading from `transport` is paused until then, unless it is closing or None.
         """
         self._schedule()
         if transport is not None and not transport.is_closing():
@@ -80,7 +80,7 @@ class LongReads:
         self._slices.setdefault(connection, deque()).appendleft((relay, b""))
 
     def flush(self, connection: SlicedConnection) -> None:
-        """Relay all slices of a connection now, because it is closing."""
+        """Relay all remaining slices of a connection now, because it is closing."""
         while connection in self._slices:
             slices = self._slices[connection]
             relay, data = slices.popleft()

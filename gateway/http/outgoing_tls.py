@@ -1,6 +1,7 @@
 """TLS settings for the gateway's outgoing connections to engines and to Redis.
 
-Endpoints with equal settings share one SSLContext, which is rebuilt when a file changes.
+Endpoints with equal settings share one SSLContext. It is created again when one of its files
+changes.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ class ClientContexts:
 
 
 def new_context(section: ClientTls | None) -> ssl.SSLContext:
-    """Create a new SSLContext for a client, outside the cache.
+    """Create a new SSLContext for a client, without using the cache.
 
-    Raises OSError when a file cannot be used.
+    Raises OSError if a file cannot be used.
     """
     return client_context(ClientSettings() if section is None else section.settings)
 
@@ -83,9 +84,9 @@ def redis_settings(url: str, section: ClientTls | None) -> ClientSettings | None
 
 
 def redis_options(settings: ClientSettings | None) -> dict[str, Any]:
-    """Return TLS settings as keyword arguments for redis-py.
+    """Return TLS settings as keyword arguments for redis-py, which creates its own SSLContext.
 
-    redis-py builds its own SSLContext from them. Without settings (None), the result is empty.
+    The result is empty if `encryption` is None.
     """
     if settings is None:
         return {}

@@ -1,7 +1,7 @@
 """An HTTP client for the gateway's own requests to an engine: health, metrics, models, tokens.
 
-Connections are kept open, because a thousand engines may be polled every second: a poll costs one
-write and one read. Client requests use gateway/http/upstream.py instead.
+A thousand engines may be polled every second. Therefore connections are kept open, and a poll costs
+one write and one read. Clients' requests use gateway/http/upstream.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_IDLE = 2
 
 
 class ConnectError(Exception):
-    """Raised when no connection could be opened; `os_error` has the reason."""
+    """Raised when no connection to an engine could be opened; `os_error` has the reason."""
 
     def __init__(self, os_error: OSError) -> None:
         super().__init__(str(os_error))
@@ -29,7 +29,7 @@ class ConnectError(Exception):
 
 
 class ConnectionLostError(Exception):
-    """Raised when an engine's connection ends before the first byte of a response."""
+    """Raised when an engine closes its connection before the first byte of a response."""
 
 
 class _PollConnection(asyncio.Protocol):
@@ -127,20 +127,18 @@ class PollClient:
         self._key_header, self._encryption = key_header, encryption
 
     async def get(self, path: str, timeout_s: float, limit: int) -> tuple[int, bytes]:
-        """Send a GET request for `path` to the engine; return the status and at most `limit` bytes
-        of the body.
+        """Send a GET request for `path`; return the status and at most `limit` bytes of the body.
 
-        If a kept connection is lost before the first byte of the response, a new connection is
-        tried. Raises ConnectError, ConnectionLostError, FramingError, or TimeoutError after
-        `timeout_s` seconds.
+        If an idle connection turns out to be closed, the request is sent again on a new one. Raises
+        ConnectError, ConnectionLostError, FramingError, or TimeoutError after `timeout_s` seconds.
         """
         return await self._send(self._request("GET", path, ""), timeout_s, limit)
 
     async def post(self, path: str, body: bytes, timeout_s: float, limit: int) -> tuple[int, bytes]:
         """Send a POST request with a JSON body; everything else is as in get().
 
-        After a lost connection, the request is sent a second time, so the engine may process it
-        twice.
+        If an idle connection turns out to be closed, the request is sent again, so the engine may
+        process it twice.
         """
         fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         return await self._send(self._request("POST", path, fields) + body, timeout_s, limit)

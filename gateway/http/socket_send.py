@@ -1,7 +1,7 @@
-"""Sends bytes to the socket of a transport directly, without the transport's own steps.
+"""Sends bytes to a transport's socket directly, which costs less than writing to the transport.
 
-uvloop also tries to send what is written at once, in several times as many instructions. Compiled
-builds send in C (_socket_send.c); sources write to the transports.
+uvloop's transport also tries to send at once, but takes several times as many instructions.
+Compiled builds send in C (_socket_send.c). Builds that are not compiled write to the transports.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ except ImportError:
     DIRECT = None
 
     def send_now(descriptor: int, data: bytes, /) -> int:
-        """Send as many bytes to a socket as it takes without waiting; return their number.
+        """Send as many bytes to a socket as it accepts without waiting; return their number.
 
-        An error counts as 0 bytes; writing the rest to the transport reports it. The transport must
-        be open and have no unsent bytes: else the bytes could overtake others, or reach another
-        connection. This form sends nothing.
+        The caller writes the rest to the transport. An error counts as 0 bytes, because the
+        transport reports it then. The transport must be open and have no unsent bytes: otherwise
+        these bytes could overtake others, or reach another connection. This Python version sends
+        nothing.
         """
         return 0
 
@@ -31,7 +32,7 @@ except ImportError:
 def descriptor_of(transport: asyncio.BaseTransport) -> int:
     """Return the descriptor of an open transport if its socket may be sent to directly, else -1.
 
-    It may if the transport is uvloop's and has no TLS.
+    It may if the transport is uvloop's and does not use TLS.
     """
     if type(transport) is not DIRECT:
         return -1

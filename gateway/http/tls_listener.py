@@ -1,8 +1,7 @@
 """TLS for a listener: performs the handshake, then passes the connection to its HTTP protocol.
 
-The listening socket accepts plain connections. A handshake therefore counts against the connection
-limit, and a new certificate applies to later connections without affecting open ones. Listeners
-without TLS do not use this module.
+The listening socket accepts plain TCP connections. Therefore a handshake counts against the
+connection limit, and a new certificate applies to later connections without affecting open ones.
 """
 
 from __future__ import annotations
@@ -41,17 +40,18 @@ MAX_HANDSHAKES = 4096
 
 
 class HandshakeLimit(Protocol):
-    """A limit on client connections that also counts those in their TLS handshake."""
+    """A limit on client connections that also counts connections in their TLS handshake."""
 
     def admit(self, handshake: Handshake, address: str) -> bool: ...
     def remove(self, handshake: Handshake) -> None: ...
 
 
 class TlsListener:
-    """The TLS certificates of one listener, and its connections that are in their TLS handshake.
+    """The TLS certificates of one listener, and its connections in their TLS handshake.
 
     new_protocol     creates the HTTP protocol of a connection
-    close_s          seconds that a client may take to read the rest of a response while closing
+    close_s          seconds that a client has to read the rest of a response before the connection
+                     is closed
     on_failure       called for each failed handshake
     handshake_limit  counts handshakes as client connections; None for the admin server
     """
@@ -64,9 +64,9 @@ class TlsListener:
         on_failure: Callable[[], None],
         handshake_limit: HandshakeLimit | None = None,
     ) -> None:
-        """Initialize a TLS listener and load its certificates.
+        """Create a TLS listener, and load its certificates.
 
-        Raises OSError or ValueError for an unusable file.
+        Raises OSError or ValueError if a file cannot be used.
         """
         self._new_protocol = new_protocol
         self._on_failure = on_failure
@@ -99,7 +99,7 @@ class TlsListener:
         settings, path = section.settings, section.certificate
         try:
             if settings == self._stamp[0] and self.not_after > time() >= _not_after(settings):
-                raise ValueError("the new certificate has expired")
+                raise ValueError("the new certificate has expired, but the current one has not")
             self._load(section)
         except (OSError, ValueError) as error:
             log.error("TLS: %s cannot be used, so the certificate in use is kept: %s", path, error)
@@ -116,7 +116,10 @@ class TlsListener:
             handshake.abort()
 
     def admit_handshake(self, handshake: Handshake, address: str) -> bool:
-        """Count a new handshake; return False if a limit on handshakes or connections applies."""
+        """Count a new handshake; return False if that would exceed a limit.
+
+        There are limits on handshakes and on connections.
+        """
         if len(self._handshakes) >= MAX_HANDSHAKES:
             return False
         if self._counter is not None and not self._counter.admit(handshake, address):
@@ -134,7 +137,7 @@ class TlsListener:
     async def start_tls(
         self, raw: asyncio.Transport, protocol: asyncio.Protocol
     ) -> asyncio.Transport | None:
-        """Perform the TLS handshake; return the encrypted transport, or None on failure."""
+        """Perform the TLS handshake; return the encrypted transport, or None if it fails."""
         loop = asyncio.get_running_loop()
         address = _address(raw)  # a closed transport no longer has it
         try:
@@ -189,10 +192,10 @@ class TlsListeners:
     def wrap_factory(
         self, name: str, section: ListenerTls | None, new_protocol: ProtocolFactory
     ) -> ProtocolFactory:
-        """Return the protocol factory for a listener, which performs TLS if `section` is not None.
+        """Return the protocol factory of a listener, which performs TLS if `section` is not None.
 
-        Without TLS, `new_protocol` itself is returned. Raises OSError or ValueError when a
-        certificate file cannot be used.
+        Without TLS, this is `new_protocol` itself. Raises OSError or ValueError if a certificate
+        file cannot be used.
         """
         if section is None:
             return new_protocol
@@ -206,16 +209,12 @@ class TlsListeners:
         return listener.new_handshake
 
     def update(self, listeners: Listeners) -> None:
-        """Apply a new configuration, and the current certificate files, to new connections of all
-        TLS listeners.
-        """
+        """Apply a new configuration and the current certificate files to new TLS connections."""
         for name, listener in self._listeners.items():
             listener.update(listeners.api.tls if name == API else listeners.admin.tls)
 
     def close(self) -> None:
-        """Abort the connections that are in their TLS handshake, on all of the gateway's
-        listeners.
-        """
+        """Abort the connections of all listeners that are in their TLS handshake."""
         for listener in self._listeners.values():
             listener.close()
 
@@ -227,14 +226,14 @@ class TlsListeners:
         return self._connections.admit(handshake, address, self._limits())
 
     def remove(self, handshake: Handshake) -> None:
-        """Stop counting a TLS handshake: it failed, or its HTTP protocol is counted from now on."""
+        """Stop counting a TLS handshake: it has failed, or its HTTP protocol is counted now."""
         self._connections.remove(handshake)
 
 
 class Handshake(asyncio.Protocol):
-    """The asyncio protocol of a connection in its TLS handshake.
+    """The asyncio protocol of a connection during its TLS handshake.
 
-    It buffers data for the HTTP protocol.
+    It buffers received data for the HTTP protocol.
     """
 
     __slots__ = ("_early_data", "_listener", "_raw", "_task")
@@ -258,16 +257,16 @@ class Handshake(asyncio.Protocol):
         self._early_data.append(data)
 
     def sweep(self, now: float) -> bool:
-        """Do nothing, because the handshake has its own timeout, in start_tls(); return False."""
+        """Return False and do nothing, because the handshake has its own timeout in start_tls()."""
         return False
 
     def drop_unread(self) -> None:
-        """Do nothing: before the handshake has completed, there are no unread bytes."""
+        """Do nothing, because there are no unread bytes before the end of the handshake."""
 
     def drain(self) -> None:
         """Do nothing when the listener drains.
 
-        The connection is still in its TLS handshake; it will be served like a new one.
+        The connection is still in its TLS handshake. Afterwards it is served like a new one.
         """
 
     def abort(self) -> None:

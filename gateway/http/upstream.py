@@ -1,8 +1,8 @@
 """An HTTP/1.1 client for engines, with connection pooling, timeouts and backpressure.
 
 Its main classes are ConnectionPool and UpstreamConnection. Response bytes go straight to the
-client's connection; a Relay (protocol/response/relay.py) interprets them. aiohttp's client would
-cost several times as much CPU per request and chunk (docs/performance.md).
+client's connection; a Relay (protocol/response/relay.py) parses them on the way. aiohttp's client
+would take several times as much CPU time per request and chunk (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NOTHING, STEPS, STEPS_AND_ACKS = range(3)
 
 
 class Downstream(Protocol):
-    """The receiver of an engine's response: the client's connection, or an object in its place."""
+    """The receiver of an engine's response, usually the client's connection."""
 
     @property
     def is_writing_paused(self) -> bool: ...
@@ -62,7 +62,7 @@ class RequestPayload(Protocol):
 
 
 class UpstreamTimeouts(msgspec.Struct, frozen=True):
-    """Timeouts of an engine in seconds: to connect, to its first byte, and between two chunks."""
+    """Timeouts in seconds: to connect, to the first byte of a response, and between two chunks."""
 
     connect_s: float
     first_byte_s: float
@@ -72,9 +72,9 @@ class UpstreamTimeouts(msgspec.Struct, frozen=True):
 class UpstreamConnection:
     """A connection to one engine, which carries one request and its response at a time.
 
-    last_activity_at  when the connection last delivered part of a committed response, else when the
-                      request was sent (monotonic seconds)
-    idle_since        when the connection's newest response ended (monotonic seconds)
+    last_activity_at  monotonic time at which it last delivered a part of a response to the client;
+                      before that, at which the request was sent
+    idle_since        monotonic time at which its newest response ended
     transport         None before the connection is established and after it is lost
 
     The class implements asyncio.Protocol without inheriting from it: with a Python base class it
@@ -130,7 +130,7 @@ class UpstreamConnection:
         return done
 
     def abort(self) -> None:
-        """Close the connection at once, which makes the engine cancel the request."""
+        """Close the connection at once, so that the engine cancels the request."""
         if self._downstream is not None:
             self._downstream.set_source(None)
         self._relay = self._downstream = None
@@ -138,11 +138,9 @@ class UpstreamConnection:
             self.transport.abort()
 
     def half_close(self) -> None:
-        """Close the sending side of the connection: the engine cancels the request but can still
-        finish its response.
-
-        TLS has no half-close here, so the engine notices the cancellation only when the caller
-        closes the connection.
+        """Half-close the connection: the engine cancels the request, but can end its response.
+        TLS has no half-close here. The engine notices the cancellation only when the caller closes
+        the connection.
         """
         self._outbox.flush()
         self._descriptor = -1
@@ -157,9 +155,7 @@ class UpstreamConnection:
 
     @property
     def is_mid_event(self) -> bool:
-        """Return whether the client has received part of an event or body that only this engine can
-        complete.
-        """
+        """Return whether the client has part of an event or body that only this engine can end."""
         return (
             self._relay is not None and self._relay.is_committed and not self._relay.is_at_boundary
         )
@@ -186,9 +182,7 @@ class UpstreamConnection:
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether a client waits for the engine's response and reads it as fast as it
-        arrives.
-        """
+        """Return whether a client waits for the engine's response and reads it without delay."""
         return (
             self._relay is not None
             and self._downstream is not None
@@ -200,18 +194,16 @@ class UpstreamConnection:
 
     @property
     def active_stream(self) -> Relay | None:
-        """Return the relay of a response that is sending tokens to a client which keeps up, or
-        None.
-        """
+        """Return the relay of a response that is streaming to a client that keeps up, else None."""
         relay = self._relay
         if relay is None or not self.is_awaited:
             return None
         return relay if relay.event_count and relay.first_token_at else None
 
     def has_timed_out(self, now: float, timeouts: UpstreamTimeouts) -> bool:
-        """Return whether the engine has been silent for too long.
+        """Return whether the engine has sent nothing for too long.
 
-        Times in which reading was paused are not counted.
+        The time during which reading was paused is not counted.
         """
         relay = self._relay
         if relay is None or not self.is_awaited:
@@ -232,7 +224,7 @@ class UpstreamConnection:
             )
 
     def pause_writing(self) -> None:
-        """Do nothing. The whole request is already in the transport's buffer."""
+        """Do nothing, because the transport's buffer already has the whole request."""
 
     def resume_writing(self) -> None: ...
 
@@ -279,7 +271,7 @@ class UpstreamConnection:
         self._outbox.long_reads.add(self, relay, data, transport)
 
     def end_slices(self) -> None:
-        """Read from the engine again, as only the last slice of a long read is left to relay.
+        """Resume reading from the engine: only the last slice of a long read is left to relay.
 
         Reading stays paused while the client reads too slowly.
         """
@@ -288,9 +280,7 @@ class UpstreamConnection:
             self.transport.resume_reading()
 
     def process_deferred(self, relay: Relay, data: bytes) -> None:
-        """Relay a chunk that was deferred, or a slice of a long read, if its response (`relay`) is
-        still in progress.
-        """
+        """Relay a deferred chunk, or a slice of a long read, if its response has not ended."""
         if self._relay is not relay:  # that response has ended, so these bytes are surplus
             self.abort()
             return
@@ -362,9 +352,9 @@ class UpstreamConnection:
 class ConnectionPool:
     """A pool of connections to one engine.
 
-    The newest idle connection is reused first, so that others expire.
+    The newest idle connection is reused first, so that unneeded ones expire.
 
-    last_body_at  when the engine last sent part of any response body (monotonic seconds)
+    last_body_at  monotonic time at which the engine last sent part of any response body
     """
 
     __slots__ = (
@@ -390,8 +380,7 @@ class ConnectionPool:
         outbox: WriteQueue,
         encryption: Encryption | None = None,
     ) -> None:
-        """Initialize a pool without connecting; `key` is the API key that the engine expects, if
-        any.
+        """Create a pool without connecting. `key` is the engine's API key, if it needs one.
 
         Raises ValueError for an https:// URL without `encryption`.
         """
@@ -402,7 +391,7 @@ class ConnectionPool:
         self._request_line = b"POST " + parts.path.rstrip("/").encode()
         self.outbox = outbox
         if is_https and encryption is None:
-            raise ValueError(f"the engine URL {url} needs TLS settings")
+            raise ValueError(f"the engine URL {url} begins with https:// and needs TLS settings")
         self.reconfigure(key, timeouts, encryption)
         self.last_body_at = 0.0
         self.connections: set[UpstreamConnection] = set()
@@ -415,11 +404,10 @@ class ConnectionPool:
         encryption: Encryption | None,
         rank: int | None = None,
     ) -> None:
-        """Use other connection settings for later requests to the engine; responses in progress
-        keep theirs.
+        """Replace the connection settings for later requests; running requests keep theirs.
 
-        encryption  applies to new connections only
-        rank        the engine's data-parallel rank that is to serve all requests; None: any
+        encryption  TLS settings of new connections
+        rank        the data-parallel rank that serves all requests; None: the engine chooses one
         """
         self._encryption = encryption
         authorization = f"authorization: Bearer {key}\r\n" if key else ""
@@ -435,7 +423,7 @@ class ConnectionPool:
     def request_head(self, path: str) -> bytes:
         """Return the start of a POST request head for `path`, as bytes.
 
-        The caller appends its own header lines and the blank line.
+        The caller appends more header lines and the blank line.
         """
         head = self._heads.get(path)
         if head is None:
@@ -449,8 +437,8 @@ class ConnectionPool:
     ) -> None:
         """Send one request and relay its response to `downstream`.
 
-        If a pooled connection is lost before the first byte of the response, one new connection is
-        tried. Raises UpstreamError.
+        If an idle connection turns out to be lost, the request is sent once more on a new one.
+        Raises UpstreamError.
         """
         pooled, is_retry = self.take_idle(), False
         while True:
@@ -472,9 +460,9 @@ class ConnectionPool:
                 raise
 
     def take_idle(self) -> UpstreamConnection | None:
-        """Take an open idle connection from the pool, or return None if there is none.
+        """Take an idle connection from the pool; return None if there is none.
 
-        The caller must use or abort the connection.
+        The caller must use the connection or abort it.
         """
         oldest = monotonic() - MAX_IDLE_S
         while self._idle:
@@ -549,11 +537,9 @@ class ConnectionPool:
             self._idle.remove(connection)
 
     def sweep(self, now: float) -> None:
-        """Close connections to the engine that have been idle too long, and fail responses that
-        have timed out.
+        """Close idle connections that are too old, and fail responses that have timed out.
 
-        `now` is in monotonic seconds. Idle connections are closed before the engine would close
-        them.
+        `now` is in monotonic seconds. Connections are closed before the engine would close them.
         """
         while self._idle and self._idle[0].idle_since < now - MAX_IDLE_S:
             self._idle.pop(0).abort()
@@ -564,8 +550,8 @@ class ConnectionPool:
     def silence_duration_s(self, now: float) -> float:
         """Return for how many seconds clients have waited without any output of the engine.
 
-        The result is 0 if no client is waiting. Response heads do not count as output, because API
-        servers send them before the engine sees the request.
+        It is 0 if no client is waiting. Response heads are not output, because API servers send
+        them before the engine sees the request.
         """
         waiting_since = [
             connection.last_activity_at for connection in self.connections if connection.is_awaited
@@ -573,17 +559,12 @@ class ConnectionPool:
         return max(0.0, now - max(min(waiting_since), self.last_body_at)) if waiting_since else 0.0
 
     def fail_all(self, kind: str, message: str) -> None:
-        """Fail all responses in progress on this pool's connections, because the engine is known to
-        have failed.
-        """
+        """Fail all responses in progress, because the engine is known to have failed."""
         for connection in tuple(self.connections):
             connection.fail(kind, message)
 
     def fail_between_events(self, kind: str, message: str) -> int:
-        """Fail the engine's responses that are between two events.
-
-        Returns how many other responses continue.
-        """
+        """Fail the responses that are between two events; return how many others continue."""
         spared = [connection for connection in self.connections if connection.is_mid_event]
         for connection in self.connections.difference(spared):
             connection.fail(kind, message)

@@ -1,11 +1,10 @@
-"""Sends all writes of an event loop iteration together at its end; defers chunks beyond a limit.
+"""Sends all writes of an event loop iteration at its end; defers some chunks to later iterations.
 
-Handling thirty reads and then thirty sends keeps the processor's caches warm, which saves CPU under
-load (docs/performance.md). On an idle loop, a write leaves a few microseconds later.
+Handling thirty reads and then thirty writes keeps the processor's caches warm, which saves CPU time
+(docs/performance.md).
 
-Several engines may finish a decode step at once and send hundreds of chunks, which would delay new
-requests. One iteration therefore relays some of the chunks and defers the rest; new requests run in
-between.
+When several engines finish a decode step at once, hundreds of chunks arrive. Relaying them all
+would delay new requests. Therefore one iteration relays some of them and defers the rest.
 """
 
 from __future__ import annotations
@@ -32,23 +31,22 @@ BYTES_PER_TURN = 256 * 1024  # deferred bytes that are relayed per loop iteratio
 
 
 class DeferringConnection(Protocol):
-    """A connection to an engine that can process a received chunk in a later event loop
-    iteration.
-    """
+    """A connection to an engine that can process a chunk in a later event loop iteration."""
 
     def process_deferred(self, relay: Relay, data: bytes) -> None: ...
 
 
 class WriteQueue:
-    """The queued socket writes of one event loop, in order. Call flush() before closing a
-    transport.
+    """The queued socket writes of one event loop, in order.
 
-    budget_spent  whether this iteration has written enough; further chunks from engines must then
+    Call flush() before closing a transport, so that its queued writes are sent.
+
+    budget_spent  whether this iteration has written enough; if so, further chunks from engines must
                   be deferred to a later one
-    read_turns    clients' connections that wait to read again after a long read
+    read_turns    client connections that wait to read again after a long read
     long_reads    the long reads from engines, which are relayed in slices
-    piece_turns   connections that wait to read the next piece of a request
-    close_queue   closes the connections of clients that have left
+    piece_turns   client connections that wait to read the next part of a request
+    close_queue   closes the connections of disconnected clients
     """
 
     __slots__ = (
@@ -71,8 +69,9 @@ class WriteQueue:
     def enqueue(self, transport: asyncio.Transport, data: bytes, descriptor: int = -1) -> None:
         """Queue a write to a socket.
 
-        It is sent before any callback runs that is scheduled after this call. `descriptor` is the
-        socket's if it may be sent to directly (socket_send.py).
+        It is sent before any callback runs that is scheduled after this call.
+
+        descriptor  descriptor of the socket if it may be sent to directly (socket_send.py), else -1
         """
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -82,7 +81,7 @@ class WriteQueue:
             self.budget_spent = True
 
     def flush(self) -> None:
-        """Send all queued writes now, except those to transports that have closed."""
+        """Send all queued writes now. Those to transports that have been closed are dropped."""
         queue, self._queue = self._queue, []
         for transport, data, descriptor in queue:
             if not transport.is_closing():  # the descriptor belongs to no other connection yet
@@ -97,9 +96,9 @@ class WriteQueue:
                     transport.abort()
 
     def defer(self, connection: DeferringConnection, relay: Relay, data: bytes) -> None:
-        """Relay an engine's chunk in a later loop iteration, after the chunks deferred before it.
+        """Relay an engine's chunk in a later event loop iteration, after earlier deferred chunks.
 
-        Call this instead of relaying the chunk while `budget_spent` is true.
+        Call this instead of relaying the chunk if `budget_spent` is true.
         """
         self._deferred.append((connection, relay, data))
         self._deferred_bytes += len(data)

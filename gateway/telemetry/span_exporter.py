@@ -88,7 +88,7 @@ class SpanExporter:
         return Trace(token_hex(16), new_span_id(), "", "")
 
     def add_request(self, exchange: Exchange, trace: Trace, now: float) -> None:
-        """Queue the spans of a traced request that ended at `now`; drop them if the queue is full."""
+        """Queue the spans of a request that ended at `now`; drop them if the queue is full."""
         if len(self._queue) >= MOST_WAITING:
             self._dropped.inc(4 + len(trace.legs))
             return
