@@ -1,6 +1,4 @@
-"""The admin server's pages for pools that choose their routing policy automatically: state, pin and
-unpin.
-"""
+"""The admin pages for automatic policy selection: show its state, pin a policy, and unpin it."""
 
 from __future__ import annotations
 
@@ -14,9 +12,10 @@ STATUS = {"applied": 200, "unchanged": 200, "rejected": 400, "nothing": 409, "co
 
 
 def add_auto(routes: web.UrlDispatcher, find: Callable[[], AutoPolicyController | None]) -> None:
-    """Add the routes below /auto, about automatic policy selection, to the admin server's `routes`.
+    """Add the pages below /auto to the admin server's `routes`.
 
-    `find` returns the AutoPolicyController of this process, or None if the process has none.
+    `find` returns this process's AutoPolicyController, which selects the policies; None if there is
+    none.
     """
 
     async def read(_: web.Request) -> web.Response:
@@ -28,8 +27,8 @@ def add_auto(routes: web.UrlDispatcher, find: Callable[[], AutoPolicyController 
         try:
             if controller is None:
                 raise UnknownPoolError(
-                    "no pool of this process has the section auto, so none "
-                    "chooses its policy automatically"
+                    "no pool of this process has the section auto, so no policy is selected "
+                    "automatically"
                 )
             outcome = await controller.set_pin(pool, is_pinned=request.match_info["what"] == "pin")
         except UnknownPoolError as error:

@@ -1,7 +1,7 @@
 """The admin server's configuration pages: the current configuration, its history, and changes.
 
-The pages translate HTTP requests to reloads, and the results of reloads to HTTP responses.
-security.py authenticates clients; reload/reloader.py reloads.
+They translate HTTP requests to configuration changes, and their outcomes to HTTP responses.
+security.py authenticates clients, and reload/reloader.py makes the changes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ STATUS: Mapping[str, int] = MappingProxyType(
 
 
 def add(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
-    """Add the configuration routes, below /config, to an admin server.
+    """Add the pages below /config to an admin server.
 
-    target  the gateway that the routes read and change; it has no worker processes
+    target  the gateway process whose configuration the pages show and change; it has no workers
     routes  the routes of the admin server
     """
     _add_state(target, routes)
@@ -105,14 +105,13 @@ def add_changes(
     reload: Callable[[ChangeOptions], Awaitable[web.Response]],
     rollback: Callable[[int | None, ChangeOptions], Awaitable[web.Response]],
 ) -> None:
-    """Add the admin server's routes that change the configuration, for a gateway or a supervisor of
-    workers.
+    """Add the pages that change the configuration, of one gateway or of a supervisor of workers.
 
     put       function that applies a text; called with the text, the request's headers and the
               options
     reload    function that reads the file again; called with the options
     rollback  function that restores a version; called with its number, or None for the version
-              before
+              before the current one
     """
 
     async def on_put(request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""Ends the connections of an admin server whose process is being replaced by a successor."""
+"""Closes the connections of an admin server whose process is being replaced by another one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POLL_S = 0.02
 
 
 def announce_close(application: web.Application, is_draining: Callable[[], bool]) -> None:
-    """Make each response of the application close its connection while `is_draining` is true."""
+    """Make every response of the application close its connection while `is_draining` is true."""
 
     async def close_after(_: web.Request, response: web.StreamResponse) -> None:
         if is_draining():
@@ -23,12 +23,10 @@ def announce_close(application: web.Application, is_draining: Callable[[], bool]
 
 
 async def end_connections(server: web.Server, patience_s: float, response_s: float) -> None:
-    """Close all connections of a server that no longer accepts new ones, after answering their
-    requests.
+    """Close all connections of a server that accepts no new ones, after answering their requests.
 
-    An idle connection may have sent a request that is still on its way, so each connection may send
-    one request for `patience_s` seconds. Responses that have not ended `response_s` seconds later,
-    such as live views, are cut off.
+    patience_s  seconds in which each connection may send one more request: it may be on its way
+    response_s  seconds after that, at whose end unfinished responses such as live views are cut off
     """
     ends = monotonic() + patience_s
     while server.connections and monotonic() < ends:  # noqa: ASYNC110

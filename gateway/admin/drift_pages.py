@@ -1,5 +1,6 @@
-"""The admin server's pages about workload drift: the state of every watched pool, and records of
-requests.
+"""The admin pages about workload drift: the state of each watched pool, and records of requests.
+
+A pool's workload drifts when its requests no longer resemble those that it was sized for.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ _decoder = msgspec.msgpack.Decoder(list[ShapeRecord])
 
 
 def add_drift(routes: web.UrlDispatcher, find: Callable[[], DriftMonitor | None]) -> None:
-    """Add the page /drift to the admin server's `routes`; `find` returns the drift monitor of this
-    process.
+    """Add the page /drift to the admin server's `routes`.
+
+    `find` returns the drift monitor of this process; None if it has none.
     """
 
     async def read(_: web.Request) -> web.Response:
@@ -32,7 +34,7 @@ def add_drift(routes: web.UrlDispatcher, find: Callable[[], DriftMonitor | None]
 
 
 def add_records(routes: web.UrlDispatcher, recorder: ShapeRecorder) -> None:
-    """Add the page from which the supervisor takes a worker's records of ended requests."""
+    """Add the page from which the supervisor reads a worker's records of ended requests."""
 
     async def pop_records(_: web.Request) -> web.Response:
         body = msgspec.msgpack.encode(recorder.pop_records())
@@ -42,5 +44,5 @@ def add_records(routes: web.UrlDispatcher, recorder: ShapeRecorder) -> None:
 
 
 def decode_records(body: bytes) -> list[ShapeRecord]:
-    """Return the records in the response of a worker. Raises msgspec.DecodeError."""
+    """Return the records in a worker's response. Raises msgspec.DecodeError if it is invalid."""
     return _decoder.decode(body)

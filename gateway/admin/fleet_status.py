@@ -1,6 +1,6 @@
-"""The state of a gateway at one moment: configuration, pools, endpoints and prefill/decode pairs.
+"""The state of a gateway at one moment: configuration, pools, endpoints and KV handoffs.
 
-A FleetStatus and a metric sample together are the input of a live view. Each gateway process makes
+A live view is built from a FleetStatus and a sample of the metrics. Each gateway process makes
 both; with several workers, the supervisor merges them.
 """
 
@@ -31,9 +31,9 @@ RowT = TypeVar("RowT")
 async def in_turns(
     lives: Sequence[LiveEndpoint], build: Callable[[LiveEndpoint], RowT]
 ) -> list[RowT]:
-    """Return a table row for each endpoint, made by `build`.
+    """Return a table row for each endpoint, made by the function `build`.
 
-    After every few rows the function yields to the event loop, so that requests are not delayed.
+    After every few rows, this yields to the event loop, so that requests are not delayed.
     """
     rows: list[RowT] = []
     for begin in range(0, len(lives), ROWS_PER_TURN):
@@ -44,10 +44,9 @@ async def in_turns(
 
 
 class PairStatus(msgspec.Struct, frozen=True):
-    """The KV handoffs from one prefill to one decode endpoint: their counts, durations and
-    transport.
+    """Counts, durations and transport of the KV handoffs from one prefill to one decode endpoint.
 
-    `newest_s` has the durations of the most recent handoffs in seconds, over all worker processes.
+    `newest_s` has the durations of the most recent handoffs in seconds, of all worker processes.
     """
 
     served: int
@@ -67,17 +66,16 @@ class PairStatus(msgspec.Struct, frozen=True):
 
 
 class FleetStatus(msgspec.Struct, frozen=True):
-    """The part of a gateway's live view that is not in any metric: endpoint rows, handoffs and
-    configuration.
+    """The part of a gateway's live view that no metric has: endpoint rows, handoffs, configuration.
 
-    slo_by_class          (TTFT, TPOT) SLO in seconds by service class
+    slo_by_class          latency targets (TTFT, TPOT) in seconds, by service class
     default_class         the service class of requests that name none
-    endpoints             rows without the values of the last minute
+    endpoints             rows of the endpoints, without the values of the last minute
     handoffs_in_progress  KV transfers that have started and not ended
     active_requests       requests that are being served
     config_problem        first problem of the last configuration; None if it was accepted
     shared_state          status of state sharing with other gateways; None without it
-    unlisted              by model name, why a configured model is not served: no endpoint lists it
+    unlisted              for each configured model that no endpoint lists, the message about it
     drift                 a sentence for each pool whose requests no longer resemble the workload
                           that it was sized for; with workers, the supervisor adds it
     """
@@ -99,7 +97,7 @@ class FleetStatus(msgspec.Struct, frozen=True):
 async def fleet_status(target: GatewayInterface, now: float) -> FleetStatus:
     """Return the state of the gateway at the monotonic time `now`.
 
-    Endpoint rows are built over several iterations of the event loop, so that requests are not
+    The rows of the endpoints are built over several event loop iterations, so that requests are not
     delayed.
     """
     rows = await in_turns(
@@ -219,9 +217,7 @@ def _cache_row(target: GatewayInterface, live: LiveEndpoint, now: float) -> dict
 
 
 def endpoint_state(live: LiveEndpoint) -> str:
-    """Return an endpoint's state as a word: leaving, draining, drained, up, returning, ejected or
-    dead.
-    """
+    """Return an endpoint's state: leaving, draining, drained, up, returning, ejected or dead."""
     if live.is_leaving:
         return "leaving"
     if live.is_drained and live.load.in_flight:

@@ -1,4 +1,4 @@
-"""The interface through which the admin server's pages see the running gateway.
+"""The interface through which the admin server's pages use the running gateway.
 
 It is a Protocol, so that the pages do not import the application.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class GatewayInterface(Protocol):
-    """One running gateway process, as seen by the admin server; `gateway/app.py` implements it."""
+    """One running gateway process, as the admin server needs it. `gateway/app.py` implements it."""
 
     is_draining: bool
 
@@ -35,9 +35,7 @@ class GatewayInterface(Protocol):
 
     @property
     def auto(self) -> AutoPolicyController | None:
-        """Return the controller of automatic policy selection (`policy: auto`), or None in a worker
-        process.
-        """
+        """Return the controller of automatic policy selection; None in a worker process."""
 
     @property
     def drift(self) -> DriftMonitor | None:

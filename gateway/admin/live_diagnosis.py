@@ -1,7 +1,7 @@
 """The diagnosis in the live view: sentences about problems of the endpoints, most severe first.
 
-They say which endpoints are out of rotation or slow, and why requests were rejected, retried or not
-split. live_view.py gathers the numbers.
+They name endpoints that are out of rotation or slow. They also give the reasons why requests were
+rejected, retried or not split. live_view.py collects the numbers.
 """
 
 from __future__ import annotations
@@ -88,10 +88,9 @@ MISS_TEXTS: Mapping[str, str] = MappingProxyType(
 
 
 class DiagnosisLine(msgspec.Struct, frozen=True):
-    """One sentence of the live view's diagnosis, with its severity and the endpoint that it is
-    about.
+    """One sentence of the live view's diagnosis, with its severity and the endpoint it concerns.
 
-    The endpoint is None if the sentence is about the whole gateway.
+    The endpoint is None if the sentence concerns the whole gateway.
     """
 
     grade: Grade
@@ -160,8 +159,8 @@ def diagnose(minute: MinuteCounts) -> list[DiagnosisLine]:
 def shorten(reasons: Sequence[DiagnosisLine]) -> Sequence[DiagnosisLine]:
     """Return at most MAX_FINDINGS of these sentences of a diagnosis.
 
-    Sentences about the whole gateway come first. If there are too many, the last sentence says how
-    many are left out, and names their endpoints.
+    Sentences about the whole gateway come first. If some are left out, the last sentence says how
+    many, and names their endpoints.
     """
     if len(reasons) <= MAX_FINDINGS:
         return reasons
@@ -264,9 +263,10 @@ def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[DiagnosisLine]:
 
 
 def median_without(ordered: Sequence[float], value: float) -> float:
-    """Return the median of the ascending numbers `ordered` without one element that equals `value`.
+    """Return the median of the ascending numbers `ordered`, without one number equal to `value`.
 
-    So an endpoint is compared with all others. It takes constant time apart from a binary search.
+    This compares an endpoint's value with those of all other endpoints. Apart from a binary search,
+    it takes constant time.
     """
     left_out, others = bisect_left(ordered, value), len(ordered) - 1
     low, high = (

@@ -1,7 +1,7 @@
-"""KV flow in the live view: handoffs between prefill and decode endpoints, and their bytes.
+"""KV transfers in the live view: handoffs between prefill and decode endpoints, and their bytes.
 
-KV caches do not pass the gateway. A decode engine may report the bytes that it has received (vLLM
-does); they are divided among its pairs in proportion to the prompt tokens transferred.
+KV caches do not pass through the gateway. Some decode engines, such as vLLM, report the bytes that
+they have received. These are divided among the prefill endpoints by the prompt tokens transferred.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NO_HANDOFFS = (0, 0, 0)
 def kv_flow(fleet: FleetStatus, now: MetricSample, earlier: MetricSample) -> dict[str, Any]:
     """Return the rates of KV transfers between two metric samples, as JSON-compatible values.
 
-    They are the handoffs per second of every pair of endpoints, and the KV bytes per second by
-    transport. A value that the engines do not report is None.
+    The result has the handoffs per second of every pair of endpoints, and the KV bytes per second
+    by transport. A value that the engines do not report is None.
 
     fleet    the state of the gateway, with its endpoints
     now      the newer sample
@@ -59,10 +59,10 @@ def kv_flow(fleet: FleetStatus, now: MetricSample, earlier: MetricSample) -> dic
 
 
 def kv_bytes_by_pair(now: MetricSample, earlier: MetricSample) -> dict[PairNames, float]:
-    """Return the KV bytes transferred between two samples, by (prefill, decode) pair.
+    """Return the KV bytes transferred between two samples, by (prefill, decode) endpoint.
 
-    The bytes of a decode endpoint are divided by the prompt tokens of its pairs. Pairs of an
-    endpoint that does not report bytes are left out.
+    The bytes that a decode endpoint has received are divided by the prompt tokens that came from
+    each prefill endpoint. Decode endpoints that do not report bytes are left out.
     """
     growth = counter_growth_by_name(now.received, earlier.received)
     tokens = {
@@ -82,8 +82,8 @@ def kv_bytes_by_pair(now: MetricSample, earlier: MetricSample) -> dict[PairNames
 def counter_growth_by_name(now: Mapping[str, int], earlier: Mapping[str, int]) -> dict[str, int]:
     """Return by how much each byte counter has grown between two samples.
 
-    A counter that fell belongs to a restarted engine and counts from 0. Growth of a new counter is
-    0, because its earlier value is unknown.
+    A counter that has fallen was reset by a restart of its engine, so it counts from 0. The growth
+    of a new counter is 0, because its earlier value is unknown.
     """
     return {
         name: value - before if value >= (before := earlier.get(name, value)) else value

@@ -1,7 +1,7 @@
 """Samples of a gateway's metrics over the last minute, and the differences between two samples.
 
-Rates, percentiles and sparklines are differences between samples. A sample copies counters and
-computes nothing. live_view.py shows them.
+A sample only copies counters. Rates, percentiles and sparklines are computed from the difference
+between two samples. live_view.py shows them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ Key = TypeVar("Key")
 
 
 class MetricSample(msgspec.Struct, frozen=True, eq=False):
-    """A gateway's metrics at one moment (monotonic seconds); most are sums since the gateway's
-    start.
+    """A gateway's metrics at one monotonic time. Most of them count from the gateway's start.
 
     responses         responses by (HTTP status, reason)
-    slo_outcomes      responses by (service class, SLO outcome)
+    slo_outcomes      responses by (service class, whether they met their latency targets)
     upstream_errors   errors by (endpoint, kind)
     computed_tokens   prompt tokens that engines computed, by cause
     split_decisions   decisions by (split or whole, reason)
@@ -70,10 +69,10 @@ class MetricSample(msgspec.Struct, frozen=True, eq=False):
 def take_sample(
     target: GatewayInterface, now: float, before: MetricSample | None = None
 ) -> MetricSample:
-    """Return a sample of the gateway's metrics at time `now` (monotonic seconds).
+    """Return a sample of the gateway's metrics at the monotonic time `now`.
 
-    A sketch that has not changed shares its counts with the sample `before`, to save memory and
-    work.
+    To save memory and work, an unchanged quantile sketch shares its counts with the earlier sample
+    `before`.
     """
     metrics, gateway = target.metrics, target.gateway
     live = gateway.endpoints.all()
@@ -115,11 +114,10 @@ def _with_kind(kind: str, sums: Mapping[str, float]) -> dict[tuple[str, str], fl
 
 
 class SampleDifference(msgspec.Struct, frozen=True):
-    """The difference between two metric samples: rates per second, and the 95th percentile of
-    TTFT.
+    """What happened between two samples: rates per second, and the 95th percentile of TTFT.
 
-    at          time of the later sample (monotonic seconds)
-    ttft_p95_s  95th percentile of the TTFT of requests between the samples; None without any
+    at          monotonic time of the later sample
+    ttft_p95_s  95th percentile of the TTFT of requests between the samples; None without requests
     """
 
     at: float
@@ -131,9 +129,10 @@ class SampleDifference(msgspec.Struct, frozen=True):
 
 
 class SketchGrowth(NamedTuple):
-    """What quantile sketches counted between two samples.
+    """By how much the counts of quantile sketches have grown between two samples.
 
-    ttft  added bucket counts of the TTFT's sketch, by endpoint; endpoints without any are absent
+    ttft  growth of each bucket of the TTFT's sketch, by endpoint; endpoints without growth are
+          absent
     tpot  the same for TPOT
     """
 
@@ -142,7 +141,7 @@ class SketchGrowth(NamedTuple):
 
 
 def sketch_growth(before: MetricSample, after: MetricSample) -> SketchGrowth:
-    """Return what the sketches counted from `before` to `after`, two samples with sketches."""
+    """Return by how much the sketches have grown from `before` to `after`; both have sketches."""
     return SketchGrowth(_grown(before.ttft, after.ttft), _grown(before.tpot, after.tpot))
 
 
@@ -159,9 +158,9 @@ def _grown(
 def sample_difference(
     before: MetricSample, after: MetricSample, growth: SketchGrowth | None = None
 ) -> SampleDifference:
-    """Return the request rates and TTFT percentiles of the interval between two metric samples.
+    """Return the request rates and TTFT percentiles of the time between two metric samples.
 
-    growth  what their sketches counted in between; None: both samples have sketches to compare
+    growth  by how much their sketches have grown; None: both samples have sketches to compare
     """
     span_s, responses = after.at - before.at, counter_growth(after.responses, before.responses)
     ttft = merge_counts((growth or sketch_growth(before, after)).ttft.values())
@@ -176,9 +175,9 @@ def sample_difference(
 
 
 def count_failed(responses: Mapping[tuple[str, str], float]) -> float:
-    """Return the number of failed responses of the gateway.
+    """Return how many responses have failed.
 
-    `responses` counts responses by (HTTP status, reason).
+    `responses` has the number of responses by (HTTP status, reason).
     """
     return sum(count for key, count in responses.items() if is_failure(*key))
 
@@ -186,11 +185,9 @@ def count_failed(responses: Mapping[tuple[str, str], float]) -> float:
 class SampleHistory:
     """The gateway's metric samples of the last minute, oldest first and about a second apart.
 
-    The history also keeps the differences between consecutive samples.
-
-    Only the newest sample has its sketches. Of all others, the history keeps what their sketches
-    had grown by, so that its memory depends on the requests of a minute. Whole sketches of a
-    minute would have up to 1,268 counts for each endpoint, metric and sample.
+    It also keeps the differences between consecutive samples. To save memory, only the newest
+    sample has its quantile sketches. For all others, only the growth of the sketches is kept: whole
+    sketches would have up to 1,268 counts for each endpoint, metric and sample.
 
     newest  the newest metric sample, with its sketches; None before the first one
     """
@@ -203,11 +200,11 @@ class SampleHistory:
         self._sum = SketchGrowth({}, {})  # of all growths
 
     def __iter__(self) -> Iterator[MetricSample]:
-        """Iterate over the samples, which are without sketches."""
+        """Iterate over the samples, oldest first. They have no sketches."""
         return iter(self._ring)
 
     def copy(self) -> SampleHistory:
-        """Return a history with the same samples, which a thread can read."""
+        """Return a copy of the history, which a thread can read while this one changes."""
         copied = SampleHistory()
         copied.newest, copied._ring = self.newest, self._ring.copy()
         copied._steps, copied._growths = self._steps.copy(), self._growths.copy()
@@ -234,10 +231,11 @@ class SampleHistory:
             _add_growth(self._sum, self._growths.popleft(), -1)
 
     def growth_since(self, mark: MetricSample, now: MetricSample) -> SketchGrowth:
-        """Return what the sketches counted from the sample `mark` of this history until now.
+        """Return by how much the sketches have grown from the sample `mark` of this history until
+        now.
 
-        `now` is a sample with sketches, which need not be in the history. If `mark` is not in the
-        history, as when that has no sample yet, nothing is counted.
+        `now` is a sample with sketches, in the history or not. If `mark` is not in the history, for
+        example because that is empty, the growth is 0.
         """
         index = next((at for at, sample in enumerate(self._ring) if sample is mark), None)
         if index is None or self.newest is None:
@@ -251,8 +249,8 @@ class SampleHistory:
     def differences(self, now: MetricSample) -> list[SampleDifference]:
         """Return the differences between consecutive metric samples, oldest first.
 
-        The last difference ends at the time `now` (monotonic seconds). It is left out if it is
-        shorter than half a second, because rates over so short a time are noise.
+        The last one ends at the monotonic time `now`. If it would be shorter than half a second, it
+        is left out, because rates over so short a time are noise.
         """
         last = self.newest
         if last is None or now.at - last.at < 0.5:
@@ -260,11 +258,10 @@ class SampleHistory:
         return [*self._steps, sample_difference(last, now)]
 
     def find_before(self, at: float, span_s: float) -> MetricSample | None:
-        """Return the newest metric sample that is at least `span_s` seconds older than the time
-        `at`.
+        """Return the newest sample that is at least `span_s` seconds older than the time `at`.
 
-        If there is none, return the oldest sample, or None if there is none before `at`. The
-        sample is without sketches: growth_since() returns what they counted since then.
+        If there is none, return the oldest sample; if that is not older than `at`, return None. The
+        sample has no sketches: growth_since() returns their growth since then.
         """
         older = [mark for mark in self._ring if at - mark.at >= span_s]
         if older:
@@ -305,7 +302,7 @@ def counter_growth(after: Mapping[Key, float], before: Mapping[Key, float]) -> C
 def rate_function(after: MetricSample, before: MetricSample) -> Callable[[float], float]:
     """Return a function that converts the growth of a counter to a rate per second.
 
-    `before` and `after` are the metric samples between which the counter grew.
+    The counter grew between the metric samples `before` and `after`.
     """
     span_s = after.at - before.at
     return lambda count: round(count / span_s, 3) if span_s > 0 else 0.0

@@ -1,7 +1,6 @@
-"""The HTTP endpoints of the live view: its web page, the view as JSON, its event stream, and drain
-requests.
+"""The HTTP pages of the live view: web page, JSON, event stream, and requests to drain endpoints.
 
-Authorization is in security.py, the content of the view in live_view.py, its schedule in
+security.py authorizes requests. The content of the view is in live_view.py, and its schedule in
 live_stream.py.
 """
 
@@ -73,7 +72,9 @@ WorkerSample = tuple[MetricSample, FleetStatus]
 
 
 def add_process_view(target: GatewayInterface, server: web.Application) -> None:
-    """Add the routes of this process's live view, and of draining an endpoint.
+    """Add the pages of this process's live view, and those that drain an endpoint.
+
+    To drain an endpoint means to send it no new requests.
 
     GET   /   /web/{name}   /live   /live/stream   /live/note
     POST  /endpoints/{name}/drain   /endpoints/{name}/undrain
@@ -96,10 +97,11 @@ def add_process_view(target: GatewayInterface, server: web.Application) -> None:
 def add_view(
     server: web.Application, sample_now: SampleFunction, draining: Callable[[], bool]
 ) -> None:
-    """Add the routes GET /, /web/{name}, /live and /live/stream of a live view.
+    """Add the pages /, /web/{name}, /live and /live/stream of a live view.
 
     sample_now  function that returns a metric sample and the status that the view shows
-    draining    function that returns whether the process is draining; new streams are then refused
+    draining    function that returns whether this process is being shut down; new streams are then
+                refused
     """
     hub = LiveStream(sample_now)
 

@@ -1,7 +1,7 @@
-"""The schedule of the live view: builds a frame twice a second while it has watchers.
+"""The schedule of the live view: builds a frame twice a second while clients watch it.
 
-Without watchers only the metrics are sampled, every five seconds, so that a new watcher sees the
-last minute at once. live_view.py builds a frame; live_pages.py serves it over HTTP.
+While none watches, the metrics are sampled every five seconds, so that a new watcher sees the last
+minute at once. live_view.py builds a frame, and live_pages.py serves it over HTTP.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ It raises LookupError when no process responds.
 
 
 class LiveStream:
-    """Samples the metrics and builds the frames that all watchers receive; one per admin server.
+    """Samples the metrics, and builds the frames that all watchers of the live view receive.
 
-    Call `start` and `stop` with the server. A frame is the view as JSON bytes.
+    There is one object per admin server; call `start` and `stop` with the server. A frame is the
+    whole view as JSON bytes.
     """
 
     def __init__(self, take_sample: SampleFunction) -> None:
@@ -56,7 +57,7 @@ class LiveStream:
         self._build_s = 0.0
 
     def start(self) -> None:
-        """Start to sample the gateway's metrics in a background task, for the live view."""
+        """Start a task that samples the gateway's metrics for the live view."""
         self._task = asyncio.create_task(self._run(), name="sample the metrics")
 
     def stop(self) -> None:
@@ -67,9 +68,9 @@ class LiveStream:
             self._next.cancel()
 
     def try_add_watcher(self) -> bool:
-        """Register a client that watches the live view; return False if there are too many already.
+        """Count a client that begins to watch the live view; return False if there are too many.
 
-        Each added watcher must be removed with remove_watcher().
+        The caller must call remove_watcher() when the client stops watching.
         """
         if self._watchers >= MAX_WATCHERS:
             return False
@@ -81,19 +82,18 @@ class LiveStream:
         self._watchers -= 1
 
     async def current_frame(self) -> bytes:
-        """Return the current frame of the live view as JSON bytes, at most a quarter of a second
-        old.
+        """Return the current frame as JSON bytes, at most a quarter of a second old.
 
-        Raises LookupError when no process responds.
+        Raises LookupError if no gateway process responds.
         """
         if monotonic() - self._framed_at > FRESH_S:
             await self._build_frame()
         return self._frame
 
     async def next_frame(self) -> bytes:
-        """Wait for the next frame of the live view and return it.
+        """Wait for the next frame of the live view, and return it.
 
-        A slow watcher misses frames and delays no other watcher.
+        A watcher that is too slow misses frames; it does not delay others.
         """
         if self._next is None or self._next.done():
             self._next = asyncio.get_running_loop().create_future()

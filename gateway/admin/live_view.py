@@ -1,8 +1,12 @@
-"""The live view of a gateway as one JSON-compatible value; docs/live-page.md describes its members.
+"""The live view of a gateway as one JSON-compatible value. docs/live-page.md describes its members.
 
-Rates cover the last ten seconds, percentiles and ratios the last minute; unknown values are None.
-Samples are in live_metric_samples.py, the state in fleet_status.py, pairs in live_kv_flow.py,
-sentences in live_diagnosis.py.
+Rates cover the last ten seconds; percentiles and ratios cover the last minute. Unknown values are
+None.
+
+- live_metric_samples.py has the samples of the metrics.
+- fleet_status.py has the state of the endpoints.
+- live_kv_flow.py has the KV transfers.
+- live_diagnosis.py has the sentences about problems.
 """
 
 from __future__ import annotations

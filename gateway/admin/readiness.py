@@ -1,4 +1,4 @@
-"""Decides whether a load balancer should send requests to this gateway, and why not."""
+"""Decides whether a load balancer should send requests to this gateway, and if not, why."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def not_ready_reason(gateway: Gateway, *, is_draining: bool) -> str | None:
-    """Return why load balancers should send no requests to this gateway, or None if it is ready.
+    """Return why load balancers should send no requests to this gateway; None if it is ready.
 
-    A gateway that can serve at least one of its models is ready. Requests for its other models get
-    a 503.
+    A gateway is ready if it can serve at least one of its models. Requests for its other models get
+    status 503.
     """
     if is_draining:
         return "draining"
@@ -35,7 +35,7 @@ def _all_unserved(snapshot: Snapshot) -> list[str] | None:
 
 
 def unserved_models(snapshot: Snapshot) -> dict[str, str]:
-    """Return, for each model whose requests get a 503, which kind of endpoint it lacks."""
+    """Return which kind of endpoint is missing, for each model whose requests get status 503."""
     return {name: text for name, text in _missing_endpoints(snapshot).items() if text}
 
 

@@ -1,7 +1,7 @@
-"""The admin page GET /requests: a table of the most recently finished requests.
+"""The admin page GET /requests: a table of the requests that ended most recently.
 
-Contains the query, the rows, and the merge of several workers' rows. A row contains no prompt, no
-response text and no client header. The requests are kept in pick_explanation.py.
+This module has the query, the rows, and the merge of several workers' rows. A row contains no
+prompt, response text or client header. pick_explanation.py keeps the requests.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ GOOD_OUTCOMES = frozenset({"", "met"})
 
 
 class RecentQuery(msgspec.Struct, frozen=True):
-    """The query of GET /requests: how many rows to return, and whether to return only problems.
+    """The query of GET /requests: how many rows to return, and whether only those with problems.
 
-    A problem is a failed or rejected request, or one that missed its latency target (SLO).
+    A request has a problem if it failed, was rejected, or missed its latency target (SLO).
     """
 
     limit: int = DEFAULT_LIMIT
@@ -57,9 +57,9 @@ def add_requests(
 
 
 def read_query(fields: Mapping[str, str]) -> RecentQuery:
-    """Parse the query string of the admin page GET /requests, and return it.
+    """Parse the query string of GET /requests.
 
-    Raises ValueError, whose message says which values are valid.
+    Raises ValueError with a message that says which values are valid.
     """
     limit, problems = fields.get("limit", str(DEFAULT_LIMIT)), fields.get("problems", "0")
     if not (
@@ -72,7 +72,7 @@ def read_query(fields: Mapping[str, str]) -> RecentQuery:
 
 
 def recent_rows(explained: RecentExchanges, query: RecentQuery) -> dict[str, Any]:
-    """Return rows for the most recently finished requests, newest first.
+    """Return a row for each of the requests that ended most recently, newest first.
 
     `size` is the number of requests that the gateway keeps (setting observability.explained).
     """
@@ -89,7 +89,7 @@ def recent_rows(explained: RecentExchanges, query: RecentQuery) -> dict[str, Any
 def has_problem(ended: EndedExchange) -> bool:
     """Return whether the request was not served completely, or missed its latency target (SLO).
 
-    A batch request that was pre-empted has no problem, because a later attempt continues it.
+    A batch request that was interrupted has no problem, because a later attempt continues it.
     """
     exchange = ended[0]
     if exchange.outcome == "preempted":
@@ -98,9 +98,7 @@ def has_problem(ended: EndedExchange) -> bool:
 
 
 def merge_recent(pages: Iterable[Mapping[str, Any]], query: RecentQuery) -> dict[str, Any]:
-    """Merge several workers' lists of finished requests into one, newest first, within the query's
-    limit.
-    """
+    """Merge several workers' rows into one list, newest first, with at most the query's limit."""
     rows_by_worker = list(pages)
     rows = sorted(
         (row for page in rows_by_worker for row in page["requests"]), key=_ended_at, reverse=True

@@ -1,8 +1,10 @@
 """Security of the admin server: allowed hosts and origins, credentials, and response headers.
 
-The Host check stops a web page that reaches the server under its own name (DNS rebinding); the
-origin check stops cross-site requests (CSRF). Reading needs no credential. Changes need the
-configured key or, without one, must come from this machine.
+- The check of the Host header stops a web page that reaches the server under the page's own host
+  name (DNS rebinding).
+- The check of the origin stops requests from pages of other sites (CSRF).
+- Reading needs no credential. Changes need the configured key. If none is configured, they must
+  come from this machine.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ FORWARDING_HEADERS = (
 
 
 def access_middleware(config: Callable[[], Config]) -> Middleware:
-    """Return aiohttp middleware that refuses a request with 401 or 403 and the reason.
+    """Return aiohttp middleware that refuses a request with status 401 or 403 and the reason.
 
-    `config` returns the current configuration.
+    `config` is a function that returns the current configuration.
     """
 
     @web.middleware
@@ -55,7 +57,7 @@ def access_middleware(config: Callable[[], Config]) -> Middleware:
 
 
 def check_host(request: web.Request, config: Config) -> web.Response | None:
-    """Return a 403 response unless the Host header names this admin server, else None.
+    """Return a 403 response if the Host header does not name this admin server, else None.
 
     An IP address is always accepted, because a DNS rebinding attack needs a host name.
     """
@@ -70,7 +72,7 @@ def check_host(request: web.Request, config: Config) -> web.Response | None:
 
 
 def check_same_origin(request: web.Request) -> web.Response | None:
-    """Return a 403 response if a page of another web site sends the request, else None."""
+    """Return a 403 response if a page of another web site has sent the request, else None."""
     origin = request.headers.get("Origin")
     same = origin is None or _netloc(origin) == request.headers.get("Host")
     if same and request.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin"):
@@ -81,8 +83,8 @@ def check_same_origin(request: web.Request) -> web.Response | None:
 def check_credentials(request: web.Request, config: Config) -> web.Response | None:
     """Return a 401 or 403 response if the request may not make changes, else None.
 
-    A request may make changes with the configured admin key or, where no key is configured, from
-    this machine.
+    It may with the configured admin key. If no key is configured, it may if it comes from this
+    machine.
     """
     if request.transport is not None and _is_supervisor(request.transport):
         return None

@@ -1,7 +1,7 @@
 """The admin server of one gateway process: health, readiness, metrics, and the state of endpoints.
 
-security.py authorizes requests; config_pages.py serves the configuration, live_pages.py the live
-view. The admin server has a listener of its own and never shares the API's port.
+It has its own listener and never shares the API's port. security.py authorizes requests. The pages
+of the configuration are in config_pages.py, and those of the live view in live_pages.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def admin_application(target: GatewayInterface) -> web.Application:
     """Return the admin server's aiohttp application.
 
-    Its only pages that change anything are those of the configuration and of draining an endpoint.
+    Only its pages of the configuration and its pages that drain an endpoint change anything.
     """
     server = web.Application(
         middlewares=[access_middleware(lambda: target.gateway.snapshot.config)],

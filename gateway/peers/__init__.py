@@ -1,5 +1,5 @@
-"""State exchange between gateways over a message bus: routed requests, reservations, health and
-charges.
+"""State exchange between gateways: routed prompts, reservations, health and charges of tenants.
 
-A gateway without contact to others decides by its own state. No request waits for the bus.
+The state is sent over a message bus. A gateway without contact to others uses the state that it
+has. No request waits for the bus.
 """

@@ -1,7 +1,7 @@
-"""The interface of the message bus over which gateways that share state exchange frames of bytes.
+"""The interface of the message bus over which gateways that share state exchange frames.
 
-The messages in the frames are defined in peer_messages.py. Delivery is best-effort: frames may be
-lost or late, and no sender waits. The frames of one sender arrive in order.
+A frame is a sequence of bytes that contains a message (peer_messages.py). Delivery is best-effort:
+frames may be lost or late, and no sender waits. Frames of one sender arrive in order.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ class BusState(msgspec.Struct, frozen=True):
     connected      whether frames can be sent and received
     staleness_s    seconds since frames could last be received; 0 while they can
     backlog_bytes  bytes that wait to be sent
-    gaps           number of reconnections after which frames sent in the meantime were lost
-    problem        why the bus is not connected; "" while it is, or before the first attempt has
-                   failed
+    gaps           number of reconnections at which frames had been lost in the meantime
+    problem        why the bus is not connected; "" while it is, and before the first failed attempt
     """
 
     connected: bool
@@ -48,23 +47,21 @@ class BusState(msgspec.Struct, frozen=True):
 
 
 class Bus(Protocol):
-    """A message bus that moves frames of bytes between gateways.
+    """A message bus that transports frames of bytes between gateways.
 
-    A gateway may receive its own frames and has to ignore them.
+    A gateway may receive the frames that it has sent itself, and has to ignore them.
     """
 
     async def start(self, own_id: bytes, deliver: FrameHandler) -> None:
         """Begin to connect to the other gateways, and return at once.
 
-        own_id   the address of this gateway
+        own_id   the id of this gateway, which is its address on the bus
         deliver  function that is called with each received frame
         """
         ...
 
     async def stop(self) -> None:
-        """Send the waiting frames if that is possible at once, and disconnect from the other
-        gateways.
-        """
+        """Send waiting frames if possible at once, then disconnect from the other gateways."""
         ...
 
     def publish(self, frame: bytes, to: bytes = BROADCAST) -> None:
@@ -77,7 +74,7 @@ class Bus(Protocol):
 class Backlog:
     """A queue of frames that wait to be sent, with a limit in bytes.
 
-    Above the limit, the oldest frame is dropped and counted.
+    Above the limit, the oldest frames are dropped and counted.
     """
 
     __slots__ = ("_cap_bytes", "_count_drop", "_frames", "bytes")

@@ -1,4 +1,6 @@
-"""Chooses the message bus between gateways: Redis, or the hub of one machine's workers."""
+"""Chooses the message bus between gateways: a Redis server, or a socket for workers of one
+machine.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from gateway.peers.local_bus import LocalBus
 def create_bus(
     shared: Shared | None, hub: Path | None, rng: Random, count_drop: DropCounter
 ) -> Bus:
-    """Create the bus to the Redis server of `shared`, or else to the workers' socket `hub`.
+    """Create the bus to the Redis server in the section `shared`, or else to the workers' socket
+    `hub`.
 
     `count_drop` is called with the reason for each frame that is dropped.
     """

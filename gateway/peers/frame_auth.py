@@ -1,14 +1,14 @@
-"""Authenticates frames between gateways: the sender is valid, and the frame is neither modified nor
-replayed.
+"""Authenticates frames between gateways: frames that are forged, modified or replayed are rejected.
 
-One secret yields three keys. The first authenticates frames (keyed BLAKE2b). The second is for
-prompt fingerprints, so that all gateways compute the same ones. The third is for digests of names,
-so that names are not sent in clear text. Frames are not encrypted: use TLS where others may read
-them.
+One secret yields three keys:
 
-While gateways change to a new secret, frames under both secrets are accepted. If `cache.secret` is
-set, it yields the keys of fingerprints and names instead, so that a change of secrets does not
-affect them.
+- The first authenticates frames (keyed BLAKE2b).
+- The second hashes prompts, so that all gateways compute the same hashes.
+- The third hashes names, so that names are not sent in clear text.
+
+Frames are not encrypted; use TLS where others may read them. During a change of the secret, frames
+with the old and with the new one are accepted. If `cache.secret` is set, the keys for prompts and
+names come from it instead, so that a change of the secret does not affect them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEAD = Struct(f"<4s{ID_BYTES}s{ID_BYTES}sQ")
 
 
 class FrameRejectedError(Exception):
-    """Raised for a frame from another gateway that is not authentic.
+    """Raised for a frame from another gateway that fails the authentication.
 
     reason  too_long, foreign, forged or replayed
     """
@@ -41,10 +41,9 @@ class FrameRejectedError(Exception):
 
 
 class VerifiedFrame(NamedTuple):
-    """An authentic frame from another gateway.
+    """A frame from another gateway that has passed the authentication.
 
-    has_known_blocks  whether the sender computes block keys of prompts with the same secret as this
-                      gateway
+    has_known_blocks  whether the sender hashes prompts with the same key as this gateway
     """
 
     sender: bytes
@@ -53,10 +52,10 @@ class VerifiedFrame(NamedTuple):
 
 
 class FrameAuth:
-    """Adds authentication tags to outgoing frames, and verifies those of incoming frames.
+    """Adds authentication tags to outgoing frames, and verifies the tags of incoming frames.
 
-    fingerprint_secret  key of prompt fingerprints, equal in all gateways with the same `secret` or
-                        the same `stable_secret`
+    fingerprint_secret  key of the hashes of prompts; it is equal in all gateways with the same
+                        `secret` or the same `stable_secret`
     """
 
     def __init__(
@@ -69,9 +68,10 @@ class FrameAuth:
         """Derive the keys from the secrets.
 
         secret         authenticates outgoing and incoming frames
-        other_secret   authenticates incoming frames too; None: only `secret` does
-        stable_secret  yields the keys of fingerprints and names, which thus survive a change of
-                       `secret`; None: `secret` and `other_secret` yield them
+        other_secret   also accepted for incoming frames, during a change of the secret; None: no
+                       other secret is accepted
+        stable_secret  yields the keys for prompts and names, so that a change of `secret` does not
+                       affect them; None: `secret` and `other_secret` yield these keys
         """
         self.own_id = own_id
         self.fingerprint_secret = _key(stable_secret or secret, b"ps-fingerprint")
@@ -87,20 +87,19 @@ class FrameAuth:
         self._last_counts: dict[tuple[bytes, bool], int] = {}
 
     def seal(self, body: bytes, to: bytes = BROADCAST) -> bytes:
-        """Return a frame with `body`, the ids of sender and recipient, a counter, and an
-        authentication tag.
+        """Return a frame that contains `body`, the ids of sender and recipient, and a counter.
 
-        The tag authenticates all of these.
+        Its authentication tag covers all of these.
         """
         self._count += 1
         data = _HEAD.pack(MAGIC, self.own_id, to, self._count) + body
         return data + _tag(data, self._frame_key)
 
     def verify(self, frame: bytes) -> VerifiedFrame | None:
-        """Verify a frame from another gateway and return its sender and body.
+        """Verify a frame from another gateway, and return its sender and body.
 
-        Returns None for this gateway's own frames and for frames to other recipients. Raises
-        FrameRejectedError when the verification fails.
+        Returns None for frames that this gateway has sent itself, and for frames to other gateways.
+        Raises FrameRejectedError if the frame fails the authentication.
         """
         if len(frame) > FRAME_CAP_BYTES:
             raise FrameRejectedError("too_long")
@@ -136,17 +135,21 @@ class FrameAuth:
         return _digest(name, self._name_key)
 
     def digests(self, name: str) -> tuple[int, ...]:
-        """Return the numbers that may stand for a name in incoming frames; this gateway's own comes
-        first.
+        """Return the numbers that may stand for a name in incoming frames.
+
+        The first one is that which this gateway sends. There are more during a change of the
+        secret.
         """
         own, other_key = self.digest(name), self._other_name_key
         return (own,) if other_key is None else (own, _digest(name, other_key))
 
 
 def create_frame_auth(config: Config, local_secret: bytes | None) -> FrameAuth | None:
-    """Return the authentication of messages to other gateways, or None if there are no others.
+    """Return the authentication of frames; None if this gateway has no others to exchange state
+    with.
 
-    `local_secret` is the secret of the worker processes of one machine, which have no `shared`.
+    `local_secret` is the secret of the worker processes of one machine, for a configuration without
+    a `shared` section.
     """
     if config.shared is not None:
         key, other, stable = config.shared.key, config.shared.other_key, config.cache.secret
@@ -173,11 +176,11 @@ def _key(secret: bytes, use: bytes) -> bytes:
 
 
 def fingerprint_secret(config: Config, auth: FrameAuth | None, inherited: bytes | None) -> bytes:
-    """Return the key of prompt fingerprints.
+    """Return the key with which this gateway hashes prompts.
 
-    It is shared with other gateways, `inherited` from a predecessor process, derived from
-    `cache.secret`, or random. Gateways with `shared` derive it from `cache.secret` if that is set,
-    else from their key.
+    Gateways that share state derive it from `cache.secret` if that is set, else from their shared
+    key. A gateway without others takes the key `inherited` from the process that it replaces,
+    derives it from `cache.secret`, or creates a random one.
     """
     if auth is not None:
         return auth.fingerprint_secret

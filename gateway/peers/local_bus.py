@@ -1,8 +1,8 @@
-"""A message bus between the processes of one machine: a hub on a unix socket in a private folder.
+"""A message bus between the processes of one machine, over a unix socket in a private folder.
 
-On the wire, a frame is preceded by its length (4 bytes, little-endian) and its recipient (8 bytes).
-A connection begins with the client's id (8 bytes). The hub answers with an empty frame; from then
-on, the client misses no frame.
+One process runs the hub, which forwards frames. On the wire, a frame follows its length (4 bytes,
+little-endian) and its recipient (8 bytes). A connection begins with the client's id (8 bytes). The
+hub answers with an empty frame. From then on, the client receives all frames.
 """
 
 from __future__ import annotations

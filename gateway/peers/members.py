@@ -1,7 +1,7 @@
-"""The other gateways that have recently sent messages.
+"""The other gateways from which messages have arrived recently.
 
-One of them sends its state to a gateway that has just started (warm-up); the rule for which one is
-here.
+One of them sends its state to a gateway that has just started (warm-up). This module decides which
+one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ removed."""
 
 
 class Peer:
-    """Another gateway, as known from the messages that it has sent.
+    """What is known about another gateway from its messages.
 
     last_seen_at  when its last message arrived (monotonic seconds)
     started_at    its start, on this gateway's clock (monotonic seconds)
@@ -31,9 +31,7 @@ class Peer:
 
 
 class PeerTable:
-    """The other gateways that have recently sent messages, by id. Only PeerView changes the
-    table.
-    """
+    """The other gateways that have recently sent messages, by id. Only PeerView changes it."""
 
     __slots__ = ("_by_id",)
 
@@ -48,7 +46,7 @@ class PeerTable:
         return any(peer.is_warm for peer in self._by_id.values())
 
     def update(self, peer_id: bytes, uptime_s: float, *, is_warm: bool, now: float) -> Peer:
-        """Add a gateway that has sent its state, or update its entry. Returns the entry.
+        """Add a gateway that has sent its state, or update its entry; return the entry.
 
         uptime_s  seconds since the start of that gateway
         is_warm   whether it can send its state to a gateway that has just started
@@ -61,7 +59,7 @@ class PeerTable:
         return peer
 
     def remove(self, peer_id: bytes) -> Peer | None:
-        """Remove a gateway that has stopped or expired.
+        """Remove a gateway that has stopped or sent nothing for too long.
 
         Returns its entry, or None if it is not known.
         """
@@ -75,8 +73,8 @@ class PeerTable:
     def is_responder(self, own_id: bytes, started_at: float, new_peer: bytes, attempt: int) -> bool:
         """Return whether this gateway has to send its state to a gateway that has just started.
 
-        The gateway with the earliest start does so. If no answer comes, the new gateway asks again,
-        and then the next gateway answers.
+        The gateway that started first sends its state. If its answer does not come, the new gateway
+        asks again, and the gateway that started next answers.
 
         own_id      id of this gateway
         started_at  start of this gateway (monotonic seconds)

@@ -24,11 +24,12 @@ ShortText = Annotated[str, msgspec.Meta(max_length=64)]
 class SentPrompt(msgspec.Struct, frozen=True, array_like=True):
     """A message between gateways: a prompt was sent to an endpoint, which will cache it.
 
-    blocks         number of blocks in the prompt's fingerprint
+    blocks         number of blocks in the prompt's fingerprint (chain of block hashes)
     n_bytes        number of bytes that these blocks cover
-    keys           the block keys that an index samples (policies/prefix/sampled_keys.py)
+    keys           hashes of the prompt's prefixes at sampled lengths
+                   (policies/prefix/sampled_keys.py)
     cached_tokens  None if the prompt was sent. A number corrects an earlier message: the prompt was
-                   not computed after all, and at most this number of its tokens is cached
+                   not computed after all, and at most this many of its tokens are cached
     """
 
     endpoint: NameDigest
@@ -40,9 +41,9 @@ class SentPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SentPrompts(msgspec.Struct, frozen=True, array_like=True, tag="picks"):
-    """Prompts in the order in which they were sent to endpoints, as a message between gateways.
+    """A message between gateways: prompts in the order in which they were sent to endpoints.
 
-    All have one block size.
+    All of them have the same block size.
     """
 
     block_bytes: Amount
@@ -52,26 +53,27 @@ class SentPrompts(msgspec.Struct, frozen=True, array_like=True, tag="picks"):
 class CacheLoss(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
     """A message between gateways: an endpoint has lost its prefix cache.
 
-    It is sent only to warm up a new gateway; otherwise every gateway detects the loss itself.
+    It is sent only to a gateway that has just started. Later, each gateway detects the loss itself.
     """
 
     endpoint: NameDigest
 
 
 class CacheReports(msgspec.Struct, frozen=True, array_like=True, tag="confirmed"):
-    """A message between gateways: how much of some prompts was cached, predicted and actually.
+    """A message between gateways: which share of some prompts was cached, as predicted and as
+    reported.
 
-    answers  (endpoint, predicted share, share that the engine reported); shares of the prompt's
-             tokens, 0 to 1
+    answers  (endpoint, predicted share, share that the engine reported); each is a share of the
+             prompt's tokens, 0 to 1
     """
 
     answers: list[tuple[NameDigest, Ratio, Ratio]]
 
 
 class PeerLoads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
-    """All reservations of the sender by endpoint; endpoints without any are left out.
+    """A message between gateways: the sender's reservations by endpoint. It is also the heartbeat.
 
-    This message between gateways is also the heartbeat.
+    Endpoints without reservations are left out.
 
     is_warm  whether the sender can send the shared state to gateways that have just started
     shares   (endpoint, the sender's reservations there)
@@ -110,19 +112,16 @@ class QuotaUse(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
 
 
 class ActiveSessions(msgspec.Struct, frozen=True, array_like=True, tag="inside"):
-    """A message between gateways: the sessions of a pool that were served since the last
-    message.
-    """
+    """A message between gateways: the sessions of a pool that were served since the last one."""
 
     pool: NameDigest
     members: list[SessionUpdate]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """The message of a gateway that has started or reconnected and requests the state of the
-    others.
+    """The message of a gateway that has started or reconnected: it requests the others' state.
 
-    attempt  number of earlier Hello messages that no gateway answered; 0 for the first
+    attempt  number of its earlier Hello messages that no gateway has answered
     """
 
     attempt: Annotated[int, msgspec.Meta(ge=0, le=16)]
@@ -133,9 +132,7 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
 
 
 class WarmUpPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
-    """A part of the answer to a new gateway's Hello: encoded messages to apply in order, oldest
-    first.
-    """
+    """A part of the answer to a Hello: encoded messages to apply in order, oldest first."""
 
     number: Amount
     is_last: bool
@@ -174,5 +171,5 @@ def decode(body: bytes | memoryview) -> Message:
 
 
 def message_kind(message: Message) -> str:
-    """Return the tag of a message between gateways, which is the `kind` label of metrics."""
+    """Return a message's tag, which identifies its type and is the `kind` label of metrics."""
     return str(message.__struct_config__.tag)

@@ -1,7 +1,7 @@
-"""Decides what this gateway sends to other gateways, and applies their messages.
+"""Decides what this gateway sends to other gateways, and applies their messages. No I/O.
 
-It takes and returns frames, without I/O. The bus is in gateway/peers/bus.py, the schedule in
-sync_loop.py, authentication in frame_auth.py.
+It takes and returns frames. The bus is in gateway/peers/bus.py, the schedule in sync_loop.py, and
+the authentication in frame_auth.py.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ OUT = frozenset({HealthState.EJECTED, HealthState.DEAD})
 
 
 class PeerView:
-    """One gateway's part of the state that gateways share.
+    """This gateway's view of the state that gateways share.
 
     updates     collects updates for other gateways; the code that serves requests appends to it
     on_suspect  function that is called with an endpoint that another gateway has ejected. It should
-                probe the endpoint: the other gateway's verdict alone does not eject it here
+                check the endpoint's health: the verdict of another gateway does not eject it here
     tenants     function that returns the configured tenants
-    new_peers   ids of gateways that this one has to warm up
+    new_peers   ids of gateways that have just started and to which this one has to send its state
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PeerView:
         self._sent_at = float("-inf")
 
     def start(self, now: float) -> None:
-        """Start the warm-up of this gateway's shared state.
+        """Start to request the shared state from other gateways (warm-up).
 
         Call this once, before any other method.
         """
@@ -94,7 +94,7 @@ class PeerView:
     def outgoing_frames(self, now: float, *, is_connected: bool) -> list[Frame]:
         """Return the frames to send to the other gateways now.
 
-        While the bus is disconnected, only prompts are queued.
+        While the bus is disconnected, only messages about prompts are queued.
         """
         frames = self._prompt_frames()
         if not is_connected:
@@ -123,8 +123,8 @@ class PeerView:
     def warm_up_frames(self, new_peer: bytes, now: float) -> Iterator[Frame]:
         """Yield frames with the state that a gateway needs after its start.
 
-        The frames contain the recent prompts, and the sessions that are active when the first frame
-        is taken.
+        They contain the recent prompts, and the sessions that are active when the first frame is
+        taken.
         """
         bodies = chain(
             self.replay_buffer.messages(), map(peer_messages.encode, self._use.all_sessions(now))
@@ -205,9 +205,9 @@ class PeerView:
     def open_frame(self, frame: bytes) -> tuple[bytes, bytes, peer_messages.Message] | None:
         """Return the sender, body and message of a frame that another gateway sent.
 
-        Returns None for this gateway's own frames, for frames to others, and for invalid ones,
-        which are counted. Prompts whose block keys are made with another secret are left out,
-        because none would match.
+        Returns None for frames of this gateway, for frames to others, and for invalid frames, which
+        are counted. Prompts that were hashed with another key are left out, because none would
+        match.
         """
         try:
             opened = self._auth.verify(frame)
@@ -231,7 +231,7 @@ class PeerView:
     def apply_frame(self, frame: bytes, age_s: float, now: float) -> Iterator[None]:
         """Apply a frame from another gateway in short steps.
 
-        Between them, the caller may yield to the event loop.
+        The caller may yield to the event loop between two steps.
         """
         opened = self.open_frame(frame)
         if opened is None:
@@ -287,9 +287,7 @@ class PeerView:
         self.warm_up.on_part(len(part.messages), is_last=part.is_last, now=now)
 
     def finish_warm_up(self, now: float) -> Iterator[None]:
-        """If the warm-up of this gateway is over, apply the messages that were buffered
-        during it.
-        """
+        """If the warm-up is over, apply the messages that were buffered during it."""
         bodies = self.warm_up.finish(now)
         if bodies is not None:
             for body in bodies:

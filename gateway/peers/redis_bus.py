@@ -1,8 +1,8 @@
-"""A message bus over Redis: one stream for frames to all gateways, and one for each single gateway.
+"""A message bus over Redis: one stream for frames to all gateways, and one for each gateway.
 
-Reads resume at the last entry. Frames sent during a disconnect are therefore received afterwards,
-as far as the stream still contains them. The loss of Redis, or of its data, only makes the shared
-state less fresh. Reconnects of several gateways are spread over time.
+After a disconnect, reading continues after the last entry that was read. So frames sent meanwhile
+are received later, if the stream still contains them. If Redis or its data is lost, the shared
+state only gets older. Reconnects of several gateways are spread over time.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class RedisAddress(msgspec.Struct, frozen=True):
 
 
 class RedisBus:
-    """A message bus over two connections to Redis, one for writing and one for blocking reads.
+    """A message bus with two connections to Redis, one for writing and one for blocking reads.
 
-    A task per connection reconnects it after a failure.
+    If a connection fails, a task of its own reconnects it.
     """
 
     def __init__(self, address: RedisAddress, rng: Random, count_drop: DropCounter) -> None:

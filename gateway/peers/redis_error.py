@@ -1,6 +1,6 @@
-"""Describes Redis errors in words, without secrets.
+"""Describes Redis errors for operators, without secrets.
 
-It imports no Redis client, because `penstock doctor` uses it too.
+It imports no Redis client, because `penstock doctor` uses it without one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _TYPES = {
 
 
 def describe_redis_error(error: BaseException) -> str:
-    """Return the cause of a Redis error in words, without any text that was sent to Redis."""
+    """Return the cause of a Redis error as text, without anything that was sent to Redis."""
     text = str(error)
     for part, meaning in CLASSES:
         if part.lower() in text.lower():

@@ -1,4 +1,4 @@
-"""The newest messages about prompts (the replay buffer), from which a new gateway is warmed up."""
+"""Keeps the newest messages about prompts, to send them to a gateway that has just started."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ PART_BYTES = 96 << 10
 
 
 class ReplayBuffer:
-    """Keeps encoded messages about prompts up to `cap_bytes` bytes, and drops the oldest ones
-    beyond that.
+    """A buffer of encoded messages about prompts; beyond `cap_bytes` bytes, it drops the oldest.
 
-    Replaying the messages rebuilds the prefix index. The newest messages suffice, because engines
-    hold no more prompts than fit into their KV memory either.
+    A gateway that applies the messages gets the same prefix index. The newest ones suffice, because
+    engines cache no more prompts than fit into their KV memory.
     """
 
     __slots__ = ("_bodies", "_cap_bytes", "bytes")
@@ -34,7 +33,7 @@ class ReplayBuffer:
 
 
 def split_into_parts(bodies: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Group the messages into parts of about PART_BYTES; always yields at least one part."""
+    """Yield the messages in parts of about PART_BYTES bytes; there is always at least one part."""
     part: list[bytes] = []
     size = 0
     for body in bodies:

@@ -1,7 +1,7 @@
-"""Two tasks that send and receive the frames of state exchange; no request waits for them.
+"""The two tasks that send and receive frames between gateways. No request waits for them.
 
 Received frames wait in a bounded queue. They are handled in slices of a millisecond, so that
-streams are not delayed.
+streams to clients are not delayed.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ class SyncLoop:
         await self._bus.stop()
 
     def state(self) -> dict[str, object]:
-        """Return the state of the connection to the other gateways, and their number, for
-        display.
-        """
+        """Return the state of the bus and the number of other gateways, for display."""
         state = self._bus.state(monotonic())
         return {
             "connected": state.connected,
@@ -94,10 +92,7 @@ class SyncLoop:
         }
 
     def receive(self, frame: bytes, age_s: float) -> None:
-        """Queue a frame that another gateway has sent.
-
-        The oldest frames are dropped when the queue is full.
-        """
+        """Queue a frame from another gateway. If the queue is full, drop the oldest frames."""
         if len(frame) > FRAME_CAP_BYTES:
             self._view.count_drop("too_long")
             return

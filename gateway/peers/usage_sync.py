@@ -1,8 +1,7 @@
-"""Exchanges the usage of tenants and sessions between gateways: sends local use, applies remote
-use.
+"""Exchanges the usage of tenants and sessions between gateways. No I/O.
 
-It covers fair shares, quotas, and the sessions whose contexts fill the engines. The arithmetic is
-in policies/. No I/O.
+It covers fair shares, quotas, and the sessions whose contexts fill the engines' KV memory. The
+arithmetic is in policies/.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 
 class UsageSync:
-    """Converts the usage of tenants and sessions to messages for other gateways, and back.
+    """Converts this gateway's usage to messages for other gateways, and applies their messages.
 
     Messages contain keyed hashes of names (digests) instead of the names.
 
@@ -47,7 +46,7 @@ class UsageSync:
         self._tenants: dict[int, str] = {}
 
     def set_tenants(self, tenants: Sequence[Tenant]) -> None:
-        """Set the configured tenants, to whose names received digests are translated."""
+        """Set the configured tenants, so that digests in messages can be mapped to their names."""
         self._tenants = {
             digest: tenant.name for tenant in tenants for digest in self._digests(tenant.name)
         }
@@ -79,18 +78,16 @@ class UsageSync:
                 yield from self._session_messages(queue.name, queue.sessions.take_updates(now))
 
     def all_sessions(self, now: float) -> Iterator[peer_messages.ActiveSessions]:
-        """Yield messages with all active sessions of all gateways, for a gateway that has just
-        started.
-        """
+        """Yield messages with all gateways' active sessions, for a gateway that just started."""
         for queue in self._admission.pool_queues():
             if queue.sessions is not None:
                 yield from self._session_messages(queue.name, queue.sessions.all_sessions(now))
 
     def discard(self) -> None:
-        """Discard collected charges and quota use while the bus is disconnected.
+        """Discard collected charges and quota use, because the bus is disconnected.
 
-        At a reconnect the quotas have been refilled. Sessions are not discarded; they are sent
-        later.
+        They are not needed after a reconnect, because quotas have been refilled by then. Sessions
+        are not discarded, but sent later.
         """
         self._updates.charges.clear()
         self._updates.quota_use.clear()
@@ -104,7 +101,7 @@ class UsageSync:
     # Incoming
 
     def on_charges(self, message: peer_messages.TenantCharges) -> None:
-        """Charge tenants for tokens that another gateway has processed for them.
+        """Charge tenants for tokens that another gateway has computed for them.
 
         Without this, a tenant could get its fair share once from every gateway.
         """
@@ -128,9 +125,9 @@ class UsageSync:
                 apply_peer_usage(quota, spent, quota_usage(quota, *own, now))
 
     def on_sessions(self, message: peer_messages.ActiveSessions, age_s: float, now: float) -> None:
-        """Add the sessions that another gateway has reported to the sessions of their pool.
+        """Add sessions that another gateway has reported to the sessions of their pool.
 
-        age_s  age of the message in seconds, by which the sessions' last use is dated back
+        age_s  age of the message in seconds; the sessions' last use was so long ago
         """
         for queue in self._admission.pool_queues():
             if queue.sessions is not None and message.pool in self._digests(queue.name):

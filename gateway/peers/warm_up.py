@@ -1,7 +1,7 @@
-"""The warm-up of a new gateway: it requests the shared state of other gateways and applies it.
+"""The warm-up of a new gateway: it requests the state of another gateway, and applies it. No I/O.
 
-The gateway with the earliest start answers. The caller passes times and sends the messages; this
-module does no I/O.
+Of the other gateways, the one that started first answers. The caller passes in the time and sends
+the messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BUFFER_CAP_BYTES = 8 << 20
 
 
 class WarmUpState(StrEnum):
-    """The phases of a gateway's warm-up: no bus yet, Hello sent, receiving the answer, warm."""
+    """The phases of a warm-up: not connected, state requested (Hello), receiving state, warm."""
 
     DISCONNECTED = "away"
     ASKING = "asking"
@@ -25,14 +25,15 @@ class WarmUpState(StrEnum):
 
 
 class WarmUp:
-    """The transfer of another gateway's state to this one after its start (warm-up).
+    """The transfer of another gateway's state to this one after its start.
 
-    is_warm            whether a warm-up has ended before; a repeated warm-up does not reset it
+    is_warm            whether a warm-up has been completed; a repeated one does not reset it
     received_messages  number of messages in the answer of the other gateway
-    took_s             seconds from the first Hello to the end of the warm-up
+    took_s             seconds from the first request (Hello) to the end of the warm-up
 
-    The prefix index ages entries by the order in which it learns of prompts. Broadcasts that arrive
-    during the warm-up are newer than the state, so they are buffered until it is complete.
+    The prefix index assumes that it learns of prompts in the order in which they were sent.
+    Messages that arrive during the warm-up are newer than the transferred state. Therefore they are
+    buffered until the transfer is complete.
     """
 
     __slots__ = (
@@ -60,9 +61,9 @@ class WarmUp:
         self._buffer_bytes = 0
 
     def next_hello(self, now: float, *, has_no_peers: bool) -> int | None:
-        """Return the number of the attempt if a new gateway has to send a Hello now, else None.
+        """Return the number of the attempt if a Hello has to be sent now, else None.
 
-        has_no_peers  whether no warm gateway is known that could answer
+        has_no_peers  whether no other gateway is known that could answer
         """
         if self.state is WarmUpState.WARM or (
             self.state is not WarmUpState.DISCONNECTED and now < self._deadline
@@ -79,15 +80,15 @@ class WarmUp:
         return self._attempt
 
     def restart(self) -> None:
-        """Request the state of the other gateways again, because frames were missed.
+        """Request the state of another gateway again, because frames were lost.
 
-        A warm gateway stays warm meanwhile.
+        `is_warm` does not change.
         """
         if self.state is WarmUpState.WARM:
             self.state = WarmUpState.DISCONNECTED
 
     def buffer(self, body: bytes, age_s: float, now: float) -> None:
-        """Buffer a broadcast message of another gateway until the warm-up has finished.
+        """Buffer a message of another gateway until the warm-up has ended.
 
         age_s  seconds since it was sent
         """
@@ -112,10 +113,10 @@ class WarmUp:
                 self._attempt = ATTEMPTS
 
     def finish(self, now: float) -> list[bytes] | None:
-        """Return the buffered messages to apply if the warm-up is over, or None while it is not.
+        """Return the buffered messages to apply if the warm-up is over, else None.
 
-        If another gateway has answered, broadcasts sent before the Hello are left out, because the
-        answer contains them.
+        If another gateway has answered, messages that it sent before the Hello are left out,
+        because its answer contains them.
         """
         if (
             self.state is WarmUpState.WARM
