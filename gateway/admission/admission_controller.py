@@ -490,9 +490,8 @@ class AdmissionController:
     async def acquire_retry(self) -> bool:
         """Take one retry from the gateway's retry budget; return whether one became available.
 
-        If the budget is used up, this waits up to RETRY_WAIT_S seconds. The wait spreads the
-        retries of a failed endpoint's requests over time; an immediate refusal would fail most of
-        them. The caller must end the retry with release_retry().
+        If the budget is used up, wait up to RETRY_WAIT_S seconds: this spreads the retries of a
+        failed endpoint over time. End the retry with release_retry().
         """
         if self.is_stopping:
             return False

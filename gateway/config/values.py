@@ -203,8 +203,7 @@ def _redis_url(url: str) -> str:
     database = parts.path.strip("/")
     if parts.username is not None or parts.password is not None:
         raise ValueError(
-            "the URL of a Redis server must not contain a user or a password; set `username` "
-            "and `password` instead"
+            "the URL of a Redis server must not contain a user or a password; use the keys for them"
         )
     if (
         parts.query

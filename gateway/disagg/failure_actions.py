@@ -84,10 +84,9 @@ def _blame_decoder(attempt: AttemptState, problem: UpstreamError) -> None:
 
 
 def reserve_other_decode(attempt: AttemptState) -> bool:
-    """Reserve another decode endpoint for the KV that the prefill endpoint still stores.
+    """Reserve another decode endpoint for the stored KV; return False if there is none.
 
-    This is possible because the first decode endpoint never received the request. Returns False if
-    there is no other decode endpoint.
+    The first decode endpoint never received the request, so the prefill endpoint still has the KV.
     """
     context, exchange, problem = attempt.context, attempt.exchange, attempt.problem
     assert problem is not None

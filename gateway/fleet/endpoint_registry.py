@@ -379,10 +379,7 @@ class EndpointRegistry:
         yield from count(len(self.by_slot))
 
     def apply(self, plan: RegistryPlan) -> RegistryChanges:
-        """Carry out a plan: give new endpoints slot numbers, and update the settings of all others.
-
-        Returns the added and the removed endpoints.
-        """
+        """Carry out a plan, and return the added and the removed endpoints."""
         before = {id(live): live.endpoint.name for live in self.all() if not live.is_leaving}
         added = [member.live for member in plan.members if id(member.live) not in before]
         for member in plan.members:

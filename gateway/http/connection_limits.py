@@ -163,11 +163,10 @@ class ClientConnections:
             del self._per_client[client]
 
     def set_unread(self, connection: CountedConnection, unread: int, limit: int) -> None:
-        """Set the number of unread bytes of a connection, and enforce the shared limit.
+        """Set a connection's number of unread bytes, and limit those of all connections to `limit`.
 
-        If all connections together exceed `limit` bytes, the oldest unread bytes are dropped. A
-        single connection that exceeds both a quarter of `limit` and MIN_SHARE loses its unread
-        bytes.
+        Above the limit, the oldest unread bytes are dropped. A single connection may have a quarter
+        of the limit or MIN_SHARE, whichever is more.
         """
         if not unread:
             self._release(connection)

@@ -437,8 +437,7 @@ class ConnectionPool:
     ) -> None:
         """Send one request and relay its response to `downstream`.
 
-        If an idle connection turns out to be lost, the request is sent once more on a new one.
-        Raises UpstreamError.
+        If an idle connection turns out lost, another one is opened. Raises UpstreamError.
         """
         pooled, is_retry = self.take_idle(), False
         while True:

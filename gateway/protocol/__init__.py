@@ -1,3 +1,1 @@
-"""Protocol code without I/O: API bodies, HTTP framing, the SSE relay, errors and service
-classes.
-"""
+"""Protocol code without I/O: API bodies, HTTP framing, server-sent events and errors."""

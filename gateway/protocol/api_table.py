@@ -1,7 +1,8 @@
 """The table of HTTP APIs: one Api value for each path that clients call and engines serve.
 
-Every difference between APIs is a field of the value, so the code that serves a request has no
-branch per API. request/request_body.py parses bodies, request/request_head.py HTTP heads.
+Every difference between two APIs is a field of this value. Therefore the code that serves requests
+has no branches for single APIs. request/request_body.py parses bodies, and request/request_head.py
+parses heads.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ class Api(msgspec.Struct, frozen=True, eq=False):
     """The description of one API. Values are compared by identity.
 
     path           path of the API at clients and engines, without a query
-    operation      name of its spans (gen_ai.operation.name), and last part of span names
-    conversation   the required body member with the prompt, or with the last part of it
-    prompt         the members with the prompt, in the order in which an engine renders them
+    operation      name of its trace spans (gen_ai.operation.name), also their last part
+    conversation   the required body member that contains the prompt, or the last part of it
+    prompt         the members that contain the prompt, in the order in which an engine renders them
     alternatives   members that may replace `conversation`
     output_limit   the member that limits the answer's tokens; `max_tokens` is accepted as well
-    generates      whether the answer is text, so that it has an expected length and may be a stream
+    generates      whether the answer is generated text, which has an expected length and may be a
+                   stream
     is_admitted    whether the engine computes tokens, so that admission control may queue or reject
                    the request
     lists_prompts  whether `conversation` may be a list of independent prompts
@@ -41,7 +43,7 @@ class Api(msgspec.Struct, frozen=True, eq=False):
     can_resume     whether another endpoint may continue a broken stream
     errors         the format of its error responses and error events
     grammar        the events of its streams; None: those of chat completions
-    keeps_answers  whether an engine may keep the answer for later requests, which need that engine
+    keeps_answers  whether an engine may store the answer for later requests, which need that engine
     takes_salt     whether engines that accept cache salts accept one on this path too
     is_form        whether bodies are forms (multipart/form-data)
     is_plain       whether bodies are JSON, and streams have the events of chat completions
@@ -244,7 +246,7 @@ API_PATHS: Mapping[str, Api] = {api.path: api for api in APIS}
 
 
 def stored_api(method: str, path: str) -> Api | None:
-    """Return the Api of a request about a stored response, or None for any other path or method.
+    """Return the Api of a request about a stored response; None if the request is another one.
 
     `path` has no query.
     """
@@ -270,7 +272,7 @@ def api_paths(page: bytes) -> frozenset[str]:
     """Return the paths of known APIs that an engine's OpenAPI page mentions.
 
     The result is empty if the page does not mention chat completions. The page is searched as
-    bytes, because decoding its JSON would be slow: it is large, and every engine has one.
+    bytes. To decode its JSON would be slow, because it is large and is read from every engine.
     """
     paths = frozenset(path for path, name in _NAMES_IN_PAGES.items() if page.find(name) >= 0)
     return paths if CHAT.path in paths else frozenset()

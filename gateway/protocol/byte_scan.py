@@ -1,8 +1,8 @@
-"""Searches the bytes of HTTP messages, for what every request or every chunk of a stream needs. No
-I/O.
+"""Searches the bytes of HTTP messages for what every request or chunk of a stream needs. No I/O.
 
-Compiled builds search in C (_byte_scan.c, docs/decisions/0028-bytes-in-c.md), everything else in
-Python (python_byte_scan.py). What either form leaves to its caller is parsed in a general way.
+Compiled builds search in C (_byte_scan.c, docs/decisions/0028-bytes-in-c.md), and others in Python
+(python_byte_scan.py). Both recognise only frequent forms. For all others, the caller uses a general
+parser.
 """
 
 from __future__ import annotations

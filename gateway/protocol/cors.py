@@ -1,6 +1,6 @@
 """Cross-origin resource sharing (CORS): decides which web pages may call the API from a browser.
 
-The API has no cookies, so a page has to send its API key itself.
+The API uses no cookies, so a web page has to send an API key itself.
 """
 
 from __future__ import annotations
@@ -31,16 +31,14 @@ class CorsRule:
     __slots__ = ("_is_any", "_origins")
 
     def __init__(self, origins: Sequence[str]) -> None:
-        """Initialize the rule with origins (scheme, host and port) as browsers send them; "*"
-        permits all.
-        """
+        """Create the rule from origins (scheme, host, port) as browsers send them; "*" is all."""
         self._is_any = ANY_ORIGIN in origins
         self._origins = frozenset(origins)
 
     def response_headers(self, headers: Mapping[str, str]) -> Headers:
-        """Return the CORS headers to add to the response to a request with these headers.
+        """Return the CORS headers of the response to a request with these headers.
 
-        They permit nothing if the request's origin is not permitted.
+        If the request's origin is not permitted, they permit nothing.
         """
         origin = headers.get("origin", "")
         if not origin:
@@ -55,10 +53,9 @@ class CorsRule:
     def preflight_headers(
         self, headers: Mapping[str, str], methods: Sequence[str]
     ) -> Headers | None:
-        """Return the headers of the response to a CORS preflight request; None if the request is no
-        preflight.
+        """Return the headers of the response to a CORS preflight request; None for other requests.
 
-        For an origin that is not permitted, the headers permit nothing.
+        If the request's origin is not permitted, they permit nothing.
         """
         if "access-control-request-method" not in headers or "origin" not in headers:
             return None
@@ -77,12 +74,12 @@ class CorsRule:
 
 
 def new_cors_rule(origins: Sequence[str]) -> CorsRule | None:
-    """Return the CORS rule for a list of permitted origins, or None if the list is empty."""
+    """Return the CORS rule for a list of permitted origins; None if the list is empty."""
     return CorsRule(origins) if origins else None
 
 
 class CorsLines:
-    """A connection's response header lines: Date, followed by CORS headers."""
+    """The header lines that all responses on a connection get: Date, followed by CORS headers."""
 
     __slots__ = ("_clock", "_lines")
 

@@ -1,4 +1,4 @@
-"""The formats in which APIs report errors: the gateway's own errors and those of engines."""
+"""The formats in which APIs report errors: those of the gateway and those of engines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The errors that the gateway sends: status, OpenAI error type and code, and retry advice.
+"""The errors that the gateway sends: HTTP status, OpenAI error type and code, and retry advice.
 
-Every error of the gateway is a row of one table, Failure. openai_error_body() converts the 4xx
+Each kind of error is a row of one table, the enum Failure. openai_error_body() converts the 4xx
 errors of engines to OpenAI's format.
 """
 
@@ -23,7 +23,7 @@ class ErrorRow(msgspec.Struct, frozen=True):
 
     should_retry    value of the x-should-retry header, which OpenAI's SDKs obey; None omits the
                     header
-    in_stream_code  the error code used once the response has begun
+    in_stream_code  the error code that is used after the response has begun
     """
 
     status: int
@@ -34,9 +34,7 @@ class ErrorRow(msgspec.Struct, frozen=True):
 
 
 class Failure(Enum):
-    """The kinds of failure of a request; the value of each is the error that the client
-    receives.
-    """
+    """The kinds of failure of a request; the value of each is the error that the client gets."""
 
     BAD_REQUEST = ErrorRow(400, "invalid_request_error", None)
     CONTEXT_TOO_LONG = ErrorRow(400, "invalid_request_error", "context_length_exceeded")
@@ -84,8 +82,7 @@ class GatewayError(Exception):
 
     retry_after_s  seconds after which the client should try again; None if unknown
     reason         short label in logs and metrics
-    may_return     False if another try cannot help, although the kind of failure usually permits
-                   one
+    may_return     False if a retry cannot help, although it usually may for this kind of failure
     """
 
     def __init__(
@@ -122,8 +119,9 @@ def error_body(error: GatewayError) -> bytes:
 
 
 def error_event(failure: Failure, message: str) -> bytes:
-    """Return an error as a server-sent event on which SDKs raise. The event [DONE] must not follow
-    it.
+    """Return an error as a server-sent event that makes SDKs raise an exception.
+
+    The event [DONE] must not follow it.
     """
     return (
         b"data: "
@@ -139,16 +137,16 @@ def response_not_found(response_id: str) -> GatewayError:
 
 
 def shutting_down() -> GatewayError:
-    """Return the error for requests that are cut off because the gateway stops.
+    """Return the error for requests that are cut off because the gateway is shutting down.
 
-    It is sent when the time is over in which running requests may finish.
+    It is for requests that still run when the time for running requests is over.
     """
     message = "The gateway stopped before it could respond. Try again."
     return GatewayError(Failure.SHUTTING_DOWN, message)
 
 
 def retry_headers(error: GatewayError) -> list[tuple[str, str]]:
-    """Return headers that advise the client whether and when to retry.
+    """Return headers that tell the client whether and when to retry.
 
     Without them, SDKs retry most errors twice.
     """
@@ -211,20 +209,20 @@ PHRASES: Mapping[int, str] = MappingProxyType(
 
 
 def new_request_id() -> str:
-    """Return a new request id, for error responses to requests that are not generation requests."""
+    """Return a new request id, for error responses to requests that have no id yet."""
     return f"req_{secrets.token_hex(16)}"
 
 
 def reason_phrase(status: int) -> str:
-    """Return the reason phrase of an HTTP status; "Error" for a status that is not registered."""
+    """Return the reason phrase of an HTTP status, or "Error" if the status is not registered."""
     return PHRASES.get(status, "Error")
 
 
 def openai_error_body(status: int, body: bytes) -> bytes:
-    """Convert the error body of an engine to OpenAI's format.
+    """Convert the error body of an engine to OpenAI's format. The message is kept.
 
-    Engines send the error nested, at top level or as a bare string. The message is kept. An integer
-    `code` is dropped, because OpenAI's error codes are strings.
+    Engines send the error as an object `error`, as the members of such an object, or as a string.
+    An integer `code` is dropped, because OpenAI's error codes are strings.
     """
     try:
         decoded = msgspec.json.decode(body)

@@ -1,4 +1,4 @@
-"""The responses of /v1/models, in OpenAI's format or in Anthropic's for clients of that API."""
+"""The responses of /v1/models, in OpenAI's or Anthropic's format, depending on the client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIMIT = re.compile(r"[0-9]{1,4}")
 
 
 class ListedModel(Protocol):
-    """A model that is listed to clients; `context_tokens` is None when the limit is unknown."""
+    """A model in the list for clients; `context_tokens` is None if the limit is unknown."""
 
     @property
     def name(self) -> str: ...
@@ -26,9 +26,7 @@ class ListedModel(Protocol):
 
 
 def wants_anthropic(headers: Mapping[str, str]) -> bool:
-    """Return whether a client uses Anthropic's API, which its SDKs show by the header
-    anthropic-version.
-    """
+    """Return whether a client uses Anthropic's API: its SDKs send the header anthropic-version."""
     return VERSION_HEADER in headers
 
 
@@ -102,5 +100,7 @@ def _limit(text: str | None) -> int:
 
 def _position(names: Sequence[str], name: str, param: str) -> int:
     if name not in names:
-        raise GatewayError(Failure.BAD_REQUEST, f"'{param}' is not the id of a model.", param=param)
+        raise GatewayError(
+            Failure.BAD_REQUEST, f"'{param}' must be the id of a listed model.", param=param
+        )
     return names.index(name)

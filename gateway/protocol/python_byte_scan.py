@@ -1,4 +1,4 @@
-"""The Python form of the searches of byte_scan.py; it decides what they mean. No I/O."""
+"""The searches of byte_scan.py in Python, with the results that the C form must have. No I/O."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def body_span(data: bytes, offset: int, before: bytes, after: bytes) -> tuple[in
     """Return the offsets in `data` at which a message's body begins and ends.
 
     before  the bytes of the message's head before the digits of its Content-Length
-    after   the bytes of the head after them
+    after   the bytes of the head after those digits
 
-    Returns None if no such head begins at `offset`. The body may extend beyond `data`.
+    Returns None if no head with these bytes begins at `offset`. The body may extend beyond `data`.
     """
     # Comparing a slice takes fewer instructions than startswith() with an offset.
     digits_at = offset + len(before)
@@ -37,13 +37,14 @@ def body_span(data: bytes, offset: int, before: bytes, after: bytes) -> tuple[in
 
 
 def count_events(data: bytes, finish_reason: bytes) -> int:
-    """Return the number of server-sent events in `data` if it is one whole HTTP chunk of whole
-    events, none of which is special.
+    """Return the number of server-sent events in `data` if they need no further parsing, else 0.
+
+    `data` must be exactly one HTTP chunk of complete events. None of them may contain token counts,
+    a finish reason, an error or [DONE].
 
     finish_reason  the bytes that precede a finish reason in this stream
 
-    Returns 0 if an event may have token counts, a finish reason, an error or [DONE], and for bytes
-    of any other form. The C form also counts the events of several chunks.
+    The C form also accepts several chunks.
     """
     line = SIZE_LINES.get(len(data))
     if (
@@ -62,18 +63,18 @@ def count_events(data: bytes, finish_reason: bytes) -> int:
 
 
 def finish_reason(text: bytes) -> str | None:
-    """Return the last finish reason in `text`, or None to leave the search to the caller.
+    """Return the last finish reason in `text`; None if the caller has to search for it.
 
-    The C form recognises the usual reasons, this form none.
+    The C form recognises frequent reasons. This form always returns None.
     """
     return None
 
 
 def usage_counts(text: bytes) -> tuple[int | None, int | None, int | None] | None:
-    """Return the token counts of the last `usage` member in `text`: of the prompt, of the answer,
-    and of those of the prompt that were cached.
+    """Return the token counts of the last `usage` member in `text`; None if the caller has to read
+    it.
 
-    Returns None to leave the search to the caller. The C form reads members that are numbers, this
-    form none.
+    The counts are those of the prompt, of the answer, and of the cached part of the prompt. The C
+    form reads counts that are plain numbers. This form always returns None.
     """
     return None

@@ -1,11 +1,14 @@
-"""Ids of stored responses that identify the engine that stores them, without any table.
+"""Ids of stored responses that show the gateway which engine stores them, without a table.
+An id consists of three parts:
 
-An id consists of a number, a code and an encrypted model name. The first half of the number is that
-of the previous response, so all responses of a conversation share it; the rest is random. The code
-is an HMAC over the number, the endpoint and the name, keyed per tenant. A gateway with the key
-finds the endpoint by computing the codes of all endpoints. Gateways with the same configuration
-have the same keys. Three cases look the same: the id of another tenant, an invented id, and the id
-of a removed endpoint.
+- A number. Its first half is that of the previous response, so all responses of a conversation
+  share it. The rest is random.
+- A code: an HMAC over the number, the endpoint and the model name, with a key per tenant.
+- The model name, encrypted.
+
+A gateway with the key finds the endpoint by computing the codes of all endpoints. Gateways with the
+same configuration have the same keys. An id of another tenant, an invented id, and an id of a
+removed endpoint cannot be distinguished.
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ _LABEL = b"penstock response id 1"
 
 
 class KeptResponse(NamedTuple):
-    """Where a response is stored: the endpoint's name, and the model's name as the client gave it.
+    """Where a response is stored: the endpoint's name, and the client's name of the model.
 
-    The model is "" if its name is longer than an id can contain.
+    The model is "" if its name is too long for an id.
     """
 
     endpoint: str
@@ -47,7 +50,7 @@ class ResponseIds:
     def __init__(
         self, keys: Mapping[str, bytes], open_key: bytes, others: ResponseIds | None = None
     ) -> None:
-        """Initialize the ids.
+        """Create the ids of a configuration.
 
         keys      HMAC key by tenant
         open_key  HMAC key for requests without a tenant
@@ -76,9 +79,9 @@ class ResponseIds:
     def find(
         self, response_id: str, tenant: str, endpoints: Collection[str]
     ) -> KeptResponse | None:
-        """Return where a response is stored, or None if it is stored at none of these endpoints.
+        """Return where a response is stored; None if none of these endpoints stores it.
 
-        The result is also None for the id of another tenant's response.
+        Returns None also for the id of another tenant's response.
         """
         sealed = _decoded(response_id)
         if sealed is None:
@@ -96,10 +99,9 @@ class ResponseIds:
 
 
 def conversation_of(response_id: str) -> str:
-    """Return the part that the response ids of one conversation have in common; "" if the text is
-    no such id.
+    """Return the part that all response ids of a conversation share; "" if the text is no such id.
 
-    The id may be invented by the client, so the result identifies a conversation but grants no
+    A client may have invented the id. Therefore the result identifies a conversation but grants no
     access.
     """
     sealed = _decoded(response_id)
@@ -110,8 +112,8 @@ def new_response_ids(config: Config) -> ResponseIds:
     """Create the ResponseIds of a configuration.
 
     The secret is that of cache salts: `cache.secret`, else the key that the gateways share. Without
-    both, each tenant's secret is derived from its API key. Ids under `shared.other_key` are found
-    too.
+    both, each tenant's secret is derived from its API keys. Ids that were created with
+    `shared.other_key` are found too.
     """
     other = other_shared_secret(config)
     others = None if other is None else _with_secret(config, other)

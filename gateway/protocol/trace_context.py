@@ -1,7 +1,7 @@
-"""W3C trace context: reads the two headers, and records the spans of a traced request.
+"""W3C trace context: reads the headers traceparent and tracestate, and records a request's spans.
 
-telemetry/ exports traces. Source: W3C Trace Context level 2. Headers that are malformed or too long
-are ignored.
+Source: W3C Trace Context level 2. Headers that are malformed or too long are ignored. telemetry/
+exports the traces.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _STATE = re.compile(r"[!-~](?:[!-~ \t]*[!-~])?")  # a nested repeat would take e
 
 
 class ParentSpan(msgspec.Struct, frozen=True):
-    """The trace span that a client's request belongs to. Its ids are lower-case hexadecimal.
+    """The client's trace span, to which its request belongs. Its ids are lower-case hexadecimal.
 
-    flags  the flags of the header traceparent; the lowest bit says whether the trace is sampled
+    flags  the flags of the header traceparent; the lowest bit is set if the trace is sampled
     state  the header tracestate; "" without one
     """
 
@@ -46,7 +46,7 @@ class LegSpan(msgspec.Struct, frozen=True):
 
     role        whole (the engine does prefill and decode), prefill, or decode
     endpoint    name of the endpoint
-    started_at  monotonic seconds
+    started_at  monotonic time of its start
     """
 
     role: str
@@ -73,8 +73,8 @@ class Trace(msgspec.Struct, eq=False):
     def add_leg(self, role: str, endpoint: str, now: float) -> str:
         """Record the start of a request to an engine, and return its trace header lines.
 
-        The lines make the engine's spans children of the recorded one. `role` and `endpoint` are
-        as in LegSpan; `now` is in monotonic seconds.
+        With these lines, the engine's spans become children of the recorded one. `role` and
+        `endpoint` are as in LegSpan; `now` is in monotonic seconds.
         """
         span_id = new_span_id()
         self.legs.append(LegSpan(role, endpoint, span_id, now))
@@ -101,7 +101,7 @@ def parse_parent(headers: Mapping[str, str]) -> ParentSpan | None:
 def propagated_headers(headers: Mapping[str, str]) -> str:
     """Return the client's trace context as header lines, for a request that is not traced here.
 
-    The result is "" if the client sends no valid one.
+    The result is "" if the client sent no valid trace context.
     """
     if PARENT_HEADER not in headers:  # the usual case
         return ""

@@ -1,4 +1,4 @@
-"""The exception for a failed engine response, and its meaning for the health of the endpoint."""
+"""The exception for a failed engine response, and what it shows about the endpoint's health."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ _HEALTH_EVENTS = {
 
 
 class UpstreamError(Exception):
-    """Raised when an engine's response is incomplete or missing.
+    """Raised if an engine's response is incomplete or missing.
 
-    kind                label of the failure in metrics, which also decides its meaning for health
+    kind                kind of the failure: a label in metrics, which also decides how the failure
+                        affects the endpoint's health
     was_sent            whether the request was written to a connection, so that the engine may have
                         run it
     was_new_connection  whether the connection was new and was lost before any byte of a response
-    wait_s              seconds after which the engine wants to be sent another request; None if it
-                        did not say
+    wait_s              seconds after which the engine accepts another request (Retry-After); None
+                        if it did not say
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class UpstreamError(Exception):
 
 
 def health_event(error: UpstreamError) -> HealthEvent:
-    """Return the health event of a failure.
+    """Return how a failure affects the endpoint's health.
 
     The loss of a new connection before any byte of a response counts as a refused connection.
     """

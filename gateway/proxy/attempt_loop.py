@@ -132,11 +132,9 @@ class HealthScreen:
         )  # refused connections alone are no reason to check
 
     async def check(self, choice: Pick | EndpointPair | None) -> Sequence[str] | None:
-        """Check the endpoints picked for a retry; return None if this pick may be used.
+        """Check the endpoints picked for a retry; return the names to leave out of the next pick.
 
-        Otherwise return the names of endpoints to leave out of the next pick. After None, the
-        caller must reserve capacity before the next await, because the endpoints' state may change
-        there.
+        None means that this pick may be used, if capacity is reserved before the next await.
         """
         if self._is_over:
             return None

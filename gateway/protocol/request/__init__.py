@@ -1,1 +1,1 @@
-"""Requests, without I/O: the head, the headers that the gateway reads, and the body as a Call."""
+"""Parsing of requests, without I/O: the head, the headers that the gateway uses, and the body."""

@@ -13,16 +13,16 @@ KEY_HEADER = "x-api-key"
 def key_digest(key: str) -> bytes:
     """Return the SHA-256 digest of an API key.
 
-    Keys are looked up by digest, so that the duration of a lookup reveals nothing about them.
+    Keys are looked up by digest, so that the time of a lookup reveals nothing about them.
     """
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def digest_of_headers(headers: Mapping[str, str]) -> bytes:
-    """Return the digest of the API key in a request's headers, whether or not the key is valid.
+    """Return the digest of the API key in a request's headers. The key may be invalid.
 
-    Raises GatewayError (401) if there is no key, or if there are two different ones: the tenant
-    would depend on which of them is read.
+    Raises GatewayError (401) if there is no key, or if there are two different keys: it would be
+    unclear which tenant sends the request.
     """
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     bearer = bearer.strip() if scheme.lower() == "bearer" else ""

@@ -1,9 +1,9 @@
-"""Cache salts: values that decide which requests may share cached prompts on an engine.
+"""Cache salts: values that determine which requests may share cached prompts on an engine.
 
-A salt is HMAC-SHA256 over the client's own salt, keyed per tenant or per group of tenants. Clients
-can therefore divide their own cache, but cannot reach that of another tenant. Gateways with the
-same configuration compute the same salts, also after a restart (docs/decisions/0014). The request
-member that carries the salt is named in config/tenant_rules.py.
+A salt is HMAC-SHA256 over the salt that the client sent, with a key per tenant or group of tenants.
+Therefore clients can divide their own cache, but cannot use that of another tenant. Gateways with
+the same configuration compute the same salts, also after a restart (docs/decisions/0014). The
+request member that contains the salt is chosen in config/tenant_rules.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _LABEL = b"penstock cache salt 1"
 class CacheSalts:
     """Computes the cache salts of one configuration. Immutable.
 
-    defaults  salt (hex) by tenant, for requests that bring none; only tenants whose cache is
-              isolated have one
+    defaults  salt (hex) by tenant, for requests whose clients send none; only tenants whose cache
+              is isolated have one
     """
 
     __slots__ = ("_keys", "_open_key", "defaults")
 
     def __init__(self, keys: Mapping[str, bytes], open_key: bytes) -> None:
-        """Initialize the salts.
+        """Create the salts of a configuration.
 
         keys      HMAC key by tenant
         open_key  HMAC key for all other requests
@@ -39,18 +39,16 @@ class CacheSalts:
         self.defaults = {tenant: _hex(key, b"") for tenant, key in keys.items()}
 
     def client_salt(self, tenant: str, client_salt: bytes) -> bytes:
-        """Return the cache salt (hex) for a request of `tenant` whose client has set
-        `client_salt`.
-        """
+        """Return the cache salt (hex) for a request of `tenant` whose client sent `client_salt`."""
         return _hex(self._keys.get(tenant, self._open_key), client_salt)
 
 
 def new_cache_salts(config: Config) -> CacheSalts:
     """Create the CacheSalts of a configuration.
 
-    The secret is `cache.secret`, else the key that the gateways share. Without both, the secret of
-    each tenant or group is derived from its API keys. The secret is therefore equal on all gateways
-    and after a restart without any setup.
+    The secret is `cache.secret`, else the key that the gateways share. Without both, each tenant's
+    or group's secret is derived from its API keys. In each case it is equal on all gateways and
+    after a restart.
     """
     secret = shared_secret(config)
     open_key = hmac.digest(secret or _LABEL, b"no tenant", "sha256")
@@ -64,9 +62,9 @@ def new_cache_salts(config: Config) -> CacheSalts:
 
 
 def group_by_domain(tenants: Sequence[Tenant]) -> dict[bytes, list[Tenant]]:
-    """Group tenants by cache domain: tenants with the same domain share cached prompts.
+    """Return which tenants share cached prompts, as lists of tenants by the name of the group.
 
-    A domain is the name of the tenant's cache group, or of the tenant if it has no group.
+    A tenant without a cache group is the only member of a group with its name.
     """
     groups: dict[bytes, list[Tenant]] = {}
     for tenant in tenants:
@@ -77,16 +75,16 @@ def group_by_domain(tenants: Sequence[Tenant]) -> dict[bytes, list[Tenant]]:
 
 
 def shared_secret(config: Config) -> bytes | None:
-    """Return the secret that all gateways with this configuration share, or None without one."""
+    """Return the secret that all gateways with this configuration share; None if there is none."""
     if config.cache.secret is not None:
         return config.cache.secret.reveal().encode()
     return None if config.shared is None else _of_gateways(config.shared.key)
 
 
 def other_shared_secret(config: Config) -> bytes | None:
-    """Return the secret that gateways with `shared.other_key` as their key share.
+    """Return the secret of gateways that have `shared.other_key` as their key.
 
-    None: there is none, or it is the same as that of this configuration.
+    Returns None if there is none, or if it equals the secret of this configuration.
     """
     if config.cache.secret is not None or config.shared is None or config.shared.other_key is None:
         return None
@@ -100,7 +98,7 @@ def _of_gateways(key: Secret) -> bytes:
 def derived_secret(tenants: Sequence[Tenant]) -> bytes:
     """Derive a secret from the API keys of these tenants only.
 
-    Changing another tenant's key therefore does not change the secret.
+    A change of another tenant's key then does not change the secret.
     """
     digests = sorted(hashlib.sha256(tenant.key.reveal().encode()).digest() for tenant in tenants)
     return hmac.digest(_LABEL, b"".join(digests), "sha256")

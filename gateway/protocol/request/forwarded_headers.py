@@ -1,7 +1,7 @@
-"""Headers that trusted proxies add: the client's address and the proxy's request id.
+"""The headers that trusted proxies add: the client's address and the proxy's request id.
 
-The headers are read only on connections from `listeners.api.trusted_proxies`, because any other
-client could forge them.
+They are used only on connections from `listeners.api.trusted_proxies`, because any other client
+could forge them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _REQUEST_ID = re.compile(r"[0-9A-Za-z._:/+=-]{1,128}")
 
 
 class TrustedProxies:
-    """The networks of trusted proxies, with a cache of which peer addresses belong to them."""
+    """The networks of trusted proxies, with a cache of the addresses that were looked up."""
 
     __slots__ = ("_cache", "_networks")
 
@@ -37,11 +37,13 @@ class TrustedProxies:
         return is_proxy
 
     def client_address(self, headers: Mapping[str, str], peer: str) -> str:
-        """Return the client's address: the last one in X-Forwarded-For that is no trusted proxy's.
+        """Return the client's address: the last one in X-Forwarded-For that is not a trusted
+        proxy's.
 
-        Each proxy appends the address from which it received the request, so anything further left
-        may have been written by the client itself. Text that is not an address ends the search at
-        the last valid address. Without the header, the result is `peer`.
+        Each proxy appends the address from which it received the request. Anything before that may
+        have been written by the client itself. The search goes from right to left and ends at text
+        that is not an address. Without the header, the result is `peer`, the address of the
+        connection.
         """
         client = peer
         for hop in reversed(all_values(headers, FORWARDED_FOR).split(",")[-MAX_HOPS:]):
@@ -67,7 +69,7 @@ def plain_request_id(text: str) -> str:
 def all_values(headers: Mapping[str, str], name: str) -> str:
     """Return the values of all header lines with this name, joined by commas.
 
-    A proxy may have added a header line of its own after the client's.
+    There may be several, because a proxy may add a line after the client's.
     """
     getall = getattr(headers, "getall", None)
     return headers.get(name, "") if getall is None else ",".join(getall(name, ()))

@@ -1,7 +1,7 @@
-"""Detection and refusal of cleartext HTTP/2 (prior knowledge), which the gateway does not support.
+"""Detects and refuses cleartext HTTP/2 (prior knowledge), which the gateway does not support.
 
-A client that knows HTTP/2 understands the refusal and may repeat its requests over HTTP/1.1 (RFC
-9113, 3.4 and 7).
+An HTTP/2 client understands the refusal, and may repeat its requests over HTTP/1.1 (RFC 9113, 3.4
+and 7).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Reads an image's dimensions from its first bytes, and estimates the tokens that it takes.
+"""Reads an image's dimensions from its first bytes, and estimates its number of tokens.
 
-Supports PNG, JPEG, GIF and WebP; only headers are decoded. Engines scale images by rules of their
-own, so policies/admission/prompt_length.py corrects the estimates by a ratio that it learns for
-each model.
+Supports PNG, JPEG, GIF and WebP; only headers are decoded. Each engine scales images in its own
+way. Therefore policies/admission/prompt_length.py learns a ratio per model, which corrects the
+estimates.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Size = tuple[int, int]
 
 
 def image_tokens(base64_text: memoryview) -> int | None:
-    """Return the estimated tokens of an image in base64, or None if the format is unknown."""
+    """Return the estimated number of tokens of a base64 image; None if its format is unknown."""
     for length in _SLICES:
         try:
             data = binascii.a2b_base64(base64_text[:length])
@@ -44,9 +44,7 @@ def image_tokens(base64_text: memoryview) -> int | None:
 
 
 def read_size(data: bytes) -> Size | None:
-    """Return the width and height of an image in pixels, or None if `data` does not contain
-    them.
-    """
+    """Return the width and height of an image in pixels; None if `data` does not contain them."""
     if data.startswith(_PNG) and data[12:16] == b"IHDR" and len(data) >= 24:
         size = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
     elif data[:6] in (b"GIF87a", b"GIF89a") and len(data) >= 10:

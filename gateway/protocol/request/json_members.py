@@ -1,6 +1,7 @@
-"""Decodes a JSON object one level deep: into its members, whose values stay raw JSON.
+"""Decodes the members of a JSON object, but not their values, which stay raw JSON.
 
-Rejects bodies that gateway and engine could read differently, and bodies that are costly to decode.
+It rejects bodies that the gateway and an engine could read differently, and bodies that take too
+long to decode.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class TooManyMembersError(Exception):
 
 
 def read_members(body: bytes) -> dict[str, msgspec.Raw]:
-    """Decode a JSON request body into its members, by name.
+    """Decode a JSON request body into its members: raw JSON values by name.
 
-    Raises GatewayError (400) that names what is wrong with the body.
+    Raises GatewayError (400) with a message that says what is wrong with the body.
     """
     members = decode_members(body)
     reject_ambiguous(body, members)
@@ -43,7 +44,7 @@ def read_members(body: bytes) -> dict[str, msgspec.Raw]:
 
 
 def decode_members(body: bytes) -> dict[str, msgspec.Raw]:
-    """Decode a request body as read_members() does, but accept ambiguous members.
+    """Decode a request body like read_members(), but accept ambiguous members such as duplicates.
 
     Raises GatewayError (400) if the body is not a JSON object.
     """
@@ -72,7 +73,7 @@ def decode_members(body: bytes) -> dict[str, msgspec.Raw]:
 
 
 def decode_object(text: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
-    """Decode the JSON text of an object into its members.
+    """Decode the JSON text of an object into its members: raw JSON values by name.
 
     Raises TooManyMembersError for a large object with too many members, and msgspec's own errors
     for invalid JSON.
@@ -81,7 +82,7 @@ def decode_object(text: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
 
 
 class _Name(str):
-    """The name of a JSON member; a type of its own, so that msgspec calls a hook for each name."""
+    """The name of a JSON member; it is a separate type so that msgspec calls a hook for each."""
 
     __slots__ = ()
 
@@ -106,9 +107,7 @@ def _too_many_members() -> GatewayError:
 
 
 def bad_request(message: str, param: str | None = None) -> GatewayError:
-    """Return the error for an invalid request (status 400); `param` names the body member that is
-    invalid.
-    """
+    """Return the error (400) for an invalid request; `param` names the invalid body member."""
     return GatewayError(Failure.BAD_REQUEST, message, param=param)
 
 
@@ -118,11 +117,11 @@ def missing_member(name: str) -> GatewayError:
 
 
 def reject_ambiguous(body: bytes, members: dict[str, msgspec.Raw]) -> None:
-    """Raise GatewayError for duplicate members and for numbers with very many digits.
+    """Raise GatewayError for duplicate members, and for numbers with very many digits.
 
-    Gateway and engine might read duplicates differently. Joined in compact form, the members are
-    never longer than the body. They are equally long only if the body is compact and has no
-    duplicates. SDKs send compact JSON, so only other bodies are searched for duplicates.
+    The gateway and an engine might read duplicates differently. Most bodies need no search for
+    them: if the members, written compactly, are as long as the body, the body has no duplicates.
+    SDKs send compact JSON. Only other bodies are searched.
     """
     if len(body) > MAX_DIGITS and members:
         # Nearly always the conversation; then no other value is long.
@@ -157,17 +156,17 @@ def _reject_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
         name = str(_decode_any(key[1]))
         value = bytes(members[name])
         if name in seen or not body.startswith(value, key.end()):
-            raise bad_request(f"The JSON body has the member '{name}' twice.", name)
+            raise bad_request(f"The JSON body has the member '{name}' twice; send it once.", name)
         seen.add(name)
         following = _NEXT.match(body, key.end() + len(value))
         # None: the decoded value is a prefix of an earlier, longer one of the same name.
         if following is None:
-            raise bad_request(f"The JSON body has the member '{name}' twice.", name)
+            raise bad_request(f"The JSON body has the member '{name}' twice; send it once.", name)
         offset = following.end()
 
 
 def string_member(members: Mapping[str, msgspec.Raw], name: str) -> str:
-    """Return the value of a required member of a request body that is a string.
+    """Return the value of a required body member that must be a string.
 
     Raises GatewayError if it is missing or not a string.
     """
@@ -180,8 +179,7 @@ def string_member(members: Mapping[str, msgspec.Raw], name: str) -> str:
 
 
 def member_value(members: Mapping[str, msgspec.Raw], name: str) -> Any:
-    """Decode a member of a request body that is a string, number or literal; return () for a list
-    or an object.
+    """Decode a body member that is a string, a number, true, false or null; return () for others.
 
     Lists and objects may be large, so they are not decoded. Raises GatewayError for a number that
     cannot be represented.
@@ -192,10 +190,10 @@ def member_value(members: Mapping[str, msgspec.Raw], name: str) -> Any:
     try:
         return _decode_any(raw)
     except msgspec.DecodeError as error:
-        raise bad_request(f"The value of '{name}' cannot be read: {error}.", name) from None
+        raise bad_request(f"The value of '{name}' is not valid: {error}.", name) from None
 
 
 def join_members(members: Mapping[str, msgspec.Raw]) -> bytes:
-    """Return the JSON text of an object with these members; their values are raw JSON."""
+    """Return the JSON text of an object with these members, whose values are raw JSON."""
     pairs = (json.dumps(name).encode() + b":" + bytes(value) for name, value in members.items())
     return b"{" + b",".join(pairs) + b"}"

@@ -1,8 +1,8 @@
-"""Applies the edits of an engine's handoff protocol to the JSON of a request.
+"""Edits the JSON of a request as an engine's handoff protocol requires.
 
-A handoff protocol passes a request's KV cache from a prefill engine to a decode engine. Raw values
-are joined without being decoded. Edits that only add members are inserted before the closing brace;
-for this, parsing has removed members that clients may not send.
+By this protocol, a prefill engine passes a request's KV cache to a decode engine. Raw values are
+joined without being decoded. Edits that only add members are inserted before the closing brace.
+This is possible because parsing has removed such members from the client's body.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SHAPING = frozenset(("n", "best_of", "prompt", "prompt_logprobs", "echo"))
 
 
 class _Keys(dict[str, bytes]):
-    """A cache of the text that precedes a member's value in a JSON object: comma, name and colon.
+    """A cache of the text before a member's value in a JSON object: comma, name and colon.
 
-    It maps the member's name to that text. The texts of common names are prepared in advance.
+    It maps a member's name to that text. Common names are prepared in advance.
     """
 
     def __missing__(self, name: str) -> bytes:
@@ -47,8 +47,9 @@ _KEYS = _Keys(
 
 
 def shape(members: Members) -> SplitShape:
-    """Return the properties of a request that decide whether its prefill and decode can be
-    split.
+    """Return the properties of a request on which it depends whether it can be split.
+
+    A split request has its prefill and its decode at different endpoints.
     """
     limit = _number(members.get("max_completion_tokens")) or _number(members.get("max_tokens"))
     if _SHAPING.isdisjoint(members):  # nearly every chat
@@ -65,7 +66,8 @@ def shape(members: Members) -> SplitShape:
 def shows_usage(members: Members) -> bool:
     """Return whether the client receives token counts (usage) with its answer.
 
-    Answers without streaming always contain them, streams only if the request asks for them.
+    An answer that is not a stream always contains them. A stream does only if the request asks for
+    them.
     """
     stream, raw = members.get("stream"), members.get("stream_options")
     if stream is None or bytes(stream) != b"true":
@@ -77,10 +79,10 @@ def shows_usage(members: Members) -> bool:
 def edited(body: bytes, members: Members, edits: RequestEdits, model: str | None) -> bytes:
     """Return a request body with the edits applied.
 
-    members  the parsed members of `body`
+    body     the body to edit; it may be empty if an edit drops a member, because then the new body
+             is built from the members
+    members  the parsed members of the body
     model    the model name to write; None keeps the client's
-
-    `body` may be empty if the edits drop a member, because it is then built from the members.
     """
     drop, keep = edits.drop, edits.keep
     if model is None and not drop and keep is None:

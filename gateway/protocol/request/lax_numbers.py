@@ -8,9 +8,9 @@ _INTEGER = re.compile(r"\s*([+-]?[0-9]{1,24})(?:\.0*)?\s*", re.ASCII)
 
 
 def lax_integer(value: object) -> int | None:
-    """Return a decoded JSON value as an integer, or None if it is not one.
+    """Return a decoded JSON value as an integer; None if it is not one.
 
-    A boolean gives None, because a client that sends one has probably confused two members.
+    The result for true or false is None, because such a value probably belongs to another member.
     """
     if isinstance(value, bool):
         return None

@@ -1,7 +1,8 @@
 """Detects base64 media in prompts (images, audio, files), which must not be counted as text.
 
-For estimates and fingerprints, media in raw JSON are replaced by placeholders. Engines receive the
-original body. policies/admission/prompt_length.py learns how many tokens media take.
+Before a prompt's length is estimated and its blocks are hashed, placeholders replace the media.
+Engines receive the original body. policies/admission/prompt_length.py learns how many tokens media
+take.
 """
 
 from __future__ import annotations
@@ -44,9 +45,7 @@ _RUN = re.compile(rb"[%b]*" % _BASE64)
 
 
 class MediaSize(NamedTuple):
-    """The number of media (images, audio, files) in a prompt, and the tokens that they are
-    estimated to take.
-    """
+    """The number of media (images, audio, files) in a prompt, and their estimated tokens."""
 
     parts: int = 0
     tokens: int = 0
@@ -58,7 +57,8 @@ NO_MEDIA = MediaSize()
 def may_contain_media(body: bytes) -> bool:
     """Return whether a body may contain base64 media. Only samples of its bytes are examined.
 
-    Text contains blanks and quotes, base64 does not. So a few samples suffice to exclude media.
+    Text contains blanks and quotes, and base64 does not. Therefore a few samples show that a body
+    has no media.
     """
     for start in range(_STEP, len(body), _STEP):
         end = start + _WINDOW
@@ -68,15 +68,14 @@ def may_contain_media(body: bytes) -> bool:
 
 
 def replace_media(body: bytes, start: int, end: int) -> tuple[bytes, MediaSize]:
-    """Replace each medium in the JSON of a prompt by a placeholder; return the prompt and the size
-    of the media.
+    """Replace each medium in the JSON of a prompt by a placeholder.
 
-    The prompt is `body[start:end]`, which is not copied: allocating memory for a copy would take
-    longer than everything else.
+    Returns the new prompt, and the size of the media. The prompt is `body[start:end]`, which is not
+    copied, because allocating memory for a copy would take longer than everything else.
 
     A placeholder has as many bytes as text with the medium's number of tokens. It is derived from
-    the medium's hash, so prompts with different media differ, and prompts with equal media share
-    their beginning.
+    the medium's hash: prompts with different media differ, and prompts with equal media begin
+    equally.
     """
     sizes, pieces, copied = list[int](), list[bytes](), start
     view = memoryview(body)

@@ -1,7 +1,6 @@
 """Reads the numbers of a request body that have limits, and checks the sizes of its lists. No I/O.
 
-Engines allocate memory and time according to these members, so clients must not be able to choose
-any value.
+Engines use memory and time in proportion to these values, so clients must not choose them freely.
 """
 
 from __future__ import annotations
@@ -28,15 +27,13 @@ _GUARDED = frozenset((*MAX_NUMBERS, *MAX_MEMBER_BYTES))
 
 
 class LaxNumberError(Exception):
-    """Raised for an integer that is not a JSON integer but that vLLM accepts, such as the string
-    "3".
-    """
+    """Raised for an integer in a form that is not JSON's but that vLLM accepts, such as "3"."""
 
 
 def read_numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
     """Return the integers of the request that have limits, by the member's name.
 
-    Raises GatewayError for a value that could harm an engine or is invalid. Raises LaxNumberError
+    Raises GatewayError for a value that is invalid or could harm an engine. Raises LaxNumberError
     for an integer in another form, such as 3.0 or "3".
     """
     numbers: dict[str, int] = {}
@@ -44,7 +41,8 @@ def read_numbers(members: Mapping[str, msgspec.Raw]) -> dict[str, int]:
         if name in MAX_MEMBER_BYTES:
             if len(members[name]) > MAX_MEMBER_BYTES[name]:
                 raise bad_request(
-                    f"The value of '{name}' is larger than {MAX_MEMBER_BYTES[name]} bytes.", name
+                    f"The value of '{name}' is longer than {MAX_MEMBER_BYTES[name]} bytes.",
+                    name,
                 )
         elif (value := member_value(members, name)) is not None:
             is_valid = type(value) is int and 1 <= value <= MAX_NUMBERS[name]

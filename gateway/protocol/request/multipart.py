@@ -1,7 +1,7 @@
 """Reads and edits forms (multipart/form-data), in which the audio APIs receive a file. No I/O.
 
-The boundary is read from the first line of the body, because clients send no preamble. A form is
-read in place and edited by splicing, so that a file is copied at most once.
+The boundary is taken from the first line of the body, because clients send nothing before it. A
+form is read in place, and edited by joining parts of it, so that a file is copied at most once.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ _HEX_CHARS = 32
 
 
 class FormPart(NamedTuple):
-    """One part of a multipart form: its name, and the offsets of its beginning and of its
-    content.
-    """
+    """One part of a multipart form: its name, and the offsets of its beginning and its content."""
 
     name: str
     start: int
@@ -45,16 +43,18 @@ class FormPart(NamedTuple):
 
 
 def read_form(body: bytes) -> dict[str, msgspec.Raw]:
-    """Return the fields of a form as raw JSON; a file is replaced by a placeholder string.
+    """Return the fields of a form as raw JSON, with a placeholder string for each file.
 
-    The size of a placeholder is the one by which media are estimated; its text is derived from the
+    A placeholder has the length from which the file's tokens are estimated, and is derived from the
     file's content. Raises GatewayError (400) if the body is not a form, exceeds a limit, or has a
     field twice that affects routing.
     """
     members: dict[str, msgspec.Raw] = {}
     for part in _parts(body):
         if part.name in members and part.name in _SINGLE:
-            raise bad_request(f"The form contains the field '{part.name}' twice.", part.name)
+            raise bad_request(
+                f"The form contains the field '{part.name}' twice; send it once.", part.name
+            )
         content = memoryview(body)[part.content : part.end]
         members[part.name] = msgspec.Raw(
             _stand_in(content) if part.is_file else _json(part.name, bytes(content))
@@ -63,9 +63,7 @@ def read_form(body: bytes) -> dict[str, msgspec.Raw]:
 
 
 def edit_form(body: bytes, model: str, drop: Set[str] = frozenset()) -> bytes:
-    """Return a multipart form with another model name and without the fields in `drop`, as
-    bytes.
-    """
+    """Return a copy of a form with another model name, and without the fields in `drop`."""
     pieces: list[bytes | memoryview] = []
     view, begin = memoryview(body), 0
     delimiter_line = len(b"--") + _boundary_length(body) + len(b"\r\n")
@@ -109,7 +107,7 @@ def _parts(body: bytes) -> Iterator[FormPart]:
             return
         if body[start - 2 : start] != b"\r\n":
             raise _malformed()
-    raise bad_request(f"The form has more than {MAX_PARTS} parts.")
+    raise bad_request(f"The form has too many parts; at most {MAX_PARTS} are accepted.")
 
 
 def _read_head(head: bytes) -> tuple[str, bool]:
@@ -128,7 +126,10 @@ def _read_head(head: bytes) -> tuple[str, bool]:
 def _json(name: str, content: bytes) -> bytes:
     # Return the text of a form field as JSON: a boolean, an integer, or else a string.
     if len(content) > MAX_FIELD_BYTES:
-        raise bad_request(f"The form field '{name}' is larger than {MAX_FIELD_BYTES} bytes.", name)
+        raise bad_request(
+            f"The form field '{name}' is too long; at most {MAX_FIELD_BYTES} bytes are accepted.",
+            name,
+        )
     try:
         text = content.decode()
     except UnicodeDecodeError:

@@ -1,16 +1,18 @@
-"""Caches the options of chat requests: what a body says apart from its conversation. No I/O.
+"""Caches the options of chat requests: all members of a body except its conversation. No I/O.
 
-Most requests of an application differ only in their conversation. The bytes before and after the
-conversation's value are the key of the cache, so a request with a known shape needs no parsing of
-its other members. Only compact bodies are cached, as SDKs send them.
+Most requests of an application differ only in their conversation. The cache is keyed by the bytes
+before and after the conversation's value. If they are known, no other member has to be parsed. Only
+compact bodies are cached, as SDKs send them.
 
-Why equal bytes around the conversation mean equal members: a cached suffix has been parsed at depth
-1 of its body. It has an even number of quotes, ends the object, and contains no second
-conversation. Let another body be valid JSON and end with these bytes. They cannot begin inside one
-of its strings, because the body would then end inside a string. They cannot begin at another depth,
-because the body would not end at depth 0. They therefore hold the same members there. Between
-prefix and suffix lie as many bytes as the decoder's value of the conversation has, so nothing but
-that value lies there.
+Proof that equal bytes around the conversation mean equal members. A cached suffix was parsed at
+depth 1 of its body. It has an even number of quotes, ends the object, and contains no second
+conversation. Let another body be valid JSON and end with these bytes.
+
+- They cannot begin inside one of its strings, because the body would then end inside a string.
+- They cannot begin at another depth, because the body would then not end at depth 0.
+
+Therefore they contain the same members there. Between prefix and suffix are as many bytes as the
+decoder's value of the conversation has, so nothing but that value is there.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ ShapeT = TypeVar("ShapeT")
 
 
 def shape_key(body: bytes, members: Mapping[str, msgspec.Raw]) -> ShapeKey | None:
-    """Return the cache key of a decoded chat request, or None if its shape cannot be cached."""
+    """Return the cache key of a decoded chat request; None if its options cannot be cached."""
     conversation = members.get(CONVERSATION)
     name = body.find(_NAME, 0, MAX_PREFIX_BYTES)
     if conversation is None or name < 0:
@@ -53,7 +55,7 @@ def shape_key(body: bytes, members: Mapping[str, msgspec.Raw]) -> ShapeKey | Non
 
 
 class OptionsCache(Generic[ShapeT]):
-    """A cache of request shapes for one set of models; it is discarded together with the models."""
+    """A cache of request options for one set of models; it is discarded with the models."""
 
     __slots__ = ("_shapes", "get")
 
@@ -67,9 +69,9 @@ class OptionsCache(Generic[ShapeT]):
     def add(
         self, key: ShapeKey, body: bytes, members: Mapping[str, msgspec.Raw], shape: ShapeT
     ) -> None:
-        """Cache the shape of a chat request's body, if the body is compact and unambiguous.
+        """Cache the options of a chat request, if its body is compact and unambiguous.
 
-        The conversation must be a list, and the value of a member of the body's outermost object.
+        The conversation must be a list, in a member of the body's outermost object.
         """
         prefix = key[0]
         name = prefix.index(_NAME)

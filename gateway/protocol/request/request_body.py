@@ -1,8 +1,8 @@
 """Parses the JSON body of an API request into a Call: model, prompt, limits, options. No I/O.
 
-The body is decoded once, one level deep (json_members.py), so a prompt of 400 kB is scanned but not
-rebuilt. Unknown members are passed on, members that control engine internals are dropped, and the
-body is encoded again only if it changes.
+Only the outermost object of the body is decoded (json_members.py), so a long prompt is scanned but
+not rebuilt. Unknown members are passed on, and members that control engine internals are dropped.
+The body is encoded again only if it changes.
 """
 
 from __future__ import annotations
@@ -98,14 +98,12 @@ class ModelInfo(Protocol):
 
     @property
     def sequences(self) -> int:
-        """Return the maximum number of sequences (prompts times choices) that one request for the
-        model may ask for.
-        """
+        """Return how many sequences (prompts times choices) a request may generate."""
         ...
 
     @property
     def slo(self) -> Slo:
-        """Return the service level objective of requests for the model that ask for no other."""
+        """Return the latency targets of requests for the model that specify no others."""
         ...
 
     @property
@@ -117,11 +115,11 @@ class ModelInfo(Protocol):
 class Call(msgspec.Struct):
     """A parsed request: what routing policies need to know, and the bytes that go to the engine.
 
-    requested_model   the model name that the client used, restored in responses if engines use
+    requested_model   the model name that the client used; responses contain it even if engines use
                       another
     body              the JSON to send; empty after release(), as are `prompt` and `members`
-    prompt            the raw values that the engine renders first, with media replaced by
-                      placeholders
+    prompt            the raw values of the prompt in the order in which the engine renders them,
+                      with placeholders for media
     members           all members of the body as raw values, by name
     salt              cache salt (hex); requests share cached prompts only if their salts are equal.
                       b"": no salt
@@ -142,12 +140,12 @@ class Call(msgspec.Struct):
     def salt_member(self, name: str) -> bytes:
         """Return the cache salt as JSON text that adds a member called `name` to a body.
 
-        The result is b"" if the call has no salt or `name` is "" (the engine accepts no salt).
+        Returns b"" if the call has no salt, or if `name` is "" because the engine accepts no salt.
         """
         return b',"%b":"%b"' % (name.encode(), self.salt) if name and self.salt else b""
 
     def with_member(self, member: bytes) -> Call:
-        """Return a copy of the request with `member` added to its body before its closing brace.
+        """Return a copy of the request with `member` added at the end of its body's JSON object.
 
         A call whose body is a form is returned unchanged.
         """
@@ -160,8 +158,8 @@ class Call(msgspec.Struct):
     def adapted_to(self, model: str, known: frozenset[str] | None) -> Call:
         """Return this request for an engine that uses another model name or accepts fewer members.
 
-        `known` has the members that the engine accepts; None means all. Returns self if nothing
-        changes.
+        `known` has the members that the engine accepts; None means all. If nothing changes, this
+        object itself is returned.
         """
         members = self.members
         if self.api.is_form:
@@ -175,18 +173,18 @@ class Call(msgspec.Struct):
         return msgspec.structs.replace(self, body=join_members(accepted), members=accepted)
 
     def release(self) -> None:
-        """Free the request's body after the first token, because no retry can need it any more."""
+        """Free the request's body after the first token, because no retry is possible any more."""
         self.body, self.prompt, self.members = b"", (), {}
 
 
 class CallContext(msgspec.Struct, frozen=True):
     """What is known about a request before its body is parsed.
 
-    preferences     what its headers and its tenant specify
+    preferences     the service level that its headers and its tenant specify
     arrived_s       when the body was complete (monotonic seconds)
-    output_lengths  response lengths observed so far, for requests without a limit of their own
+    output_lengths  lengths of earlier responses, to estimate requests without a token limit
     cache_salts     computes cache salts; None: requests get no salt
-    prompt_lengths  ratios of counted to estimated prompt lengths, by model
+    prompt_lengths  ratios of counted to estimated prompt tokens, by model
     """
 
     request_id: str
@@ -233,10 +231,11 @@ def parse_call(
 ) -> Call:
     """Parse and check a request body, and return it as a Call.
 
-    Raises GatewayError (400 or 404) that names the problem.
+    Raises GatewayError (400 or 404) with a message that says what is wrong.
 
     unlisted  the error message for each configured model that is not among `models`
-    shapes    the shapes of earlier chat requests for these models; the shape of this one is added
+    shapes    cache of the options of earlier chat requests for these models; the options of this
+              request are added
     """
     key: ShapeKey | None = None
     if shapes is not None and api is CHAT:
@@ -502,7 +501,7 @@ def _read_unusual(
     try:
         return join_members(members), requested, model, read_numbers(members)
     except LaxNumberError:
-        raise bad_request("A number in the form is not an integer.") from None
+        raise bad_request("A field of the form must be an integer.") from None
 
 
 def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int) -> None:
@@ -552,7 +551,8 @@ def _without_internal(value: msgspec.Raw) -> msgspec.Raw | None:
         members = decode_object(value)
     except TooManyMembersError:
         raise bad_request(
-            f"The member '{EXTRA_ARGS}' has more than {MAX_MEMBERS} members.", EXTRA_ARGS
+            f"The member '{EXTRA_ARGS}' has too many members; at most {MAX_MEMBERS} are accepted.",
+            EXTRA_ARGS,
         ) from None
     except msgspec.ValidationError:
         return None

@@ -1,8 +1,8 @@
 """Parses the head of an ordinary request: a POST to a known path with one Content-Length. No I/O.
 
-The grammar is narrower than HTTP's: it accepts what SDKs and proxies send, if the end of the
-request is unambiguous. Any other request goes to the full parser (AiohttpConnection). Each request
-is therefore parsed by only one of the two, and this module never rejects a request.
+It accepts only heads as SDKs and proxies send them, in which the end of the request is unambiguous.
+Any other request goes to the full parser (AiohttpConnection). Each request is parsed by only one of
+the two. This module never rejects a request.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _CONNECTION = frozenset(("keep-alive", "upgrade", "http2-settings"))
 class RequestHead:
     """A parsed request head, with the bytes before and after the digits of its Content-Length.
 
-    Requests on one connection usually differ only in their length, so most heads are recognised by
-    comparing these bytes, without parsing.
+    Requests on one connection usually differ only in their length. Therefore most heads need no
+    parsing: these bytes are compared instead.
     """
 
     __slots__ = ("_after", "_before", "api", "headers")
@@ -74,18 +74,18 @@ class RequestHead:
 
 
 def is_partial_head(data: bytes) -> bool:
-    """Return whether `data` may be the beginning of a request head that is still incomplete.
+    """Return whether `data` may be the beginning of an incomplete request head.
 
-    The result is False as soon as the full parser could reject the line ends, so that nothing
-    invalid is buffered.
+    The result is False as soon as the full parser could reject the line ends, so that no invalid
+    data is buffered.
     """
     return data[:1].isupper() and remains_partial_head(b"", data)
 
 
 def remains_partial_head(head: bytes, data: bytes) -> bool:
-    """Return whether the incomplete head `head`, followed by `data`, is still incomplete.
+    """Return whether the incomplete head `head` is still incomplete after `data`.
 
-    Only `data` is searched, so that a head that arrives in many pieces costs little.
+    Only `data` is searched, so that a head that arrives in many pieces takes little time.
     """
     if len(head) + len(data) > MAX_PARTIAL_HEAD:
         return False
@@ -97,8 +97,8 @@ def remains_partial_head(head: bytes, data: bytes) -> bool:
 def read_head(data: bytes, offset: int) -> RequestHead | None:
     """Parse the request head that begins at `offset` in `data`.
 
-    Returns None if the head is incomplete, or not of the ordinary form that this module reads.
-    Field names are converted to lower case.
+    Names of header fields are converted to lower case. Returns None if the head is incomplete, or
+    if the full parser has to parse it.
     """
     # Without its end, matching a head takes longest: it gives back each value byte by byte.
     end = data.find(_END, offset, offset + MAX_HEAD_BYTES)

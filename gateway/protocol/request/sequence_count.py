@@ -1,8 +1,8 @@
-"""Counts the sequences that one request makes an engine generate: prompts times choices.
+"""Counts the sequences that an engine has to generate for one request: prompts times choices.
 
-A request may contain a list of prompts, each of which is scheduled like a request of its own.
-Prompts are counted in raw JSON by their quotes or brackets, without decoding. Invalid lists are
-counted too; engines reject those.
+An engine schedules each prompt of a request like a separate request. Prompts are counted in the raw
+JSON by their quotes or brackets, without decoding. Invalid lists are counted too, because engines
+reject them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _LIST = ord("[")
 
 
 class Prompts(NamedTuple):
-    """The number of prompts in a request, and the number of their token ids if they are given as
-    ids.
+    """The number of prompts in a request, and of their token ids if the client sent token ids.
 
     token_id_count     number of token ids in all prompts; None for text
     longest_token_ids  number of token ids in the longest prompt
@@ -59,8 +58,11 @@ def count_sequences(
 ) -> tuple[int, int]:
     """Return the number of choices in a request's response, and its number of prompts.
 
-    A request that generates no text has one response for all its prompts. `numbers` has the
-    request's values of the SEQUENCE_MEMBERS. Raises GatewayError for more than `most` sequences.
+    A request that generates no text has one response for all its prompts.
+
+    numbers  the request's integers, by the names in SEQUENCE_MEMBERS
+
+    Raises GatewayError for more than `most` sequences.
     """
     prompts, choices = numbers.get(PROMPT_MEMBER, 1), numbers.get("n", 1)
     if not generates:

@@ -1,6 +1,6 @@
-"""Reads service-level headers: class, latency budgets, priority, session and client timeout.
+"""Reads service-level headers: class, latency targets, priority, session and client timeout.
 
-Body members with the same meaning are read in request_body.py; policies/ acts on the result.
+request_body.py reads the body members with the same meaning. The policies use the result.
 """
 
 from __future__ import annotations
@@ -54,21 +54,22 @@ _PRIORITY = re.compile(r"[+-]?[0-9]{1,2}")
 
 
 class RequestPreferences(msgspec.Struct, frozen=True):
-    """The service level that a request's headers and its tenant specify; None means the model's
-    default.
+    """The service level that a request's headers and its tenant specify.
+
+    A value of None means the model's default.
 
     slo                 the service class
-    ttft_s              budget for the first token in seconds, which overrides that of the class
-    tpot_s              budget per further token in seconds, which overrides that of the class
-    header_priority     priority from the header, at most `max_priority` for this tenant
-    default_priority    the effective priority when the body does not give one
+    ttft_s              target for the first token in seconds, which overrides that of the class
+    tpot_s              target per further token in seconds, which overrides that of the class
+    header_priority     priority from the header, at most `max_priority` of the tenant
+    default_priority    the effective priority if the body does not give one
     session             key of the session; "" without one
     session_source      name of the header that names the session
-    session_hints       what the headers state about the session's future; None: nothing
+    session_hints       what the headers say about the session's future; None: nothing
     client_request_id   the client's own id of the request, for the access log
     patience_s          seconds that the client waits for the first byte
     has_short_deadline  whether patience_s is so short that it is checked even without overload
-    is_default          whether neither a class nor a budget is given
+    is_default          whether neither a class nor a target is given
     skips_queue         whether the request enters its pool before all that wait. No header sets it:
                         only the gateway's own batch runner does
     """
@@ -89,16 +90,16 @@ class RequestPreferences(msgspec.Struct, frozen=True):
     skips_queue: bool = False
 
     def resolve_slo(self, model_slo: Slo) -> Slo:
-        """Return the service level objective of a request; `model_slo` is the model's default."""
+        """Return the latency targets of a request; `model_slo` has the model's default ones."""
         slo = self.slo or model_slo
         if self.ttft_s is None and self.tpot_s is None:
             return slo
         return Slo(slo.name, self.ttft_s or slo.ttft_s, self.tpot_s or slo.tpot_s, slo.weight)
 
     def effective_priority(self, priority: int) -> int:
-        """Return the effective priority; `priority` is the body's, and the header takes precedence.
+        """Return the effective priority, at most the tenant's highest one.
 
-        The result is limited to the tenant's highest priority.
+        `priority` is the one in the body. A priority in the header takes precedence.
         """
         return _clamp(
             priority if self.header_priority is None else self.header_priority, self.max_priority
@@ -111,7 +112,8 @@ NO_PREFERENCES = RequestPreferences()
 class HeaderFields(dict[str, str]):
     """Header fields by lower-case name, with cached results of reading them.
 
-    cached_preferences  the preferences read from them, and the ServiceClasses that read them
+    cached_preferences  the service level that was read from them, and the ServiceClasses used for
+                        it
     forwarded_lines     the header lines that engines receive, once computed (forwarding/forward.py)
     """
 
@@ -124,10 +126,10 @@ class HeaderFields(dict[str, str]):
 
 
 class ServiceClasses:
-    """The service classes and the tenants' default preferences of one configuration. Immutable.
+    """The service classes and the tenants' default service levels of one configuration. Immutable.
 
-    default_class  the class of requests for which no other is given. Without a section `slo` its
-                   budgets are built in, and are not promised to any client
+    default_class  the class of requests that specify none. Without a section `slo`, its latency
+                   targets are built in, and are not promised to any client
     """
 
     __slots__ = ("_classes", "_tenants", "default_class")
@@ -148,10 +150,10 @@ class ServiceClasses:
         return self.default_class if name is None else self._classes[name]
 
     def read_preferences(self, headers: Mapping[str, str], tenant: str) -> RequestPreferences:
-        """Return the preferences in the headers, completed by the tenant's defaults.
+        """Return the service level in the headers, completed by the tenant's defaults.
 
-        The result is cached in `headers`, which requests of one connection usually share. Raises
-        GatewayError for an invalid header.
+        The result is cached in `headers`, which the requests of one connection usually share.
+        Raises GatewayError for an invalid header.
         """
         if not isinstance(headers, HeaderFields):
             return self._read(headers, tenant)

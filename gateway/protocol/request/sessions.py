@@ -1,6 +1,6 @@
 """Finds the session of a request: the headers and body members in which clients name it.
 
-The module also reads hints about the session's future. A session that is named nowhere is
+It also reads hints about the session's future. A session that the client does not name is
 recognised by its growing prompt (policies/prefix/growing_prefix.py). Ids of single requests, such
 as x-client-request-id, do not name a session.
 """
@@ -50,7 +50,7 @@ _UNIT_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 class HeaderSession(msgspec.Struct, frozen=True):
     """The session that a request's headers name; its texts are empty if they name none.
 
-    name     name of the session as the client sent it, with the agent if there is one
+    name     name of the session as the client sent it, with the name of the agent if there is one
     source   name of the header
     is_last  whether the headers mark the last request of the session
     """
@@ -63,8 +63,8 @@ class HeaderSession(msgspec.Struct, frozen=True):
 def read_header_session(headers: Mapping[str, str]) -> HeaderSession:
     """Return the session that a request's headers name; `headers` has lower-case names.
 
-    A name that is empty or too long is skipped, because agents send these headers without being
-    asked to.
+    A name that is empty or too long is ignored and not an error, because agents send these headers
+    automatically.
     """
     is_last = any(headers.get(name, "").lower() == "true" for name in FINAL_HEADERS)
     for header, agent_header in SESSION_HEADERS.items():
@@ -77,16 +77,14 @@ def read_header_session(headers: Mapping[str, str]) -> HeaderSession:
 
 
 def session_key(tenant: str, name: str) -> str:
-    """Return the key of a session from tenant and name, so that the sessions of two tenants cannot
-    collide.
-    """
+    """Return a session's key from tenant and name, so that two tenants' sessions never collide."""
     return f"{tenant}\0{name}" if name and tenant else name
 
 
 def with_body_session(request: Request, members: Mapping[str, msgspec.Raw]) -> Request:
-    """Return the request with the session that its body names, and with the body's hints about it.
+    """Return the request with the session and the hints that its body contains.
 
-    A session named in a header, which the request has already, takes precedence.
+    A session that was named in a header takes precedence; the request has it already.
     """
     name, source = ("", "") if request.session else _body_session(members)
     hints = _body_hints(members, request.session_hints)

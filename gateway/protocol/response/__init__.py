@@ -1,1 +1,1 @@
-"""Responses, without I/O: HTTP framing, the relay to the client, and the record for a resume."""
+"""Processing of responses, without I/O: HTTP framing, relaying to the client, and resuming."""

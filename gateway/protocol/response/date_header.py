@@ -1,4 +1,4 @@
-"""Formats the Date header line of HTTP responses, once a second."""
+"""Formats the Date header line of HTTP responses once a second, not for each response."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ResponseLines(Protocol):
 
 
 class ResponseClock:
-    """Keeps the Date header line of responses; update() is called several times a second.
+    """Keeps the current Date header line of responses. Call update() several times a second.
 
     line  the header line with its CRLF; "" before the first update
     """
@@ -26,7 +26,7 @@ class ResponseClock:
         self.line = ""
 
     def update(self, unix_s: float) -> None:
-        """Set the current time for the Date header, in Unix seconds."""
+        """Set the time for the Date header; `now` is in Unix seconds."""
         second = int(unix_s)
         if second != self._second:
             self._second = second

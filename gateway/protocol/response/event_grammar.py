@@ -1,8 +1,8 @@
-"""Grammars of streams with named events: those of Anthropic's Messages and OpenAI's Responses APIs.
+"""Grammars of streams with named events: Anthropic's Messages API and OpenAI's Responses API.
 
 An EventGrammar has patterns for the events that begin, continue, end or break an answer, and a
-function that reads token counts. The patterns match `event:` lines, because `type` may be anywhere
-in an event's data. Streams of chat completions and completions have no such lines;
+function that reads token counts. The patterns match the `event:` line, because the member `type`
+may be anywhere in the event's data. Streams of chat completions have no such lines;
 gateway/protocol/response/stream_search.py reads them.
 """
 
@@ -28,8 +28,7 @@ _CLIENT_ERRORS = {
 
 
 class EventGrammar(msgspec.Struct, frozen=True, eq=False):
-    """The events of one API's streams, as patterns. A pattern is searched in the payload of
-    complete events.
+    """The events of one API's streams, as patterns to search in complete events.
 
     first       an event that shows that the engine has begun to work; group 1 is its name
     token       an event with a part of the answer
@@ -114,9 +113,7 @@ RESPONSES = EventGrammar(
 
 
 def named_error_status(event: bytes) -> int | None:
-    """Return the 4xx status for an error event that the request caused; None if the engine caused
-    the error.
-    """
+    """Return the 4xx status for an error event that the request caused, else None."""
     code = _CODE.search(event)
     if code is not None:
         return int(code[1])
@@ -125,9 +122,7 @@ def named_error_status(event: bytes) -> int | None:
 
 
 def merge_usage(first: TokenUsage, last: TokenUsage) -> TokenUsage:
-    """Merge the token counts of two events: those of `last`, and those of `first` where `last` has
-    None.
-    """
+    """Return the token counts of the event `last`, completed by those of `first`."""
     return TokenUsage(
         first.prompt_tokens if last.prompt_tokens is None else last.prompt_tokens,
         first.completion_tokens if last.completion_tokens is None else last.completion_tokens,

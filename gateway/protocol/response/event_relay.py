@@ -1,6 +1,6 @@
-"""A relay for answers whose stream has named events, which an EventGrammar describes.
+"""A relay for answers whose stream has named events, which an EventGrammar describes. No I/O.
 
-It inherits everything but the meaning of events from gateway/protocol/response/relay.py. No I/O.
+Everything except the meaning of events is inherited from gateway/protocol/response/relay.py.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _ERROR_DATA = re.compile(rb"(?:^|\n)event: ?error\r?\ndata: ?([^\r\n]*)")
 class EventRelay(Relay):
     """Relays one response whose stream has named events, as the grammar of its API describes them.
 
-    Engines announce a response before they compute any of it. Such events are held back until the
-    first one that shows work, so that another endpoint can still serve the request if this one
-    fails.
+    Engines announce a response before they compute any part of it. Such events are held back until
+    the first one that shows work. If the engine fails before that, another endpoint can serve the
+    request.
     """
 
     __slots__ = ("_errors", "_first_usage", "_grammar")
@@ -49,7 +49,7 @@ class EventRelay(Relay):
 
     @property
     def usage(self) -> TokenUsage:
-        """Return the token counts of the answer; valid only once the response is complete."""
+        """Return the token counts of the answer. Valid only when the response is complete."""
         if self._usage_result is None:
             self._scan_rest()
             last = self._grammar.find_usage(self._usage_payload)
@@ -58,9 +58,7 @@ class EventRelay(Relay):
 
     @property
     def finish_reason(self) -> str | None:
-        """Return the reason that the engine gave for the end of the answer, or None if it gave
-        none.
-        """
+        """Return the engine's reason for the end of the answer; None if it gave none."""
         self._scan_rest()
         if self._finish_payload:
             reasons = self._grammar.finish.findall(self._finish_payload)

@@ -1,7 +1,6 @@
-"""Parses HTTP/1.1 responses without I/O: the head, and a body whose payload it returns.
+"""Parses HTTP/1.1 responses without I/O: the head, and the payload of the body.
 
-The parser is strict wherever a lenient one could disagree with another parser about the end of a
-body.
+The parser is strict where two parsers could disagree about the end of a body.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ class FramingError(Exception):
 class ResponseHead(msgspec.Struct, frozen=True):
     """The properties of a response head that the gateway needs.
 
-    length       Content-Length; None for chunked bodies and those that end with the connection
+    length       Content-Length; None for chunked bodies, and bodies that end with the connection
     keep_alive   whether the connection can carry another response after this one
-    is_html      whether it is a 2xx with a web page, which no API of an engine answers with
+    is_html      whether it is a 2xx with a web page, which no API of an engine sends
     is_plain     whether it is a 2xx with a body of known, nonzero length that is neither an event
                  stream nor a web page
     head_start   the start of the gateway's own head: status 200 and the engine's content type
-    length_line  the end of the gateway's own head when the body keeps its length
-    wait_s       seconds after which a 429 or 503 asks to be sent another request; None if it does
-                 not say (a date is not read)
+    length_line  the end of the gateway's own head if the body keeps its length
+    wait_s       seconds after which the client may retry a 429 or 503 (Retry-After); None if the
+                 head does not say or gives a date
     """
 
     status: int
@@ -72,7 +71,7 @@ class ResponseHead(msgspec.Struct, frozen=True):
 # Cached: heads of one engine are mostly equal for at least a second, until their date changes.
 @lru_cache(maxsize=64)
 def parse_head(head: bytes) -> ResponseHead:
-    """Parse a response head (status line and fields, ending in one CRLF).
+    """Parse a response head: status line and header fields, ending in one CRLF.
 
     Raises FramingError if it is malformed or ambiguous.
     """
@@ -81,10 +80,16 @@ def parse_head(head: bytes) -> ResponseHead:
     pairs = [(name, value.strip(b" \t")) for name, value in _FIELDS.findall(head.lower())]
     fields, once = dict(pairs), [name for name, _ in pairs if name in _ONCE]
     if len(set(once)) != len(once):
-        raise FramingError("the engine's response has the same framing header twice")
+        raise FramingError(
+            "the engine's response has the same header twice, one that determines where the "
+            "body ends"
+        )
     length, coding = fields.get(b"content-length"), fields.get(b"transfer-encoding")
     if coding is not None and (coding != b"chunked" or length is not None):
-        raise FramingError("the Transfer-Encoding of the engine's response is not just 'chunked'")
+        raise FramingError(
+            "the engine's response must have the Transfer-Encoding 'chunked' alone and no "
+            "Content-Length with it"
+        )
     if length is not None and (not length.isdigit() or len(length) > 15):
         raise FramingError("the Content-Length of the engine's response is not a single number")
     status, size = int(head[9:12]), None if length is None else int(length)
@@ -120,9 +125,10 @@ def _wait_s(head: bytes) -> float | None:
 
 
 class ResponseHeadReader:
-    """Reads response heads, by comparing each with the newest head where possible.
+    """Reads response heads. Where possible, it compares a head with the last one instead of
+    parsing.
 
-    As long as the second in `Date` is the same, the heads of an engine differ only in their
+    While the second in `Date` stays the same, the heads of an engine differ only in their
     Content-Length.
     """
 
@@ -133,7 +139,7 @@ class ResponseHeadReader:
         self._before = self._after = b""
 
     def read(self, data: bytes, offset: int) -> tuple[ResponseHead, int] | None:
-        """Return the response head at `offset` and the offset of its body; None if it is
+        """Return the response head at `offset`, and the offset of its body; None if it is
         incomplete.
 
         Raises FramingError if the head is malformed, ambiguous or too long.
@@ -178,11 +184,11 @@ class ResponseHeadReader:
 
 
 class ResponseBody(Protocol):
-    """A response body that is being received; feed() returns the payload in the received bytes.
+    """A response body that is being received. feed() returns the payload in the received bytes.
 
     is_complete        whether the end of the body has been received
-    at_chunk_boundary  whether the gateway could insert a chunk of its own here; it would replace
-                       the bytes in `partial`
+    at_chunk_boundary  whether the gateway could insert its own chunk here, in place of the bytes in
+                       `partial`
     was_at_boundary    value of at_chunk_boundary before the bytes that raised FramingError
     partial            an incomplete size line or CRLF, kept until the rest of it arrives
     surplus_bytes      number of bytes received after the end
@@ -204,7 +210,7 @@ class ResponseBody(Protocol):
 
 
 class ChunkedBody:
-    """An HTTP body with Transfer-Encoding: chunked, which may arrive in pieces of any size."""
+    """An HTTP body with Transfer-Encoding: chunked. It may arrive in pieces of any size."""
 
     __slots__ = (
         "_expects_crlf",
@@ -236,11 +242,11 @@ class ChunkedBody:
         return self.match_whole_chunk(data) or self._feed(data)
 
     def match_whole_chunk(self, data: bytes) -> bytes:
-        """Return the payload if `data` is exactly one HTTP chunk that begins here, or b"" if it is
-        not.
+        """Return the payload if `data` is exactly one HTTP chunk that begins here, else b"".
 
-        A token of a stream usually arrives in this form. The length of `data` determines its size
-        line, so the line is compared and not parsed. The state of the body does not change.
+        A token of a stream usually arrives in this form. The length of `data` determines the
+        chunk's size line, so that line is compared and not parsed. The state of the body does not
+        change.
         """
         line = SIZE_LINES.get(len(data))
         if (
@@ -253,9 +259,10 @@ class ChunkedBody:
         return b""
 
     def count_events(self, data: bytes, finish_reason: bytes) -> int:
-        """Return the number of events in `data` if it is whole chunks of ordinary events; else 0.
+        """Return the number of events in `data` if they need no further parsing, else 0.
 
-        The state of the body does not change. See gateway/protocol/python_byte_scan.py.
+        `data` must be complete HTTP chunks of complete events. The state of the body does not
+        change. See gateway/protocol/python_byte_scan.py.
         """
         return count_events(data, finish_reason) if self._expects_size else 0
 
@@ -361,7 +368,7 @@ class LengthBody:
 
 
 class RawBody:
-    """An HTTP body that ends when the connection closes; a truncated one cannot be detected."""
+    """An HTTP body that ends when the connection closes. It cannot be detected if it is cut off."""
 
     __slots__ = ("has_trailers", "is_complete", "last_chunk_offset", "partial", "surplus_bytes")
     at_chunk_boundary = was_at_boundary = True

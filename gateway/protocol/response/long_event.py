@@ -1,7 +1,7 @@
-"""Reads one long event of a stream piece by piece, so that no read takes much time or memory.
+"""Reads a long event of a stream piece by piece, so that no read takes much time or memory. No I/O.
 
-The only long events of honest engines list token ids: those of a long prompt, or of many tokens
-that were generated while the client read too slowly. Such a list is decoded as it arrives. No I/O.
+Engines send long events only for lists of token ids: those of a long prompt, or of many tokens
+generated while the client read too slowly. Such a list is decoded as it arrives.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ _decode_ids = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=2**
 class LongEvent:
     """One event of a stream, whose lists of token ids are extracted as they arrive.
 
-    Only a JSON member can match the name of a list, because quotes inside JSON strings are escaped.
+    A list is recognised by its name. Text cannot match the name, because quotes in JSON strings are
+    escaped.
     """
 
     __slots__ = ("_bytes", "_count", "_ids", "_kept", "_lists", "_max_ids", "_name", "_tail")
 
     def __init__(self, max_ids: int) -> None:
-        """Initialize an event. If a list has more than `max_ids` ids, only their number is kept."""
+        """Create an empty event; if a list has over `max_ids` ids, only their number is kept."""
         self._max_ids = max_ids
         self._kept = bytearray()  # the event with empty lists
         self._tail = b""  # the end of the last piece, which may be part of a name or of an id
@@ -63,7 +64,7 @@ class LongEvent:
     def finish(self) -> tuple[bytes, Mapping[str, Sequence[int]]]:
         """Return the event's bytes with empty lists, and the token ids of each list by its name.
 
-        A list with too many ids is returned as a range of the same length.
+        If a list had too many ids, a range of the same length stands for it.
         """
         return bytes(self._kept) + self._tail, self._lists
 
@@ -92,7 +93,9 @@ class LongEvent:
             return text[end:]
         cut = text.rfind(b",")
         if len(text) - cut > _MAX_ID:
-            raise UpstreamError("framing", "the engine sent a list whose items are not token ids")
+            raise UpstreamError(
+                "framing", "the engine sent a list of token ids that contains other values"
+            )
         if cut >= 0:
             self._add_ids(text[:cut])
         self._tail = text[cut + 1 :]
@@ -120,9 +123,7 @@ class LongEvent:
 
 
 def first_event_length(text: bytes) -> int:
-    """Return the length of the first event in `text`, with its blank line; 0 if the event has no
-    end yet.
-    """
+    """Return the length of the first event in `text` with its blank line; 0 if incomplete."""
     if text.find(b"\n") < 0:  # fifty times faster than to search for two bytes
         return 0
     lf, crlf = text.find(b"\n\n"), text.find(b"\n\r\n")

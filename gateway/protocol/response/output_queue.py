@@ -1,7 +1,6 @@
-"""Limits how much of a response is processed at once, so that other requests never wait long.
-
-A few bytes of an engine may lead to much work, such as the last event of a translated stream, which
-repeats the whole answer. Such work is done in steps of at most about a millisecond. No I/O.
+"""Limits how much of a response is processed at once, so that other requests do not wait. No I/O.
+A few bytes of an engine may cause much work. An example is the last event of a translated stream,
+which repeats the whole answer. Such work is done in steps of at most about a millisecond.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ STEP_BYTES = 32 * 1024
 
 
 class OutputQueue:
-    """Output in pieces that are generated only when they are taken, about STEP_BYTES at a time.
+    """A queue of output that is generated only when it is taken, about STEP_BYTES at a time.
 
-    The order of the output is that of the add() calls.
+    It is taken in the order of the add() calls.
     """
 
     __slots__ = ("_waiting",)
@@ -29,11 +28,11 @@ class OutputQueue:
         return bool(self._waiting)
 
     def add(self, pieces: Iterator[bytes]) -> None:
-        """Append output; no piece should be longer than STEP_BYTES."""
+        """Append output as an iterable of pieces. No piece should be longer than STEP_BYTES."""
         self._waiting.append(pieces)
 
     def take(self) -> bytes:
-        """Generate and return the next output, at least STEP_BYTES unless less is left."""
+        """Generate and return the next output: at least STEP_BYTES bytes, or all that is left."""
         taken, size = list[bytes](), 0
         while self._waiting:
             for piece in self._waiting[0]:

@@ -1,7 +1,7 @@
 """Scans the payload of a response as it arrives: first token, events, token counts, finish reasons.
 
-A payload may arrive in many small pieces. No piece is scanned together with more than MAX_RESCAN
-bytes before it, except one that ends a long event: then that event is scanned as a whole. No I/O.
+A payload may arrive in many small pieces. Together with a piece, at most MAX_RESCAN bytes before it
+are scanned. Only a piece that ends a long event is scanned with that whole event. No I/O.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class PayloadScan:
     """What is known about the payload of one response, which is scanned piece by piece.
 
     on_first_token   called once, at the first generated token
-    choice_count     number of choices the client asked for, each of which ends with a finish reason
+    choice_count     number of choices that the client requested; each ends with a finish reason
     has_error_event  whether the stream ended with an error event, of the engine or of the gateway
-    first_token_at   when the first token arrived, as given by the caller; None before
+    first_token_at   when the first token arrived, as given by the caller; None before that
     """
 
     __slots__ = (
@@ -75,9 +75,9 @@ class PayloadScan:
 
     @property
     def usage(self) -> TokenUsage:
-        """Return the token counts of the answer; valid only once the response is complete.
+        """Return the token counts of the answer. Valid only when the response is complete.
 
-        The counts are parsed on first access.
+        The counts are parsed at the first access.
         """
         if self._usage_result is None:
             self._scan_rest()
@@ -86,9 +86,7 @@ class PayloadScan:
 
     @property
     def finish_reason(self) -> str | None:
-        """Return the reason that the engine gave for the end of the answer, or None if it gave
-        none.
-        """
+        """Return the engine's reason for the end of the answer; None if it gave none."""
         self._scan_rest()
         if self._finish_payload:
             self._finish_reason = find_finish_reason(self._finish_payload)

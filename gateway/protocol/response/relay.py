@@ -1,11 +1,9 @@
-"""Relays one HTTP response: takes bytes from the engine and returns bytes for the client.
+"""Relays one HTTP response: takes bytes from the engine, returns bytes for the client. No I/O.
 
-No I/O.
-
-The engine's response head is replaced by the gateway's. It is held back until the first body byte,
-so that a failure before that can still be retried elsewhere. The body is forwarded as received,
-chunk framing included. It is only scanned: for the first token, events, token counts, finish
-reasons and a proper end.
+The gateway's response head replaces the engine's. It is held back until the first byte of the body,
+because until then a failed request can be retried elsewhere. The body is forwarded as received,
+with its chunk framing. It is only scanned for the first token, events, token counts, finish reasons
+and a proper end.
 """
 
 from __future__ import annotations
@@ -56,8 +54,7 @@ read_head = ResponseHeadReader().read  # one for all relays: engines of a kind s
 
 
 class RelayState(Enum):
-    """The state of a relayed response. Only in HEAD and HELD can the request still be retried
-    elsewhere.
+    """The state of a relayed response. Only in HEAD and HELD can the request be retried.
 
     HEAD     the response head is incomplete
     REFUSED  an error response is being collected
@@ -80,32 +77,30 @@ HEAD, REFUSED, HELD, FLOWING, BEHIND, DONE = RelayState
 
 
 class Relay(PayloadScan):
-    """Relays one response: pass the engine's bytes to feed(), and send what it returns to the
-    client.
+    """Relays one response: pass the engine's bytes to feed(), and send the result to the client.
 
-    Some bytes lead to more work than may be done at once. Then `state` is BEHIND, and feed() must
-    be called again, with b"", in a later iteration of the event loop.
+    Some bytes cause more work than may be done at once. Then `state` is BEHIND, and feed() must be
+    called with b"" in a later iteration of the event loop.
 
     Set by the caller:
 
     own_headers       the gateway's header fields, each ending in CRLF, without framing
     on_first_token    called once, at the first generated token
-    is_http_1_0       whether the client cannot read chunks: it gets the bare body, then a close
+    is_http_1_0       whether the client cannot read chunks; it gets the bare body, then a close
     hold_until_token  whether a stream is held back until its first token, because engines send an
                       event with the role before it
     chunk_gaps        histogram of the times between chunks in seconds, or None
     rewriter          replaces the engine's model name by the client's; None if they are equal
     translator        translates the payload to the client's API; None if the engine has that API
-    choice_count      number of choices the client asked for, each of which ends with a finish
-                      reason
+    choice_count      number of choices that the client requested; each ends with a finish reason
 
     Results, with times as given to feed() or None:
 
-    is_committed     whether body bytes have been returned for the client, so that nothing can be
-                     retried
+    is_committed     whether bytes of the body have been returned for the client, so that no retry
+                     is possible
     has_error_event  whether the stream ended with an error event, of the engine or of the gateway
-    is_refused       whether the engine's `status` is not 2xx, or the stream began with a client
-                     error
+    is_refused       whether the engine's `status` is not 2xx, or the stream began with an error
+                     that the request caused
     """
 
     __slots__ = (
@@ -179,12 +174,12 @@ class Relay(PayloadScan):
         return head is not None and head.keep_alive and body.is_complete and not body.surplus_bytes
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Process bytes from the engine and return bytes for the client.
+        """Process bytes from the engine, and return bytes for the client.
 
-        In the state BEHIND, b"" makes the relay process more of what it received before; other
-        bytes make it process all of that first. `now` is in monotonic seconds.
+        In the state BEHIND, pass b"" to process more of the bytes received before. Other bytes make
+        the relay process all of these first. `now` is in monotonic seconds.
 
-        Raises UpstreamError when the response is malformed or broken.
+        Raises UpstreamError if the response is malformed or broken.
         """
         if self.state is not FLOWING:
             return self._begin(data, now)
@@ -255,7 +250,7 @@ class Relay(PayloadScan):
 
     @property
     def is_at_boundary(self) -> bool:
-        """Return whether an SSE event may follow the bytes that the client has received so far."""
+        """Return whether an event may follow the bytes that the client has received so far."""
         if (
             not self._is_sse
             or self._body.is_complete
@@ -270,8 +265,8 @@ class Relay(PayloadScan):
     def end_with_error(self, failure: Failure, message: str) -> bytes:
         """Return the bytes that report a failure at the end of a stream that has begun.
 
-        The result is b"" in the middle of a chunk or an event, where nothing can be added. The
-        client then notices the failure because its connection is closed.
+        The result is b"" in the middle of a chunk or an event, where nothing can be added. Closing
+        the client's connection then shows the failure.
         """
         if not self.is_at_boundary:
             return b""
@@ -359,7 +354,10 @@ class Relay(PayloadScan):
             return
         self.head = head
         if head.is_html:
-            raise UpstreamError("web_page", "the engine answered with a web page (text/html)")
+            raise UpstreamError(
+                "web_page",
+                "the engine answered with a web page (text/html) and not with an API response",
+            )
         # Only a response that does not arrive whole in one read needs these fields.
         self._begin_scan(head.is_sse)
         self._is_torn = False
@@ -429,7 +427,7 @@ class Relay(PayloadScan):
         first = data if len(data) <= STEP_BYTES else data[:STEP_BYTES]
         out = head + self.feed(first, now)
         if self._body.is_complete and not self._last_payload:
-            raise UpstreamError("no_answer", "the engine's response is empty")
+            raise UpstreamError("no_answer", "the body of the engine's response is empty")
         self.is_committed, self.on_first_token = True, on_first
         if self.first_token_at is not None:
             self._notify_first_token()

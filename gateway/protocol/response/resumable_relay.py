@@ -1,4 +1,4 @@
-"""Relays a stream that another engine may continue, and the rest of a stream from that engine."""
+"""Relays a stream so that another engine can continue it, and relays its rest from that engine."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ _DONE = b"[DONE]"
 
 
 class RecordedRelay(Relay):
-    """Relays an answer in such a way that another engine can continue its stream.
+    """Relays an answer so that another engine can continue its stream.
 
-    Where a plain relay would end the answer with an error, this one raises UpstreamError. Its
-    client receives complete events only, so another event may follow at any time.
+    Where a plain relay would end the answer with an error, this one raises UpstreamError. The
+    client receives complete events only, so that another event may follow at any time.
     """
 
     __slots__ = ()
 
     @property
     def is_at_boundary(self) -> bool:
-        """Return whether an SSE event may be added after the events that the client has
-        received.
-        """
+        """Return whether an event may follow the events that the client has received."""
         return self._is_sse and self.is_committed
 
     @property
@@ -47,7 +45,9 @@ class RecordedRelay(Relay):
             and not self._last_payload.rstrip().endswith(_DONE)
         ):
             self._recorder.ledger.rewind()
-            raise UpstreamError("truncated", "the engine ended its stream early")
+            raise UpstreamError(
+                "truncated", "the engine ended its stream before its answer was complete"
+            )
         return super()._finish_body(out)
 
     def _missing_done_event(self) -> bytes | None:
@@ -58,9 +58,7 @@ class RecordedRelay(Relay):
         return None if ledger.finish_reason is None else ledger.render_end()
 
     def add_rest(self, rest: Relay, usage: TokenUsage) -> None:
-        """Add the byte, event and token counts of a later relay, which received the rest of the
-        answer.
-        """
+        """Add the byte, event and token counts of the relay that received the answer's rest."""
         self.bytes_sent += rest.bytes_sent
         self.event_count += rest.event_count
         self.last_data_at = rest.last_data_at or self.last_data_at
@@ -71,9 +69,9 @@ class RecordedRelay(Relay):
 
 
 class ContinuationRelay(RecordedRelay):
-    """Relays the rest of a broken answer.
+    """Relays the rest of a broken answer from another engine.
 
-    It sends no response head, since the client has received one.
+    It returns no response head, because the client has received one.
     """
 
     __slots__ = ()

@@ -1,10 +1,9 @@
-"""Decides whether a broken answer can be continued exactly by another engine.
+"""Decides whether another engine can continue a broken answer exactly, and builds its request.
 
-If it can, the module also builds the request for the rest. An exact continuation is possible only
-if no member of the request depends on the tokens generated so far. Such state (a partial stop
-string, a penalty, a grammar, a parser's state) cannot be passed on. Engines accept members that the
-gateway does not know, so members are checked against a list of permitted ones; all others must be
-absent or turned off.
+That is possible only if no member of the request depends on the tokens generated so far. Such
+members are penalties and grammars, for example: their state cannot be passed on. Engines accept
+members that the gateway does not know. Therefore members are checked against a list of permitted
+ones; all others must be absent or turned off.
 """
 
 from __future__ import annotations
@@ -74,12 +73,11 @@ _any = msgspec.json.Decoder().decode
 
 
 class ContinuationTerms(msgspec.Struct, frozen=True):
-    """The properties of the client's request that the request for the rest of an answer must
-    repeat.
+    """The properties of the client's request that the request for the rest of its answer repeats.
 
     chat         whether the client's request is a chat
     sampling     members of the request that apply to the rest too, as raw JSON
-    max_tokens   maximum number of tokens of the whole answer; None: as many as fit the context
+    max_tokens   maximum number of tokens of the whole answer; None: as many as fit into the context
     min_tokens   minimum number of tokens of the whole answer
     shows_usage  whether the client receives token counts
     """
@@ -99,7 +97,8 @@ class ContinuationTerms(msgspec.Struct, frozen=True):
     ) -> bytes:
         """Return the body of a request that continues a broken answer after the token ids `shown`.
 
-        `prompt` has the prompt's token ids, `extra_members` raw JSON of further members by name.
+        `prompt` has the prompt's token ids; `extra_members` has raw JSON of further members by
+        name.
         """
         left = None if self.max_tokens is None else self.max_tokens - len(shown)
         body = {
@@ -118,17 +117,17 @@ class ContinuationTerms(msgspec.Struct, frozen=True):
 
 
 def continuation_terms(call: Call) -> ContinuationTerms | None:
-    """Return the terms for continuing the answer to a request, or None if that would be inexact."""
+    """Return what a request for the rest of the answer needs; None if it would be inexact."""
     if not call.api.can_resume or not call.request.stream or call.request.choices != 1:
         return None
     return member_terms(call.members, call.api)
 
 
 def member_terms(members: Members, api: Api) -> ContinuationTerms | None:
-    """Return the terms for continuing the answer to a request with these body members.
+    """Return what a request for the rest of an answer needs; None if it would be inexact.
 
-    `api` is that of chat completions or completions, and the body asks for a stream. Return None if
-    the continuation would be inexact.
+    members  the members of the client's body, which requests a stream
+    api      the client's API: chat completions or completions
     """
     chat = api is CHAT
     if not all(_is_continuable(name, raw, chat=chat) for name, raw in members.items()):
@@ -155,8 +154,7 @@ def member_terms(members: Members, api: Api) -> ContinuationTerms | None:
 
 
 def call_with_token_ids(call: Call, model: str, salt_member: str) -> Call:
-    """Return a copy of the request that also asks the engine for the ids and the number of its
-    tokens.
+    """Return a copy of the request that makes the engine report token ids and counts.
 
     model        the engine's name of the model
     salt_member  the member for the cache salt; "" if the engine accepts none
@@ -170,9 +168,7 @@ def call_with_token_ids(call: Call, model: str, salt_member: str) -> Call:
 
 
 def with_token_ids(edits: RequestEdits) -> RequestEdits:
-    """Return `edits` with the members that make the engine report its tokens' ids and their running
-    count.
-    """
+    """Return `edits` with the members that make an engine report its token ids and counts."""
     put, drop = edits.put + _REPORT.put, edits.drop | _REPORT.drop
     return msgspec.structs.replace(edits, put=put, drop=drop)
 

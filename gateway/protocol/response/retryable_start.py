@@ -1,7 +1,7 @@
-"""The beginning of an engine's response, held back as long as the request may be retried elsewhere.
+"""The beginning of an engine's response, held back while the request may be retried. No I/O.
 
-A beginning may arrive in many small reads. Its bytes are therefore collected without copying those
-that came before, and each byte is searched once. No I/O.
+A beginning may arrive in many small reads. Therefore its bytes are collected without copying
+earlier ones, and each byte is searched once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EVENT_MARKER, _LONGEST_END = b"\ndata:", max(map(len, EVENT_ENDS))
 
 
 class PartialHead:
-    """The beginning of a response head whose end has not arrived."""
+    """The beginning of a response head that is not complete yet."""
 
     __slots__ = ("_data",)
 
@@ -47,7 +47,7 @@ class PartialHead:
 
 
 class RetryableStart(ABC):
-    """The beginning of a stream that is held back; subclasses know the events of an API.
+    """The beginning of a stream that is held back. There is a subclass for each kind of events.
 
     data  the bytes received so far, with chunk framing
     """
@@ -59,10 +59,10 @@ class RetryableStart(ABC):
         self._error_end = -1  # where the first bytes of an error event end; -1 without one
 
     def is_undecided(self, piece: bytes) -> bool:
-        """Add received bytes, and return whether the stream may still begin with an error.
+        """Add received bytes, and return whether the response must still be held back.
 
-        While it may, the response must be held back. Raises UpstreamError if the stream has ended
-        before its first event.
+        It must while the stream may still begin with an error. Raises UpstreamError if the stream
+        has ended before its first event.
         """
         searched = len(self.data)
         self.data += piece
@@ -80,23 +80,24 @@ class RetryableStart(ABC):
 
     @abstractmethod
     def _find_error(self, start: int) -> int:
-        """Return the end offset of the bytes, after `start`, by which an error event is recognised.
+        """Search `data` from `start` for an error event; return the end offset of the match.
 
-        Returns -1 if there are none.
+        Returns -1 if there is none.
         """
 
     @abstractmethod
     def _is_held_longer(self, searched: int) -> bool:
         """Return whether a stream that has begun without an error is held back longer.
 
-        Earlier calls have searched the first `searched` bytes of `data`.
+        The first `searched` bytes of `data` were searched by earlier calls.
         """
 
 
 class HeldChunks(RetryableStart):
     """The beginning of a stream of chat or completion chunks.
 
-    It is held back until the first event or, with `hold_until_token`, until the first token.
+    It is held back until the first event. With `hold_until_token`, it is held back until the first
+    token.
     """
 
     __slots__ = ("_event_count", "_hold_until_token", "_limit")
@@ -133,9 +134,9 @@ class HeldChunks(RetryableStart):
 
 
 class HeldNamedEvents(RetryableStart):
-    """The beginning of a stream of named events.
+    """The beginning of a stream of named events, as Messages and Responses have them.
 
-    It is held back until the first event that `grammar` recognises as work.
+    It is held back until the first event that shows work of the engine, according to `grammar`.
     """
 
     __slots__ = ("_grammar",)

@@ -1,7 +1,7 @@
-"""Replaces values in responses as they stream: the model name, and the number of cached tokens.
+"""Replaces values in responses as they stream: the model name and the number of cached tokens.
 
-It takes time linear in the response's length and holds back little of it, however long an event or
-JSON body is. It is used only if the engine's values differ from those for the client.
+It takes time linear in the response's length and holds back little of it, even in a long event or
+JSON body. It is used only if the engine's values differ from those for the client.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ _MAX_VERSION = 33
 
 
 def versioned_name(served: str) -> bytes:
-    """Return a pattern of a model name in JSON, with or without a version such as -2024-07-18."""
+    """Return a pattern for a model name in JSON, with or without a version such as -2024-07-18."""
     return re.escape(json.dumps(served, ensure_ascii=False).encode()[:-1]) + _VERSION + b'"'
 
 
 class ModelNameRewriter:
-    """Replaces `"model": "<served>"` in a payload as it streams: SSE by event, JSON as it arrives.
+    """Replaces `"model": "<served>"` in a payload as it streams.
 
-    Only a JSON member can match the pattern, because quotes inside JSON strings are escaped.
+    Server-sent events are processed one by one, and JSON as it arrives. Text cannot match the
+    pattern, because quotes in JSON strings are escaped.
 
-    is_mid_event  whether part of an event has been released, but not its end
+    is_mid_event  whether part of an event has been returned, but not its end
     """
 
     def __init__(self, served: str, requested_model: str, names: bytes = b"") -> None:
-        """Initialize a rewriter of one answer.
+        """Create a rewriter for one answer.
 
         served           the engine's name of the model
-        requested_model  the client's name
-        names            pattern of the names to replace, if the engine may answer with others
-                         than `served`
+        requested_model  the client's name of the model
+        names            pattern of the names to replace, if engines may answer with others than
+                         `served`
         """
         old, new = (
             json.dumps(name, ensure_ascii=False).encode() for name in (served, requested_model)
@@ -57,7 +58,7 @@ class ModelNameRewriter:
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
         """Process a piece of the payload, and return it with the model's name replaced.
 
-        If the end of the piece may be the start of the name, it is held back until the next call.
+        If the piece may end within the name, its end is held back until the next call.
         """
         pending = self._pending
         if pending and is_sse and not is_complete and not self._may_release(payload):
@@ -103,8 +104,8 @@ class ModelNameRewriter:
 class CachedTokensRewriter(ModelNameRewriter):
     """Replaces two values in a response: the model's name, and the number of cached tokens.
 
-    A decode engine that received the KV cache from a prefill engine reports the whole prompt as a
-    cache hit. The client gets the prefill engine's number instead.
+    If a prefill engine has computed the prompt, the decode engine counts the transferred KV cache
+    as cached tokens. The client gets the prefill engine's number instead.
 
     cached_tokens  the prefill engine's number, set when its response arrives; None keeps the decode
                    engine's number
@@ -128,9 +129,7 @@ class CachedTokensRewriter(ModelNameRewriter):
 
 
 def whole_events_length(text: bytes) -> int:
-    """Return the length in bytes of the complete events in `text`, that is, up to its last blank
-    line.
-    """
+    """Return the length of the complete events in `text` in bytes: up to its last blank line."""
     if text.find(b"\n") < 0:  # fifty times faster than to search for two bytes
         return 0
     lf, crlf = text.rfind(b"\n\n"), text.rfind(b"\n\r\n")

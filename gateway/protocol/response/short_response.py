@@ -1,4 +1,4 @@
-"""Receives a short HTTP/1.1 response as a whole, for the gateway's own GETs to engines. No I/O.
+"""Receives a short HTTP/1.1 response as a whole, for the gateway's own requests to engines. No I/O.
 
 Answers to clients are relayed as they arrive instead (gateway/protocol/response/relay.py).
 """
@@ -18,12 +18,11 @@ from gateway.protocol.response.retryable_start import PartialHead
 
 
 class ShortResponse:
-    """A response that is being received and kept in memory, up to a limit.
+    """A response that is being received into memory, up to a limit.
 
     status           status of the final head; 0 before it has arrived
     body             the payload so far, at most `limit` bytes
-    is_complete      whether no more bytes are needed: the end has arrived, or the limit has been
-                     reached
+    is_complete      whether no more bytes are needed: the end has arrived, or the limit is reached
     can_be_followed  whether the connection can carry another response after this one
     """
 
@@ -82,9 +81,7 @@ class ShortResponse:
         self._body = new_body(parsed)
 
     def end(self) -> bool:
-        """Handle the end of the engine's connection, and return whether the response is
-        complete.
-        """
+        """Handle the end of the engine's connection; return whether the response is complete."""
         self._keep_alive = False
         self.is_complete = self.is_complete or isinstance(self._body, RawBody)
         return self.is_complete

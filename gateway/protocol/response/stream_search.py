@@ -1,6 +1,6 @@
 """Finds token counts, finish reasons and error events in the bytes of a response.
 
-The functions are pure. A Relay (relay.py) passes them the bytes that it keeps.
+The functions are pure. The Relay (relay.py) calls them with bytes that it has kept.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=10**15)]
 
 
 class TokenUsage(msgspec.Struct, frozen=True):
-    """Token counts as the engine reported them. A count that it did not report is None."""
+    """Token counts as the engine reported them. A count is None if it was not reported."""
 
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
@@ -108,7 +108,7 @@ _read_usage = msgspec.json.Decoder(TokenUsage).decode
 
 
 def find_usage(text: bytes) -> TokenUsage:
-    """Return the token counts after the last `usage` member in `text`."""
+    """Return the token counts in the last `usage` member in `text`."""
     counts = usage_counts(text)
     if counts is not None:
         prompt_tokens, completion_tokens, cached_tokens = counts
@@ -132,7 +132,7 @@ def find_usage(text: bytes) -> TokenUsage:
 
 
 def find_finish_reason(text: bytes) -> str | None:
-    """Return the last finish reason in `text` as the engine wrote it, or None."""
+    """Return the last finish reason in `text` as the engine wrote it; None if there is none."""
     usual = finish_reason(text)
     if usual is not None:
         return usual
@@ -151,19 +151,18 @@ def find_finish_reason(text: bytes) -> str | None:
 
 
 def finish_reason_marker(stream: bytes) -> bytes:
-    """Return the bytes that precede a finish reason in this stream; some engines write a blank in
-    them.
+    """Return the bytes that precede a finish reason in this stream, with or without a blank.
 
-    The first member of the stream shows which form the engine uses.
+    The first member of the stream shows whether the engine writes a blank after each colon.
     """
     first = _FIRST_MEMBER.search(stream)
     return SPACED_FINISH_REASON if first is not None and first[1] else FINISH_REASON
 
 
 def find_finished_choices(events: bytes) -> frozenset[int]:
-    """Return the indices of the choices of an answer that these events finish.
+    """Return the indices of the choices that end in these events.
 
-    Incomplete events are ignored. An engine's abort or error does not count as a finish.
+    Incomplete events are ignored. A choice that ends by an abort or an error is not included.
     """
     indices: set[int] = set()
     for event in events.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
@@ -179,10 +178,10 @@ def find_finished_choices(events: bytes) -> frozenset[int]:
 
 
 def find_leading_error(stream: bytes, hold_until_token: bool) -> re.Match[bytes] | None:
-    """Return the match of an error event at the start of a stream, or None.
+    """Return the match of an error event at the start of a stream; None if there is none.
 
-    With `hold_until_token`, the event may be anywhere in `stream`, all of which comes before the
-    first token.
+    With `hold_until_token`, the event may be anywhere in `stream`, which then ends before the first
+    token.
     """
     end = len(stream) if hold_until_token else MAX_FIRST_EVENT
     # Much faster than the pattern, and sufficient for nearly every stream.
@@ -192,9 +191,9 @@ def find_leading_error(stream: bytes, hold_until_token: bool) -> re.Match[bytes]
 
 
 def find_error_body(body: bytes, start: int = 0) -> re.Match[bytes] | None:
-    """Return the match of an error at the start of a body that is not streamed, or None.
+    """Return the match of an error at the start of a JSON body; None if there is none.
 
-    Some providers send an error with status 200. `start` is the offset of the body.
+    Some providers send errors with status 200. `start` is the offset of the body.
     """
     if body.find(b'"error"', start, start + _ERROR_BODY_BYTES) < 0:
         return None
@@ -204,8 +203,8 @@ def find_error_body(body: bytes, start: int = 0) -> re.Match[bytes] | None:
 def client_error_status(events: bytes, error: re.Match[bytes]) -> int | None:
     """Return the 4xx status of an error event if the request caused the error, else None.
 
-    SGLang and vLLM detect some bad requests, such as a prompt that is too long, only after sending
-    status 200. An error after a token is always the engine's own.
+    SGLang and vLLM detect some bad requests, such as a prompt that is too long, only after they
+    have sent status 200. An error after the first token is never caused by the request.
     """
     code = (
         None
@@ -221,9 +220,9 @@ def has_done_marker(events: bytes) -> bool:
 
 
 def error_text(text: bytes) -> bytes:
-    """Return the JSON of the error event in `text`, which may be truncated.
+    """Return the JSON of the error event in `text`, which may be cut off.
 
-    Without an error event, returns all of `text`.
+    If there is no error event, all of `text` is returned.
     """
     match = ERROR_EVENT_PATTERN.search(text)
     if match is None:
@@ -232,10 +231,9 @@ def error_text(text: bytes) -> bytes:
 
 
 def last_event_end(events: bytes) -> int:
-    """Return the offset at which the last complete event of a stream ends, without its final
-    newline.
+    """Return the offset at which the last complete event of a stream ends.
 
-    That newline stays with the next event, whose beginning is recognised by it.
+    Its final newline is not included, because the beginning of the next event is recognised by it.
     """
     crlf = events.rfind(b"\n\r\n")
     return max(events.rfind(b"\n\n") + 1, crlf + 2 if crlf >= 0 else 0)

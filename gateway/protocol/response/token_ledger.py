@@ -1,10 +1,11 @@
 """Records the tokens and events that a client has received, so that its stream can be continued.
 
-Engines report the ids of their tokens beside the text if they are asked to. The ids are removed
-from the client's stream. When the engine fails, another engine continues after the recorded ids,
-and its chunks are rewritten in the form of the first engine's. Where it is unknown which tokens the
-client's newest text shows, the other engine generates that text again. It is left out if it comes
-out identical; otherwise the stream ends. No I/O.
+On request, engines report the ids of their tokens beside the text. The ids are removed from the
+client's stream. When the engine fails, another engine continues after the recorded ids, and its
+chunks are rewritten in the form of the first engine's.
+
+It may be unknown which tokens the client's newest text shows. Then the other engine generates that
+text again. It is left out if it is identical; otherwise the stream ends. No I/O.
 """
 
 from __future__ import annotations
@@ -51,28 +52,27 @@ class Ledger:
     prompt_ids        token ids of the prompt, as the engine rendered it; empty until they are
                       reported
     shown_ids         ids of the tokens whose text the client has
-    generated_tokens  tokens generated so far, including those whose text is still to come
+    generated_tokens  tokens generated so far, including those whose text has not arrived
     prompt_tokens     number of tokens of the prompt
-    cached_tokens     cached tokens of the prompt, as the client sees them; None: as the engine
-                      reports
+    cached_tokens     cached tokens of the prompt that the client is to see; None: the engine's
+                      number
     finish_reason     why generation ended; None while it continues
-    max_tokens        maximum number of tokens of prompt and answer whose ids are kept
+    max_tokens        maximum number of token ids of prompt and answer that are kept
     is_done           whether the client has the last event
     obstacle          why this answer cannot be continued exactly; "" while it can
     resumes           number of times that the answer was continued
 
-    An id may arrive before its text does: for a part of a character, or a special token. Such ids
-    are kept apart. Their text was not shown, so the next engine may sample them again, and they are
-    not part of the prompt that it continues.
+    An id may arrive before its text, for a part of a character or a special token. Such ids are
+    kept separately. Their text was not shown, so the next engine may sample them again, and they
+    are not part of the prompt that it continues.
 
-    If one piece of text comes with several ids, it is unknown which of them the text shows. A piece
-    with one id settles that: ids and text agree there. A continuation goes back to the last such
-    point.
+    If one piece of text arrives with several ids, it is unknown which of them the text shows. After
+    a piece with one id, ids and text agree again. A continuation begins at the last such point.
 
     _agreed      number of `shown_ids` at that point
     _unsure      text of the pieces since that point
     _repeated    text that the client has already but that the next engine generates again, because
-                 it comes after that of `shown_ids`
+                 it follows the text of `shown_ids`
     _before      number of tokens that earlier engines generated; this engine's count excludes them
     _details     `prompt_tokens_details` of the engine that began the answer
     _envelope    members of the first chunk, which all chunks of the rest repeat
@@ -95,8 +95,7 @@ class Ledger:
     )
 
     def __init__(self, terms: ContinuationTerms, max_tokens: int) -> None:
-        """Initialize a record of an answer; at most `max_tokens` token ids of prompt and answer
-        are kept.
+        """Create an empty record. At most `max_tokens` token ids of prompt and answer are kept.
 
         A longer answer cannot be continued.
         """
@@ -118,7 +117,7 @@ class Ledger:
     # What arrived
 
     def mark(self) -> None:
-        """Save the present state of the record, so that rewind() can return to it."""
+        """Save the current state of the record, so that rewind() can return to it."""
         state = (
             self.generated_tokens,
             *(self._agreed, self._unsure, self._repeated),
@@ -129,9 +128,9 @@ class Ledger:
         self._saved = len(self.shown_ids), len(self._waiting), state
 
     def rewind(self) -> None:
-        """Return to the state that the last mark() saved.
+        """Return to the state that mark() saved last.
 
-        The caller did not send the chunks since then to the client.
+        The chunks since then were not sent to the client.
         """
         length, waiting, state = self._saved
         (
@@ -150,7 +149,8 @@ class Ledger:
     def record_chunk(self, chunk: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
         """Record the token ids and counts of a chunk; return the chunk's text and its choice.
 
-        The choice is None for a chunk without one. Raises UpstreamError if the engine gave up.
+        The choice is None for a chunk without one. Raises UpstreamError if the engine reports an
+        error.
         """
         if "error" in chunk:
             raise UpstreamError("engine_error", "the engine ended its stream with an error event")
@@ -206,9 +206,7 @@ class Ledger:
 
     @property
     def current_obstacle(self) -> str:
-        """Return why the answer cannot be continued after `shown_ids` by another engine; "" if it
-        can.
-        """
+        """Return why another engine cannot continue the answer after `shown_ids`; "" if it can."""
         if self.obstacle or not self.prompt_ids:
             return self.obstacle or "no_token_ids"
         if self.terms.chat and not self.shown_ids and self.finish_reason is None:
@@ -220,8 +218,9 @@ class Ledger:
 
     @property
     def rest_obstacle(self) -> str:
-        """Return why the answer cannot be continued by another engine that may generate some of its
-        text again; "" if it can.
+        """Return why another engine cannot continue the answer; "" if it can.
+
+        That engine may generate some text again that the client already has.
         """
         obstacle = self.current_obstacle
         return "" if obstacle == "ambiguous_ids" and self._can_go_back else obstacle
@@ -236,9 +235,9 @@ class Ledger:
         return self.finish_reason is not None or self.terms.max_tokens == len(self.shown_ids)
 
     def prepare_rest(self) -> None:
-        """Prepare the ledger for another engine, which continues the answer.
+        """Prepare the record for another engine, which continues the answer.
 
-        It continues after the last token whose text the client has received for certain.
+        The answer continues after the last token whose text the client has certainly received.
         """
         self._waiting.clear()
         if self._unsure:
@@ -248,7 +247,7 @@ class Ledger:
 
     @property
     def usage(self) -> TokenUsage:
-        """Return the token counts of the whole answer, including all engines that generated it."""
+        """Return the token counts of the whole answer, of all engines that generated it."""
         cached = None if self._details is None else self._details.get("cached_tokens")
         return TokenUsage(
             self.prompt_tokens, self.generated_tokens, cached if type(cached) is int else None
@@ -257,7 +256,7 @@ class Ledger:
     # The stream as the client sees it
 
     def render_first(self, chunk: dict[str, Any]) -> bytes:
-        """Record a chunk of the engine that began the answer; return the client's event for it."""
+        """Record a chunk of the engine that began the answer; return its event for the client."""
         usage = chunk.get("usage")
         _, choice = self.record_chunk(chunk)
         if usage and self._details is None:
@@ -269,9 +268,9 @@ class Ledger:
         return _event(self._with_usage_member(chunk))
 
     def render_rest(self, chunk: dict[str, Any]) -> bytes:
-        """Record a chunk of an engine that continues the answer; return the client's event for it.
+        """Record a chunk of an engine that continues the answer; return its event for the client.
 
-        Text that the client has already is left out. The result is b"" if nothing is left. Raises
+        Text that the client already has is left out. Returns b"" if nothing is left. Raises
         UpstreamError if the engine generates that text differently.
         """
         usage = chunk.get("usage")
@@ -299,15 +298,14 @@ class Ledger:
         is_same = text.startswith(repeated) or (repeated.startswith(text) and not is_last)
         if not is_same:
             raise UpstreamError(
-                DIVERGED, "the engine generated another text than the client has already"
+                DIVERGED,
+                "the engine that continues the answer generated other text than the client has",
             )
         self._repeated = repeated[len(text) :]
         return text[len(repeated) :]
 
     def render_end(self) -> bytes:
-        """Return the events that end an answer whose text is complete; b"" if the client already
-        has them.
-        """
+        """Return the events that end an answer with complete text; b"" if the client has them."""
         if self.is_done:
             return b""
         last = counts = b""
@@ -366,9 +364,7 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 
 class LedgerRecorder(ModelNameRewriter):
-    """Passes every event of a relayed answer through a Ledger, which records its tokens and
-    rewrites it.
-    """
+    """Passes the events of a relayed answer through a Ledger, which records and rewrites them."""
 
     def __init__(
         self,
@@ -377,10 +373,11 @@ class LedgerRecorder(ModelNameRewriter):
         served: str,
         requested_model: str,
     ) -> None:
-        """Initialize a recorder of an answer's tokens; `show` is the ledger's render_first() or
-        render_rest().
+        """Create a recorder of an answer's tokens.
 
-        `served` is the engine's name of the model, `requested_model` the client's.
+        show             the ledger's method for a chunk: render_first() or render_rest()
+        served           the engine's name of the model
+        requested_model  the client's name of the model
         """
         super().__init__(served, requested_model)
         self.ledger = ledger
@@ -392,10 +389,9 @@ class LedgerRecorder(ModelNameRewriter):
         self._seam = b""  # its last bytes: the end of an event may be cut by a read
 
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
-        """Record the complete events in the engine's bytes, and return the client's events for
-        them.
+        """Record the complete events in the engine's bytes; return the events for the client.
 
-        If one of them shows that the answer is broken, none of them counts as shown, and
+        If one of them shows that the answer is broken, none of them is recorded as sent, and
         UpstreamError is raised.
         """
         if not is_sse:

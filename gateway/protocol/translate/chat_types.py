@@ -1,7 +1,7 @@
-"""Data classes of chat completions, with the members that other APIs can express.
+"""The data classes of chat completions, with the members that other APIs can express.
 
-Other members are ignored. Only one choice is read, because neither Messages nor Responses can
-request more.
+Other members are ignored. Only one choice is read, because a Messages or Responses request cannot
+ask for more.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     """One choice of a chat completion: `message` in an answer, `delta` in a stream.
 
     stop_reason   the stop string or token that ended the choice, as vLLM reports it
-    matched_stop  the same, as SGLang reports it
+    matched_stop  the same value, as SGLang reports it
     """
 
     message: ChatMessage = ChatMessage()
@@ -57,7 +57,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
     @property
     def stop_string(self) -> str | None:
-        """Return the stop string of the request that ended the answer, or None if none did."""
+        """Return which of the request's stop strings ended the answer; None if none of them did."""
         for stop in (self.stop_reason, self.matched_stop):
             if isinstance(stop, str):
                 return stop
@@ -82,19 +82,19 @@ class ChatUsage(msgspec.Struct, frozen=True):
 
     @property
     def cached_tokens(self) -> int:
-        """Return the number of prompt tokens that were in the engine's cache."""
+        """Return how many prompt tokens were in the engine's cache."""
         details = self.prompt_tokens_details
         return (details.cached_tokens or 0) if details is not None else 0
 
     @property
     def reasoning_tokens(self) -> int:
-        """Return the number of tokens of the answer that the model used for reasoning."""
+        """Return how many tokens of the answer the model used for reasoning."""
         details = self.completion_tokens_details
         return (details.reasoning_tokens or 0) if details is not None else 0
 
 
 class ChatAnswer(msgspec.Struct, frozen=True):
-    """A chat completion of an engine, or one chunk of a streamed one."""
+    """An engine's chat completion, or one chunk of a streamed one."""
 
     id: str = ""
     created: int = 0
@@ -117,7 +117,7 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class TranslationError(Exception):
-    """Raised when an engine's answer cannot be expressed in the client's API."""
+    """Raised if an engine's answer cannot be expressed in the client's API."""
 
 
 _read_answer = msgspec.json.Decoder(ChatAnswer).decode
@@ -137,7 +137,8 @@ def read_answer(data: bytes | bytearray) -> ChatAnswer:
 def read_error(error: msgspec.Raw) -> ErrorDetail:
     """Return the error object in an engine's error response, given as JSON.
 
-    A string becomes its message; any other value that is not an error object gives a default.
+    If the error is a string, it becomes the message. For any other value, a default error is
+    returned.
     """
     try:
         detail = _read_error(error)

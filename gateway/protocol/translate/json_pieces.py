@@ -1,7 +1,7 @@
-"""Encodes values with long texts as JSON in small pieces.
+"""Encodes values with long texts as JSON in small pieces. No I/O.
 
-To encode a text of megabytes at once takes several buffers of that size, and fresh memory of the
-system for each, page by page. No I/O.
+Encoding a text of megabytes at once would take several buffers of that size. Allocating these is
+slow, because the system provides new memory page by page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class LongText:
-    """A string in parts, which are encoded as one JSON string."""
+    """A string in several parts, which is encoded as one JSON string."""
 
     __slots__ = ("_parts",)
 
@@ -42,7 +42,7 @@ Text = str | LongText
 
 
 def to_text(parts: Sequence[str]) -> Text:
-    """Return the joined parts as a string, or as a LongText if they are many or long."""
+    """Return the joined parts as a string, or as a LongText if they are long."""
     if len(parts) <= _PARTS_AT_ONCE and sum(map(len, parts)) <= PIECE_CHARS:
         return "".join(parts)
     return LongText(parts)

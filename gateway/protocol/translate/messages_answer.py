@@ -72,7 +72,7 @@ def from_chat(body: bytes | bytearray, model: str) -> Iterator[bytes]:
 
 
 def from_error(status: int, body: bytes) -> bytes:
-    """Translate the body of an error response from OpenAI's format to Anthropic's."""
+    """Translate the body of an error response from OpenAI's to Anthropic's format."""
     try:
         detail = read_error(read_answer(body).error)
     except TranslationError:
@@ -138,7 +138,7 @@ def _arguments(call: ChatToolCall) -> object:
 
 
 class MessagesStream(StreamTranslator):
-    """Translates the chunks of a chat stream to the events of an Anthropic message."""
+    """Translates the chunks of a chat stream to the events of an Anthropic message stream."""
 
     __slots__ = ("_index", "_kind", "_model")
 

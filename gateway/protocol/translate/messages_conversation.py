@@ -20,10 +20,10 @@ BILLING_LINE = "x-anthropic-billing-header"
 
 
 def system_text(system: Any, messages: Sequence[Any]) -> str:
-    """Return the text of `system`, followed by the text of system messages that precede all other
-    messages.
+    """Return the system prompt as one text.
 
-    Chat templates allow only one system message, at the beginning.
+    It is the text of `system`, followed by that of system messages before all other messages. Chat
+    templates allow only one system message, at the beginning.
     """
     texts = [_system_text(system, "system")] if system is not None else []
     for index, message in enumerate(messages):
@@ -55,8 +55,8 @@ def _texts(content: Any, path: str) -> list[str]:
 def chat_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the chat messages of a conversation, without its system prompt.
 
-    One message may become several, because each tool result is a message of its own. Raises
-    GatewayError that names what cannot be translated.
+    One message may become several, because each tool result becomes a separate message. Raises
+    GatewayError with a message that names what cannot be translated.
     """
     conversation = _Conversation()
     for index, message in enumerate(list_of(messages, "messages")):
@@ -75,12 +75,11 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 class _Conversation:
-    """Builds the list of chat messages from an Anthropic conversation, turn by turn.
+    """Builds the list of chat messages from an Anthropic conversation, message by message.
 
     Agents append system messages with almost every turn. If these were moved to the beginning, the
-    start of the prompt would change each time, and no cached prefix could be used. Their text is
-    therefore added to the neighbouring message, so that the prompt of a turn begins with the prompt
-    of the turn before.
+    start of the prompt would change each time, and no cached prefix could be used. Therefore their
+    text is added to the neighbouring message, so that each prompt begins with the previous one.
     """
 
     def __init__(self) -> None:
@@ -89,7 +88,7 @@ class _Conversation:
         self._is_leading = True
 
     def add_user(self, messages: list[dict[str, Any]]) -> None:
-        """Append the messages of a user's turn to the chat: tool results, then the user message."""
+        """Append the messages of a user's turn to the chat: tool results, then the user's text."""
         if self._waiting and messages:
             last = messages[-1]
             texts = (*self._waiting, last["content"])
@@ -108,7 +107,7 @@ class _Conversation:
     def add_system(self, text: str) -> None:
         """Add the text of a system message to the neighbouring message of the chat.
 
-        A system message before all other messages is ignored here, because it is part of the system
+        A system message before all other messages is ignored here, because it belongs to the system
         prompt.
         """
         if self._is_leading or not text:
@@ -120,7 +119,7 @@ class _Conversation:
             self._waiting.append(text)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Return all chat messages; call it once, after the last turn."""
+        """Return all chat messages. Call this once, after the last message."""
         self._end_user_turn()
         return self._chat
 

@@ -1,4 +1,4 @@
-"""Translates Anthropic Messages requests to chat completions, and token counts to /tokenize."""
+"""Translates Anthropic Messages requests to chat completions, and token counting to /tokenize."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _CHOICES: Mapping[str, str] = MappingProxyType({"auto": "auto", "any": "required
 def to_chat(body: bytes) -> bytes:
     """Translate the body of a /v1/messages request to a chat completion request.
 
-    Members that do not change the answer are left out: cache_control, metadata, service_tier,
-    thinking. Raises GatewayError (400) that names a member that cannot be translated.
+    These members do not change the answer and are left out: cache_control, metadata, service_tier,
+    thinking. Raises GatewayError (400) with the name of a member that cannot be translated.
     """
     members = read_object(body)
     require(members, "model", "messages", "max_tokens")
@@ -55,8 +55,7 @@ def to_chat(body: bytes) -> bytes:
 
 
 def lost_member(body: bytes) -> str:
-    """Return the name of a request member that a translation changes or leaves out; "" if there is
-    none.
+    """Return the name of a member that a translation would change or lose; "" if there is none.
 
     Members that engines ignore do not count. System messages within the conversation count, because
     the translation moves their text.
@@ -73,9 +72,9 @@ def lost_member(body: bytes) -> str:
 
 
 def to_tokenize(body: bytes) -> bytes:
-    """Translate the body of /v1/messages/count_tokens to one for vLLM's /tokenize.
+    """Translate the body of /v1/messages/count_tokens to a body for vLLM's /tokenize.
 
-    Raises GatewayError (400) that names a member that cannot be translated.
+    Raises GatewayError (400) with the name of a member that cannot be translated.
     """
     members = read_object(body)
     require(members, "model", "messages")
@@ -85,7 +84,7 @@ def to_tokenize(body: bytes) -> bytes:
 
 
 def count_of(answer: bytes | bytearray) -> bytes:
-    """Translate an engine's answer to /tokenize into the answer to a count_tokens request.
+    """Translate an engine's answer to /tokenize to the answer to a count_tokens request.
 
     Raises TranslationError if the answer is malformed.
     """

@@ -1,6 +1,6 @@
 """Reads members of request bodies for translation, with errors that name the member.
 
-A MemberHandler writes the counterpart of one member into a chat completion request.
+A MemberHandler translates one member: it adds the equivalent member to a chat completion request.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def encode(value: object) -> bytes:
 
 
 def untranslatable(name: str, what: str = "") -> GatewayError:
-    """Return the error (400) for a request member that has no counterpart in chat completions.
+    """Return the error (400) for a member that chat completions have no equivalent of.
 
     `what` is the value or kind that cannot be translated, for the message.
     """
@@ -57,15 +57,14 @@ def untranslatable(name: str, what: str = "") -> GatewayError:
 
 
 def mistyped(name: str, expected: str) -> GatewayError:
-    """Return the error (400) for a request member of the wrong type; `expected` describes the right
-    type.
-    """
+    """Return the error (400) for a member of the wrong type; `expected` names the right one."""
     return GatewayError(Failure.BAD_REQUEST, f"'{name}' must be {expected}.", param=name)
 
 
 def text_of(value: Any, name: str) -> str:
-    """Return `value` if it is a string; otherwise raise GatewayError, which names the request
-    member `name`.
+    """Return `value` if it is a string.
+
+    Raises GatewayError with the member's name if it is not.
     """
     if not isinstance(value, str):
         raise mistyped(name, "a string")
@@ -73,8 +72,9 @@ def text_of(value: Any, name: str) -> str:
 
 
 def list_of(value: Any, name: str) -> list[Any]:
-    """Return `value` if it is a list; otherwise raise GatewayError, which names the request member
-    `name`.
+    """Return `value` if it is a list.
+
+    Raises GatewayError with the member's name if it is not.
     """
     if not isinstance(value, list):
         raise mistyped(name, "a list")
@@ -82,8 +82,9 @@ def list_of(value: Any, name: str) -> list[Any]:
 
 
 def mapping_of(value: Any, name: str) -> dict[str, Any]:
-    """Return `value` if it is a JSON object; otherwise raise GatewayError, which names the request
-    member `name`.
+    """Return `value` if it is a JSON object.
+
+    Raises GatewayError with the member's name if it is not.
     """
     if not isinstance(value, dict):
         raise mistyped(name, "an object")
@@ -99,27 +100,23 @@ def require(members: Mapping[str, Any], *names: str) -> None:
 
 
 def check_members(members: Mapping[str, Any], known: frozenset[str], path: str) -> None:
-    """Raise GatewayError for the first request member that is not in `known` and whose value is not
-    null.
-    """
+    """Raise GatewayError for the first member that is not in `known`, unless its value is null."""
     for name, value in members.items():
         if name not in known and value is not None:
             raise untranslatable(f"{path}.{name}")
 
 
 def copy_member(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Copy a request member that has the same name and meaning in chat completions."""
+    """Copy a member that has the same name and meaning in chat completions."""
     chat[name] = value
 
 
 def skip_member(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Leave out a request member that does not affect the correctness of the answer."""
+    """Leave out a member without which the answer is correct too."""
 
 
 def refuse_member(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Raise GatewayError for a request member, unless its value turns it off (null, false or
-    empty).
-    """
+    """Raise GatewayError for a member, unless its value turns it off (null, false or empty)."""
     if value not in (None, False, [], {}, ""):
         raise untranslatable(name)
 
@@ -127,7 +124,8 @@ def refuse_member(value: Any, name: str, chat: dict[str, Any]) -> None:
 def request_stream(value: Any, name: str, chat: dict[str, Any]) -> None:
     """Translate the member `stream`.
 
-    Streams are requested with token counts at their end, because the client's API reports them too.
+    A streamed chat completion is requested with token counts at its end, because the client's API
+    reports them too.
     """
     if value is not True and value is not False:
         raise mistyped(name, "a boolean")
@@ -139,7 +137,7 @@ def limit_output(value: Any, name: str, chat: dict[str, Any]) -> None:
     """Set the maximum number of the answer's tokens in the chat request.
 
     value  the client's limit
-    name   the member that contains it
+    name   name of the member that contains it
     chat   the chat request, which is changed
 
     Raises GatewayError if the limit is invalid.

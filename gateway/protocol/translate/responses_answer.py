@@ -1,4 +1,4 @@
-"""Translates a chat completion to a Responses object; also has the parts that streams need."""
+"""Translates a chat completion to an OpenAI Responses object, and builds the parts for streams."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ECHOED: Mapping[str, Any] = {
 def echo(request: bytes) -> dict[str, Any]:
     """Return the members of a request's body that its Responses object repeats.
 
-    The response states that it is not stored, because these engines cannot store it.
+    The response says that it is not stored, because these engines cannot store it.
     """
     members = read_object(request)
     repeated = {
@@ -105,7 +105,8 @@ def response_head(key: str, model: str, created: int, echoed: Mapping[str, Any])
 def ended(finish_reason: str | None, output: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the members of a response object that change when the response has ended.
 
-    A response that was cut off is `incomplete`, and so is its last output item.
+    The status of a response that was cut off is `incomplete`, and so is that of its last output
+    item.
     """
     reasons = {"length": "max_output_tokens", "content_filter": "content_filter"}
     reason = reasons.get(finish_reason or "")
@@ -158,9 +159,10 @@ def reasoning_item(item_id: str, text: Text | None) -> dict[str, Any]:
 
 
 def function_names(echoed: Mapping[str, Any]) -> Mapping[str, Mapping[str, str]]:
-    """Return the output item members `name` and `namespace` of each function in a namespace.
+    """Return the members `name` and `namespace` of function call items, by the engine's name.
 
-    The keys are the names under which engines know the functions. `echoed` is what echo() returned.
+    Engines do not know namespaces, so a function has another name there. `echoed` is what echo()
+    returned.
     """
     groups = [tool for tool in echoed["tools"] if tool.get("type") == "namespace"]
     return {

@@ -21,14 +21,14 @@ _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reason
 
 
 def flat_name(namespace: str, name: str) -> str:
-    """Return the name of a namespace's function in a chat, where namespaces do not exist."""
+    """Return the name in a chat of a function in a namespace, because chats have no namespaces."""
     return f"{namespace}__{name}" if namespace else name
 
 
 class _Conversation:
-    """Builds the list of chat messages from items: one message per turn of the conversation.
+    """Builds the list of chat messages from items: one message for each turn of the conversation.
 
-    Reasoning, text and tool calls of one assistant turn are merged into one message.
+    Reasoning, text and tool calls of one assistant turn become one message.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class _Conversation:
     def add(self, message: dict[str, Any]) -> None:
         """Append a message of any role to the chat.
 
-        An assistant message receives the pending reasoning.
+        An assistant message also gets the reasoning text that came before it.
         """
         if message["role"] == "assistant":
             self._attach_thoughts(message)
@@ -47,13 +47,11 @@ class _Conversation:
         self.messages.append(message)
 
     def think(self, text: str) -> None:
-        """Keep reasoning text, to be added to the assistant message that follows it in the chat."""
+        """Keep reasoning text, to be added to the next assistant message of the chat."""
         self._reasoning.append(text)
 
     def call(self, call: dict[str, Any]) -> None:
-        """Add a tool call to the last assistant message of the chat; append a new message if there
-        is none.
-        """
+        """Add a tool call to the last assistant message of the chat, or to a new message."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or self._reasoning:
             last = {"role": "assistant", "content": None}
@@ -69,7 +67,7 @@ class _Conversation:
 def input_messages(value: Any) -> list[dict[str, Any]]:
     """Return the chat messages for the member `input` of a Responses request.
 
-    Raises GatewayError that names the item which cannot be translated.
+    Raises GatewayError with a message that names the item that cannot be translated.
     """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -80,10 +78,10 @@ def input_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def join_system_messages(messages: list[dict[str, Any]]) -> None:
-    """Join the system messages that precede all others of a chat into one, in place.
+    """Join the system messages at the beginning of a chat into one, in place.
 
-    Most chat templates allow only one, at the beginning. Texts are joined as vLLM joins them for
-    such templates: parts of a message by a line break, messages by an empty line.
+    Most chat templates allow only one, at the beginning. The texts are joined as vLLM does for such
+    templates: parts of a message by a line break, and messages by an empty line.
     """
     count = 0
     while count < len(messages) and messages[count]["role"] == "system":

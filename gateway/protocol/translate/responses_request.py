@@ -45,8 +45,9 @@ _LOGPROBS = "message.output_text.logprobs"
 def to_chat(body: bytes) -> bytes:
     """Translate the body of a /v1/responses request to a chat completion request.
 
-    Members that do not change the answer are left out: metadata, service_tier, store,
-    reasoning.summary. Raises GatewayError (400) that names a member that cannot be translated.
+    These members do not change the answer and are left out: metadata, service_tier, store,
+    reasoning.summary. Raises GatewayError (400) with the name of a member that cannot be
+    translated.
     """
     members = read_object(body)
     require(members, "model", "input")
@@ -59,12 +60,12 @@ def to_chat(body: bytes) -> bytes:
 
 
 def lost_member(body: bytes) -> str:
-    """Return the name of a request member that a translation changes or leaves out; "" if there is
-    none.
+    """Return the name of a member that a translation would change or lose; "" if there is none.
 
-    Members that engines ignore do not count. `store` counts unless it is false, because the engine
-    of a translated request stores nothing. The role `developer` counts, because engines may render
-    it differently, and so do several system messages, which a translation joins.
+    - Members that engines ignore do not count.
+    - `store` counts unless it is false, because the engine of a translated request stores nothing.
+    - The role `developer` counts, because engines may render it differently.
+    - Several system messages count, because the translation joins them.
     """
     members = read_object(body)
     tools = list_of(members.get("tools") or [], "tools")

@@ -34,7 +34,7 @@ MAX_ANSWER_CHARS = 8 * 1024 * 1024
 
 
 class OpenItem(msgspec.Struct):
-    """The output item that the engine is currently writing; its text arrives in pieces."""
+    """The output item that the engine is writing now. Its text arrives in pieces."""
 
     kind: str
     item_id: str
@@ -43,13 +43,14 @@ class OpenItem(msgspec.Struct):
 
     @property
     def text(self) -> Text:
-        """Return the text of the output item so far, from all received pieces."""
+        """Return the text of the output item so far."""
         return to_text(self.pieces)
 
 
 class ResponsesStream(StreamTranslator):
-    """Translates the chunks of a chat stream to the events of a Responses stream, numbered from
-    0.
+    """Translates the chunks of a chat stream to the events of a Responses stream.
+
+    The events are numbered from 0.
     """
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""Reads server-sent events from bytes that arrive in any pieces, and writes events as bytes."""
+"""Reads server-sent events from bytes in pieces of any size, and writes events as bytes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _FIELD, _FIELD_BYTES = b"data:", len(b"data: ")
 class EventReader:
     """Collects the data of server-sent events from their lines, which end with LF or CRLF.
 
-    Fields other than data are skipped. flush() returns a last event that lacks its final blank
+    Fields other than data are skipped. flush() returns the last event if it lacks its final blank
     line. Each byte is searched once and copied twice, however small the pieces are.
 
-    _data          the data of an event whose end has not arrived, a line feed before each line
-    _line          the beginning of a line whose end has not arrived; empty if it is a line of data
-    _in_data_line  whether a line of data has begun whose end has not arrived
+    _data          the data of an incomplete event, with a line feed before each line
+    _line          the beginning of an incomplete line; empty if it is a line of data
+    _in_data_line  whether a line of data is incomplete
     """
 
     __slots__ = ("_data", "_in_data_line", "_limit", "_line")
 
     def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
-        """Initialize a reader of events with at most about `limit` bytes each."""
+        """Create a reader of events that have at most about `limit` bytes each."""
         self._limit = limit
         self._data, self._line = bytearray(), bytearray()
         self._in_data_line = False
@@ -56,7 +56,7 @@ class EventReader:
     def flush(self) -> list[bytearray]:
         """Return the data of the last event of a stream if it lacks its final blank line.
 
-        Call it at the stream's end.
+        Call this at the end of the stream.
         """
         return self.feed(b"\n\n")
 
@@ -79,7 +79,7 @@ class EventReader:
 
 
 def format_event(name: str, data: object) -> Iterator[bytes]:
-    """Yield the pieces of a server-sent event with this name, whose data is JSON."""
+    """Yield a server-sent event in pieces: its name, and `data` as JSON."""
     yield b"event: " + name.encode() + b"\ndata: "
     yield from encode_in_pieces(data)
     yield b"\n\n"

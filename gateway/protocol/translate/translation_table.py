@@ -27,10 +27,10 @@ NewTranslator = Callable[[], AnswerTranslator]
 
 
 class Translation(msgspec.Struct, frozen=True):
-    """The functions by which requests of one API are served through another API.
+    """The functions that translate requests and answers of one API to and from another API.
 
     target       the API by which engines are called
-    request      translates the body; raises GatewayError (400) that names a member
+    request      translates the body; raises GatewayError (400) with the name of a member
     answers      called with a request body and the client's name of the model; returns a factory
                  that creates one translator per attempt
     lost_member  returns the member of a body that is lost in translation, "" if there is none;
@@ -85,7 +85,7 @@ def is_translated(call: Call, lacking: Set[str]) -> bool:
     """Return whether a request has to be served through another API.
 
     `lacking` has the paths that the engines do not serve. A request with a cache salt is also
-    translated if engines accept no salt on its path, because isolated tenants must not share a
+    translated if engines accept no salt on its path. Otherwise, isolated tenants would share a
     prefix cache.
     """
     return call.api.path in lacking or (call.salt != b"" and not call.api.takes_salt)
@@ -94,7 +94,7 @@ def is_translated(call: Call, lacking: Set[str]) -> bool:
 def translated(call: Call, model: ModelInfo, context: CallContext) -> tuple[Call, NewTranslator]:
     """Return the request translated to the engines' API, and a factory of answer translators.
 
-    The session and the model's name are those of the client's own body. Raises GatewayError for a
+    The session and the model's name are taken from the client's own body. Raises GatewayError for a
     request that cannot be translated.
     """
     translation, request = TRANSLATIONS[call.api.path], call.request
@@ -115,10 +115,9 @@ def translated(call: Call, model: ModelInfo, context: CallContext) -> tuple[Call
 def translated_losslessly(
     call: Call, model: ModelInfo, context: CallContext, *, stores_answers: bool
 ) -> tuple[Call, NewTranslator] | str:
-    """Translate a request if nothing is lost by it.
+    """Translate a request if the translation loses nothing.
 
-    Returns the result of translated(), or else the name of a member that the translation would
-    lose.
+    Returns the result of translated(), or the name of a member that the translation would lose.
 
     stores_answers  whether an engine may store the answer to this request for later ones
     """
@@ -136,8 +135,8 @@ def translated_paths(
 ) -> frozenset[str]:
     """Return the paths whose requests have to be translated for the engines of a pool.
 
-    native      configured names of the APIs that the engines have; None: not configured
-    is_lacking  returns whether an engine of the pool is known not to serve a path
+    native      configured names of the APIs that the engines serve; None: not configured
+    is_lacking  function that returns whether an engine of the pool is known not to serve a path
     """
     return frozenset(
         path

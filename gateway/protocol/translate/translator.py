@@ -1,4 +1,4 @@
-"""Translates an answer of an engine on its way through a relay: whole, or chunk by chunk."""
+"""Translates an engine's answer on its way through a relay: as a whole, or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ TOO_EARLY = ErrorDetail("The engine's answer ended too early.")
 class StreamTranslator(ABC):
     """Translates the bytes of one stream of chat chunks to the events of another API.
 
-    feed() takes bytes in any pieces; finish() marks the end of the engine's answer. Both yield the
-    client's bytes in pieces, and do their work only while these are taken. After the last event, or
-    an error, both yield nothing.
+    feed() takes bytes in pieces of any size. finish() is called at the end of the engine's answer.
+    Both are generators of the client's bytes, and work only while these are taken. After the last
+    event or an error, they yield nothing.
 
     ending  the last choice that had a finish reason
     usage   the last token counts
@@ -48,13 +48,11 @@ class StreamTranslator(ABC):
         self.seen_calls: set[int] = set()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Translate the engine's next bytes of a stream, and yield the complete events for the
-        client.
-        """
+        """Translate the engine's next bytes, and yield complete events for the client."""
         return self._translate(lambda: self._events.feed(data))
 
     def finish(self) -> Iterator[bytes]:
-        """Yield the remaining events for the client when the engine's stream is over.
+        """Yield the remaining events for the client, at the end of the engine's stream.
 
         An answer without a finish reason ends with an error event.
         """
@@ -64,10 +62,9 @@ class StreamTranslator(ABC):
             yield from self._stop(self._fail(TOO_EARLY) if failed else self._end())
 
     def finish_with(self, event: bytes) -> Iterator[bytes]:
-        """Yield the client's events for `event`, the last event of a stream, which the gateway
-        itself created.
+        """Yield the client's events for `event`, which the gateway created to end the stream.
 
-        An event that the engine has not finished is dropped.
+        An incomplete event of the engine is dropped.
         """
         self._events = EventReader(MAX_EVENT_BYTES)
         yield from self.feed(event)
@@ -90,13 +87,13 @@ class StreamTranslator(ABC):
 
     @abstractmethod
     def _fail(self, detail: ErrorDetail) -> Iterator[bytes]:
-        """Yield the client's events that end a translated stream which has failed."""
+        """Yield the client's events that end a failed stream."""
 
     def note_call(self, index: int) -> None:
         """Record that the tool call with this index begins in the stream.
 
-        Raises TranslationError if it has begun before: the engine then writes two calls in turns,
-        which the client's API cannot express.
+        Raises TranslationError if it has begun before. The engine then writes parts of two calls in
+        turn, which the client's API cannot express.
         """
         if index in self.seen_calls:
             raise TranslationError(
@@ -147,11 +144,11 @@ class StreamTranslator(ABC):
 class AnswerTranslator:
     """Translates one answer of an engine to the format of the client's API.
 
-    Its output may be many times as long as its input. It is therefore returned in steps: after each
-    call of feed(), call more() until is_behind is false.
+    The output may be many times as long as the input. Therefore it is returned in steps: after each
+    call of feed(), call more() until is_behind is False.
 
     Each attempt needs a new translator. Only an engine that continues a broken answer uses the
-    translator of the engine before.
+    translator of the previous engine.
     """
 
     __slots__ = ("_body", "_output", "_stream", "_translate_whole")
@@ -161,7 +158,7 @@ class AnswerTranslator:
         translate_whole: Callable[[bytearray], Iterator[bytes]],
         stream: StreamTranslator | None = None,
     ) -> None:
-        """Initialize a translator of answers with functions for a whole answer and for a stream.
+        """Create a translator of answers with functions for a whole answer and for a stream.
 
         `stream` is None for an API without streams.
         """
@@ -172,7 +169,7 @@ class AnswerTranslator:
 
     @property
     def is_behind(self) -> bool:
-        """Return whether there may be more output for the client: call more() for it."""
+        """Return whether there is more output for the client, which more() returns."""
         return bool(self._output)
 
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
@@ -195,14 +192,13 @@ class AnswerTranslator:
         return self._output.take()
 
     def more(self) -> bytes:
-        """Return the next bytes for the client that earlier input has led to."""
+        """Return the next bytes for the client that follow from earlier input."""
         return self._output.take()
 
     def finish_with(self, event: bytes) -> bytes:
-        """Return the client's bytes for `event`, the last event of a stream, which the gateway
-        itself created.
+        """Return the client's bytes for `event`, which the gateway created to end the stream.
 
-        All bytes that are still to come precede them.
+        All earlier output that has not been returned yet precedes them.
         """
         if self._stream is None:
             return event

@@ -271,7 +271,7 @@ def test_a_list_in_place_of_a_scalar_is_not_decoded(
 def test_extra_arguments_are_limited_before_they_are_decoded() -> None:
     many = b",".join(b'"%d":%d' % (number, 10**9) for number in range(40_000))
     assert (
-        "'vllm_xargs' has more than 256 members"
+        "'vllm_xargs' has too many members; at most 256"
         in refusal(
             b'{"model":"demo","messages":[{"role":"user","content":"hi"}],"vllm_xargs":{%b}}' % many
         ).message
