@@ -65,10 +65,7 @@ class TransferSpec(msgspec.Struct, frozen=True):
                 "positive"
             )
         if self.wait_s is not None and not self.wait_s > 0:
-            raise ValueError(
-                "the time that two engines wait for each other must be positive, not "
-                f"{self.wait_s} s"
-            )
+            raise ValueError(f"the handoff timeout must be above 0 seconds, not {self.wait_s}")
         if self.tls is not None and self.transport not in ("auto", "tcp"):
             raise ValueError(
                 f"TLS for KV transfers requires the transport tcp or auto, not {self.transport}"

@@ -158,10 +158,7 @@ class Scheduler:
         self.fetched.append(job)
 
     def step(self) -> StepPlan | None:
-        """Plan the next engine step: all decoding jobs, then prompts within the token budget.
-
-        Returns None if there is nothing to compute.
-        """
+        """Plan the next step: all decodes, then prompts within the token budget. None: idle."""
         for job in list(self._grows[self.tick % self.pool.block_tokens]):
             if job.state is JobState.DECODE:
                 self._grow(job)
@@ -185,10 +182,7 @@ class Scheduler:
         return StepPlan(chunks, len(self.decoding), self._context)
 
     def finish(self, plan: StepPlan) -> StepOutcome:
-        """Apply a planned engine step that has ended, and return its result.
-
-        Jobs that were aborted during the step are skipped.
-        """
+        """Apply a planned step that has ended, and return its result. Skips aborted jobs."""
         decoded = len(self.decoding)
         self.tick += 1
         self._context += decoded

@@ -1,7 +1,7 @@
-"""The registry of admission policies by name, with the types of their parameters.
+"""The admission policies by name, with the types of their parameters.
 
-To add an admission policy, write a parameter struct with `build()` in its module, and one line
-here.
+An admission policy decides which requests enter a pool, wait, or are refused. To add one, write a
+parameter struct with `build()` in its module, and one line here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from policies.published.mooncake_early_rejection import EarlyRejection
 
 
 class UncappedParams(AdmissionParams, frozen=True):
-    """The parameters of the admission policy `none`, which admits every request while an endpoint
-    is available. It has none.
+    """The (empty) parameters of the admission policy `none`.
+
+    The policy admits every request as long as an endpoint is available.
     """
 
     def build(self) -> Admission:
@@ -54,7 +55,8 @@ def params_type(name: str) -> type[AdmissionParams]:
     """
     if name not in _ADMISSIONS:
         raise PolicyConfigError(
-            f"unknown admission {name!r}{did_you_mean(name, names())}; known: {', '.join(names())}"
+            f"unknown admission policy {name!r}{did_you_mean(name, names())}; known: "
+            f"{', '.join(names())}"
         )
     return _ADMISSIONS[name]
 

@@ -1,13 +1,12 @@
-"""Keeps a pool's endpoints sorted, so that a pick need not look at all of them.
+"""Keeps a pool's endpoints sorted, so that choosing one (a pick) need not look at all of them.
 
-The order is that of the policy's ranking (policies.policy_types.Ranking, with the conditions that a
-policy must meet). A request costs the same in a pool of a thousand endpoints as in one of ten,
-because CandidateOrder ranks again only the endpoints whose load has changed since the last pick.
-The filters, scorers and picker of routing_algorithm.py see a shortlist of the best.
+A pick thus costs the same in a pool of a thousand endpoints as in one of ten. CandidateOrder sorts
+by the key of the policy's ranking (policies.policy_types.Ranking). At each pick, it ranks again
+only the endpoints whose load has changed. The policy then scores a shortlist of the best endpoints.
 
-The shortlist of a retry leaves out the endpoints that failed the request, and those without a
-success since a failure if the policy prefers others. If no endpoint of the shortlist can serve a
-request, all candidates are scanned.
+The shortlist of a retry leaves out endpoints that failed the request. If the policy prefers proven
+endpoints, it also leaves out those without a success since a failure. If no endpoint of the
+shortlist can serve the request, all candidates are scored.
 """
 
 from __future__ import annotations
@@ -79,9 +78,10 @@ group (Ranking.group).
 
 
 class CandidateOrder:
-    """The candidates of one route, sorted by the policy's ranking; used by one event loop.
+    """The candidate endpoints of one route, sorted by the policy's ranking.
 
-    The order is built at the first pick, and updated at every later one.
+    The order is built at the first pick, and updated at every later one. Use it from one event loop
+    only.
     """
 
     __slots__ = (
@@ -120,10 +120,9 @@ class CandidateOrder:
         self.eligible = 0
 
     def pick(self, query: RoutingQuery) -> Pick | None:
-        """Choose the endpoint for a request, like policies.routing_algorithm.pick() but without
-        looking at all endpoints.
+        """Choose the endpoint for a request, like routing_algorithm.pick(), from a shortlist.
 
-        Returns None if no endpoint may serve it.
+        Returns None if no endpoint may serve the request.
         """
         failed = query.failed_endpoints
         if len(failed) > MOST_FAILED and untried in self._retry_conditions:
@@ -359,12 +358,13 @@ def _level(slot: int, wide: Sequence[WideMatch]) -> int:
 def create_order(
     policy: Policy, candidates: Sequence[Candidate], changes: LoadChanges
 ) -> CandidateOrder | None:
-    """Return a sorted order of these candidates, or None if there are few or the policy has no
-    ranking.
+    """Return a CandidateOrder of these candidates, or None if sorting them does not help.
 
-    policy      the policy whose ranking sorts them
+    It does not help if there are few candidates, or if the policy has no ranking.
+
+    policy      the policy whose ranking sorts the candidates
     candidates  the endpoints of the pool
-    changes     records which loads have changed, so that each pick updates the order
+    changes     records which loads have changed, so that each pick can update the order
     """
     if policy.ranking is None or len(candidates) < LEAST_CANDIDATES:
         return None

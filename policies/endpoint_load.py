@@ -1,7 +1,8 @@
-"""The live load of one endpoint: reserved and scraped numbers, flags, learned speed and forecast.
+"""The live load of one endpoint: reserved requests, scraped metrics, flags, learned speed,
+forecast.
 
-The module contains mutable state only. load_ledger.py changes the reserved numbers; the gateway's
-health checks and drains change the availability.
+This module contains only the mutable state. load_ledger.py changes the reserved numbers. The
+gateway's health checks and drains change the availability.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ CHANGES = 4096
 class LoadChanges:
     """A ring buffer of the endpoints whose loads have changed, for any number of readers.
 
-    An endpoint is represented by its slot, a small integer (EndpointLoad). A reader stores the
-    count up to which it has read. A reader that is more than CHANGES behind has missed changes and
-    must read every load.
+    An endpoint is represented by its slot, a small integer. A reader remembers how many changes it
+    has read. If it is more than CHANGES behind, it has missed changes and must read every load.
 
-    count  changes so far; change n is in slots[n % CHANGES]
+    count  number of changes so far; change `n` is in `slots[n % CHANGES]`
     """
 
     __slots__ = ("count", "slots")
@@ -43,7 +43,8 @@ class LoadChanges:
     def since(self, count: int) -> list[int] | None:
         """Return the slots of endpoints whose load changed after the first `count` changes.
 
-        Returns None if some of these changes were overwritten.
+        Returns None if some of these changes were overwritten. The reader must then read every
+        load.
         """
         behind = self.count - count
         if behind > CHANGES:
@@ -55,7 +56,7 @@ class LoadChanges:
 
 
 class EndpointLoad(EngineLoad):
-    """Everything that changes about an endpoint and that policies read.
+    """The changing state of one endpoint that policies read.
 
     A reserved request is one that was sent to the endpoint and has not ended.
 
@@ -66,26 +67,24 @@ class EndpointLoad(EngineLoad):
     prefill_tokens        uncached prompt tokens of reserved requests whose first token has not come
     decode_tokens         prompt tokens of reserved requests whose first token has come
     prefix_cache_tokens   prompt tokens that its prefix cache is believed to hold, over all requests
-    eviction_regret       share of evicted prefix blocks that were requested again while no endpoint
-                          had them, 0 to 1
-    kv_reserved           prompt plus expected output tokens of all reserved requests: KV they use
-                          or will use
-    is_available          False while ejected by health checks or draining: never a candidate then
-    is_proven             no failure yet, or a success after the last one; retries prefer such
-                          endpoints
+    eviction_regret       fraction (0 to 1) of evicted prefix blocks that were requested again while
+                          no endpoint had them
+    kv_reserved           KV that reserved requests use or will use: their prompt plus expected
+                          output tokens
+    is_available          False while health checks have ejected it, or while it drains. It gets no
+                          requests then
+    is_proven             whether its last result was a success, or it had no failure yet; retries
+                          prefer such endpoints
     soft_cap              maximum number of concurrent requests while other endpoints have capacity;
                           below the cap during slow start (slow_start.py)
     running               requests that the engine ran at the last scrape
     waiting               requests that waited in the engine at the last scrape
-    kv_usage              share of the engine's KV in use at the last scrape, 0 to 1
+    kv_usage              fraction of the engine's KV in use at the last scrape, 0 to 1
     scraped_at            time of the last scrape on the policy clock
-    unexplained_requests  by how many requests the engine's metrics exceeded `in_flight` at the last
-                          scrape
-    is_modelled           whether any policy reads the forecast; if none does, the timeline does not
-                          advance
-    timeline              the engine model (engine_timeline.py)
-    changes               where changes of this load are recorded for rankings of candidates; None
-                          while no ranking reads them
+    unexplained_requests  how many more requests the engine had than `in_flight` at the last scrape
+    is_modelled           whether any policy reads the forecast; if not, `timeline` is not updated
+    timeline              the simulated engine, which makes the forecast (engine_timeline.py)
+    changes               the log of changed loads, which rankings read; None: no ranking reads it
 
     The values of the last scrape are None before the first one.
     """
@@ -140,7 +139,7 @@ class EndpointLoad(EngineLoad):
         self.timeline.refresh_forecast(self, 0.0)
 
     def mark_changed(self) -> None:
-        """Record that a value of this load has changed that filters or scorers read."""
+        """Record that a value of this load has changed which filters or scorers read."""
         self.timeline.answers_due_at = -inf
         if self.changes is not None:
             self.changes.record(self.slot)

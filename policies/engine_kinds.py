@@ -1,8 +1,8 @@
-"""What each kind of engine serves and understands, as one table.
+"""The APIs and features of each kind of engine, as one table.
 
-The facts about vLLM, llama.cpp and `transformers serve` were seen on running engines, those about
-SGLang and TensorRT-LLM in their sources, and those about Text Generation Inference (TGI) and Ollama
-in their documentation.
+The facts about vLLM, llama.cpp and `transformers serve` were observed on running engines. Those
+about SGLang and TensorRT-LLM come from their sources, and those about Text Generation Inference
+(TGI) and Ollama from their documentation.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ _RESPONSES = frozenset({"/v1/responses"})
 class EngineTraits(msgspec.Struct, frozen=True):
     """The APIs and features of one kind of engine beyond the OpenAI-compatible APIs.
 
-    health_path    page that returns status 200 if the engine is healthy; empty: the configured
+    health_path    page that returns status 200 if the engine is healthy; empty: use the configured
                    `health.path`
-    metrics_path   page with Prometheus metrics; empty if there is none
-    metric_prefix  prefix of the names of the engine's own metrics; empty if it has none
-    salt_member    member of a request that contains a cache salt; empty if the engine knows none
+    metrics_path   page with Prometheus metrics; empty: there is none
+    metric_prefix  prefix of the names of the engine's own metrics; empty: there is none
+    salt_member    JSON field of a request that contains a cache salt; empty: the engine has no
+                   salts
     lacked_paths   API paths that the engine does not serve, or serves with another meaning
     is_low_first   whether a lower number in a request's `priority` is more urgent
     can_continue   whether the engine can continue an answer, given the ids of its tokens
     takes_rank     whether the header x-data-parallel-rank chooses a data-parallel rank
     has_kv_events  whether the engine can publish KV events
     least_probe_s  minimum seconds between two health checks of an endpoint
-    can_be_asked   whether the engine generates a token for a new request while others run. One with
-                   few slots, or that first loads a model, lets it wait although it is healthy
+    can_be_asked   whether a health check may request a token while other requests run. False for
+                   engines with few slots, or that load a model first: the request would wait
+                   although the engine is healthy
     """
 
     health_path: str = ""

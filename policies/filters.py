@@ -1,7 +1,7 @@
-"""Filters of a routing policy: each returns the candidates that may serve a request, in order.
+"""Filters of a routing policy: each keeps the candidate endpoints that may serve a request.
 
-If a filter keeps no candidate, there is no pick, and the caller decides whether to wait, refuse or
-fail.
+Filters run one after another, and keep the order of the candidates. If none is left, the caller
+decides whether the request waits, is refused or fails.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from policies.routing_types import Candidate, RoutingQuery
 
 
 def available(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep the candidate endpoints that are neither ejected nor draining."""
+    """Keep the candidates that health checks have not ejected and that do not drain."""
     # Nearly always all are; finding that out costs less than a new list.
     for candidate in candidates:
         if not candidate.load.is_available:
@@ -23,7 +23,7 @@ def available(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[
 
 @RetryFilter
 def untried(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep the candidate endpoints at which this request has not failed yet."""
+    """Keep the candidates on which this request has not failed yet."""
     return [
         candidate
         for candidate in candidates
@@ -34,9 +34,12 @@ def untried(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Ca
 def below_cap(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Keep the candidates below their concurrency cap, and prefer those below their soft cap.
 
-    The soft cap is lower than the cap while an endpoint is in slow start or in doubt. If all are at
-    their cap, two kinds of requests may exceed it because they were admitted before: retries, and
-    requests whose capacity another gateway has just taken.
+    The soft cap is lower than the cap while an endpoint is in slow start or may be unhealthy. If
+    all candidates are at their cap, two kinds of requests may still use them, because they were
+    admitted before:
+
+    - retries
+    - requests that lost their place to a request of another gateway
     """
     for candidate in candidates:
         load = candidate.load
@@ -71,7 +74,8 @@ def _with_room(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence
 
 
 def fits_context(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep the candidate endpoints whose context limit holds the prompt and its expected answer.
+    """Keep the candidates whose context limit is large enough for the prompt and its expected
+    answer.
 
     Each prompt of a list, and each of several answers, needs a context of its own. The prompts of a
     list are assumed to be equally long.
@@ -86,7 +90,7 @@ def fits_context(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequen
 
 
 def serves_tenant(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep the candidate endpoints that are not reserved for other tenants."""
+    """Keep the candidates that are not reserved for other tenants."""
     tenant = query.request.tenant
     return [
         candidate
@@ -97,7 +101,7 @@ def serves_tenant(query: RoutingQuery, candidates: Sequence[Candidate]) -> Seque
 
 @RetryFilter
 def prefer_proven(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep the candidate endpoints that have had a success since their last failure.
+    """Keep the candidates whose last result was a success, or that have had no failure yet.
 
     If there is none, keep all candidates.
     """
@@ -105,9 +109,9 @@ def prefer_proven(query: RoutingQuery, candidates: Sequence[Candidate]) -> Seque
 
 
 def applicable(filters: tuple[Filter, ...], candidates: Sequence[Candidate]) -> tuple[Filter, ...]:
-    """Return the filters that may reject one of these candidates for some request.
+    """Return the filters that may remove one of these candidates for some request.
 
-    The others need not run.
+    The caller can skip all other filters.
     """
     no_effect = set()
     if all(candidate.endpoint.context_tokens is None for candidate in candidates):

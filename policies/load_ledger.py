@@ -1,9 +1,10 @@
-"""Reserves load at endpoints: each accepted request adds its load to its endpoint until it ends.
+"""Reserves load at endpoints: each request adds its load to its endpoint, and removes it at its
+end.
 
-This is the only code that changes the reserved numbers of EndpointLoad. A LoadReservation adds a
-request's load, and subtracts exactly what it added, in whatever order events arrive. Where a policy
-reads the forecast, each event also advances the endpoint's timeline, and with it the learned speed
-and the forecast. The gateway itself handles health, the prefix index and sockets.
+This is the only code that changes the reserved numbers of EndpointLoad. A LoadReservation subtracts
+exactly what it added, in whatever order events arrive. If a policy reads the forecast, each event
+also advances the endpoint's timeline (the simulated engine), and with it the learned speed. The
+gateway itself handles health, the prefix index and sockets.
 """
 
 from __future__ import annotations
@@ -33,21 +34,22 @@ The believed size of a step may be several times too large.
 
 
 class LoadReservation(QueuedPrompt):
-    """The reserved load of one request at an endpoint, made by `reserve` or by `reserve_decode`.
+    """The load that one request has reserved at an endpoint, made by `reserve` or `reserve_decode`.
 
-    Every method may be called at any time, in any order and repeatedly; after the end none has an
-    effect.
+    Every method may be called at any time, in any order and repeatedly. After the end, no method
+    has an effect.
 
-    sees_first_token  False if the first token is not observable, because the answer comes whole. It
-                      is then assumed to come when the timeline predicts it, and nothing is learned
-    is_handoff        whether another endpoint computes the prompt, and hands its KV over
-    cached_tokens     prompt tokens that were believed to be cached there
+    sees_first_token  whether the first token can be observed. False if the answer comes in one
+                      piece: its first token is then assumed to come as forecast, and nothing is
+                      learned
+    is_handoff        whether another endpoint computes the prompt, and sends its KV here
+    cached_tokens     prompt tokens that the endpoint was believed to have cached
     predicted_ttft_s  expected seconds from reservation to the first token; None if another endpoint
                       computes the prompt
     predicted_tpot_s  expected seconds per output token after the first
 
-    Both predictions are None where no policy reads the forecast, and where the first token is not
-    observable: nothing could be compared with them.
+    Both predictions are None if no policy reads the forecast, or if the first token cannot be
+    observed.
     """
 
     __slots__ = (
@@ -109,8 +111,8 @@ class LoadReservation(QueuedPrompt):
         return None if self._reserved_at is None else self._token_s
 
     def rejoin_timeline(self, now: float) -> None:
-        """Add the request, with its current progress, to the engine model of its endpoint, which
-        has been restarted.
+        """Add this request, with its progress so far, to the restarted engine model of its
+        endpoint.
         """
         self._begin(now, self._context > 0 and not self._uncached)
 
@@ -161,7 +163,9 @@ class LoadReservation(QueuedPrompt):
         load.timeline.on_sent(load, self, now)
 
     def recompute_prompt(self, now: float) -> None:
-        """Compute the prompt of a reservation at this endpoint, because no usable KV arrived."""
+        """Let this endpoint compute the prompt, because no usable KV arrived from another
+        endpoint.
+        """
         load = self._load
         if self._open and self._context and not self.is_decoding and not self._uncached:
             self._uncached = max(1, self._context - self.cached_tokens)
@@ -174,9 +178,9 @@ class LoadReservation(QueuedPrompt):
             load.mark_changed()
 
     def on_kv_arrived(self, now: float) -> None:
-        """Start to decode a reserved request whose KV has arrived from another endpoint.
+        """Start to decode a request whose KV has arrived from another endpoint.
 
-        Its first token will not be reported.
+        Its first token will not be reported, because it came from that endpoint.
         """
         if self._open and self._context and not self.is_decoding and not self._uncached:
             load = self._load
@@ -185,8 +189,8 @@ class LoadReservation(QueuedPrompt):
                 load.timeline.on_handoff(load, self, now)
 
     def on_first_token(self, now: float) -> None:
-        """Move the prompt's tokens from the prefill backlog to the decoding context of the
-        endpoint.
+        """Record the first token: the request stops to count as prefill and starts to count as
+        decoding.
         """
         if self.is_decoding or not self._open:
             return
@@ -199,7 +203,7 @@ class LoadReservation(QueuedPrompt):
     def mark_decoding(self) -> None:
         """Count the request as decoding, without an event for the engine model.
 
-        The engine model calls this for a prompt whose first token will not be reported.
+        The engine model itself calls this for a prompt whose first token will not be reported.
         """
         load, prompt = self._load, self._request.prompt_tokens
         load.prefill_tokens -= self._uncached
@@ -210,9 +214,9 @@ class LoadReservation(QueuedPrompt):
             load.changes.record(load.slot)
 
     def finish(self, now: float, output_tokens: int | None = None) -> None:
-        """End the reservation and subtract the rest of its load from the endpoint.
+        """End the reservation, and subtract its remaining load from the endpoint.
 
-        `output_tokens` is the length of a complete answer; None if incomplete or unknown.
+        `output_tokens` is the length of a complete answer; None: it is incomplete or unknown.
         """
         if not self._open:
             return
@@ -254,20 +258,20 @@ def reserve_decode(
     now: float,
     sees_first_token: bool = True,
 ) -> LoadReservation:
-    """Reserve load for a split request at its decode endpoint, and return the reservation.
+    """Reserve load for a split request at its decode endpoint.
 
-    All of the request's KV counts from the start, and none of its prefill. `cached_tokens` is the
-    number of prompt tokens that the endpoint is believed to have cached.
+    The endpoint receives the prompt's KV from another endpoint. So the KV counts from the start,
+    and prefill does not count. `cached_tokens` is the number of prompt tokens that the endpoint is
+    believed to have cached.
     """
     return LoadReservation(load, request, cached_tokens, now, sees_first_token, True)
 
 
 def set_modelled(load: EndpointLoad, modelled: bool, now: float) -> None:
-    """Set whether the endpoint's engine is modelled from now on.
+    """Start or stop to model an endpoint's engine. It is modelled if any policy reads the forecast.
 
-    It is if any policy reads the forecast. The timeline restarts with the current reservations,
-    without the progress of prompts in prefill. The learned speed and the lengths of answers are
-    kept.
+    The timeline (simulated engine) restarts with the current reservations, but without the progress
+    of prompts in prefill. The learned speed and answer lengths stay.
     """
     if load.is_modelled == modelled:
         return
@@ -290,16 +294,18 @@ def record_scrape(
     kv_tokens: int | None,
     now: float,
 ) -> None:
-    """Record the engine's own metrics, and derive the number of requests from outside the gateways.
+    """Record an engine's own metrics, and derive how many external requests it has.
 
-    running    requests that the engine runs
-    waiting    requests that wait in the engine
-    kv_usage   share of KV in use, 0 to 1
-    kv_tokens  KV capacity in tokens
+    External requests do not come through the gateways.
 
-    A metric is None if the engine did not report it. A request that another gateway has not
-    announced yet, or that ended while the metrics were being read, is not external. Only requests
-    in excess at two scrapes in a row therefore count.
+    running    requests that the engine runs; None: not reported
+    waiting    requests that wait in the engine; None: not reported
+    kv_usage   fraction of KV in use, 0 to 1; None: not reported
+    kv_tokens  KV capacity in tokens; None: not reported
+
+    Only requests in excess of the reserved ones at two scrapes in a row count as external. An
+    excess at one scrape may be a request that another gateway has not announced yet, or one that
+    ended while the metrics were read.
     """
     if waiting and running and kv_usage is not None and load.is_modelled:
         _learn_slots(load, running, kv_usage, now)
@@ -346,10 +352,10 @@ def _is_slot_missing(load: EndpointLoad, running: int, now: float) -> bool:
 
 
 def set_peer_load(load: EndpointLoad, source: bytes, share: PeerShare | None, now: float) -> bool:
-    """Replace the load that the gateway `source` has reserved at the endpoint.
+    """Replace the load that another gateway, `source`, has reserved at the endpoint.
 
-    `share` is that load; None or NOTHING means that the gateway has no load there any more. Returns
-    False if nothing changes.
+    `share` is that load; None or NOTHING: the gateway has no load there any more. Returns whether
+    the load has changed.
     """
     others = load.peer_load
     before = others.shares.get(source, NOTHING)

@@ -1,4 +1,4 @@
-"""Numeric types for policy parameters; a value outside its range is refused with the parameter's
+"""Numeric types for policy parameters. A value outside its range is an error with the parameter's
 name.
 
 NaN and infinity are outside every range.

@@ -1,7 +1,6 @@
-"""Pickers of a routing policy: each chooses one candidate by the scores.
+"""Pickers of a routing policy: each chooses one candidate endpoint by the scores.
 
-A picker returns the index of the chosen candidate. Only pickers may choose at random, by
-`query.rng`.
+A picker returns the index of the chosen candidate. Only pickers may use randomness (`query.rng`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from policies.routing_types import Candidate, RoutingQuery
 def best(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
     """Return the index of the candidate with the highest score.
 
-    Ties are broken at random, so that gateways with equal views do not all choose the first one.
+    Ties are broken at random. Otherwise gateways with equal information would all choose the same
+    endpoint.
     """
     top = scores[0]
     for score in scores:  # max() takes longer for the few candidates of most pools
@@ -30,10 +30,10 @@ def best(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[
 
 
 def best_with_tie_breakers(*costs: Callable[[EndpointLoad], float]) -> Picker:
-    """Return a picker of the candidate with the highest score.
+    """Return a picker that chooses the candidate with the highest score, with rules for ties.
 
-    Each of the given cost functions breaks ties of those before it: the lowest cost wins. Remaining
-    ties are broken at random.
+    Among candidates with equal scores, the lowest value of the first cost function wins, then that
+    of the next one. Remaining ties are broken at random.
     """
 
     def pick(query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]) -> int:
@@ -57,7 +57,7 @@ def best_with_tie_breakers(*costs: Callable[[EndpointLoad], float]) -> Picker:
 def better_of_two(
     query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
 ) -> int:
-    """Return the index of the better of two random candidates (Mitzenmacher 2001)."""
+    """Draw two candidates at random, and return the index of the better one (Mitzenmacher 2001)."""
     first = int(query.rng.random() * len(scores))
     if len(scores) == 1:
         return first
@@ -67,13 +67,14 @@ def better_of_two(
 
 
 def softmax(temperature: float) -> Picker:
-    """Return a picker that draws a candidate at random, in proportion to exp(score / temperature).
+    """Return a picker that draws a candidate with a probability proportional to exp(score /
+    temperature).
 
-    A temperature of 0 chooses the best. Scores are scaled to a range of 1 first. Raises ValueError
-    for a negative temperature.
+    A temperature of 0 always chooses the best candidate. Scores are first scaled so that they span
+    a range of 1. Raises ValueError if the temperature is negative.
     """
     if temperature < 0:
-        raise ValueError(f"the temperature of softmax must be 0 or more, not {temperature}")
+        raise ValueError(f"the softmax temperature must be 0 or more, not {temperature}")
     if temperature == 0:
         return best
 
@@ -92,13 +93,12 @@ def softmax(temperature: float) -> Picker:
 
 
 class Rotation:
-    """A round-robin picker: of the candidates with the best score, it picks the one used longest
-    ago.
+    """A round-robin picker: among the candidates with the best score, it picks the least recently
+    used.
 
-    Unlike a counter modulo the number of candidates, this stays fair when candidates are added or
-    removed. The picker has state, so it belongs to the policy it was built for. Candidates that
-    were never picked come first, in random order, so that gateways started together do not all
-    choose the same one.
+    It stays fair when candidates are added or removed, unlike a counter modulo their number. It has
+    state, so each policy needs a picker of its own. Candidates that were never picked come first,
+    in random order, so that gateways started together do not all choose the same one.
     """
 
     __slots__ = ("_last_turn", "_turn")
@@ -127,9 +127,9 @@ class Rotation:
         return chosen
 
     def last_turn(self, candidate: Candidate, now: float) -> float:
-        """Return when the candidate was last chosen: the number of that pick, counted from 1.
+        """Return the number of the pick that last chose this candidate, counted from 1.
 
-        Returns 0 if it has not been chosen yet.
+        Returns 0 if no pick has chosen it yet.
         """
         return max(0.0, self._last_turn.get(candidate.load.slot, 0.0))
 

@@ -1,4 +1,4 @@
-"""The registry of the routing policies by name, with the types of their parameters.
+"""The routing policies by name, with the types of their parameters.
 
 To add a policy, write a parameter struct with `build()` in presets.py or its own module, and one
 line here.
@@ -33,9 +33,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class PolicyConfigError(ValueError):
-    """Raised for an error in a policy's name or parameters.
+    """Raised if a policy's name or one of its parameters is invalid.
 
-    param  name of the invalid parameter; None if the policy's name is unknown
+    param  name of the invalid parameter; None: the policy's name is unknown
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -71,7 +71,7 @@ def names() -> tuple[str, ...]:
 
 
 def params_type(name: str) -> type[PolicyParams]:
-    """Return the type of a policy's parameters. Raises PolicyConfigError for an unknown name."""
+    """Return the type of a policy's parameters. Raises PolicyConfigError if the name is unknown."""
     if name not in _POLICIES:
         raise PolicyConfigError(
             f"unknown routing policy {name!r}{did_you_mean(name, names())}; known: "
@@ -90,9 +90,10 @@ def build(name: str, params: Mapping[str, object]) -> Policy:
 
 
 def parse_params(name: str, kind: type[T], params: Mapping[str, object]) -> T:
-    """Convert a mapping of parameters to the struct `kind`; `name` is the policy's, for messages.
+    """Convert a mapping of parameters to a struct of type `kind`, and return it.
 
-    Raises PolicyConfigError if a name or value is invalid.
+    `name` is the policy's name, for error messages. Raises PolicyConfigError if the name or the
+    value of a parameter is invalid.
     """
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for param, value in params.items():
@@ -114,8 +115,8 @@ def parse_params(name: str, kind: type[T], params: Mapping[str, object]) -> T:
 
 
 def did_you_mean(given: str, known: tuple[str, ...]) -> str:
-    """Return the suffix "did you mean ...?" for an error message; empty if no known name is
-    close.
+    """Return the text " (did you mean 'x'?)" for an error message, or "" if no known name is
+    similar.
     """
     close = get_close_matches(given, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

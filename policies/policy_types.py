@@ -1,4 +1,4 @@
-"""The function types of a routing policy: filters, scorers and a picker.
+"""The types of a routing policy: functions that filter, score and pick endpoints.
 
 The class Policy combines them. To add a rule, write a function in filters.py, scorers.py or
 pickers.py, and one line in presets.py.
@@ -21,7 +21,7 @@ It may return its argument, and never changes it.
 
 
 class RetryFilter:
-    """A filter that applies to retries only; at a first attempt it keeps all candidates."""
+    """A filter that applies only to retries. At a first attempt, it keeps all candidates."""
 
     __slots__ = ("__name__", "_keep")
 
@@ -57,9 +57,9 @@ It is called only to explain a pick, so it may be slow.
 class PhaseShare(msgspec.Struct, frozen=True):
     """Which phases of a request an endpoint would serve.
 
-    prefills     1.0 if it computes the prompt, else 0.0
-    decodes      1.0 if it generates the answer, else 0.0
-    transfer_s   seconds from the end of its prefill until the KV has arrived at the decode endpoint
+    prefills     1.0 if the endpoint computes the prompt, else 0.0
+    decodes      1.0 if the endpoint generates the answer, else 0.0
+    transfer_s   seconds from the end of the prefill until its KV has arrived at the decode endpoint
     transfers_s  the same for each candidate, in their order; empty: `transfer_s` for all
     """
 
@@ -79,33 +79,32 @@ Lower is better. The costs of two phases can be added.
 
 
 class Ranking(msgspec.Struct, frozen=True):
-    """How a routing policy keeps candidates sorted between requests (see
-    policies/candidate_order.py).
+    """How a routing policy keeps candidates sorted between requests (policies/candidate_order.py).
 
-    With a ranking, a request's filters, scorers and picker only see a shortlist: the candidates
-    that have most of its prompt cached, and the best of the others. A policy's score must keep this
-    contract for the shortlist to contain the candidate that a scan of all would pick:
+    With a ranking, the policy scores only a shortlist: the candidates that have most of the prompt
+    cached, and the best of the others. The shortlist contains the candidate that a scan of all
+    would pick, if the policy's score has these properties:
 
-    1. Apart from `now`, a score depends on the request, on the candidate's load, and on the tokens
-       that it and the best candidate have cached. It does not rise when fewer are cached.
+    1. Apart from `now`, a score depends only on the request, on the candidate's load, and on the
+       tokens that this candidate and the best one have cached. It does not rise when fewer are
+       cached.
     2. Of two candidates of one group with equally many tokens cached, the one with the lower key
-       never scores lower. With equal keys it also never scores lower in a lower group.
+       never scores lower. With equal keys, a candidate of a lower group never scores lower.
     3. Every change of a key, of a group or of a filter's result marks the load (`mark_changed`).
 
-    Where rule 2 holds only approximately, `depth` candidates per group are scored, and the pick is
-    as good as that of a scan up to the error of the key. This is the case for forecasts, which
-    depend on the length of the prompt.
+    If property 2 is only approximate, as for forecasts that depend on the prompt's length, `depth`
+    candidates per group are scored. The error of a pick is then at most the error of the key.
 
     key         function of candidate and `now`: its cost without the request; lower is better
-    group       function of a load: the number by which rule 2 groups candidates, such as requests
-                in flight; None for one group
-    is_settled  function of a load: whether rule 2 holds exactly for it; None if it always does.
+    group       function of a load: the number of its group, such as requests in flight; None: all
+                candidates are one group
+    is_settled  function of a load: whether property 2 holds exactly for it; None: it always does.
                 Other candidates are scored in addition, at most SHORTLIST_UNSETTLED per group
     depth       settled candidates to score per group and number of cached tokens
-    rises       function of a load and `now`: whether its key may have risen since it was ranked
-                although nothing was recorded, as that of an engine whose first token is late. Such
-                entries are ranked again when they are among the best. None if no key rises so. A
-                key that falls with time needs no such care: it is only found later
+    rises       function of a load and `now`: whether its key may have risen without a recorded
+                change, as for an engine whose first token is late. Such candidates are ranked again
+                if they are among the best. None: no key rises like that. A key that falls with time
+                needs no such function, because the candidate is only found later
     """
 
     key: Callable[[Candidate, float], float]
@@ -116,16 +115,16 @@ class Ranking(msgspec.Struct, frozen=True):
 
 
 class WeightedScorer(msgspec.Struct, frozen=True):
-    """A scorer of a routing policy, and the weight with which its score enters the sum."""
+    """A scorer of a routing policy, and the weight by which its score is multiplied."""
 
     scorer: Scorer
     weight: float = 1.0
 
 
 def weighted_sum(scorers: tuple[WeightedScorer, ...]) -> Scorer:
-    """Return a scorer that adds the weighted scores of several scorers.
+    """Return a scorer that returns the weighted sum of several scorers.
 
-    A single scorer of weight 1 is returned itself.
+    A single scorer with weight 1 is returned unchanged.
     """
     if len(scorers) == 1 and scorers[0].weight == 1.0:
         return scorers[0].scorer
@@ -146,14 +145,15 @@ def weighted_sum(scorers: tuple[WeightedScorer, ...]) -> Scorer:
 class Policy(msgspec.Struct, frozen=True):
     """A routing policy: filters, then weighted scorers, then a picker.
 
-    reads_prefix    whether the gateway must fingerprint prompts for it
+    reads_prefix    whether the gateway must compute the prefix hashes of prompts for it
     reads_forecast  whether it reads the learned speed, engine model or forecast of an EndpointLoad;
-                    if no policy does, these are not updated
-    price_terms     function that names the parts of each candidate's score, for explanations; or
-                    None
+                    they are updated only if some policy reads them
+    price_terms     function that returns the named parts of each candidate's score, to explain a
+                    pick; None: the score has no parts
     phase_prices    function that prices prefill and decode separately, so that the policy can also
-                    decide about splitting a request (policies/pricing/split_decision.py); or None
-    ranking         how to keep the candidates of a large pool sorted; None: every pick scans all
+                    decide whether to split a request (policies/pricing/split_decision.py); None: it
+                    cannot
+    ranking         how to keep the candidates of a large pool sorted; None: every pick scores all
 
     `score` (the weighted sum of all scorers) and `first_attempt_filters` are derived from the other
     fields.

@@ -1,6 +1,7 @@
-"""Three built-in routing policies, and one for decode endpoints, as parameter structs.
+"""The parameters of three built-in routing policies, and of one for decode endpoints.
 
-Each `build()` returns a Policy. policy_registry.py maps names in the configuration to them.
+Each `build()` returns a Policy. policy_registry.py maps the names in a configuration to these
+structs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class PolicyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RoundRobin(PolicyParams, frozen=True):
-    """A routing policy without parameters that chooses endpoints in turn."""
+    """A routing policy without parameters that uses the endpoints in turn."""
 
     def build(self) -> Policy:
         rotation = pickers.Rotation()
@@ -50,10 +51,10 @@ class RoundRobin(PolicyParams, frozen=True):
 class LeastLoaded(PolicyParams, frozen=True):
     """A routing policy that chooses the endpoint with the least outstanding work.
 
-    Reserved requests are compared first, then scraped load.
+    It compares the load that gateways have reserved, then the scraped metrics.
 
-    output_weight   prompt tokens that one expected output token counts for
-    request_tokens  tokens that a request counts for in addition to its own
+    output_weight   cost of one expected output token, in prompt tokens
+    request_tokens  fixed cost of a request in tokens, added to its own tokens
     fresh_s         maximum age of scraped metrics in seconds
     """
 
@@ -79,16 +80,15 @@ class LeastLoaded(PolicyParams, frozen=True):
 
 
 class PrefixAware(PolicyParams, frozen=True):
-    """A routing policy that chooses the endpoint with the least prefill work before the first
+    """A routing policy that chooses the endpoint that has the least prefill work before the first
     token.
 
-    Cached prefixes need no work. Prefill that another endpoint has cached counts additionally as
-    harm.
+    Cached prefixes need no work. Prefill of tokens that another endpoint has cached is redundant,
+    and costs extra because it slows down other requests.
 
-    harm_weight      weight of such a redundant prefill, per request in flight that it slows down
-    patience_tokens  how much longer a queue may be for the sake of a cached prefix, in prompt
-                     tokens
-    decode_weight    prompt tokens that one token of context or output in decoding counts for
+    harm_weight      cost of each redundant token, per request in flight that it slows down
+    patience_tokens  how many more tokens may be queued at an endpoint that has the prefix cached
+    decode_weight    cost of one token of context or output in decoding, in prompt tokens
     fresh_s          maximum age of scraped metrics in seconds
     """
 
@@ -121,10 +121,10 @@ class DecodeLoad(PolicyParams, frozen=True):
     """A policy for the decode endpoint of a split request: little decode work, little KV to
     transfer.
 
-    It cannot be configured by name.
+    It cannot be selected by name in a configuration.
 
-    request_tokens   tokens that a request counts for in addition to its own
-    transfer_weight  decode tokens that one token of KV to be transferred counts for
+    request_tokens   fixed cost of a request in tokens, added to its own tokens
+    transfer_weight  cost of one token whose KV must be transferred, in decode tokens
     fresh_s          maximum age of scraped metrics in seconds
     """
 

@@ -1,8 +1,8 @@
-"""The routing algorithm: filters keep candidates, scorers rate them, the picker chooses one.
+"""The routing algorithm: filters keep candidates, scorers rate them, and a picker chooses one.
 
     pick(policy, query, candidates)
 
-The rules themselves are functions in filters.py, scorers.py and pickers.py, combined in presets.py.
+The rules are functions in filters.py, scorers.py and pickers.py. presets.py combines them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def pick(
 
     policy      the routing policy
     query       the request and what is known about it
-    candidates  the endpoints to choose from; of a large pool, a shortlist
-    considered  number of endpoints from which a shortlist was chosen, for Pick.candidate_count; 0:
-                `candidates` are all
+    candidates  the endpoints to choose from; in a large pool, a shortlist
+    considered  number of endpoints before the shortlist (Pick.candidate_count); 0: no shortlist
 
-    Returns None if the filters keep no candidate; `rejecting_filter` then names the filter.
+    Returns None if the filters keep no candidate. `rejecting_filter` then returns the filter's
+    name.
     """
     remaining = candidates
     for filter_ in policy.filters if query.failed_endpoints else policy.first_attempt_filters:
@@ -43,8 +43,8 @@ def pick(
 def repick(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
     """Return a copy of the pick in which another of its candidates is chosen.
 
-    `cached` has the prompt tokens that each endpoint is believed to have cached, by slot. The
-    reasons for the pick stay the same.
+    `cached` is the number of prompt tokens that each endpoint is believed to have cached, by slot.
+    The reasons for the pick stay the same.
     """
     slot = candidate.load.slot
     score = next(
@@ -69,8 +69,8 @@ def repick(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
 def rejecting_filter(policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate]) -> str:
     """Return the name of the filter that removed the last candidate.
 
-    Returns "no_candidates" if there were none at all. Raises ValueError if the filters keep some
-    candidate.
+    Returns "no_candidates" if there were no candidates at all. Raises ValueError if the filters
+    keep a candidate.
     """
     remaining = candidates
     if not remaining:
@@ -80,5 +80,5 @@ def rejecting_filter(policy: Policy, query: RoutingQuery, candidates: Sequence[C
         if not remaining:
             return getattr(filter_, "__name__", type(filter_).__name__)
     raise ValueError(
-        f"cannot name a rejecting filter: the filters of policy {policy.name} keep a candidate"
+        f"no filter rejected this request: the filters of policy {policy.name} keep a candidate"
     )

@@ -1,7 +1,7 @@
 """The value types of routing: endpoints, requests, candidates, queries and picks.
 
-All values are immutable. endpoint_load.py has the live numbers of an endpoint; the gateway parses
-HTTP requests.
+All values are immutable. The live numbers of an endpoint are in endpoint_load.py. The gateway
+parses HTTP requests.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from policies.sizing.parallel_layout import Layout
 
 
 class Role(StrEnum):
-    """The phases of requests (prefill, decode) that an endpoint may serve; only BOTH may serve
-    whole requests.
+    """The phases of requests (prefill, decode) that an endpoint may serve.
+
+    Only endpoints with BOTH may serve whole requests.
     """
 
     PREFILL = "prefill"
@@ -29,10 +30,10 @@ class Role(StrEnum):
 
 
 class EngineKind(StrEnum):
-    """The kind of an endpoint's inference engine, which determines the engine's HTTP dialect.
+    """The kind of an endpoint's inference engine, which determines the APIs that it serves.
 
-    OPENAI is any other engine or provider with OpenAI-compatible APIs. policies/engine_kinds.py
-    says what each kind serves.
+    OPENAI is any other engine or provider with OpenAI-compatible APIs. The table in
+    policies/engine_kinds.py lists the differences.
     """
 
     VLLM = "vllm"
@@ -58,7 +59,10 @@ class TokenPrice(msgspec.Struct, frozen=True):
     answer: float
 
     def usd(self, prompt_tokens: int, cached_tokens: int, answer_tokens: int) -> float:
-        """Return the dollars of one request; `cached_tokens` are a part of `prompt_tokens`."""
+        """Return the price of one request in dollars.
+
+        `cached_tokens` is the part of `prompt_tokens` that the provider reports as cached.
+        """
         uncached = max(0, prompt_tokens - cached_tokens)
         dollars = uncached * self.prompt + cached_tokens * self.cached
         return (dollars + answer_tokens * self.answer) / 1e6
@@ -69,26 +73,26 @@ SLOTS_LABEL = "max_num_seqs"
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """One engine instance (TP group) at one URL, as configured.
+    """One inference engine at one URL, as configured.
 
     name             its name, for messages, logs and metrics
     url              scheme, host and port
     pool             name of its pool
-    served_model     name by which its engine knows the model; empty: the name that clients use
+    served_model     the engine's name for the model; empty: the name that clients use
     role             the phases of requests that it may serve
     engine           kind of its engine
     layout           parallel sizes of its engine
     labels           labels from the configuration, such as `gpu`
-    bootstrap        host:port of its bootstrap server, for dialects whose decoder needs it; None
-                     otherwise
+    bootstrap        host:port of its bootstrap server, where decode engines find its KV; None: its
+                     handoff protocol needs none
     max_concurrency  maximum number of requests to send to it at a time
-    context_tokens   longest prompt plus answer it accepts; None: the model's own limit
-    salt_member      JSON member of a request that carries the cache salt; empty: the engine takes
+    context_tokens   longest prompt plus answer that it accepts; None: the model's own limit
+    salt_member      JSON field of a request that contains the cache salt; empty: the engine has
                      none
-    tenants          tenants it serves; empty: all
-    rank             the data-parallel rank of the engine that all its requests are sent to; None:
-                     the engine chooses
-    token_price      what its provider charges for tokens; None for engines of one's own
+    tenants          tenants that it serves; empty: all
+    rank             data-parallel rank of the engine to which all its requests are sent; None: the
+                     engine chooses a rank
+    token_price      what its provider charges for tokens; None: an engine that you run yourself
     """
 
     name: str
@@ -113,8 +117,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     @property
     def stated_slots(self) -> float:
-        """Return how many sequences it runs at a time by its label max_num_seqs, which holds for
-        each rank; inf without that label.
+        """Return how many sequences the engine runs at a time, from its label max_num_seqs.
+
+        The label holds for each data-parallel rank. Returns inf without the label.
         """
         stated = self.labels.get(SLOTS_LABEL)
         ranks = self.layout.dp if self.rank is None else 1
@@ -122,9 +127,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def endpoint_key(pool: str, url: str, rank: int | None) -> tuple[str, str]:
-    """Return the pool and the address of an endpoint, which together identify it.
+    """Return (pool, address), which together identify an endpoint.
 
-    A data-parallel rank is appended to the address as the fragment, after `#`.
+    If the endpoint is one data-parallel rank, the address ends in `#` and the number of the rank.
     """
     return pool, url if rank is None else f"{url}#dp{rank}"
 
@@ -137,14 +142,14 @@ class Candidate(msgspec.Struct, frozen=True, eq=False):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """A service class: its latency budgets, and the value of a request served within them.
+    """A service class: its latency budgets, and the value of a request that is served within them.
 
     name         name of the class
-    ttft_s       budget in seconds from arrival to the first token
-    tpot_s       budget in seconds per further output token
+    ttft_s       maximum seconds from arrival to the first token
+    tpot_s       maximum seconds per further output token
     weight       value of one request
-    is_promised  whether an operator or a client set the budgets. Built-in ones rank requests, and
-                 are no reason to refuse any
+    is_promised  whether an operator or a client has set the budgets. Built-in budgets only rank
+                 requests; no request is refused because of them
     """
 
     name: str = "standard"
@@ -164,10 +169,10 @@ It was recognised by its growing prompt: each turn repeats the prompt of the tur
 
 
 class SessionHints(msgspec.Struct, frozen=True):
-    """A client's statements about the future of its session.
+    """What a client has announced about the future of its session.
 
-    is_last  whether no request of the session follows this one
-    keep_s   seconds to keep its context after the answer; None if not stated
+    is_last  whether this is the last request of the session
+    keep_s   seconds to keep its context cached after the answer; None: not announced
     """
 
     is_last: bool = False
@@ -186,15 +191,15 @@ class Request(msgspec.Struct, frozen=True):
     output_tokens   expected output tokens, summed over all choices
     stream          whether the answer is streamed
     slo             its service class
-    choices         answers to generate, summed over all prompts
+    choices         number of answers to generate, summed over all prompts
     prompts         number of prompts
-    priority        higher is served first among waiting requests; the default is 0
-    arrived_s       policy clock at arrival at the gateway
-    deadline_s      policy clock at which the client gives up; None if it sent no deadline
-    session         key of the conversation or agent session it belongs to; "" if unknown
-    session_source  header or JSON member that names the session, or "prefix" if its growing prompt
-                    was recognised
-    session_hints   the client's statements about the session's future; None without any
+    priority        among waiting requests, a higher number is served first; the default is 0
+    arrived_s       time of arrival at the gateway, on the policy clock
+    deadline_s      time at which the client gives up, on the policy clock; None: no deadline
+    session         key of its conversation or agent session; "": unknown
+    session_source  header or JSON field that contains the session, or "prefix" if the gateway
+                    recognised the session by its growing prompt
+    session_hints   what the client has announced about the session's future; None: nothing
     """
 
     id: str
@@ -215,21 +220,22 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def is_session_inferred(self) -> bool:
-        """Return whether the session was recognised by its prompt; its beginning is then
-        unknown.
+        """Return whether the session was recognised by its prompt.
+
+        It is then unknown when the session began.
         """
         return self.session_source == INFERRED_SESSION
 
 
 class RoutingQuery(msgspec.Struct, frozen=True):
-    """The question that a policy answers: which candidate should serve this request now.
+    """The question to a policy: which candidate endpoint should serve this request now?
 
     cached_by_slot    prompt tokens that each endpoint is believed to have cached, by the endpoint's
-                      slot (EndpointLoad.slot); empty if the policy does not read prefixes
-    failed_endpoints  names of endpoints on which this request has failed already
-    fingerprint       hashes of the prompt's prefixes, one per block; None if no policy reads them
-    can_return        False if a client would not retry this pool after a refusal, because the pool
-                      is only the fallback of another one
+                      slot (EndpointLoad.slot); empty: the policy does not read prefixes
+    failed_endpoints  names of endpoints on which this request has already failed
+    fingerprint       hashes of the prompt's prefixes, one per block; None: no policy reads them
+    can_return        whether a client may retry this pool after a refusal. False if the pool is
+                      only the fallback of another one
     rng               random generator; filters and scorers do not use it
     """
 
@@ -243,15 +249,14 @@ class RoutingQuery(msgspec.Struct, frozen=True):
 
 
 class Pick(msgspec.Struct, frozen=True):
-    """The candidate endpoint that a policy has chosen for a request, and the reasons for the
-    choice.
+    """The endpoint that a policy has chosen for a request, and the reasons for the choice.
 
-    cached_tokens    prompt tokens that the candidate is believed to have cached
+    cached_tokens    prompt tokens that the endpoint is believed to have cached
     score            its score: higher is better; the unit depends on the policy
     candidate_count  number of candidates that passed the filters
-    candidates       those that passed the filters and were scored; of a large pool, a shortlist
+    candidates       the candidates that were scored; in a large pool, a shortlist
                      (policies/candidate_order.py)
-    scores           their scores in the same order
+    scores           their scores, in the same order
     """
 
     candidate: Candidate

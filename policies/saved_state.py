@@ -1,8 +1,8 @@
-"""The learned state of policies as plain values, to move it to a process that replaces this one.
+"""Saves what policies have learned as plain values, for the process that replaces this one.
 
-The module contains the value types and their conversion from and to live objects. The gateway
-chooses which objects to save. Slots differ between processes, so state per slot is restored through
-a map.
+This module defines the values, and converts live objects to them and back. The gateway chooses
+which objects to save. Slots (the numbers of endpoints) differ between processes, so a map converts
+them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _NO_MEANS = (None, None, None, None, None)
 class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
     """Some blocks of a prefix index, oldest first, as packed arrays.
 
-    A stamp is the time of last use of a block by one endpoint (PrefixIndex).
+    A prefix index stores which endpoint has which prompt blocks cached. A stamp is the time when
+    one endpoint last used a block.
 
     keys    key of each block, unsigned 64-bit
     counts  number of stamps of each block, unsigned 16-bit
@@ -55,9 +56,9 @@ class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
 
 
 class HolderState(msgspec.Struct, frozen=True, array_like=True):
-    """The saved state of one slot (endpoint) of a prefix index, without its blocks.
+    """The saved state of one endpoint (slot) in a prefix index, without its blocks.
 
-    See prefix_index._Holder for the members.
+    The fields are those of prefix_index._Holder.
     """
 
     slot: int
@@ -81,8 +82,8 @@ class KalmanState(msgspec.Struct, frozen=True, array_like=True):
 class BeliefState(msgspec.Struct, frozen=True, array_like=True):
     """The saved state of an endpoint's learned speed (SpeedBelief).
 
-    `shape` is the estimated step costs that the learned factors correct. The other members have the
-    names of SpeedBelief's attributes.
+    `shape` contains the estimated step costs, which the learned factors correct. The other fields
+    have the names of SpeedBelief's attributes.
     """
 
     shape: StepCosts
@@ -102,13 +103,13 @@ class SessionState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdmissionState(msgspec.Struct, frozen=True, array_like=True):
-    """The saved state of an admission policy that counts sessions.
+    """The saved state of an admission policy that limits sessions.
 
-    means      running means of a priced admission; None for other policies
-    phi        WorkingSet.memory_share; infinite: sessions are not limited
+    means      running means of the policy `priced`; None: another policy
+    phi        WorkingSet.memory_share; inf: sessions are not limited
     memory_s   WorkingSet.memory_s, in seconds
     sessions   the active sessions, least recently used first
-    full_rate  FullLoadRate.per_unit of a priced admission; None for other policies
+    full_rate  FullLoadRate.per_unit of the policy `priced`; None: another policy
     """
 
     means: tuple[float | None, float | None, float | None, float | None, float | None]
@@ -121,7 +122,7 @@ class AdmissionState(msgspec.Struct, frozen=True, array_like=True):
 class QuotaState(msgspec.Struct, frozen=True, array_like=True):
     """The saved state of a quota: its limits, and the level of each token bucket.
 
-    A bucket is saved as (level, time of that level); None without a limit. Times are on the
+    A bucket is saved as (level, time of that level); None: it has no limit. Times are on the
     machine's monotonic clock.
     """
 
@@ -140,9 +141,9 @@ class LengthState(msgspec.Struct, frozen=True, array_like=True):
 
 
 def index_blocks(index: PrefixIndex) -> Iterator[Blocks]:
-    """Yield all blocks of a prefix index, in parts.
+    """Yield all blocks of a prefix index, in several parts.
 
-    The index may change between two parts; prompts inserted meanwhile may be missing.
+    The index may change between two parts. Prompts inserted meanwhile may be missing.
     """
     for shard in tuple(index._shards):
         rows = iter(tuple(shard.items()))
@@ -158,9 +159,9 @@ def index_blocks(index: PrefixIndex) -> Iterator[Blocks]:
 
 
 def index_holders(index: PrefixIndex) -> list[HolderState]:
-    """Return the state to save of all slots of a prefix index, without their blocks.
+    """Return the state of all slots of a prefix index, without their blocks.
 
-    Call it after `index_blocks`, so that every stamp of a saved block is known.
+    Call it after `index_blocks`, so that the state covers every saved block.
     """
     return [
         HolderState(
@@ -179,10 +180,10 @@ def index_holders(index: PrefixIndex) -> list[HolderState]:
 
 
 def restore_blocks(index: PrefixIndex, blocks: Blocks, slots: Mapping[int, int]) -> int:
-    """Add saved blocks to a prefix index and return how many were added.
+    """Add saved blocks to a prefix index, and return how many were added.
 
-    `slots` maps saved slots to those of this process; others are left out. Raises ValueError if the
-    arrays do not match.
+    `slots` maps saved slots to slots of this process. Blocks of other slots are skipped. Raises
+    ValueError if the lengths of the arrays do not match.
     """
     keys = array("Q", blocks.keys)
     counts = array("H", blocks.counts)
@@ -223,9 +224,9 @@ def _with_slot(stamp: int, slot: int) -> int:
 
 
 def restore_holder(index: PrefixIndex, state: HolderState, slot: int) -> None:
-    """Restore the state of one slot of a prefix index.
+    """Restore the state of one slot (endpoint) of a prefix index.
 
-    Its capacity stays as its endpoint reported it.
+    Its capacity is not restored, because the endpoint reports it.
     """
     holder = index._holder(slot)
     holder.stamp, holder.reborn = _with_slot(state.stamp, slot), _with_slot(state.reborn, slot)
@@ -253,9 +254,9 @@ def belief_state(belief: SpeedBelief) -> BeliefState:
 
 
 def restore_belief(belief: SpeedBelief, state: BeliefState) -> bool:
-    """Restore an endpoint's learned speed from its saved state.
+    """Restore an endpoint's learned speed from its saved state, and return whether it was restored.
 
-    Returns False, without changes, if the saved estimate (`shape`) differs or numbers are invalid.
+    It is not restored if the saved estimate (`shape`) differs or if a number is invalid.
 
     belief  the learned speed to change
     state   the saved state
@@ -297,7 +298,7 @@ def _fits(live: KalmanFilter, state: KalmanState) -> bool:
 
 
 def admission_state(live: PricedAdmission | SessionCap) -> AdmissionState:
-    """Return the state to save of an admission policy that counts sessions."""
+    """Return the state of an admission policy that limits sessions, as plain values."""
     sessions = live.sessions
     rows = [
         SessionState(name, session.tokens, session.last_used_s)
@@ -313,7 +314,7 @@ def admission_state(live: PricedAdmission | SessionCap) -> AdmissionState:
 def restore_admission(live: PricedAdmission | SessionCap, state: AdmissionState) -> None:
     """Restore the state that `admission_state` returned.
 
-    The policy that saved it may have been another kind of admission policy with sessions.
+    It may come from another kind of admission policy, if both limit sessions.
     """
     if not isinstance(live, SessionCap) and state.means != _NO_MEANS:
         live._budget, live._tpot_budget, live._typical_s, live._per_weight, _ = state.means
@@ -342,9 +343,9 @@ def quota_state(live: Quota) -> QuotaState:
 
 
 def restore_quota(live: Quota, state: QuotaState) -> bool:
-    """Restore the saved levels of a tenant's quota.
+    """Restore the saved levels of a tenant's quota, and return whether they were restored.
 
-    Returns False, without changes, if the limits differ.
+    They are not restored if the quota's limits have changed.
     """
     if state.limits != live.limits:
         return False
@@ -367,18 +368,19 @@ def restore_lengths(live: OutputLengths, states: list[LengthState]) -> None:
 
 
 class DriftState(msgspec.Struct, frozen=True, array_like=True, tag="drift"):
-    """The saved state of a pool's drift detection (DriftWatch).
+    """The saved state of a pool's drift detection (DriftWatch): has the traffic changed?
 
-    Times are Unix seconds.
+    A window is a span of time whose requests are compared with the traffic that the fleet was sized
+    for. Times are Unix seconds.
 
     sized_for       shares by measure with which the window is compared
-    counts          requests of the unfinished window by measure and bin
+    counts          requests of the unfinished window, by measure and bin
     requests        number of requests in this window
     begins_s        beginning of the window
     ends_s          its planned end
     began_s         when the detection began
-    usual_requests  requests that the window would have at the hourly rates, so far
-    above           by measure, the number of windows in a row above the limit
+    usual_requests  number of requests expected so far in the window, from the usual hourly rates
+    above           by measure, the number of consecutive windows above the limit
     """
 
     pool: str
@@ -393,7 +395,9 @@ class DriftState(msgspec.Struct, frozen=True, array_like=True, tag="drift"):
 
 
 class SessionTurns(msgspec.Struct, frozen=True, array_like=True, tag="turns"):
-    """Some sessions that drift detection knows, as (session, number of requests), oldest first."""
+    """Some sessions that drift detection has seen, as (session, number of requests), oldest
+    first.
+    """
 
     turns: list[tuple[int, int]]
 
@@ -413,10 +417,10 @@ def drift_state(pool: str, live: DriftWatch) -> DriftState:
 
 
 def restore_drift(live: DriftWatch, state: DriftState) -> bool:
-    """Restore the unfinished window of a drift watch.
+    """Restore the unfinished window of a drift watch, and return whether it was restored.
 
-    Returns False, without changes, if the watch has other shares to compare with, or other bins.
-    Blocks of prompts are not saved, so the uncached share is compared only after a while.
+    It is not restored if the watch compares with other shares, or has other bins. Blocks of prompts
+    are not saved, so the share of uncached prompts is compared only after some time.
     """
     own = {name: list(shares) for name, shares in live._sized_for.items()}
     sizes = {name: len(counts) for name, counts in state.counts.items()}
@@ -430,7 +434,7 @@ def restore_drift(live: DriftWatch, state: DriftState) -> bool:
 
 
 def session_turns(live: ShapeMemory) -> Iterator[SessionTurns]:
-    """Yield the sessions that drift detection knows, in parts."""
+    """Yield the sessions that drift detection has seen, in several parts."""
     rows = iter([(key, turns) for key, turns in live._turns.items() if isinstance(key, int)])
     while part := list(islice(rows, BLOCKS)):
         yield SessionTurns(part)

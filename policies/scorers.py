@@ -1,7 +1,7 @@
-"""Scorers of a routing policy: each rates how well a candidate would serve a request.
+"""Scorers of a routing policy: each rates how well a candidate endpoint would serve a request.
 
-Scores are negative costs in tokens of work; an idle endpoint scores 0. Each factory takes its
-parameters once and returns a scorer without side effects.
+A score is a negative cost in tokens of work, so an idle endpoint scores 0. Each function here takes
+a policy's parameters and returns a scorer without side effects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ The scores multiply some costs by the prompt's length, which a sort key does not
 
 
 def constant() -> Scorer:
-    """Return a scorer that rates every candidate 0, so that the picker alone decides."""
+    """Return a scorer that rates all candidates 0, so that only the picker decides."""
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [0.0] * len(candidates)
@@ -34,12 +34,12 @@ def constant() -> Scorer:
 def outstanding_work(output_weight: float, request_tokens: float, fresh_s: float) -> Scorer:
     """Return a scorer that prefers the endpoint with the least outstanding work.
 
-    cost = prefill_tokens + output_weight * expected_tokens + request_tokens * in_flight + external
-    requests' work
+        cost = prefill_tokens + output_weight * expected_tokens + request_tokens * in_flight
+               + work of external requests
 
-    Own requests in flight are exact and immediate, but scraped metrics are seconds old. These are
-    therefore only used for external requests: those that the engine reports beyond the own ones.
-    Each is assumed to be as large as this request.
+    The numbers of the gateways' own requests are exact and current, while scraped metrics are
+    seconds old. So metrics are used only for external requests, which did not come through a
+    gateway. Each external request is assumed to be as large as this request.
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
@@ -66,8 +66,8 @@ def reserved_work(
 ) -> Callable[[Candidate, float], float]:
     """Return the sort key of the scorer `outstanding_work`: a function of a candidate and the time.
 
-    The lowest key is best. It orders candidates with equally many external requests as the scorer
-    does.
+    The lowest key is best. Candidates with equally many external requests have the same order as by
+    the scorer.
     """
 
     def key(candidate: Candidate, now: float) -> float:
@@ -82,16 +82,15 @@ def reserved_work(
 
 
 def requests_from_outside(load: EndpointLoad) -> int:
-    """Return the number of external requests at the endpoint's last scrape, however old the scrape
-    is.
-    """
+    """Return the number of external requests at the endpoint's last scrape, whatever its age."""
     return load.external_requests
 
 
 def fewest_requests(fresh_s: float) -> Scorer:
     """Return a scorer that prefers the endpoint with the fewest requests.
 
-    External requests count if their scrape is at most `fresh_s` seconds old.
+    External requests (from outside the gateways) are included if their scrape is at most `fresh_s`
+    seconds old.
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
@@ -109,29 +108,28 @@ def uncached_work(
 ) -> Scorer:
     """Return a scorer that prefers the endpoint with the least prefill work before the first token.
 
-    Redundant work, which another endpoint has cached, counts additionally as harm to others.
+        cost = Q + u + min(patience_tokens, harm_weight * n * w) + decode_weight * D
+               + work of external requests
 
-    cost = Q + u + min(patience_tokens, harm_weight * n * w) + decode_weight * D, plus external
-    requests
+    - Q: reserved prefill tokens at the endpoint whose first token has not come yet
+    - u: tokens of this prompt that the endpoint is not believed to have cached
+    - n: requests in flight at the endpoint
+    - w: redundant work, u minus the smallest u of all candidates
+    - D: context and expected output tokens of requests that decode there
 
-    Q   reserved prefill tokens at the endpoint that have not led to a first token yet
-    u   tokens of this prompt that the endpoint is not believed to have cached
-    n   requests in flight there
-    w   redundant work: u minus the smallest u of all candidates
-    D   context and expected output tokens of decoding requests there
+    Q + u alone is best for this request: the core rule of Llumnix (2026), of llm-d's token-aware
+    router and of Mooncake (FAST'25).
 
-    `argmin Q + u` is the core rule of Llumnix (2026) and of llm-d's token-aware router, and
-    Mooncake's least TTFT (FAST'25) at a constant prefill rate: it is best for this request alone.
-    `n * w` is the effect on others. Each of the n requests shares its steps with the redundant
-    prefill (LMetric, OSDI'26, multiplies new prefill by batch size for the same reason). Its weight
-    is above 1 because the redundant prefill also evicts prefixes that other requests will need. An
-    idle fleet therefore spreads requests, and a busy one does not compute prefixes twice.
+    n * w is the harm to others. Each of the n requests shares its steps with the redundant prefill,
+    for which LMetric (OSDI'26) multiplies new prefill by batch size. The weight is above 1 because
+    redundant prefill also evicts prefixes that other requests need. So an idle fleet spreads
+    requests, and a busy fleet does not compute prefixes twice.
 
-    `patience_tokens` bounds how much longer the queue before a cached prefix may be than its
-    prefill elsewhere. A hot prefix spills to another endpoint when its queue has grown that long,
-    and the spill leaves an equally attractive second copy. The decode term breaks near ties.
-    External requests count as large as this one. When running requests use more than 90 % of KV, a
-    new request is likely to wait for KV, which costs up to one prompt more.
+    `patience_tokens` limits how much longer the queue at a cached prefix may be than its prefill
+    elsewhere. When a popular prefix reaches the limit, another endpoint computes it, and from then
+    on two endpoints have it. The decode term decides between nearly equal costs. An external
+    request counts as large as this one. If the KV is more than 90 % full, a new request will
+    probably wait for memory: this costs up to one more prompt.
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
@@ -167,10 +165,10 @@ def uncached_work(
 
 
 def external_requests(load: EndpointLoad, now: float, fresh_s: float) -> int:
-    """Return the number of external requests at an endpoint's last scrape; 0 if that is too old.
+    """Return the number of external requests at an endpoint's last scrape; 0 if it is too old.
 
     A scrape is too old after `fresh_s` seconds. The number was computed when the metrics arrived. A
-    comparison with the present in_flight would count own requests that have ended since.
+    comparison with the present `in_flight` would count own requests that have ended since.
     """
     if load.scraped_at is None or now - load.scraped_at > fresh_s:
         return 0
@@ -187,9 +185,7 @@ def _pressure(load: EndpointLoad) -> float:
 
 
 def has_room_and_own_requests_only(load: EndpointLoad) -> bool:
-    """Return whether an endpoint's last scrape showed neither external requests nor nearly full KV
-    memory.
-    """
+    """Return whether the last scrape showed no external requests and enough free KV memory."""
     return not load.external_requests and not _pressure(load)
 
 
@@ -201,8 +197,8 @@ def requests_in_flight(load: EndpointLoad) -> int:
 def queued_work(decode_weight: float) -> Callable[[Candidate, float], float]:
     """Return the sort key of the scorer `uncached_work`: a function of a candidate and the time.
 
-    The lowest key is best. It orders candidates with equally many requests in flight as the scorer
-    does.
+    The lowest key is best. Candidates with equally many requests in flight have the same order as
+    by the scorer.
     """
 
     def key(candidate: Candidate, now: float) -> float:
@@ -219,12 +215,11 @@ def queued_work(decode_weight: float) -> Callable[[Candidate, float], float]:
 def decode_load(request_tokens: float, transfer_weight: float, fresh_s: float) -> Scorer:
     """Return a scorer that prefers endpoints with little decode work and little KV to transfer.
 
-    cost = decode_tokens + expected_tokens + prefill_tokens + request_tokens * in_flight +
-    transfer_weight * u
+        cost = decode_tokens + expected_tokens + prefill_tokens + request_tokens * in_flight
+               + transfer_weight * u
 
-    u is the part of the prompt that the endpoint does not have cached, in tokens. Each external
-    request costs as many tokens as this prompt in addition, if its scrape is at most `fresh_s`
-    seconds old.
+    u is the number of prompt tokens that the endpoint does not have cached. Each external request
+    adds as many tokens as this prompt, if its scrape is at most `fresh_s` seconds old.
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:

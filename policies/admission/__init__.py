@@ -1,3 +1,1 @@
-"""Admission control of a pool of endpoints: which requests enter, which wait and which are
-refused.
-"""
+"""Admission control of a pool of endpoints: which requests enter, which wait, which are refused."""

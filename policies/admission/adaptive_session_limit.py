@@ -1,9 +1,10 @@
-"""Limits sessions: a new one is admitted only while the contexts of all fit the fleet's KV memory.
+"""Limits the number of sessions, so that the contexts of all of them fit the fleet's KV memory.
 
-Beyond that limit every request evicts a context that another one will need, and goodput collapses
-(CONCUR, ICML 2026; Dynamo's session-aware queue). WorkingSet counts the active sessions of all
-gateways. It learns for how long an idle session counts and which share of the KV may be filled. The
-refusal itself is in priced_admission.py.
+A session is a series of requests that share a growing context. Beyond the limit, every request
+would evict a context that another one needs, and goodput would collapse (CONCUR, ICML 2026;
+Dynamo's session-aware queue). WorkingSet counts the active sessions of all gateways. It learns for
+how long an idle session counts, and what share of the KV memory sessions may fill. The refusal
+itself is in priced_admission.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from policies.param_types import Fraction, Positive, PositiveCount
 from policies.routing_types import Candidate, SessionHints
 
 CONTINUING_SHARE = 0.5
-"""A request that names no session counts as a continued one if this share of its prompt is cached.
+"""A request that names no session counts as a continued one if this share of its prompt is
+cached.
 """
 
 QUEUED = 2.0
@@ -55,19 +57,19 @@ A pool of n endpoints may therefore admit n sessions in this time.
 class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The parameters of the limit on sessions, which keeps the contexts of active sessions cached.
 
-    The limit is `memory_share`, the share of the fleet's KV memory that sessions may fill. It is
-    adapted to the share of tokens that were expected to be cached and were evicted ("lost").
+    The limit is `memory_share`, the share of the fleet's KV memory that sessions may fill. It
+    changes with the share of tokens that were expected to be cached but had been evicted ("lost").
 
     start       initial memory_share. None: there is no limit at first. It begins when returning
                 sessions lose more than lost_most while prompts queue at the engines. It ends when
                 nothing queues and no session was refused for period_s
     least       smallest memory_share
     most        largest memory_share
-    memory_s    seconds for which an idle session counts as active, until return times were measured
-    shortest_s  smallest value of memory_s once it is learned
+    memory_s    seconds for which an idle session counts as active, until it is learned from the
+                times after which sessions return
+    shortest_s  smallest learned value of memory_s
     longest_s   largest value of memory_s
-    returning   memory_s is learned so that this share of the returning sessions still counts as
-                active
+    returning   memory_s is learned so that this share of returning sessions still counts as active
     lost_most   lost share above which memory_share is reduced
     lost_least  lost share below which memory_share is increased
     period_s    minimum seconds between changes of memory_share
@@ -90,8 +92,8 @@ class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         start = self.least if self.start is None else self.start
         if not (self.least <= start <= self.most and self.shortest_s <= self.longest_s):
             raise ValueError(
-                "sessions: least <= start <= most and shortest_s <= longest_s are required, "
-                f"got {self}"
+                "sessions: required: least <= start <= most and shortest_s <= longest_s, got "
+                f"{self}"
             )
         if self.lost_least > self.lost_most:
             raise ValueError(
@@ -108,10 +110,10 @@ All gateways compute the same hash.
 
 
 class SessionUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """An active session as reported to other gateways.
+    """An active session, as one gateway reports it to the others.
 
     session   hash of the session's name
-    tokens    tokens of its context; 0 if the session has ended
+    tokens    tokens of its context; 0: the session has ended
     silent_s  seconds since its last request
     """
 
@@ -121,14 +123,15 @@ class SessionUpdate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ActiveSession:
-    """A session whose context counts against the fleet's KV memory.
+    """A session whose context counts towards the used KV memory of the fleet.
 
     tokens                  tokens of its context, as far as known
     expected_cached_tokens  prompt tokens of its last request that were expected to be cached
     in_flight               number of its running requests
     last_used_s             time of its last request, on the policy clock
-    keep_s                  seconds that its client asked to keep it while idle; None: `memory_s`
-    is_ending               whether its client has sent the last request
+    keep_s                  seconds for which its client asked to keep it while idle; None:
+                            `memory_s`
+    is_ending               whether its client has sent its last request
     """
 
     __slots__ = (
@@ -148,13 +151,14 @@ class ActiveSession:
 
 
 class WorkingSet:
-    """The sessions whose contexts count against the fleet's KV memory, least recently used first.
+    """The active sessions, whose contexts count towards the used KV memory of the fleet.
 
-    A session counts from its first request until it has been idle for `memory_s` seconds. Recently
-    expired sessions are kept too, to learn `memory_s`.
+    A session is active from its first request until it has been idle for `memory_s` seconds.
+    Sessions are ordered by last use, oldest first. Recently expired ones are kept too, to learn
+    `memory_s`.
 
     tokens        context tokens of all active sessions
-    memory_share  share of the fleet's KV that active sessions may fill; inf: no limit
+    memory_share  share of the fleet's KV memory that active sessions may fill; inf: no limit
     memory_s      seconds for which an idle session stays active
     gate          the parameters of the limit on sessions
     """
@@ -202,22 +206,22 @@ class WorkingSet:
 
     @property
     def is_limited(self) -> bool:
-        """Return whether new sessions are refused when their contexts do not fit."""
+        """Return whether new sessions are refused if their contexts do not fit."""
         return self.memory_share < inf
 
     def contains(self, session: str) -> bool:
-        """Return whether the session is active: in use, or idle for less than `memory_s`
-        seconds.
+        """Return whether the session is active: it has a running request, or has ended one
+        recently.
         """
         return self._key(session) in self._active
 
     def can_admit(self, session: str, tokens: int, kv_tokens: float | None) -> bool:
-        """Return whether a session is active already, or may become active with `tokens` tokens of
-        context.
+        """Return whether a session may enter: it is active already, or its context still fits.
 
-        Every session may enter while `kv_tokens`, the fleet's KV capacity in tokens, is None
-        (unknown). A session may also enter while no other is active, even if its context exceeds
-        the limit.
+        tokens     tokens of the session's context
+        kv_tokens  the fleet's KV capacity in tokens; None: unknown, and every session may enter
+
+        If no other session is active, it may enter even if its context exceeds the limit.
         """
         if not session or kv_tokens is None or not self._active or self.contains(session):
             return True
@@ -227,12 +231,12 @@ class WorkingSet:
         return False
 
     def can_enter_beyond(self, candidates: Sequence[Candidate], now: float) -> bool:
-        """Return whether a session may enter although its context does not fit; if so, count it.
+        """Return whether a session may enter although its context does not fit, and count it if so.
 
-        This is possible only if the limit began on evidence (`start` None) and hardly any prompt
-        waits at the engines. Then one session may enter every EXTRA_S seconds per endpoint.
-        Sessions count for minutes after their last answer. Without this exception, an idle fleet
-        would refuse clients until ended sessions expire.
+        Without this exception, an idle fleet would refuse clients until ended sessions expire,
+        minutes after their last answer. It applies only if the limit has begun because of losses
+        (`start` is None), and hardly any prompt waits at the engines. One session may then enter
+        every EXTRA_S seconds per endpoint.
         """
         if self.gate.start is not None or waiting_prompts(candidates) >= CALM:
             return False
@@ -242,10 +246,10 @@ class WorkingSet:
         return True
 
     def seconds_until_room(self, tokens: int, kv_tokens: float, now: float) -> float | None:
-        """Return the seconds until enough sessions have expired for a context of `tokens` tokens.
+        """Estimate the seconds until enough sessions have expired for a context of `tokens` tokens.
 
-        The estimate uses the measured rate at which sessions expire. Returns None if that rate is
-        unknown. `kv_tokens` is the fleet's KV capacity in tokens.
+        Returns None if the rate at which sessions expire is not known yet. `kv_tokens` is the
+        fleet's KV capacity in tokens.
         """
         return self._drain.seconds_for(
             max(1.0, self.tokens + tokens - self.memory_share * kv_tokens), now
@@ -259,10 +263,10 @@ class WorkingSet:
         picked_cached_tokens: int,
         now: float,
     ) -> None:
-        """Record that a request of the session was assigned to an endpoint.
+        """Record that a request of the session was sent to an endpoint.
 
         most_cached_tokens    the largest number of prompt tokens that any candidate has cached
-        picked_cached_tokens  prompt tokens that the picked candidate is believed to have cached
+        picked_cached_tokens  prompt tokens that the picked endpoint is believed to have cached
         """
         name = self._key(session)
         one = self._active.pop(name, None)
@@ -302,10 +306,11 @@ class WorkingSet:
             self._end(name, now)
 
     def apply_hints(self, session: str, hints: SessionHints, now: float) -> None:
-        """Apply a client's hints about its session, sent with the request that has just ended.
+        """Apply what a client has announced about its session with the request that has just ended.
 
-        The hint that this was the last request ends the session once no other request is in flight.
-        A time to keep the context replaces `memory_s` for this session, up to `longest_s`.
+        If that was the last request, the session ends when it has no running request any more. If
+        the client asked to keep the context for some time, this time replaces `memory_s`, up to
+        `longest_s`.
         """
         name = self._key(session)
         one = self._active.get(name)
@@ -331,20 +336,20 @@ class WorkingSet:
     # Several gateways
 
     def set_key_function(self, named: Callable[[str], SessionKey]) -> None:
-        """Identify sessions by the result of `named` from now on.
+        """Identify sessions by a hash of their name, so that several gateways can exchange them.
 
-        `named` maps a session's name to a hash that all gateways compute equally. Call this before
-        any session enters.
+        `named` maps a session's name to the hash. All gateways must compute the same hash. Call
+        this method before any session enters.
         """
         self._key_of = named
 
     def apply_peer_sessions(
         self, members: Iterable[SessionUpdate], age_s: float, now: float
     ) -> None:
-        """Add the sessions `members` that another gateway reported `age_s` seconds ago.
+        """Add sessions that another gateway reported `age_s` seconds ago.
 
-        They count like local sessions until they have been idle for too long, because the engines
-        hold their contexts. Data of this gateway that is more recent is kept.
+        They count like own sessions until they have been idle for too long, because the engines
+        have their contexts cached. More recent data of this gateway is kept.
         """
         for member in members:
             seen_s = now - age_s - member.silent_s
@@ -371,17 +376,16 @@ class WorkingSet:
         ]
 
     def all_sessions(self, now: float) -> Iterator[SessionUpdate]:
-        """Yield the updates of all active sessions, for another gateway that has just started."""
+        """Yield all active sessions, for another gateway that has just started."""
         return _members(tuple(self._active.items()), now)
 
     # Time
 
     def tick(self, now: float, candidates: Sequence[Candidate] = ()) -> None:
-        """Expire idle sessions, and adapt memory_share.
+        """Expire idle sessions, and change memory_share if too many or too few tokens were evicted.
 
-        It is adapted to the share of tokens that were expected to be cached and were evicted.
-        `candidates` are the pool's endpoints; they are needed for a limit that begins on evidence
-        (`start` None).
+        Call it regularly. `candidates` are the pool's endpoints. Only a limit that begins because
+        of losses (`start` is None) needs them.
         """
         self._expire(now)
         gate = self.gate
@@ -493,9 +497,9 @@ def _members(
 
 
 def fleet_kv_tokens(candidates: Sequence[Candidate]) -> float | None:
-    """Return the KV capacity in tokens of all available candidates.
+    """Return the sum of the KV capacities of all available endpoints, in tokens.
 
-    Returns None if the capacity of one is unknown.
+    Returns None if the capacity of one of them is unknown.
     """
     total = 0.0
     for candidate in candidates:
@@ -508,10 +512,10 @@ def fleet_kv_tokens(candidates: Sequence[Candidate]) -> float | None:
 
 
 def waiting_prompts(candidates: Sequence[Candidate]) -> float:
-    """Return the mean number of waiting prompts per available candidate endpoint.
+    """Return the mean number of waiting prompts per available endpoint.
 
-    The number is the one that the engine reports. For an engine that reports none, requests without
-    a first token are counted.
+    The engine reports this number. For an engine that does not, requests without a first token are
+    counted.
     """
     loads = [candidate.load for candidate in candidates if candidate.load.is_available]
     waiting = [
@@ -521,7 +525,7 @@ def waiting_prompts(candidates: Sequence[Candidate]) -> float:
 
 
 class DecayingMean:
-    """Computes the mean of a value over about the last `tau_s` seconds.
+    """The mean of a changing value over about the last `tau_s` seconds.
 
     mean  the current mean; 0.0 at the start
     """
@@ -532,7 +536,10 @@ class DecayingMean:
         self._tau_s, self._at, self.mean = tau_s, 0.0, 0.0
 
     def record(self, value: float, now: float) -> None:
-        """Record the present value, which counts for the time since the previous record."""
+        """Record the present value.
+
+        It is assumed to have been constant since the previous record.
+        """
         self.mean += (value - self.mean) * (1.0 - exp((self._at - now) / self._tau_s))
         self._at = now
 
@@ -540,6 +547,6 @@ class DecayingMean:
 def is_continuation(prompt_tokens: int, cached_tokens: int) -> bool:
     """Return whether a request without a session key seems to continue a session.
 
-    It does if most of its prompt is cached: `cached_tokens` of `prompt_tokens`.
+    It does if an endpoint has most of its prompt cached.
     """
     return cached_tokens >= CONTINUING_SHARE * prompt_tokens

@@ -1,10 +1,9 @@
-"""Admission control: let a request enter a pool, queue it, or refuse it with a measured
-Retry-After.
+"""Admission control: admit a request to a pool, queue it, or refuse it with a measured Retry-After.
 
-Contains the verdicts (Admit, Wait, Shed), the Admission protocol, the measured drain rate and
-CapAdmission, which only applies concurrency caps. The wait queue is in wait_queue.py, price-based
-refusal in priced_admission.py, the limit on sessions in adaptive_session_limit.py. The gateway
-turns a refusal into an HTTP response.
+This module has the verdicts (Admit, Wait, Shed), the interface Admission, the measured drain rate,
+and CapAdmission, which only applies concurrency caps. The wait queue is in wait_queue.py, refusal
+by price in priced_admission.py, and the limit on sessions in adaptive_session_limit.py. The gateway
+converts a refusal to an HTTP response.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ It is kept free for refused clients that retry at the time that their Retry-Afte
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """The verdict of admission control that a request may enter the pool now."""
+    """The verdict that a request may enter the pool now."""
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """The verdict of admission control that a request waits in the queue for at most `timeout_s`
-    seconds.
+    """The verdict that a request waits in the queue, for at most `timeout_s` seconds.
 
-    is_reserved  whether the client has retried at its reserved time, so that it goes before others
+    is_reserved  whether the client has retried at its reserved time, so that the request is served
+                 before others
     """
 
     timeout_s: float
@@ -41,12 +40,12 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Shed(msgspec.Struct, frozen=True):
-    """The verdict of admission control that a request is refused.
+    """The verdict that a request is refused.
 
     reason         short label for logs and metrics, listed in docs/admission.md
-    retry_after_s  seconds after which the client should retry; None before anything was measured
-    detail         the figures that led to the refusal, for the client's error message
-    may_return     False if a retry cannot help; `retry_after_s` is None then
+    retry_after_s  seconds after which the client should retry; None: nothing was measured yet
+    detail         the numbers that led to the refusal, for the client's error message
+    may_return     whether a retry can help; if not, `retry_after_s` is None
     """
 
     reason: str
@@ -60,13 +59,13 @@ ADMIT = Admit()
 
 
 class RequestOutcome(msgspec.Struct, frozen=True):
-    """How an admitted request ended, as input for admissions and policies with state.
+    """How an admitted request ended. Policies that learn from requests get it as input.
 
     now            when the request ended, in seconds on the policy clock
-    ttft_s         seconds from arrival at the gateway to the first token; None if there was none
-    tpot_s         mean seconds per output token after the first; None for fewer than two tokens
+    ttft_s         seconds from arrival at the gateway to the first token; None: no token came
+    tpot_s         mean seconds per output token after the first; None: fewer than two tokens came
     output_tokens  number of generated tokens
-    cached_tokens  prompt tokens that the engine reported as cached; None if it reported none
+    cached_tokens  prompt tokens that the engine reported as cached; None: it reported none
     status         served, dropped (it failed or timed out) or ignored (the client disconnected)
     """
 
@@ -83,7 +82,7 @@ class WaitQueueLimits(msgspec.Struct, frozen=True):
 
     size          maximum number of waiting requests
     timeout_s     maximum seconds that a request waits
-    starvation_s  seconds of waiting after which a request takes precedence over more urgent ones
+    starvation_s  seconds of waiting after which a request is served before more urgent ones
     """
 
     size: int = 256
@@ -92,11 +91,11 @@ class WaitQueueLimits(msgspec.Struct, frozen=True):
 
 
 def shed_until(reason: str, retry_after_s: float | None, detail: str) -> Shed:
-    """Return the refusal of a request, with a Retry-After time.
+    """Build the refusal of a request, with the time after which its client should retry.
 
-    reason         as in Shed
+    reason         short label for logs and metrics
     retry_after_s  seconds until the client may retry; None: not measured yet; inf: never
-    detail         as in Shed
+    detail         the numbers that led to the refusal
     """
     if retry_after_s == inf:
         return Shed(reason, None, detail, may_return=False)
@@ -104,17 +103,18 @@ def shed_until(reason: str, retry_after_s: float | None, detail: str) -> Shed:
 
 
 class DrainRate:
-    """Completed requests (or seconds of work) per second, as an exponentially decaying mean.
+    """The rate of completed requests (or seconds of work) per second, an exponentially decaying
+    mean.
 
     The time constant is `tau_s` seconds. The rate is None (unknown) before the second completion,
-    and after a silence so long that too little recent data is left. The object is not thread-safe.
+    and again after a long silence. The object is not thread-safe.
     """
 
     __slots__ = ("_began", "_last", "_presence", "_tau_s", "_weight")
 
     def __init__(self, tau_s: float = 10.0) -> None:
         if tau_s <= 0:
-            raise ValueError(f"tau_s must be positive, not {tau_s}")
+            raise ValueError(f"the time constant tau_s must be positive, not {tau_s}")
         self._tau_s = tau_s
         self._began: float | None = None
         self._last = self._weight = self._presence = 0.0
@@ -133,10 +133,10 @@ class DrainRate:
         self._last = now
 
     def per_s(self, now: float) -> float | None:
-        """Return the amount of work completed per second around `now`, or None while it is unknown.
+        """Return the amount of work completed per second around `now`, or None if unknown.
 
-        The decayed sum is divided by the decayed length of the measurement, so it is unbiased from
-        the first seconds on. The first completion only starts the measurement.
+        The decayed sum is divided by the decayed length of the measurement, so that it is correct
+        from the first seconds on. The first completion only starts the measurement.
         """
         if self._began is None:
             return None
@@ -145,9 +145,8 @@ class DrainRate:
         return self._weight * decay / span if span > 0 and self._presence * decay > 0.05 else None
 
     def seconds_for(self, amount: float, now: float) -> float | None:
-        """Return the seconds in which `amount` of work will be completed at the measured rate.
-
-        Returns None if the rate is unknown.
+        """Return how many seconds `amount` of work takes at the measured rate; None: rate
+        unknown.
         """
         rate = self.per_s(now)
         return amount / rate if rate else None
@@ -166,16 +165,15 @@ class AdmissionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WaitQueueView(Protocol):
-    """The read-only view of a wait queue that an Admission receives.
+    """The read-only view of a pool's wait queue that an Admission gets.
 
-    A permit allows one request to run in the pool. A request holds it from its admission to its
-    end.
+    A permit allows one request to run in the pool, from its admission to its end.
 
-    busy_permits    permits held by requests on available endpoints
+    busy_permits    permits of requests that run on available endpoints
     capacity        number of permits: the sum of the concurrency caps of all available endpoints
     waiting         number of requests in the queue
-    waiting_s       seconds of prefill that the waiting requests need together
-    is_new_arrival  True if the request has just arrived, False if it is at the head of the queue
+    waiting_s       seconds of prefill that all waiting requests need together
+    is_new_arrival  True: the request has just arrived; False: it is at the head of the queue
     drain_rate      measured rate of completed requests per second
     limits          configured limits of the queue
     """
@@ -196,14 +194,15 @@ class WaitQueueView(Protocol):
     def limits(self) -> WaitQueueLimits: ...
 
     def full_rate(self, now: float) -> float | None:
-        """Return how many requests per second end while all permits are in use.
-
-        Returns None if that was not measured yet.
+        """Return how many requests per second end while all permits are in use; None: not
+        measured yet.
         """
         ...
 
     def is_next(self, tenant: str) -> bool:
-        """Return whether a new request of this tenant would be the next to enter the pool."""
+        """Return whether a new request of this tenant would enter the pool before all waiting
+        requests.
+        """
         ...
 
     def count_ahead(self, tenant: str) -> float:
@@ -212,15 +211,15 @@ class WaitQueueView(Protocol):
 
 
 class Admission(Protocol):
-    """The interface of the object that decides which requests may enter one pool.
+    """The interface of an admission policy, which decides which requests may enter one pool.
 
-    It reads the time only from `query.now` and random numbers only from `query.rng`.
+    It reads the time only from `query.now`, and random numbers only from `query.rng`.
 
-    name            its name in the registry of admissions
-    is_calm         True while every request may enter as long as a permit is free; the queue then
-                    admits without calling `decide`
+    name            its name in the registry of admission policies
+    is_calm         whether every request may enter as long as a permit is free; the queue then
+                    admits requests without calling `decide`
     reads_forecast  whether it reads the learned speed, engine model or forecast of an EndpointLoad
-    reads_sessions  whether it reads the session of a Request
+    reads_sessions  whether it reads the session of a request
     """
 
     @property
@@ -238,11 +237,12 @@ class Admission(Protocol):
     def decide(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> Verdict:
-        """Return the verdict on a new request, or on the request at the head of the wait queue.
+        """Return the verdict on a request that has just arrived, or is at the head of the wait
+        queue.
 
         query       the request, with the time and the random generator
         candidates  the pool's endpoints with their loads
-        queue       the wait queue; `queue.is_new_arrival` says which of the two cases it is
+        queue       the wait queue; `queue.is_new_arrival` states which of the two cases it is
         """
         ...
 
@@ -251,30 +251,27 @@ class Admission(Protocol):
     ) -> float | None:
         """Reserve capacity for the retry of a request that the wait queue refuses.
 
-        Returns the Retry-After in seconds, inf if the client should not retry, or None if nothing
-        was measured yet.
+        Returns the seconds until the retry. The result is inf if the client should not retry, and
+        None if nothing was measured yet.
         """
         ...
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Record that an admitted request will be served.
+        """Record that an admitted request was assigned to an endpoint.
 
         query  the request, with the time
-        pick   the endpoint at which capacity was reserved for it
+        pick   the chosen endpoint
         """
         ...
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Record how a request ended.
-
-        Only requests that were reported by `on_reserved` are reported here.
-        """
+        """Record how a request ended. `on_reserved` must have been called for it."""
         ...
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
         """Run the periodic work of the admission policy.
 
-        It is called about every 100 ms, though perhaps not while the pool is idle.
+        The gateway calls it about every 100 ms, but perhaps not while the pool is idle.
 
         now         time in seconds
         candidates  the pool's endpoints with their loads
@@ -283,9 +280,9 @@ class Admission(Protocol):
 
 
 def occupancy_text(queue: WaitQueueView, expected_s: float | None) -> str:
-    """Return the part of a refusal message that states how full the wait queue is.
+    """Return the part of a refusal message that describes how full the wait queue is.
 
-    `expected_s` is the seconds until a permit is free; None if unknown.
+    `expected_s` is the expected seconds until a permit is free; None: unknown.
     """
     running = f"The pool has {queue.busy_permits} of at most {queue.capacity} requests running"
     text = f"{running} and {queue.waiting} waiting"
@@ -295,7 +292,10 @@ def occupancy_text(queue: WaitQueueView, expected_s: float | None) -> str:
 
 
 def shed_no_capacity() -> Shed:
-    """Return the refusal of a request for which no endpoint is available, without a Retry-After."""
+    """Return the refusal of a request to a pool without an available endpoint.
+
+    It has no Retry-After.
+    """
     return Shed("no_capacity", None, "No endpoint is available.")
 
 
@@ -306,7 +306,7 @@ def shed_early(early_s: float) -> Shed:
 
 
 def shed_queue_full(queue: WaitQueueView, retry_after_s: float | None) -> Shed:
-    """Return the refusal of a request that found the wait queue full.
+    """Return the refusal of a request that arrived while the wait queue was full.
 
     retry_after_s  seconds until the client may retry; None: not measured yet; inf: never
     """
@@ -315,7 +315,7 @@ def shed_queue_full(queue: WaitQueueView, retry_after_s: float | None) -> Shed:
 
 
 def shed_timed_out(queue: WaitQueueView, retry_after_s: float | None) -> Shed:
-    """Return the refusal of a request that waited its full time and has just left the queue.
+    """Return the refusal of a request that has waited in the queue for the maximum time.
 
     retry_after_s  seconds until the client may retry; None: not measured yet; inf: never
     """
@@ -335,13 +335,12 @@ def shed_past_deadline(queue: WaitQueueView, needed_s: float, left_s: float) -> 
 
 
 class CapAdmission:
-    """An admission policy with concurrency caps alone: a request enters while a permit is free,
-    else it waits.
+    """An admission policy with only concurrency caps: a request enters when a permit is free.
 
-    A permit allows one request to run in the pool. A new request is refused at once if, at the
-    measured drain rate, it would wait longer than its timeout or its client's deadline. An early
-    refusal is better for the client than a late one. A refused client gets a Retry-After time at
-    which a part of the queue is kept free for it.
+    A permit allows one request to run in the pool. Other requests wait. A new request is refused at
+    once if it would wait longer than its timeout or its client's deadline, at the measured drain
+    rate: an early refusal is better for the client than a late one. The refusal has a Retry-After
+    time, for which a part of the queue is reserved.
     """
 
     __slots__ = ("_schedule", "is_calm", "name", "reads_forecast", "reads_sessions")
@@ -421,11 +420,10 @@ class CapAdmission:
     def retry_after_s(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> float | None:
-        """Reserve the next free time for a refused request's retry, and return the seconds until
-        then.
+        """Reserve the next free time for the retry of a refused request.
 
-        Every request counts as the same amount of work. The result is inf or None in the same cases
-        as in Admission.retry_after_s.
+        Returns the seconds until then. Every request counts as the same amount of work. The result
+        is inf or None in the same cases as in Admission.retry_after_s.
         """
         if not query.can_return:
             return None
@@ -433,18 +431,19 @@ class CapAdmission:
         return self._schedule.schedule(request_key(query), 1.0, rate, 0.0, query)
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Do nothing, because the wait queue itself counts the permits."""
+        """Do nothing: the wait queue itself counts the permits."""
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Do nothing, because a concurrency cap learns nothing from outcomes."""
+        """Do nothing: a concurrency cap learns nothing from how requests end."""
 
     def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
-        """Do nothing, because a concurrency cap has no periodic work."""
+        """Do nothing: a concurrency cap has no periodic work."""
 
 
 class UncappedAdmission(CapAdmission):
-    """An admission policy that admits every request while an endpoint is available, for engines
-    that refuse load.
+    """An admission policy that admits every request as long as an endpoint is available.
+
+    It suits engines that refuse excess load themselves.
     """
 
     __slots__ = ()

@@ -1,16 +1,18 @@
-"""Decides when, and how much of, a pool's capacity is reserved for batches that must end soon.
+"""Decides when to reserve a part of a pool's capacity for batches that must end soon.
 
-A batch has a completion window: the time within which its requests must be answered. A place is
-capacity for one running request. Batches run on places that other requests leave free. Whether that
-will be enough is unknown in advance, so batches may take a part of the pool, the reserve, from
-other requests. They do so at the last moment at which the reserve alone still suffices. This is the
-safety net of Wu et al., "Can't Be Late" (NSDI 2024), with free places for spot instances and the
-reserve for on-demand ones.
+A batch has a completion window, the time within which its requests must be answered. A place is
+capacity for one running request. Batches run on places that other requests leave free. If free
+places may not suffice, batches also get reserved places, at the last moment at which the reserve
+alone is still enough. This is the safety net of Wu et al., "Can't Be Late" (NSDI 2024), where free
+places are spot instances and the reserve is on-demand instances.
 
-Requests with `work_s` seconds of work in total, of which none takes longer than `longest_s`, end
-within (work_s - longest_s) / places + longest_s seconds on that many places, in any order (R. L.
-Graham, "Bounds for Certain Multiprocessing Anomalies", 1966). Batches run in the order in which
-their windows end, so the work before a window's end is that of the batches up to it.
+On `places` places, requests of `work_s` seconds in total, each at most `longest_s`, end within
+
+    (work_s - longest_s) / places + longest_s
+
+seconds in any order (R. L. Graham, "Bounds for Certain Multiprocessing Anomalies", 1966). Batches
+run in the order in which their windows end. So the work before the end of a window is that of its
+batch and of all batches before it.
 """
 
 from __future__ import annotations
@@ -35,16 +37,15 @@ batch, one for each place, keep their places in any case.
 
 
 class WindowDemand(msgspec.Struct, frozen=True):
-    """What an unfinished batch needs until the end of its completion window.
+    """What an unfinished batch still needs before its completion window ends.
 
     A place is capacity for one running request.
 
     id         the batch's id
     left_s     seconds until its window ends
-    work_s     seconds that all its unfinished requests need together, one after another on one
-               place
+    work_s     seconds that its unfinished requests need, one after another on one place
     longest_s  seconds that the longest of them needs
-    is_known   whether one of its requests was measured; if none was, one place is enough
+    is_known   whether one of its requests was measured; if not, one reserved place is enough
     """
 
     id: str
@@ -55,12 +56,12 @@ class WindowDemand(msgspec.Struct, frozen=True):
 
 
 class WindowPlan(msgspec.Struct, frozen=True):
-    """The places, each for one running request, that are reserved for batches of one pool.
+    """The capacity of one pool that is reserved for batches.
 
-    places   number of places that other requests cannot take from batches
+    places   number of requests of batches that may run at once on reserved capacity
     hurried  ids of the batches whose requests run first, in that order
-    behind   ids of the batches that will probably miss the end of their windows if the free places
-             stay as many as now
+    behind   ids of the batches that will probably miss their completion window if free capacity
+             stays as it is now
     """
 
     places: int = 0
@@ -69,10 +70,10 @@ class WindowPlan(msgspec.Struct, frozen=True):
 
 
 class WindowPlanner:
-    """Decides how many places of one pool are reserved for its batches.
+    """Decides how much capacity of one pool is reserved for its batches.
 
     A place is capacity for one running request. Places stay reserved until batches are clearly
-    ahead again, so that they are not taken and returned many times a second.
+    ahead of time. Otherwise they would be reserved and returned many times a second.
     """
 
     __slots__ = ("_is_hurried",)
@@ -81,14 +82,14 @@ class WindowPlanner:
         self._is_hurried = False
 
     def plan(self, demands: Sequence[WindowDemand], reserve: int, supply: float) -> WindowPlan:
-        """Return which places are reserved now.
+        """Return how many places are reserved now, and for which batches.
 
         demands  the unfinished batches
-        reserve  maximum number of reserved places; 0: none is ever reserved
+        reserve  maximum number of reserved places; 0: none are reserved
         supply   number of places on which batches have recently run, a mean over some time
 
-        A batch that cannot end in its window does not delay the ones after it that can. It runs
-        after them, as each of its results has a value of its own.
+        A batch that cannot end in its window runs after the others, so that it does not delay them.
+        It is still completed, because each of its results is of use.
         """
         # Without a reserve, a batch that needs less than one place still has time.
         feasible, behind = _split(demands, max(supply, float(max(1, reserve))))
@@ -150,8 +151,8 @@ def places_needed(work_s: float, longest_s: float, left_s: float) -> float:
     longest_s  seconds of the longest request
     left_s     seconds left
 
-    The result is fractional: below 1, one place has time left. It is inf if no number of places is
-    enough, and 0 without work.
+    The result may be a fraction: 0.5 means that one place would be busy for half of the time. It is
+    inf if no number of places suffices, and 0 if there is no work.
     """
     if work_s <= 0.0:
         return 0.0

@@ -1,7 +1,7 @@
-"""Weighted fairness between tenants: each has a counter of tokens used, and the lowest goes next.
+"""Weighted fairness between tenants: the tenant with the lowest counter of used tokens is next.
 
-Combines start-time fair queueing (Goyal et al. 1996), in tokens, with the charges of VTC (Sheng et
-al., OSDI 2024) and DLPM: uncached prompt tokens plus output tokens. The main class is
+Used tokens are uncached prompt tokens plus output tokens, as in VTC (Sheng et al., OSDI 2024) and
+DLPM. The counters follow start-time fair queueing (Goyal et al. 1996). The main class is
 TenantCounters. The queue that uses it is in wait_queue.py.
 """
 
@@ -25,10 +25,10 @@ FADE_EVERY_S = 1.0
 
 
 class FairShares(msgspec.Struct, frozen=True):
-    """Parameters for sharing a contended pool between tenants.
+    """The parameters by which tenants share a full pool.
 
     weights     relative weight by tenant; 1 for tenants that are not listed
-    calm_s      while no request waits, past usage decays with this time constant, in seconds
+    calm_s      time constant in seconds with which past usage decays while no request waits
     remembered  maximum number of tenants whose usage is stored
     """
 
@@ -40,11 +40,11 @@ class FairShares(msgspec.Struct, frozen=True):
 class TenantCounters:
     """Counts the usage of all tenants, in tokens per unit of the tenant's weight.
 
-    The tenant with the lowest counter is served next. A tenant that has been idle does not restart
-    at its old, low counter, because that would let it displace all others. It restarts at `floor`.
+    The tenant with the lowest counter is served next. A tenant that returns after a pause does not
+    start at its old, low counter, because it would then displace all others. It starts at `floor`.
 
-    floor  the counter of the tenant served last, which never goes back (the virtual time of fair
-           queueing). The part of a tenant's counter above `floor` is its debt
+    floor  the counter of the tenant served last, which never decreases (the virtual time of fair
+           queueing). What a tenant's counter has above `floor` is its debt
     """
 
     __slots__ = ("_ahead", "_faded_at", "_shares", "floor")
@@ -72,7 +72,7 @@ class TenantCounters:
         return max(self.floor, self._ahead.get(tenant, 0.0))
 
     def charge(self, tenant: str, tokens: float) -> float:
-        """Add `tokens` tokens of work to the tenant's usage, and return its usage counter.
+        """Add `tokens` tokens of work to the tenant's usage, and return its new counter.
 
         A negative number is a refund.
         """
@@ -86,18 +86,18 @@ class TenantCounters:
         return counter
 
     def advance_to(self, counter: float) -> None:
-        """Advance the pool's virtual time, `floor`, to `counter`.
+        """Raise the pool's virtual time, `floor`, to the counter of the tenant that is served now.
 
-        Call it when a request is served. `counter` is the usage counter of that request's tenant,
-        which is the lowest of all tenants with waiting requests.
+        Call it when a request is served. Its tenant has the lowest counter of all tenants with
+        waiting requests.
         """
         self.floor = max(self.floor, counter)
 
     def forgive(self, now: float) -> None:
-        """Reduce what each tenant has used beyond the others, by the time that has passed.
+        """Reduce the debt of all tenants, by the time that has passed.
 
-        While no request waits, usage delays no other tenant, so it decays within a few times
-        calm_s seconds. Call this regularly during such times, and before a request starts to wait.
+        While no request waits, usage delays no other tenant, so it decays within a few times calm_s
+        seconds. Call this regularly while nothing waits, and before a request starts to wait.
         """
         if self._faded_at is None:
             self._faded_at = now
@@ -113,7 +113,7 @@ class TenantCounters:
     def stop_forgiving(self) -> None:
         """Stop the decay of past usage, because a request waits.
 
-        The next call of `forgive` starts it again.
+        The next `forgive` starts it again.
         """
         self._faded_at = None
 
@@ -132,7 +132,7 @@ class TenantCounters:
 
 
 def billable_tokens(request: Request, cached_tokens: int) -> int:
-    """Return the tokens that a request costs its tenant: uncached prompt plus expected output
+    """Return the cost of a request to its tenant: uncached prompt tokens plus expected output
     tokens.
 
     cached_tokens  prompt tokens that the picked endpoint is believed to have cached

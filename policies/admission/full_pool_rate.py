@@ -1,8 +1,8 @@
 """Measures the rate at which a pool completes work while it is full.
 
-The drain rate of the last seconds is too low at the beginning of an overload, because it still
-contains the time before. FullLoadRate therefore learns the rate only while the pool is full, and
-keeps it for the next overload. The schedule of retries (retry_after.py) uses it.
+At the beginning of an overload, the rate of the last seconds is too low, because the pool was not
+full before. FullLoadRate measures only while the pool is full, and keeps the result for the next
+overload. The schedule of retries (retry_after.py) uses it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ one.
 class FullLoadRate:
     """The rate at which a pool completes work while it is full, learned from past overloads.
 
-    The caller chooses a unit, such as one endpoint or one permit, and divides the measured rate by
-    the number of units. The rate then stays valid when endpoints are added or removed.
+    The rate is per unit, such as one endpoint or one permit. The caller chooses the unit. So the
+    rate stays valid when endpoints are added or removed.
 
-    per_unit  work per second of one unit; None until the pool was full for `SETTLED_S` seconds
+    per_unit  work per second of one unit; None: the pool has not been full for `SETTLED_S` seconds
+              yet
     """
 
     __slots__ = ("_last", "_since", "per_unit")
@@ -43,12 +44,10 @@ class FullLoadRate:
         self._last = 0.0
 
     def learn(self, now: float, measured: float | None) -> None:
-        """Update the learned completion rate of a full pool by a measurement.
-
-        Call it often, but only while the pool is full.
+        """Record a measured rate of a full pool. Call it often, but only while the pool is full.
 
         now       seconds on a clock that never goes back
-        measured  work per second and unit over the last seconds; None if nothing was measured
+        measured  work per second and unit over the last seconds; None: nothing was measured
         """
         if self._since is None or now - self._last > GAP_S:
             self._since = self._last = now

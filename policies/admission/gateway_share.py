@@ -1,4 +1,4 @@
-"""Divides the concurrency caps of a pool's endpoints among the gateways that share the pool."""
+"""Divides the concurrency caps of a pool's endpoints among the gateways that use the pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from policies.routing_types import Candidate
 
 
 def total_capacity(candidates: Iterable[Candidate]) -> int:
-    """Return how many requests this gateway may run at once on the available endpoints.
+    """Return how many requests this gateway may run at once on all available endpoints together.
 
     Each endpoint adds its concurrency cap, minus the requests that other gateways run there. It
     adds at least the cap divided by the number of gateways, so that a gateway that starts late also

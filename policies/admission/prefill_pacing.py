@@ -1,10 +1,9 @@
-"""Paces the sending of prompts, so that prefill does not slow running answers beyond their TPOT
-budget.
+"""Paces the sending of prompts, so that prefill does not slow running answers too much.
 
-An engine that computes a chunk of a prompt delays all its running answers. If a decode step takes d
-seconds and the budget is b seconds per token, prefill may take 1 - d/b of the time. PrefillPace
-measures what exceeds that, with a leaky bucket per endpoint. The queue length is limited in
-priced_admission.py.
+An engine that computes a part of a prompt delays all its running answers. If a decode step takes d
+seconds, and the latency budget is b seconds per token (TPOT), prefill may take 1 - d/b of the time.
+PrefillPace measures how far an endpoint exceeds that, with a leaky bucket. The queue length is
+limited in priced_admission.py.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ Otherwise a TPOT budget that cannot be met would stop prefill altogether.
 class PrefillPace:
     """Measures by how much the prompts sent to each endpoint exceed the allowed pace.
 
-    The pace is the share of the time that prefill may take without delaying running answers beyond
-    their TPOT budget (see the module's docstring). The excess is in seconds of prefill.
+    The pace is the fraction of time that prefill may take without delaying running answers beyond
+    their budget of seconds per token (TPOT). The excess is in seconds of prefill.
 
-    share  the part of the TPOT budget, 0 to 1, that decoding and prefill may use; the rest is a
+    share  fraction (0 to 1) of the TPOT budget that decoding and prefill may use; the rest is a
            margin
     """
 
@@ -39,9 +38,10 @@ class PrefillPace:
         self._at: dict[int, float] = {}
 
     def ahead_s(self, load: EndpointLoad, tpot_s: float, now: float) -> float:
-        """Return how far the endpoint is ahead of its allowed pace of prefill at time `now`.
+        """Return by how many seconds of prefill the endpoint exceeds its allowed pace at time
+        `now`.
 
-        The result is in seconds of prefill; 0 means that another prompt may be sent at once.
+        If the result is 0, another prompt may be sent at once.
 
         tpot_s  the TPOT budget of the endpoint's answers, in seconds per token
         """
@@ -55,7 +55,7 @@ class PrefillPace:
     def record(self, load: EndpointLoad, prefill_s: float, tpot_s: float, now: float) -> float:
         """Record that a prompt of `prefill_s` seconds was sent to the endpoint.
 
-        Returns the seconds of prefill by which the endpoint now exceeds its allowed pace. `tpot_s`
+        Returns by how many seconds of prefill the endpoint now exceeds its allowed pace. `tpot_s`
         is the TPOT budget of its answers, in seconds per token.
         """
         level = self._level[load.slot] = self.ahead_s(load, tpot_s, now) + prefill_s
@@ -63,9 +63,9 @@ class PrefillPace:
         return level
 
     def mean_share(self, candidates: Sequence[Candidate], tpot_s: float) -> float:
-        """Return the share of the time (0 to 1) that prefill may take, as a mean over endpoints.
+        """Return the fraction of time (0 to 1) that prefill may take, as a mean over endpoints.
 
-        candidates  the endpoints. The mean is over the available ones; without any, it is 1
+        candidates  the endpoints; only available ones count, and without any, the result is 1
         tpot_s      the TPOT budget in seconds per token
         """
         paces = [

@@ -1,10 +1,11 @@
-"""Admission by price: while queues are short all requests enter, under overload only valuable ones.
+"""Admission by price: under overload, the requests with the least value per second of work are
+refused.
 
-Under overload, requests with the least value per second of work are refused. The price is the dual
-variable of the pool's capacity (docs/routing.md 4.8): an exponential of how far the expected queue
-exceeds a share of the TTFT budget. The queue itself integrates excess arrivals, so the price needs
-no memory, does not oscillate, and is zero while queues are short. The order of waiting requests is
-in wait_queue.py, sessions in adaptive_session_limit.py, scheduled retries in retry_after.py.
+While queues are short, the price is zero and all requests enter. When the expected queue exceeds a
+share of the TTFT budget, the price grows exponentially: it is the dual variable of the pool's
+capacity (docs/routing.md 4.8). The queue itself sums up excess arrivals, so the price needs no
+memory and does not oscillate. The order of waiting requests is in wait_queue.py, the limit on
+sessions in adaptive_session_limit.py, and scheduled retries in retry_after.py.
 """
 
 from __future__ import annotations
@@ -73,39 +74,37 @@ budgets, and an impossible one must not raise the price for others.
 
 
 class PricedAdmissionParams(AdmissionParams, frozen=True):
-    """The parameters of an admission policy that refuses less valuable requests while the pool is
-    overloaded.
+    """The parameters of an admission policy that refuses less valuable requests under overload.
 
-    The price of admission rises with the queue. A request is refused if its value is too low for
-    the price of its work. Budgets are those of the request's service class.
+    The price of admission rises with the queue. A request is refused if its value is less than the
+    price of its work. The budgets are those of the request's service class.
 
-    full_load      requested work, as a multiple of the endpoints' capacity, up to which the pool
-                   does not count as overloaded
-    overload       the multiple from which the pool counts as fully overloaded; in between, the
-                   limits change gradually
-    burst_share    in a pool that is not overloaded, admission is free while the mean queue is
-                   shorter than this share of the TTFT budget
+    full_load      the pool counts as overloaded if more work is requested than this multiple of its
+                   capacity
+    overload       multiple from which the pool counts as fully overloaded; in between, the limits
+                   change gradually
+    burst_share    without overload, admission is free while the mean queue is shorter than this
+                   share of the TTFT budget
     queue_share    the same share in a fully overloaded pool
     doubt          number of standard deviations that are subtracted from the requested work before
-                   it is compared, because a few long prompts by chance are not an overload
-    steepness      how fast the price grows when the queue exceeds the share that costs nothing
-    bend           exponent of a request's work in its price, from 0 to 1. Below 1, long prompts pay
-                   less than in proportion to their work; at 0, all requests pay the same
-    hold_share     a request leaves the wait queue only while some candidate's queue is shorter than
+                   it is compared, because a few long prompts by chance are no overload
+    steepness      how fast the price grows when the queue exceeds the free share
+    bend           exponent of a request's work in its price, 0 to 1. Below 1, long prompts pay less
+                   than in proportion to their work; at 0, all requests pay the same
+    hold_share     a request leaves the wait queue only while some endpoint's queue is shorter than
                    this share of its TTFT budget
     hold_least_s   minimum of that queue limit, in seconds
-    step_share     the part of the TPOT budget that running answers may need while prompts are
-                   computed beside them; the rest is a margin
-    burst_s        seconds of prefill by which a candidate may exceed the pace that step_share
+    step_share     share of the TPOT budget that running answers may need while prompts are computed
+                   beside them; the rest is a margin
+    burst_s        seconds of prefill by which an endpoint may exceed the pace that step_share
                    allows
-    immodest       factor on the queue limit (hold_share, hold_least_s) and on burst_s, for a tenant
-                   that is above its fair share
-    modest         what is added to that factor for a tenant that is below its fair share
+    immodest       factor on the queue limit and on burst_s for a tenant above its fair share
+    modest         number added to that factor for a tenant below its fair share
     kv_share       share of the fleet's KV that may be reserved before requests pay a price
-    late_value     value of a request whose first token is expected too late, relative to one in
-                   time
-    session_value  value of a request that continues a conversation, relative to one that starts
-    weights        relative shares of tenants; 1 for those not listed
+    late_value     value of a request whose first token is expected too late; one in time has value
+                   1
+    session_value  value of a request that continues a conversation; one that starts has value 1
+    weights        relative shares of tenants; 1 for tenants that are not listed
     sessions       parameters of the limit on sessions
     returns        parameters of the schedule of retries
     """
@@ -143,8 +142,8 @@ class PricedAdmissionParams(AdmissionParams, frozen=True):
 class PricedAdmission:
     """Admits requests to one pool by a price that rises with the expected queue.
 
-    is_calm  True while every request may enter as long as a permit is free: no queue, no sessions,
-             no reservations for retries
+    is_calm  whether every request may enter as long as a permit is free: there is no queue, no
+             limit on sessions, and no reservation for retries
     price    the current price; at 1, half of the requests of typical value and work are refused
     """
 
@@ -400,7 +399,7 @@ class PricedAdmission:
     ) -> float | None:
         """Reserve capacity for the retry of a refused request, and return the seconds until then.
 
-        The special results are those of Admission.
+        The result is inf or None in the same cases as in Admission.retry_after_s.
         """
         return self._retry_after(query, estimate_cost(query, candidates), queue, 0.0)
 

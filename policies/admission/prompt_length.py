@@ -1,7 +1,8 @@
 """Corrects estimated prompt lengths by the lengths that engines report.
 
-PromptLengths keeps one ratio per model, and a second one for the model's prompts with images or
-other media. The gateway makes the estimate itself; answer lengths are in output_length.py.
+The gateway estimates a prompt's tokens from its bytes. PromptLengths learns one factor per model,
+and a second one for the model's prompts with images or other media. Answer lengths are in
+output_length.py.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ LOWEST, HIGHEST = 1 / 64, 16.0
 
 
 def is_text(estimated_tokens: int, prompt_tokens: int) -> bool:
-    """Return whether a reported prompt length is plausible for a prompt that contains only text.
+    """Return whether the length that an engine reported is plausible for a prompt with only text.
 
     estimated_tokens  the gateway's own estimate, from the bytes of the text
     prompt_tokens     the length that the engine reported
 
-    A far greater length than estimated means that the prompt refers to an image or file.
+    If the reported length is far greater, the prompt probably refers to an image or a file.
     """
     return prompt_tokens <= MOST_TOKENS * estimated_tokens + TEMPLATE_TOKENS
 
 
 class PromptLengths:
-    """Learns the ratio of reported to estimated prompt tokens from answers.
+    """Learns the ratio of reported to estimated prompt tokens, per model.
 
-    At most `most` models are remembered, with and without media apart, because adapters come and
-    go by new names; the one without answers for the longest time is dropped first.
+    It remembers at most `most` ratios, because names of adapters come and go. The model whose last
+    answer is oldest is dropped first. Prompts with media have a ratio of their own.
 
-    ratios  ratio by (model, whether the prompt has media); absent where estimates are close enough
+    ratios  ratio by (model, whether the prompt has media); absent if estimates are close enough
     """
 
     __slots__ = ("_most", "_sums", "ratios")
@@ -51,11 +52,11 @@ class PromptLengths:
         prompt_tokens: int,
         answers: int = 1,
     ) -> None:
-        """Learn from the reported length of `answers` prompts and their uncorrected estimate.
+        """Learn from the reported length of `answers` prompts of one model.
 
         has_media         whether the prompts have images or other media
         estimated_tokens  sum of the estimates, before any correction
-        prompt_tokens     sum of the prompt tokens that the engines counted
+        prompt_tokens     sum of the lengths that the engines reported
         """
         key = model, has_media
         sums = self._sums[key] = self._sums.pop(key, [0.0, 0.0, 0.0])
@@ -80,10 +81,10 @@ class PromptLengths:
         sums[:] = 0.0, estimated * decay, counted * decay
 
     def correct(self, model: str, has_media: bool, estimated_tokens: int) -> int:
-        """Return the estimated number of prompt tokens, multiplied by the learned ratio where there
-        is one.
+        """Return the estimated number of prompt tokens, corrected by the learned ratio.
 
-        The ratio is the one for the model and for prompts with or without media (`has_media`).
+        The ratio depends on the model and on whether the prompt has media. If none is learned, the
+        estimate is returned unchanged.
         """
         ratio = self.ratios.get((model, has_media))
         if ratio is None:

@@ -1,9 +1,9 @@
 """Quotas: how many requests and tokens a tenant may use per minute.
 
-A Quota consists of two token buckets (Turner 1986, as in most API rate limits). A bucket is full at
-first, holds at most one minute's worth, and is refilled evenly. Each gateway has its own buckets
-and subtracts the usage that other gateways report (quota_exchange.py). Shares of a contended pool
-are in fairness.py. The gateway sends refusals to clients.
+A Quota has two token buckets (Turner 1986, as in most API rate limits). A bucket starts full, holds
+at most the amount of one minute, and is refilled evenly. Each gateway has its own buckets, and
+subtracts the usage that other gateways report (quota_exchange.py). Fair shares of a full pool are
+in fairness.py. The gateway sends refusals to clients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NOTHING_MISSING = 1e-9  # share of a limit below which a shortage is a rounding 
 
 
 class QuotaLimits(msgspec.Struct, frozen=True):
-    """The limits of a tenant's use per minute; None means unlimited.
+    """The limits of a tenant's usage per minute; None: no limit.
 
     requests_per_minute  number of requests
     tokens_per_minute    number of tokens, prompts plus answers
@@ -31,9 +31,9 @@ class QuotaRefusal(msgspec.Struct, frozen=True):
     """The refusal of a request that exceeds a quota.
 
     what           the exceeded limit, "requests" or "tokens"
-    limit          number allowed per minute
-    remaining      number left now
-    retry_after_s  seconds until the request could be served
+    limit          allowed number per minute
+    remaining      number that is left now
+    retry_after_s  seconds until the quota suffices for the request
     reset_s        seconds until the bucket is full again
     """
 
@@ -47,7 +47,8 @@ class QuotaRefusal(msgspec.Struct, frozen=True):
 class TokenBucket:
     """A token bucket, which limits an amount (requests or tokens) per minute.
 
-    The level may be negative: usage beyond the estimate must be refilled before more is allowed.
+    The level may become negative, because an answer may be longer than expected. It must then be
+    refilled before more is allowed.
     """
 
     __slots__ = ("_at", "_level", "limit")
@@ -78,9 +79,9 @@ class TokenBucket:
         self._level = min(float(self.limit), self._level - amount)
 
     def missing_s(self, amount: float, now: float) -> float:
-        """Return the seconds until the bucket's level has reached `amount`; 0 if it has already.
+        """Return the seconds until the bucket's level has reached `amount`; 0: it already has.
 
-        An amount above the limit counts as available once the bucket is full.
+        For an amount above the limit, the result is the time until the bucket is full.
         """
         missing = min(amount, float(self.limit)) - self.level(now)
         return (
@@ -107,8 +108,8 @@ class Quota:
     def take(self, tokens: int, now: float, requests: int = 1) -> QuotaRefusal | None:
         """Take requests and tokens (prompt plus expected answer) from the quota.
 
-        Returns None on success, else the refusal; a refused request takes nothing. Each prompt of a
-        list counts as one request.
+        Returns None on success, otherwise the refusal; a refused request takes nothing. Each prompt
+        of a list counts as one request.
         """
         refusal = None
         for unit, bucket, amount in (
@@ -137,11 +138,11 @@ class Quota:
         self.charge(0, tokens)
 
     def refund(self, tokens: int, requests: int = 1) -> None:
-        """Return the requests and tokens of a request that was refused for another reason."""
+        """Refund all requests and tokens of a request that was refused for another reason."""
         self.charge(-requests, -tokens)
 
     def levels(self, now: float) -> tuple[float | None, float | None]:
-        """Return how many requests and how many tokens are left; None for what has no limit."""
+        """Return how many requests and how many tokens are left; None: no limit."""
         return (
             None if self._requests is None else self._requests.level(now),
             None if self._tokens is None else self._tokens.level(now),

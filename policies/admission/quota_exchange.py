@@ -1,8 +1,8 @@
-"""The exchange of quota usage between gateways: each subtracts what the others have used.
+"""Exchanges quota usage between gateways: each subtracts what the others have used.
 
-A tenant's quota (quota.py) is one limit for all gateways together. The gateways regularly send one
-another the usage of each tenant, together with the levels of their token buckets.
-gateway/peers/usage_sync.py sends and receives these messages.
+A tenant's quota (quota.py) is one limit for all gateways together. Each gateway regularly sends the
+others the usage of each tenant, and the levels of its token buckets. gateway/peers/usage_sync.py
+sends and receives these messages.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ BucketLevel = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 class QuotaUsage(msgspec.Struct, frozen=True, array_like=True):
     """A tenant's usage at one gateway since that gateway's previous message.
 
-    A number is negative if more was refunded than used. A level is None if the bucket has no limit.
-
-    requests       requests used
-    tokens         tokens used
-    requests_left  level of the gateway's bucket of requests before this usage
-    tokens_left    level of its bucket of tokens before this usage
+    requests       requests used; negative: more were refunded than used
+    tokens         tokens used; negative: more were refunded than used
+    requests_left  level of the gateway's bucket of requests before this usage; None: no limit
+    tokens_left    level of its bucket of tokens before this usage; None: no limit
     """
 
     requests: SignedCount
@@ -58,9 +56,9 @@ def quota_usage(quota: Quota, requests: int, tokens: int, now: float) -> QuotaUs
 
 
 def apply_peer_usage(quota: Quota, theirs: QuotaUsage, ours: QuotaUsage) -> None:
-    """Subtract the usage of the same tenant at another gateway from the quota.
+    """Subtract a tenant's usage at another gateway from this gateway's quota for the same tenant.
 
-    The levels also move a little towards those of the other gateway (DRIFT).
+    The bucket levels also move a little towards those of the other gateway (DRIFT).
 
     theirs  the other gateway's message
     ours    this gateway's usage that the other gateway has not received yet

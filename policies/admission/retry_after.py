@@ -1,12 +1,15 @@
 """Schedules retries of refused clients: when each should retry, with capacity reserved for it.
 
-An equal Retry-After for all would bring all clients back at once, and one without a reservation
-would make the retry a lottery. ReturnSchedule therefore places retries one after another along the
-measured capacity. A client that retries on time is admitted before new ones. One that retries too
-early gets the same time again. When the schedule is full for `latest_s`, a client should not retry
-at all. A pool that becomes faster has unreserved capacity beside the times that were given before,
-and the next retries use it. Capacity and refusals are in admission_policy.py and
-priced_admission.py.
+If all clients got the same Retry-After, they would all return at once. Without a reservation, a
+retry might be refused again. So ReturnSchedule gives each retry its own time, at the measured rate
+of the pool:
+
+- A client that retries on time is admitted before new ones.
+- A client that retries too early gets the same time again.
+- If the schedule is full for `latest_s`, a client should not retry at all.
+
+If the pool becomes faster, the next retries use its additional capacity. Capacity and refusals are
+in admission_policy.py and priced_admission.py.
 """
 
 from __future__ import annotations
@@ -33,12 +36,11 @@ class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     share       share of the measured capacity that is reserved for scheduled retries
     soonest_s   minimum Retry-After in seconds
-    latest_s    maximum Retry-After in seconds; a client that would have to wait longer should not
+    latest_s    maximum Retry-After in seconds. A client that would have to wait longer should not
                 retry
-    calm_s      the first retry is delayed until the queue is short, but by at most this many
-                seconds
-    early_s     seconds before its scheduled time at which a retry is still accepted
-    late_s      seconds after its scheduled time at which a retry is still accepted
+    calm_s      maximum seconds by which the first retry is delayed until the queue is short
+    early_s     how many seconds before its scheduled time a retry is accepted
+    late_s      how many seconds after its scheduled time a retry is accepted
     remembered  maximum number of reservations
     """
 
@@ -60,8 +62,8 @@ class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ReturnSchedule:
     """Reserves capacity at later times for the retries of refused requests.
 
-    Reservations are found by a key that identifies equal requests (`request_key`). If several equal
-    requests were refused, each has a reservation.
+    A reservation is found by a key that is equal for equal requests (`request_key`). If several
+    equal requests were refused, each has a reservation.
 
     scheduled_until_s  end of the last reservation, in seconds on the policy clock
     """
@@ -84,24 +86,23 @@ class ReturnSchedule:
 
     @property
     def share(self) -> float:
-        """Return the share of the measured capacity, 0 to 1, that is reserved for scheduled
+        """Return the share (0 to 1) of the measured capacity that is reserved for scheduled
         retries.
         """
         return self._times.share
 
     def seconds_early(self, key: Key | None, now: float) -> float | None:
-        """Return the seconds by which a retry comes before its scheduled time.
+        """Return how many seconds too early a retry comes; None: it is on time, or was not
+        scheduled.
 
-        Returns None if the retry is on time or was not scheduled. A prompt too short to be
-        recognised with certainty (see `request_key`) also gives None.
+        Also returns None for a short prompt, which cannot be recognised with certainty (see
+        `request_key`).
         """
         due = self._due.get(key) if key is not None and key[0] >= 0 else None
         return due[0] - now if due and due[0] - now > self._times.early_s else None
 
     def is_due(self, key: Key | None, now: float) -> bool:
-        """Return whether the request has a reservation whose time, with its tolerance, includes
-        `now`.
-        """
+        """Return whether the request has a reservation for now, within the accepted tolerance."""
         times = self._times
         due = self._due.get(key) if key is not None else None
         return due is not None and any(
@@ -111,7 +112,7 @@ class ReturnSchedule:
     def remove(self, key: Key | None) -> None:
         """Remove a request's earliest reservation for a retry, because it was used or has expired.
 
-        If there is no reservation for `key`, nothing happens.
+        Does nothing if there is no reservation for `key`.
         """
         due = self._due.get(key) if key is not None else None
         if due and key is not None:
@@ -137,8 +138,8 @@ class ReturnSchedule:
         key        identifies the request when it is retried; None: it gets a time but no
                    reservation
         work_s     work of the request in seconds
-        per_s      seconds of work that the pool completes per second; None if unknown
-        calm_in_s  seconds until the queue will be short enough that no request is refused
+        per_s      seconds of work that the pool completes per second; None: unknown
+        calm_in_s  seconds until the queue will be so short that no request is refused
         """
         if not per_s:
             return None
@@ -200,12 +201,12 @@ class ReturnSchedule:
 
 
 def request_key(query: RoutingQuery) -> Key | None:
-    """Return the key that identifies a repeated request: a hash of its prompt, model and cache
+    """Return a key that identifies the retry of a request: a hash of its prompt, model and cache
     salt.
 
     A prompt shorter than one hash block has no hash. It is identified by tenant, session and
-    length, and the first number of the key is negative to show that other requests may have the
-    same key. Returns None for a request without a fingerprint.
+    length. The first number of its key is negative, because other requests may have the same key.
+    Returns None for a request without a fingerprint.
     """
     fingerprint, request = query.fingerprint, query.request
     if fingerprint is None:

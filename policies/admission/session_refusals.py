@@ -1,7 +1,7 @@
-"""Limits the number of active sessions: the base of policies with such a limit, and the policy
-`cap`.
+"""Admission policies that limit the number of active sessions.
 
-The sessions and the computation of the limit are in adaptive_session_limit.py.
+This module has the common part of these policies (SessionLimit), and the policy `cap`. The limit
+itself is computed in adaptive_session_limit.py.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ session then counts for a shorter time than under a limit that holds from the st
 
 
 class SessionLimit:
-    """Refuses new sessions whose contexts do not fit the fleet's KV memory, and counts the active
-    sessions.
+    """Counts the active sessions, and refuses new ones whose contexts do not fit the KV memory.
 
     sessions  the active sessions
     """
@@ -49,10 +48,10 @@ class SessionLimit:
     def refusal(
         self, query: RoutingQuery, candidates: Sequence[Candidate], cached_tokens: int
     ) -> Shed | None:
-        """Return the refusal of a request that would begin a session which does not fit.
+        """Return the refusal of a request that starts a session which does not fit; None: it may
+        enter.
 
-        Returns None if the request may enter. `cached_tokens` is the largest number of prompt
-        tokens that any candidate has cached.
+        `cached_tokens` is the largest number of prompt tokens that any candidate has cached.
         """
         request, sessions = query.request, self.sessions
         if not request.session or not sessions.is_limited:
@@ -77,7 +76,7 @@ class SessionLimit:
         return Shed("session_memory", wait_s, text)
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Record that a request of a session was assigned to an endpoint."""
+        """Record that a request of a session was sent to an endpoint."""
         request = query.request
         if request.session:
             self.sessions.on_reserved(
@@ -89,7 +88,7 @@ class SessionLimit:
             )
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Record how a request of a session ended, for which `on_reserved` was called before."""
+        """Record how a request of a session ended. `on_reserved` must have been called for it."""
         if not request.session:
             return
         has_answer = outcome.ttft_s is not None
@@ -100,8 +99,7 @@ class SessionLimit:
 
 
 class CapParams(AdmissionParams, frozen=True):
-    """The parameters of an admission policy with concurrency caps, a wait queue and a limit on
-    sessions.
+    """The parameters of an admission policy with concurrency caps and a limit on sessions.
 
     sessions  parameters of the limit on sessions; None: there is no limit
     """
@@ -115,8 +113,8 @@ class CapParams(AdmissionParams, frozen=True):
 class SessionCap(CapAdmission):
     """An admission policy with concurrency caps that also limits sessions.
 
-    Requests without a session, and all requests while sessions are not limited, are treated as by
-    CapAdmission.
+    Requests without a session are treated as by CapAdmission. So are all requests while sessions
+    are not limited.
     """
 
     __slots__ = ("_limit",)

@@ -1,7 +1,7 @@
 """Detects tenants that request more than their fair share of an overloaded pool.
 
-TenantDemand computes weighted max-min fair shares. A tenant below its share pays no price, whatever
-other tenants request. The order of waiting requests is in fairness.py.
+TenantDemand computes weighted max-min fair shares. A tenant below its share pays no price for
+admission, whatever other tenants request. The order of waiting requests is in fairness.py.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ affect no tenant.
 
 
 class TenantDemand:
-    """Measures the work that each tenant requests and is admitted.
+    """Measures how much work each tenant requests, and how much of it is admitted.
 
-    Work is in seconds of one TP group. Past work counts less the older it is.
+    Work is in seconds of one engine (TP group). Past work counts less the older it is.
 
     level     the fair share: seconds of work per unit of tenant weight. A tenant that requests more
-              pays a price for admission; inf if no tenant does
-    _squares  sum of the squared works of recent requests, an estimate of the variance of their sum
+              pays a price for admission. inf: no tenant pays
+    _squares  sum of the squared work of recent requests, to estimate the variance of their sum
     """
 
     __slots__ = ("_admitted", "_at", "_offered", "_squares", "_tau_s", "_weights", "level")
@@ -39,9 +39,10 @@ class TenantDemand:
         self.level = inf
 
     def record(self, tenant: str, work_s: float, admitted: bool) -> None:
-        """Record one request of a tenant. Call this once per request, also if it is refused.
+        """Record one request of a tenant. Call this exactly once per request, also if it is
+        refused.
 
-        work_s    seconds of work that it requests
+        work_s    seconds of work of the request
         admitted  whether it was admitted
         """
         if tenant not in self._offered and len(self._offered) >= MOST_TENANTS:
@@ -52,7 +53,9 @@ class TenantDemand:
             self._admitted += work_s
 
     def tick(self, now: float) -> None:
-        """Let the past usage of tenants decay to `now`, and compute the fair share `level`."""
+        """Reduce the past work of all tenants by its age at `now`, and compute the fair share
+        `level`.
+        """
         fade = exp(min(0.0, self._at - now) / self._tau_s) if self._at is not None else 1.0
         self._at = now
         self._admitted *= fade
@@ -77,14 +80,15 @@ class TenantDemand:
 
     @property
     def admitted_per_s(self) -> float:
-        """Return the recently admitted work of all tenants, in TP-group seconds per second."""
+        """Return the work of all tenants that was recently admitted, in engine seconds per
+        second.
+        """
         return self._admitted / self._tau_s
 
     def demand(self, waiting_s: float, doubt: float) -> float:
-        """Return the work that was recently requested per second, in seconds of one TP group.
+        """Return the work that was recently requested, in engine seconds per second.
 
-        A margin for chance is subtracted: requests of different sizes add up to more than usual now
-        and then.
+        A margin for chance is subtracted, because a few large requests at once are no overload.
 
         waiting_s  seconds of work of the waiting requests, which are added to the recent ones
         doubt      the margin, in standard deviations
@@ -97,9 +101,9 @@ class TenantDemand:
     def price_share(self, tenant: str) -> float:
         """Return the share of the full price that a tenant pays, 0 to 1.
 
-        A tenant at or below its fair share of the pool pays nothing. The share rises linearly, to 1
-        for a tenant that requests 1.2 times its fair share. A tenant without competition pays the
-        full price.
+        A tenant at or below its fair share of the pool pays nothing. Above it, the share rises
+        linearly, to 1 at 1.2 times the fair share. If there is only one tenant, it pays the full
+        price.
         """
         if len(self._offered) <= 1:
             return 1.0

@@ -1,13 +1,15 @@
 """The wait queue of one pool: permits to run, and the requests that wait for one.
 
-WaitQueue does no I/O and reads no clock. A waiting request is known by a ticket, any hashable value
-of the caller. Time is an argument, and due verdicts are returned as a list. An Admission
-(admission_policy.py) decides whether a request may enter at all.
+WaitQueue does no I/O and reads no clock: time is an argument, and due verdicts are returned as a
+list. A waiting request is identified by a ticket, any hashable value of the caller. An Admission
+(admission_policy.py) decides whether a request may enter at all. Waiting requests enter in this
+order:
 
-The order is: first a request that has waited past the starvation bound, though at most every fourth
-turn, so that one tenant cannot take all turns. Then comes the tenant with the lowest usage counter
-(fairness.py). Within a tenant, the highest priority comes first, then the request whose prefill
-must begin soonest to meet its TTFT budget.
+1. A request that has waited longer than the starvation bound, but at most every fourth time, so
+   that one tenant cannot get all turns.
+2. A request of the tenant with the lowest usage counter (fairness.py).
+3. Within a tenant, the request with the highest priority.
+4. With equal priority, the request whose prefill must begin soonest to meet its TTFT budget.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class WaitingRequest(Generic[T]):
                   client's deadline
     must_begin_s  when prefill must begin to meet the TTFT budget; -inf for a retry with a
                   reservation
-    requery       function that rebuilds its query at a later time; None to keep the query
+    requery       function that rebuilds its query at a later time; None: the query stays the same
     """
 
     __slots__ = (
@@ -105,8 +107,9 @@ class WaitingRequest(Generic[T]):
 
 
 class TenantQueue(Generic[T]):
-    """A heap of one tenant's waiting requests, most urgent first; `counter` is the tenant's
-    usage.
+    """The waiting requests of one tenant as a heap, most urgent first.
+
+    `counter` is the tenant's usage in tokens.
     """
 
     __slots__ = ("counter", "heap", "size")
@@ -126,12 +129,12 @@ class TenantQueue(Generic[T]):
 
 
 class WaitQueue(Generic[T]):
-    """Permits to run in one pool, and the requests that wait for a permit.
+    """The permits to run in one pool, and the requests that wait for a permit.
 
     Each request that arrives must end in one of three ways: a refusal, `cancel` or `release`.
 
     in_flight       permits in use
-    capacity        maximum number of concurrent requests of the available endpoints
+    capacity        maximum number of concurrent requests of all available endpoints
     is_new_arrival  whether the admission policy is deciding about a new request (for WaitQueueView)
     waiting_s       seconds of prefill that all waiting requests need together
     """
@@ -198,14 +201,15 @@ class WaitQueue(Generic[T]):
 
     @property
     def queued_tokens(self) -> int:
-        """Return the total prompt tokens of the waiting requests. Takes O(waiting requests)
-        time.
+        """Return the total prompt tokens of all waiting requests.
+
+        Takes O(waiting requests) time.
         """
         return sum(waiter.query.request.prompt_tokens for waiter in self._tickets.values())
 
     @property
     def busy_permits(self) -> int:
-        """Return the number of permits that requests on available endpoints hold.
+        """Return the number of permits of requests that run on available endpoints.
 
         Requests that still run on an ejected or removed endpoint are not counted.
         """
@@ -221,10 +225,10 @@ class WaitQueue(Generic[T]):
         )
 
     def full_rate(self, now: float) -> float | None:
-        """Return how many requests per second end while every permit is used.
+        """Return how many requests per second end while all permits are in use.
 
-        Before the full pool was measured, the recent rate is scaled up in proportion to all
-        permits. Returns None if no request has ended yet.
+        Before that was measured, the recent rate is multiplied by all permits / used permits.
+        Returns None if no request has ended yet.
         """
         per_s = self.drain_rate.per_s(now)
         if per_s is None:
@@ -236,8 +240,8 @@ class WaitQueue(Generic[T]):
     def count_ahead(self, tenant: str) -> float:
         """Return how many waiting requests would enter before a new request of the tenant.
 
-        Tenants enter in proportion to their weights, so requests of other tenants are counted
-        accordingly. Takes O(waiting tenants) time.
+        Tenants enter in proportion to their weights, and the result takes that into account. Takes
+        O(waiting tenants) time.
         """
         own, weight = self._queues.get(tenant), self._counters.weight
         size = own.size if own is not None else 0
@@ -250,7 +254,7 @@ class WaitQueue(Generic[T]):
         return size + sum(others)
 
     def is_next(self, tenant: str) -> bool:
-        """Return whether a new request of the tenant would be the next to enter the pool.
+        """Return whether a new request of the tenant would enter before all waiting requests.
 
         Takes O(waiting tenants) time.
         """
@@ -264,9 +268,10 @@ class WaitQueue(Generic[T]):
     def refresh(
         self, candidates: Sequence[Candidate], leaving: Sequence[EndpointLoad] = ()
     ) -> None:
-        """Update the capacity after endpoints were added, removed or changed their availability.
+        """Update the capacity after endpoints were added or removed, or became available or
+        unavailable.
 
-        `leaving` holds the loads of removed endpoints that still finish requests. Call
+        `leaving` are the loads of removed endpoints that still finish requests. Call
         `take_verdicts` afterwards.
         """
         for waiter in self._tickets.values():
@@ -280,14 +285,13 @@ class WaitQueue(Generic[T]):
         )
 
     def set_shares(self, shares: FairShares) -> None:
-        """Replace the tenants' weights and the other parameters of fairness in the wait queue."""
+        """Replace the parameters by which tenants share the pool."""
         self._counters.set_shares(shares)
 
     # In and out
 
     def try_enter(self) -> bool:
-        """Take a permit without calling the admission policy, if every request may enter at the
-        moment.
+        """Take a permit without calling the admission policy, if every request may enter now.
 
         Returns whether a permit was taken.
         """
@@ -302,9 +306,9 @@ class WaitQueue(Generic[T]):
         return True
 
     def take_permit(self) -> bool:
-        """Take a permit before all waiting requests, if one is free.
+        """Take a permit if one is free, before all waiting requests.
 
-        Returns whether a permit was taken.
+        Returns whether it was taken.
         """
         is_free = self.busy_permits < self.capacity
         self.in_flight += is_free
@@ -317,11 +321,13 @@ class WaitQueue(Generic[T]):
         ticket: T,
         again: Callable[[float], RoutingQuery] | None = None,
     ) -> Verdict:
-        """Return the verdict on a new request, and queue it if the verdict is Wait.
+        """Return the verdict on a new request, and queue the request if the verdict is Wait.
 
-        On Wait, `take_verdicts` returns `ticket` with its verdict after `timeout_s` at the latest.
-        On Admit, the request holds a permit until `release`. `again` rebuilds the query at a later
-        time, because cached prefixes change while the request waits; None keeps the query.
+        - Admit: the request holds a permit until `release`.
+        - Wait: `take_verdicts` returns `ticket` with a verdict after `timeout_s` at the latest.
+
+        `again` rebuilds the query at a later time, because cached prefixes change while the request
+        waits. None keeps the query.
         """
         verdict = self.decide_without_queueing(query, candidates)
         if isinstance(verdict, Wait):
@@ -331,7 +337,7 @@ class WaitQueue(Generic[T]):
     def decide_without_queueing(
         self, query: RoutingQuery, candidates: Sequence[Candidate]
     ) -> Verdict:
-        """Return the verdict on a new request like `arrive`, but never queue the request."""
+        """Return the verdict on a new request like `arrive`, but never queue it."""
         self.is_new_arrival = True
         try:
             verdict = self.admission.decide(query, candidates, self)
@@ -342,7 +348,7 @@ class WaitQueue(Generic[T]):
         return verdict
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Charge the tenant of an admitted request that was assigned to an endpoint."""
+        """Charge the tenant of an admitted request, which was sent to an endpoint."""
         request = query.request
         tokens = billable_tokens(request, pick.cached_tokens) - self._charged.pop(request.id, 0)
         self._charge(request.tenant, tokens)
@@ -351,16 +357,15 @@ class WaitQueue(Generic[T]):
     def release(self, request: Request, outcome: RequestOutcome) -> None:
         """Release the permit of a request that has ended.
 
-        Call `take_verdicts` afterwards, since a waiting request may now enter.
+        Call `take_verdicts` afterwards, because a waiting request may now enter.
         """
         self.free_place(outcome.now)
         self.on_ended(request, outcome)
 
     def free_place(self, now: float) -> bool:
-        """Release the permit of a request that has ended, and return whether requests wait for a
-        permit.
+        """Release the permit of a request that has ended, and return whether other requests wait.
 
-        The caller reports the request's outcome separately, by `on_ended`.
+        The caller must report the request's outcome separately, with `on_ended`.
         """
         self.in_flight -= 1
         self.drain_rate.record(now)
@@ -389,7 +394,7 @@ class WaitQueue(Generic[T]):
         self.admission.on_ended(request, outcome)
 
     def cancel(self, ticket: T) -> bool:
-        """Remove a waiting request by its ticket; return False if it was not waiting."""
+        """Remove a waiting request by its ticket. Returns whether it was waiting."""
         waiter = self._tickets.get(ticket)
         if waiter is not None:
             self._remove(waiter)
@@ -409,8 +414,7 @@ class WaitQueue(Generic[T]):
         self.admission.tick(now, self._candidates)
 
     def next_due(self) -> float | None:
-        """Return the latest time at which `take_verdicts` must be called, in seconds on the policy
-        clock.
+        """Return when `take_verdicts` must be called at the latest, in seconds on the policy clock.
 
         Returns None while no request waits.
         """
@@ -419,10 +423,10 @@ class WaitQueue(Generic[T]):
         return self._due[0][0] if self._due else None
 
     def take_verdicts(self, now: float) -> list[tuple[T, Verdict]]:
-        """Decide about every waiting request whose turn has come or whose wait ends at `now`.
+        """Return the verdicts on all requests that may enter or must leave the queue at `now`.
 
-        These requests leave the queue. The result has the ticket and the verdict of each, in order.
-        A request with the verdict Admit holds a permit from now on.
+        The result contains (ticket, verdict) for each of them, in order. These requests leave the
+        queue. A request with the verdict Admit holds a permit from now on.
         """
         verdicts_due, self._evicted = self._evicted, []
         while (due := self.next_due()) is not None and due <= now:

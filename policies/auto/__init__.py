@@ -1,1 +1,1 @@
-"""Automatic choice of a pool's routing policy, by estimates of goodput on its recent requests."""
+"""Chooses a pool's routing policy automatically, by simulating policies on recent requests."""

@@ -1,9 +1,9 @@
-"""Decides whether a pool of endpoints changes its routing policy, from estimates of the policies'
-goodput.
+"""Decides whether a pool changes its routing policy, from the simulated goodput of each policy.
 
-A change is made when the gain exceeds its statistical error. The gains of several estimates are
-pooled (pooled_gains.py); a single estimate is enough only for a large gain. At most three changes
-per hour are made. `now` is any clock in seconds that does not go back.
+Goodput is the share of requests that are served within their latency budgets. The policy changes if
+the gain is larger than its statistical error. Gains of several estimates are pooled
+(pooled_gains.py); a single estimate suffices only for a large gain. There are at most three changes
+per hour. `now` is any clock in seconds that does not go back.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ It prevents a pool from switching back and forth between two policies of similar
 
 
 class Action(StrEnum):
-    """The action that follows from an estimate.
+    """What to do after an estimate of the routing policies.
 
-    Keep the routing policy, switch it, or advise the operator to switch it.
+    Keep the current policy, switch to another one, or advise the operator to switch.
     """
 
     KEEP = "keep"
@@ -53,9 +53,9 @@ class Action(StrEnum):
 class PolicyDecision(msgspec.Struct, frozen=True):
     """A decision about a pool's routing policy, with its reason in one sentence.
 
-    member  label of the best of the other policies; "" if there is none
-    gain    the estimated gain in goodput by that policy, 0 to 1
-    error   half of the width of the 95 % interval of the gain
+    member  label of the best of the other policies; "": there is none
+    gain    estimated gain in goodput by that policy, 0 to 1
+    error   half of the width of the 95 % confidence interval of the gain
     """
 
     action: Action
@@ -66,9 +66,9 @@ class PolicyDecision(msgspec.Struct, frozen=True):
 
 
 class PolicyDecider:
-    """Decides about one pool's routing policy, and remembers earlier decisions.
+    """Decides about one pool's routing policy.
 
-    It remembers the switches of the last hour, and the estimates since the last of them.
+    It remembers the switches of the last hour, and the estimates since the last switch.
     """
 
     def __init__(self) -> None:
@@ -77,9 +77,9 @@ class PolicyDecider:
         self._evidence = PooledGains()
 
     def decide(self, now: float, estimate: PoolEstimate, *, may_switch: bool) -> PolicyDecision:
-        """Return the decision about a pool's routing policy that follows from one estimate.
+        """Return the decision about a pool's routing policy that follows from one more estimate.
 
-        Without `may_switch`, a switch is only advised.
+        If `may_switch` is false, a switch is only advised.
         """
         if estimate.requests < LEAST_REQUESTS:
             return _keep(
@@ -116,11 +116,14 @@ class PolicyDecider:
 
     @property
     def counted_until_s(self) -> float:
-        """Return the Unix time up to which requests have been compared; 0 if none have been."""
+        """Return the Unix time before which all requests have been compared; 0: none have been."""
         return self._evidence.until_s
 
     def on_switched(self, now: float, left: str) -> None:
-        """Record that the pool has switched its routing policy; `left` is the old policy."""
+        """Record that the pool has switched its routing policy.
+
+        `left` is the label of the old policy.
+        """
         self._switched_at.append(now)
         self._left_at = {
             member: left_at for member, left_at in self._left_at.items() if now - left_at < HOUR_S
@@ -129,10 +132,7 @@ class PolicyDecider:
         self._evidence.forget()
 
     def forget(self) -> None:
-        """Forget all earlier estimates.
-
-        Call it after the configuration or the fleet has changed.
-        """
+        """Discard all earlier estimates, because the configuration or the fleet has changed."""
         self._evidence.forget()
 
     def _required_gain(self, now: float, best: MemberEstimate) -> float:

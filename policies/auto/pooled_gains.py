@@ -1,8 +1,8 @@
-"""Pools the gains that several comparisons found for each routing policy.
+"""Pools the gains of each routing policy that several comparisons found.
 
-One comparison of a few minutes often has an error as large as the gain. Requests are counted in
-only one comparison, so comparisons are independent samples, and their blocks of consecutive
-requests can be pooled. Old ones lose weight, because traffic changes.
+One comparison of a few minutes often has an error as large as the gain. Each request is counted in
+only one comparison, so comparisons are independent samples. They are divided into blocks of
+consecutive requests, which can be pooled. Old ones count less, because traffic changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIMIT + EXCESS / (n - 1)."""
 class Comparison(msgspec.Struct, frozen=True):
     """The gains in goodput that one comparison of policies found.
 
-    at_s  time of the comparison in seconds, by the decider's clock
+    at_s  time of the comparison in seconds, on the decider's clock
     """
 
     at_s: float
@@ -38,9 +38,9 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class PooledGains:
-    """The gains of other policies over the one in force, since it came into force.
+    """The gains of other policies over the current one, since it became the current one.
 
-    until_s  Unix time before which the compared requests arrived; 0 without comparisons
+    until_s  Unix time before which the compared requests arrived; 0: no comparisons yet
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,10 @@ class PooledGains:
         self.until_s = 0.0
 
     def add(self, now: float, estimate: PoolEstimate) -> None:
-        """Record a comparison. If another policy is in force, earlier comparisons are forgotten."""
+        """Record a comparison.
+
+        If the current policy has changed, earlier comparisons are discarded.
+        """
         if estimate.incumbent != self._incumbent:
             self.forget()
             self._incumbent = estimate.incumbent
@@ -71,9 +74,10 @@ class PooledGains:
         return sum(comparison.requests for comparison in self._comparisons)
 
     def pooled(self, now: float) -> list[MemberEstimate]:
-        """Return the pooled estimate of each policy of the last comparison, except the incumbent.
+        """Return the pooled estimate of each policy in the last comparison, except the current
+        policy.
 
-        Its `gains` are empty.
+        The field `gains` of the estimates is empty.
         """
         if not self._comparisons:
             return []

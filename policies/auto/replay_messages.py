@@ -1,6 +1,7 @@
-"""The messages between a gateway and its replay process: comparisons to do, and estimated goodput.
+"""Messages between a gateway and its replay process, which compares routing policies by simulation.
 
-They are JSON on the process's pipes.
+The gateway sends what to compare, and the process returns estimates of goodput. The messages are
+JSON on the process's pipes.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import msgspec
 
 
 class PolicyMember(msgspec.Struct, frozen=True):
-    """One of the routing policies that are compared: its name and its parameters."""
+    """One of the routing policies to compare: its name and its parameters."""
 
     policy: str
     parameters: Mapping[str, Any] = {}
 
     @property
     def label(self) -> str:
-        """Return the policy's name, with its parameters if there are any."""
+        """Return the policy's label: its name, followed by its parameters if there are any."""
         if not self.parameters:
             return self.policy
         texts = (f"{key}={value}" for key, value in sorted(self.parameters.items()))
@@ -27,16 +28,16 @@ class PolicyMember(msgspec.Struct, frozen=True):
 
 
 class PoolJob(msgspec.Struct, frozen=True):
-    """A pool whose routing policies are to be compared by a replay of its requests.
+    """A pool whose routing policies are to be compared by a replay of its recent requests.
 
     Times are Unix times in seconds.
 
     endpoints         names of the pool's endpoints, in the order of the configuration
-    members           the policies, with the one in force first
+    members           the policies; the current one is first
     window_s          seconds of recent requests to replay
     counts_from_s     requests that arrived before this time are replayed but not counted, because
                       the fleet had a fault
-    in_force_since_s  time since which the policy in force has served all requests
+    in_force_since_s  time since which the current policy has served all requests
     """
 
     pool: str
@@ -48,12 +49,12 @@ class PoolJob(msgspec.Struct, frozen=True):
 
 
 class ReplayJob(msgspec.Struct, frozen=True):
-    """The job of a replay process: a comparison of policies for all pools that are due.
+    """The job of a replay process: for each pool that is due, compare its routing policies.
 
-    config  the gateway's configuration as plain values, with durations in seconds
-    log     path of the access log
-    now_s   Unix time in seconds
-    cpu_share  share of one core that the process may use
+    config     the gateway's configuration as plain values, with durations in seconds
+    log        path of the access log
+    now_s      Unix time in seconds
+    cpu_share  fraction of one core that the process may use
     """
 
     config: Mapping[str, Any]
@@ -67,10 +68,10 @@ class MemberEstimate(msgspec.Struct, frozen=True):
     """The estimated goodput of one routing policy on a pool's recent requests.
 
     member   the policy's label
-    goodput  share of requests within the budgets of their service class, weighted by the class
-    gain     goodput minus that of the policy in force, on the same arrivals
-    error    half of the width of the 95 % interval of the gain
-    gains    the gain in each of several blocks of consecutive requests of equal size
+    goodput  share of requests within the latency budgets of their service class, weighted by class
+    gain     goodput minus that of the current policy, on the same arrivals
+    error    half of the width of the 95 % confidence interval of the gain
+    gains    the gain in each of several equally large blocks of consecutive requests
     """
 
     member: str
@@ -83,12 +84,12 @@ class MemberEstimate(msgspec.Struct, frozen=True):
 class PoolEstimate(msgspec.Struct, frozen=True):
     """The estimated goodput of all compared routing policies for one pool.
 
-    incumbent  label of the policy in force
+    incumbent  label of the current policy
     requests   number of requests that were compared
     span_s     seconds in which these requests arrived
-    doubt      why the estimate cannot be trusted: how the replay of the policy in force differs
-               from the log; empty if it does not
-    members    the policies, with the one in force first
+    doubt      why the estimate cannot be trusted: how the replay of the current policy differs from
+               the log; empty: it can be trusted
+    members    the estimates by policy; the current policy is first
     until_s    Unix time before which the compared requests arrived
     """
 
@@ -102,7 +103,7 @@ class PoolEstimate(msgspec.Struct, frozen=True):
 
 
 class ReplayAnswer(msgspec.Struct, frozen=True):
-    """The result of a replay process: estimates by pool, and reasons for pools that failed.
+    """The result of a replay process: estimates by pool, and error texts of pools that failed.
 
     cpu_s  CPU time in seconds that the process has used
     """

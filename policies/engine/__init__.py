@@ -1,1 +1,3 @@
-"""A model of one inference engine: step times, queue, KV, and factors learned from observations."""
+"""A model of one inference engine: its step times, queue and KV memory, learned from
+observations.
+"""

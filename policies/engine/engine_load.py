@@ -1,7 +1,7 @@
 """The part of an endpoint's live load that the engine model reads and writes.
 
-EngineLoad is the base class of EndpointLoad (endpoint_load.py). It has its own module so that the
-engine model need not import EndpointLoad.
+EngineLoad is the base class of EndpointLoad (endpoint_load.py). It has its own module, so that the
+engine model does not import EndpointLoad.
 """
 
 from __future__ import annotations
@@ -21,40 +21,39 @@ class EngineLoad:
 
     Written by load_ledger.py:
 
-    answers            reserved requests that expect more than one output token; not the prefill
-                       half of a split request
-    expected_tokens    expected output tokens of all reserved requests, subtracted again when each
-                       of them ends
-    external_requests  requests that came to the engine from outside the gateway fleet. The smaller
-                       `unexplained_requests` (endpoint_load.py) of the last two scrapes, because a
-                       single scrape may be out of step with the gateway's own count
-    kv_tokens          KV capacity in tokens; None while unknown
-    slots              maximum number of sequences that the engine runs at a time; inf until prompts
-                       have waited for one while KV was free
-    peer_load          the part of these numbers that belongs to other gateways (peer_load.py)
+    answers            reserved requests that expect more than one output token. The prefill half of
+                       a split request is not one
+    expected_tokens    expected output tokens of all reserved requests
+    external_requests  requests that came to the engine from outside the gateways: the smaller
+                       `unexplained_requests` (endpoint_load.py) of the last two scrapes, because
+                       one scrape may be out of step with the gateway's own count
+    kv_tokens          KV capacity in tokens; None: unknown
+    slots              maximum number of sequences that the engine runs at a time; inf until a
+                       prompt has waited although KV was free
+    peer_load          the part of these numbers that other gateways have reserved (peer_load.py)
     reservations       the requests in flight, in order of reservation
     belief             learned speed (policies/engine/step_time.py)
 
-    The forecast, written by load_forecast.py and engine_timeline.py on every ledger event. It is
-    plain floats, so that a scorer costs a few attribute loads per candidate:
+    The forecast, which load_forecast.py and engine_timeline.py write at every event of a request.
+    Its fields are plain floats, so that a scorer is fast:
 
     prefill_done_at             policy clock when all waiting prompts should be computed; not in the
                                 future if none is waiting
-    next_first_token_at         policy clock when the next first token is expected; inf if none is
+    next_first_token_at         policy clock when the next first token is expected; inf: none is
     prefill_s_per_token         seconds per additional uncached prompt token, including its share of
                                 the step overhead
     attention_s_per_pair        seconds per (prompt token x context token) of prefill attention
-    fixed_ttft_s                seconds every request pays: API latency, the rest of the current
-                                decode step, one step's overhead
+    fixed_ttft_s                seconds that every request takes: API latency, the rest of the
+                                current decode step, and the overhead of one step
     decode_s_per_token          seconds per output token at the present load: a decode step plus the
                                 prefill steps in between
     decode_s_per_sequence       increase of decode_s_per_token per additional sequence in the batch
     decode_s_per_context_token  increase of decode_s_per_token per additional context token in the
                                 batch
-    free_kv_tokens              free KV once every queued prompt has its blocks, as if no prefixes
-                                were shared; inf if unknown
-    kv_used_tokens              KV in use once every queued prompt has its blocks, shared prefixes
-                                counted once
+    free_kv_tokens              free KV after every queued prompt has its blocks, as if no prefixes
+                                were shared; inf: unknown
+    kv_used_tokens              KV in use after every queued prompt has its blocks, with shared
+                                prefixes counted once
     s_per_freed_kv_token        seconds until one more KV token becomes free
     """
 

@@ -1,9 +1,11 @@
 """A model of one inference engine: its queue of prompts, current step, decoding batch and KV.
 
-EngineModel simulates the chunked-prefill scheduler of the engine with learned step times, and
-corrects itself at every observed first token. first_token_calibration.py learns from first tokens,
-load_forecast.py computes the forecast for a new request, step_time.py holds the step times, and
-load_ledger.py holds the reserved requests.
+EngineModel simulates the engine's scheduler (continuous batching with chunked prefill) with learned
+step times. It corrects itself at every observed first token.
+
+- first_token_calibration.py learns from first tokens.
+- load_forecast.py computes the forecast for a new request.
+- step_time.py has the step times, load_ledger.py the reserved requests.
 """
 
 from __future__ import annotations
@@ -42,49 +44,50 @@ A prompt that was predicted to fit may then in fact be waiting for KV.
 class EngineModel:
     """The predicted state of one engine: queue, current step, decoding batch and KV.
 
-    A step is one pass of the engine over its batch. It is changed by the events of EngineTimeline,
-    and by first_token_calibration.py and load_forecast.py for them. Times are on the policy clock.
+    A step is one pass of the engine over its batch. Events of EngineTimeline,
+    first_token_calibration.py and load_forecast.py change the state. Times are on the policy clock.
 
-    queue                  prompts of which some tokens are in no step yet, in order of arrival
+    queue                  prompts with tokens that no step computes yet, in order of arrival
     queued_tokens          number of those tokens
     queued_pairs           number of their query-key pairs
     is_busy                whether a step with prompt chunks is running
-    step_began_at          begin of that step; when idle, the end of a decode step
+    step_began_at          begin of that step; if there is none, the end of a decode step
     step_ends_at           predicted end of that step
     completing             the prompts that this step completes
     step_tokens            prompt tokens of this step
-    first_tokens_at        when first tokens ended a step and the next one is not planned yet; -inf
-                           otherwise
+    first_tokens_at        when first tokens ended a step while the next one is not planned yet;
+                           -inf otherwise
     batch                  number of decoding sequences
     steps                  number of decode steps so far
-    context_base           the sequences' total context is `context_base + batch * steps` tokens
+    context_base           the total context of these sequences is `context_base + batch * steps`
+                           tokens
     batch_changed_at_step  value of `steps` when the batch last grew
     kv_prompts             prompt tokens that have KV and do not decode
     incoming_kv_tokens     prompt tokens whose KV another endpoint computes
-    prefixes               cached prefixes of all prompts that have KV, and how much of that the
-                           engine really stores
-    kv_ratio               really stored KV over all KV in the model, as an average over some
-                           seconds; the forecast uses it
-    decode_s               seconds of a decode step at the present batch (load_forecast.py)
-    raw_base_s             the part of its uncorrected prediction that does not depend on the
-                           context
-    raw_context_s          the part of that prediction for reading the context
-    planned_tokens         prompt tokens planned since the averages were last updated
+    prefixes               cached prefixes of all prompts with KV, and how much of that KV is really
+                           stored
+    kv_ratio               really stored KV divided by KV in the model, as a mean over some seconds;
+                           the forecast uses it
+    decode_s               seconds of a decode step with the present batch (load_forecast.py)
+    raw_base_s             the uncorrected prediction of decode_s, without reading the context
+    raw_context_s          the uncorrected prediction of the seconds for reading the context
+    planned_tokens         prompt tokens planned since the means were last updated
     prefill_steps          number of steps with prompts so far
     prefill_s              total seconds of these steps
     decode_base_s          total uncorrected seconds of decode steps, without reading the context
     decode_context_s       total uncorrected seconds of decode steps for reading the context
-    averages               running averages of the engine's work
-    lengths                lengths of the pool's recent answers relative to the expected ones; the
+    averages               running means of the engine's work
+    lengths                lengths of the pool's recent answers relative to the expected ones. The
                            endpoints of a pool share it
     answers                the running answers by age
-    answers_due_at         until when their groups hold, if no event comes before; -inf after one
+    answers_due_at         until when their groups are valid if no event comes before; -inf after
+                           one
     idle_delay_s           seconds from a pick to the first step of an idle engine
     step_overhead_s        the part of a step with prompts that is not prefill, in seconds
     forecast_at            when the forecast was computed
-    is_stale               whether the forecast leaves out a change since then
-    span                   the steps since the last observed moment, with which the next first token
-                           is compared
+    is_stale               whether something has changed since the forecast
+    span                   the steps since the engine's state was last observed, with which the next
+                           first token is compared
     """
 
     __slots__ = (
@@ -158,8 +161,8 @@ class EngineModel:
     def advance(self, load: EngineLoad, now: float) -> None:
         """Simulate the engine's steps up to the time `now`.
 
-        A step that completes a prompt is not ended by the prediction: it lasts until the first
-        token of that prompt is reported.
+        A step that completes a prompt does not end at its predicted time. It lasts until the
+        prompt's first token is reported.
         """
         if self.first_tokens_at > -inf and not self._plan_next(load, now):
             return
@@ -193,9 +196,7 @@ class EngineModel:
             self._decode_until(now)
 
     def is_same_step(self, now: float) -> bool:
-        """Return whether first tokens that arrive now may come from the step that has just
-        ended.
-        """
+        """Return whether first tokens that arrive now may be from the step that has just ended."""
         return now - self.first_tokens_at <= TOGETHER * self.decode_s
 
     def _plan_next(self, load: EngineLoad, now: float) -> bool:
@@ -220,10 +221,9 @@ class EngineModel:
         self.is_stale = True
 
     def complete_only_prompt(self, prompt: QueuedPrompt, now: float) -> None:
-        """Complete the engine's only queued prompt without planning a step for it.
+        """Complete the engine's only queued prompt, which was computed since the last event.
 
-        The prompt was computed since the last event. This saves time for prompts from which nothing
-        would be learned.
+        No step is planned for it. This saves time if nothing can be learned from the prompt.
         """
         began_at = min(now, max(prompt.enters_at, self.step_began_at))  # it may wait for a slot
         if self.batch:
@@ -321,9 +321,7 @@ class EngineModel:
         return prompt.uncached_tokens + self.prefixes.exclusive_share() * prompt.prefix_tokens
 
     def free_kv_tokens(self, load: EngineLoad) -> float:
-        """Return the free KV memory of the modelled engine in tokens; inf while the capacity is
-        unknown.
-        """
+        """Return the free KV memory of the modelled engine in tokens; inf: capacity unknown."""
         if load.kv_tokens is None:
             return inf
         used = self.context_base + self.batch * self.steps + self.kv_prompts
@@ -393,9 +391,7 @@ class EngineModel:
         return False
 
     def start_decoding(self, prompt: QueuedPrompt, now: float) -> None:
-        """Move a prompt into the engine's decoding batch, because its first token has arrived at
-        `now`.
-        """
+        """Move a prompt into the engine's decoding batch: its first token has arrived at `now`."""
         prompt.decode_began_at, prompt.decode_begin_step = now, self.steps
         self.batch_changed_at_step = self.steps
         prompt.prefill_steps, prompt.prefill_s = self.prefill_steps, self.prefill_s
@@ -412,14 +408,14 @@ class EngineModel:
         self.context_base += prompt.sequences * (prompt.prompt_tokens - self.steps)
 
     def answer_groups(self, load: EngineLoad, now: float) -> list[LengthGroup]:
-        """Return the endpoint's answers by their probable final length."""
+        """Return the running answers of the engine by their probable final length."""
         self.update_answers(load, now)
         return list(self.answers.length_groups())
 
     def update_answers(self, load: EngineLoad, now: float) -> None:
-        """Bring the ages of the running answers up to date.
+        """Update the ages of the running answers.
 
-        Steps since the last event count if the engine only decodes.
+        Steps since the last event are counted if the engine only decodes.
         """
         steps = self.steps
         is_decoding = self.decode_s > 0.0 and not (self.is_busy or self.queue)
@@ -431,7 +427,7 @@ class EngineModel:
         )
 
     def on_kv_arrived(self, prompt: QueuedPrompt) -> None:
-        """Allocate KV in the modelled engine for a prompt whose KV has arrived from another
+        """Reserve KV memory in the model for a prompt whose KV has arrived from another
         endpoint.
         """
         prompt.awaits_kv, prompt.has_kv = False, True
@@ -441,7 +437,7 @@ class EngineModel:
     def catch_up_to(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
         """Advance the model to the step that completes this prompt.
 
-        The real engine was faster than predicted: it has reported the first token already.
+        The real engine has already reported the first token: it was faster than predicted.
         """
         prompt.enters_at = min(prompt.enters_at, now)
         while not prompt.is_planned:
@@ -472,7 +468,7 @@ class EngineModel:
             self.decode_context_s -= steps * self.raw_context_s
 
     def remove_from_queue(self, prompt: QueuedPrompt) -> None:
-        """Remove the prompt from the modelled engine's queue; do nothing if it is not queued."""
+        """Remove the prompt from the modelled engine's queue. Does nothing if it is not queued."""
         if prompt.remaining_tokens and prompt in self.queue:
             self.queue.remove(prompt)
             self.queued_tokens -= prompt.remaining_tokens

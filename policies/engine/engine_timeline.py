@@ -1,8 +1,11 @@
-"""The live model of one endpoint's engine, updated by the events of its reserved requests.
+"""The live model of one endpoint's engine, updated by the events of its requests.
 
-EngineTimeline translates events into changes of the base class EngineModel (engine_model.py).
-first_token_calibration.py learns from first tokens, load_forecast.py computes the forecast,
-step_time.py holds the step times, and load_ledger.py sends the events.
+EngineTimeline translates events into changes of its base class EngineModel (engine_model.py).
+
+- load_ledger.py sends the events.
+- first_token_calibration.py learns from first tokens.
+- load_forecast.py computes the forecast.
+- step_time.py has the step times.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ STALE_S = 0.002
 
 
 class EngineTimeline(EngineModel):
-    """An engine model that load_ledger.py keeps up to date with the events of reserved requests.
+    """An engine model that the events of reserved requests keep up to date.
 
-    arrivals  running averages of the prompts recently sent to the endpoint
+    arrivals  running means of the prompts recently sent to the endpoint
     """
 
     __slots__ = ("arrivals",)
@@ -61,7 +64,7 @@ class EngineTimeline(EngineModel):
             load.next_first_token_at = load.prefill_done_at + self.step_overhead_s
 
     def expect_kv(self, load: EngineLoad, prompt: QueuedPrompt) -> None:
-        """Record a prompt that will be decoded here after another endpoint has computed its KV.
+        """Record a prompt that another endpoint computes, and that will be decoded here.
 
         The prompt is not queued. The forecast counts its KV at once, but other prompts may still
         begin before that KV arrives.
@@ -73,17 +76,17 @@ class EngineTimeline(EngineModel):
         load.kv_used_tokens += prompt.prompt_tokens
 
     def on_handoff(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Record that the KV of a prompt has arrived from another endpoint, so that decoding starts
-        here.
+        """Record that the KV of a prompt has arrived from another endpoint.
+
+        Decoding starts here.
         """
         self.advance(load, now)
         self.start_decoding(prompt, now)
         self._update_forecast(load, now)
 
     def on_first_token(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Record that a prompt's first token has arrived.
-
-        The step that completed the prompt has therefore ended.
+        """Record that a prompt's first token has arrived, which ends the step that completed
+        the prompt.
         """
         # it belongs to the step that has ended, and nothing was planned since
         if not prompt.is_planned and self.is_same_step(now):
@@ -112,11 +115,11 @@ class EngineTimeline(EngineModel):
     def on_ended(
         self, load: EngineLoad, prompt: QueuedPrompt, now: float, output_tokens: int | None
     ) -> None:
-        """Remove a prompt from the engine model because its request has ended.
+        """Remove a prompt from the engine model, because its request has ended.
 
-        It may or may not have been computed. `output_tokens` is the length of a complete answer, or
-        None if the answer is incomplete or its length unknown. The caller must have advanced the
-        model to `now`.
+        The prompt may or may not have been computed. `output_tokens` is the length of a complete
+        answer; None: the answer is incomplete, or its length is unknown. The model must have been
+        advanced to `now`.
         """
         if prompt.output_tokens > 1.0:
             length = None if output_tokens is None else output_tokens / prompt.sequences
@@ -148,7 +151,7 @@ class EngineTimeline(EngineModel):
     def on_scrape(self, load: EngineLoad, kv_usage: float | None, now: float) -> None:
         """Correct the engine model by metrics that the engine has reported.
 
-        `kv_usage` is the share of KV in use, or None if unknown.
+        `kv_usage` is the fraction of KV in use, 0 to 1; None: unknown.
         """
         self.advance(load, now)
         if kv_usage is not None:

@@ -1,10 +1,11 @@
-"""Learns how fast an endpoint is from the time between two observed first tokens.
+"""Learns how fast an endpoint's engine is, from the time between two observed first tokens.
 
-Contains StepSpan, the measured sequence of engine steps, and `learn`, which chooses the correction
-factor to update. engine_model.py predicts the steps; step_time.py updates the factors.
+StepSpan sums up the engine steps in this time, as engine_model.py predicts them. `learn` compares
+the prediction with the real time, and chooses the correction factor to update (step_time.py).
 
-A span in which a prompt had to wait for KV memory says less, because the wait is not known exactly.
-A wait only makes the span longer, so of several such spans a short one is used, with less weight.
+If a prompt had to wait for KV memory in between, the time is less informative, because the length
+of the wait is not known exactly. A wait only makes the time longer. So of several such spans a
+short one is used, with less weight.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ DELAYED_VAR = 0.1
 
 
 class PrefillLesson(NamedTuple):
-    """What a span says about the speed of prefill.
+    """What a span of engine steps has shown about the speed of prefill.
 
-    The members are the arguments of SpeedBelief.observe_prefill, which describes them.
+    The fields are the arguments of SpeedBelief.observe_prefill, which describes them.
     """
 
     ratio: float
@@ -43,13 +44,13 @@ class PrefillLesson(NamedTuple):
 
 
 class StepSpan:
-    """The engine steps since the last moment at which the engine's state was observed.
+    """The engine steps since the engine's state was last observed.
 
-    The span sums up the predicted work of these steps. When the next first token is observed, the
-    prediction is compared with the time that has really passed, which corrects the learned speed.
+    The span sums up the predicted work of these steps. When the next first token arrives, the
+    prediction is compared with the real time, which corrects the learned speed.
 
-    anchor           when the steps began: at a first token or, if `entered` is set, at the end of
-                     the decode step during which a prompt entered
+    anchor           when the steps began: at a first token. If `entered` is set: at the end of the
+                     decode step during which a prompt entered
     wait_s           in the second case, the mean wait for that end, in seconds
     entered          when that prompt entered; None in the first case
     fills            predicted seconds of prefill, by how full the steps were (step_time.FILLS)
@@ -57,10 +58,10 @@ class StepSpan:
     decode_s         predicted seconds of decoding between the prefill steps
     steps            number of steps
     waits_for_kv     whether a prompt had to wait for KV memory
-    delayed_lessons  what earlier spans with such a wait say (PrefillLesson), since the last
+    delayed_lessons  what earlier spans with such a wait have shown (PrefillLesson), since the last
                      correction from first tokens
-    peer_tokens      the largest number of prompt tokens of other gateways that were queued in the
-                     meantime
+    peer_tokens      the largest number of prompt tokens of other gateways that were queued
+                     meanwhile
     corrected_at     time of the last correction from first tokens
     decoded_at       time of the last correction from whole answers
     """
@@ -88,11 +89,11 @@ class StepSpan:
         self.begin(0.0)
 
     def begin(self, at: float, wait_s: float = 0.0, entered: float | None = None) -> None:
-        """Begin to measure engine steps, with zero steps counted.
+        """Begin a new span without steps.
 
         at       when the steps begin (`anchor`)
-        wait_s   the mean wait for the end of a decode step, in seconds, as in the class
-        entered  when the prompt entered, as in the class
+        wait_s   the mean wait for the end of a decode step, in seconds; see the class
+        entered  when the prompt entered; see the class
         """
         self.anchor, self.wait_s, self.entered, self.waits_for_kv = at, wait_s, entered, False
         self.fills = [0.0] * (FILLS + 1)
@@ -130,13 +131,13 @@ def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
 
     span  the steps since the last observation, with their predicted work
     load  the engine's load, which contains the learned speed
-    ends  predicted end of the last step. The first token came within that step, at a time known
-          only to a fraction of its length
+    ends  predicted end of the last step. The first token came within that step, but it is not known
+          exactly when
     now   time of the observed first token
 
     Several spans in which a prompt waited for KV memory give one correction, unless a span without
-    a wait comes first. Prompts of other gateways may have been computed in the same time, so the
-    correction is smaller the more of them there are.
+    a wait comes first. Prompts of other gateways may have been computed in the same time. The more
+    there are, the smaller is the correction.
     """
     belief = load.belief
     spent_s = now - span.anchor

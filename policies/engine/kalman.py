@@ -1,7 +1,7 @@
-"""A Kalman filter for the correction factors of predicted step times.
+"""A Kalman filter that learns the correction factors of predicted step times.
 
-One observation (first_token_calibration.py) can depend on several factors. The factors multiply the
-predictions of step_time.py.
+One observed time (first_token_calibration.py) can depend on several factors. The factors multiply
+the predictions of step_time.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ PART_DRIFT_VAR = 0.002**2  # drift of a partial factor, for example after an eng
 
 
 class KalmanFilter:
-    """A Kalman filter on the logarithms of several factors, with their covariance.
+    """A Kalman filter on the logarithms of several correction factors, with their covariance.
 
-    The first factor applies to all work, the others to one part of it each. The first one alone
-    changes when an engine becomes slower, since it does so in all its work. The factor of a part is
-    learned from observations in which that part is large or small. A single outlier gets little
-    weight. Two outliers in the same direction mean that the GPU was throttled or released, so the
-    variance grows and the filter follows.
+    The first factor applies to all work, and each other factor to one part of it. If an engine
+    becomes slower, it does so in all its work, so only the first factor changes. The factor of a
+    part is learned from observations in which that part is large or small.
+
+    A single outlier has little weight. Two outliers in the same direction mean that the GPU was
+    throttled or released, so the variance grows and the filter follows.
 
     factors  correction factors, 1.0 at first
     covar    covariance of their logarithms
@@ -46,7 +47,7 @@ class KalmanFilter:
     def restore(
         self, logs: Sequence[float], covar: Sequence[Sequence[float]], var: float, last: float
     ) -> None:
-        """Replace the filter's state by the saved state of another filter with the same prior.
+        """Restore the state of the filter from that of another filter with the same prior.
 
         logs   logarithms of the factors
         covar  covariance of these logarithms

@@ -1,7 +1,8 @@
-"""Forecasts an endpoint's load: the waiting times and speeds that a new request would meet.
+"""Forecasts an endpoint's load: how long a new request would wait, and how fast it would run.
 
-The results are plain floats in EngineLoad, computed from the engine model (engine_model.py) and the
-learned speed (step_time.py). ttft_simulation.py simulates the first token of one prompt.
+The results are plain floats in EngineLoad. They are computed from the engine model
+(engine_model.py) and the learned speed (step_time.py). ttft_simulation.py simulates the first token
+of one prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MOST_BUSY = 0.95  # upper bound of the share of time that prefill is predicted t
 
 
 def add_sequence(load: EngineLoad, prompt_tokens: int) -> None:
-    """Add one more sequence with `prompt_tokens` tokens of context to the forecast."""
+    """Add one decoding sequence with `prompt_tokens` tokens of context to the forecast."""
     load.decode_s_per_token += (
         load.decode_s_per_sequence + load.decode_s_per_context_token * prompt_tokens
     )
@@ -35,9 +36,9 @@ def predict_tpot_s(
     output_tokens  expected tokens of its answer
     first_s        seconds until its first token
 
-    `decode_s_per_token` holds for the present batch; the function adds the request itself. The
-    result is the mean over all requests that may arrive in the meantime. Most requests meet fewer
-    of them, and a few meet many more.
+    `decode_s_per_token` holds for the present batch; this function adds the request itself. The
+    result is a mean that includes requests which may arrive meanwhile. Most answers are interrupted
+    by fewer of them, and a few by many more.
     """
     belief, lately = load.belief, timeline.averages
     share = lately.share if lately.share < MOST_BUSY else MOST_BUSY
@@ -50,7 +51,7 @@ def predict_tpot_s(
 
 
 def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> None:
-    """Recompute the forecast of an endpoint's load. The class EngineLoad describes its fields."""
+    """Recompute the forecast of an endpoint's load. EngineLoad describes its fields."""
     timeline.forecast_at, timeline.is_stale, timeline.answers_due_at = now, False, -inf
     belief, others = load.belief, load.peer_load
     running: float = timeline.batch

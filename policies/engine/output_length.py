@@ -1,7 +1,7 @@
-"""Estimates answer lengths, for requests whose client gave no limit.
+"""Estimates the length of answers for requests that have no limit.
 
-OutputLengths keeps running means by model, tenant and service class. RecentLengths predicts the
-remaining length of a running answer.
+OutputLengths has running means by model, tenant and service class. RecentLengths predicts how many
+tokens a running answer will still generate.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ classes of lengths."""
 
 
 class OutputLengths:
-    """Keeps running means of answer lengths in tokens, by model, tenant and service class.
+    """Running means of answer lengths in tokens, by model, tenant and service class.
 
-    A mean of few answers is blended with the next more general mean. At most `most` means are
-    stored; the least recently updated one is dropped first. Raises ValueError if `most` is below 3.
+    A mean of few answers is mixed with the next more general mean. At most `most` means are stored;
+    the least recently updated one is dropped first. Raises ValueError if `most` is below 3.
     """
 
     __slots__ = ("_means", "_most")
@@ -53,7 +53,8 @@ class OutputLengths:
     def __init__(self, most: int = 4096) -> None:
         if most < 3:
             raise ValueError(
-                f"most must be at least 3, because an answer counts in three means; got {most}"
+                "the number of means must be at least 3, because each answer counts in three; "
+                f"got {most}"
             )
         self._most = most
         self._means: dict[tuple[str, ...], tuple[int, float]] = {}
@@ -92,12 +93,12 @@ class OutputLengths:
 class RecentLengths:
     """The lengths of a pool's recent answers, each divided by its expected length.
 
-    The endpoints of a pool share it. With lengths of its own, an endpoint whose answers have not
-    ended yet, because it is slow, would seem cheaper than the others.
+    All endpoints of a pool share it. If each endpoint had its own, an endpoint whose answers take
+    long would count only its short ones, and would seem cheaper than the others.
 
-    Answers count in the order in which they began. After a burst short answers end first, and in
-    the order of their ends all answers would seem short. So an ended answer is held back until
-    those that began before it have ended, or MOST_HELD others have begun.
+    Answers count in the order in which they began. In the order of their ends, all answers after a
+    burst would seem short, because short answers end first. So an ended answer is held back until
+    those that began before it have ended, or until MOST_HELD others have begun.
     """
 
     __slots__ = ("_begun", "_held", "_inverses", "_new", "_ordered", "_quantiles", "_ratios")
@@ -111,7 +112,7 @@ class RecentLengths:
         self._new = 0  # lengths since the quantiles were computed
 
     def begin(self, answer: Hashable) -> None:
-        """Record that an answer has begun; a second time has no effect."""
+        """Record that an answer has begun. Calling it again has no effect."""
         if answer not in self._held:
             self._held[answer] = RUNNING
             self._begun.append(answer)
@@ -121,8 +122,8 @@ class RecentLengths:
     def end(self, answer: Hashable, output_tokens: float | None, expected_tokens: float) -> None:
         """Record that an answer has ended.
 
-        output_tokens    its length; None if the answer is incomplete or its length unknown
-        expected_tokens  the length that had been expected
+        output_tokens    its length; None: the answer is incomplete, or its length is unknown
+        expected_tokens  the length that was expected
         """
         held, begun, ratio = self._held, self._begun, 0.0
         if output_tokens is not None:
@@ -135,7 +136,9 @@ class RecentLengths:
             self._record(ratio)
 
     def record(self, output_tokens: float, expected_tokens: float) -> None:
-        """Record the length of a complete answer, which counts at once."""
+        """Record the length of a complete answer, without waiting for answers that began before
+        it.
+        """
         self.end(None, output_tokens, expected_tokens)
 
     def _release(self) -> None:
@@ -156,8 +159,8 @@ class RecentLengths:
     def quantiles(self) -> Sequence[float]:
         """Return typical ratios of actual to expected answer length, from small to large.
 
-        Recent ratios are divided into CLASSES classes of equal size; the median of each is
-        returned.
+        Recent ratios are sorted into CLASSES classes of equal size. The result has the median of
+        each class.
         """
         if self._quantiles is None:
             ordered = self._ordered
@@ -167,8 +170,8 @@ class RecentLengths:
         return self._quantiles
 
     def inverse_moments(self) -> Sequence[InverseMoments]:
-        """Return the moments of 1 / ratio over the classes from each one on, and last those of a
-        ratio of 1.
+        """Return moments of 1 / ratio: for the classes from each one on, and last for a ratio
+        of 1.
         """
         self.quantiles()
         return self._inverses
@@ -180,7 +183,7 @@ class RecentLengths:
 
         generated_tokens  tokens of the answer so far
         expected_tokens   its expected length
-        share             the quantile, 0 to 1, among earlier answers that were at least as long
+        share             the quantile (0 to 1) among earlier answers that were at least as long
 
         An answer longer than all earlier ones is expected to double in length.
         """

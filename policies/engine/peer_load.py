@@ -1,8 +1,8 @@
-"""The part of an endpoint's load that other gateways have reserved, with one share per gateway.
+"""The part of an endpoint's load that other gateways have reserved, by gateway.
 
-load_ledger.py adds the shares to the numbers of EndpointLoad, so that caps, scorers and the count
-of external requests cover all gateways. Their sum is kept here, so that this gateway's own part can
-be computed. The gateway's package `peers` transports the shares.
+load_ledger.py adds it to the numbers of EndpointLoad. So caps, scorers and the count of external
+requests cover all gateways. The sum is also stored here, so that this gateway's own part can be
+computed. The package gateway/peers exchanges the loads between gateways.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 class PeerShare(msgspec.Struct, frozen=True, array_like=True):
     """The load that one gateway has reserved at one endpoint.
 
-    The fields are those of EndpointLoad and EngineLoad with the same names, for this gateway's
-    requests only.
+    Each field has the meaning of the field with the same name in EndpointLoad or EngineLoad, for
+    the requests of this one gateway.
     """
 
     in_flight: Amount = 0
@@ -37,7 +37,7 @@ FIELDS = PeerShare.__struct_fields__
 class PeerLoad:
     """The load that other gateways have reserved at one endpoint, by gateway, and its sum.
 
-    Only ledger.set_peer_load changes it.
+    Only load_ledger.set_peer_load changes it.
     """
 
     __slots__ = (*FIELDS, "shares")

@@ -1,6 +1,6 @@
-"""The state of one reserved prompt in the engine model: its progress and the KV that it occupies.
+"""The state of one reserved prompt in the engine model: its progress, and the KV that it uses.
 
-engine_model.py changes the state. ledger.LoadReservation extends the class QueuedPrompt.
+engine_model.py changes the state. load_ledger.LoadReservation extends the class QueuedPrompt.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ class QueuedPrompt:
     computed_tokens   the prompt tokens before `remaining_tokens`
     is_planned        whether the last chunk of the prompt is in a planned step
     is_decoding       whether the first token has arrived
-    has_kv            whether KV is allocated for the prompt
-    awaits_kv         whether another endpoint computes the prompt's KV, for which no blocks are
-                      allocated here yet
-    prefix_tokens     prompt tokens that were believed to be cached, whose KV may be shared with
-                      other sequences
+    has_kv            whether KV memory is allocated for the prompt
+    awaits_kv         whether another endpoint computes the prompt, and no KV memory is allocated
+                      here yet
+    prefix_tokens     prompt tokens that were believed to be cached, whose KV other sequences may
+                      share
     sequences         number of answers generated from the prompt
     output_tokens     expected output tokens of each answer
-    length_class      the age of its answer at the last check (RunningAnswers); -1 before the first
-                      token and after the end
-    per_expected_token   1 over the length that was then expected of it
-    sees_first_token  whether the engine reports the first token; otherwise it is assumed to arrive
+    length_class      age class of its answer at the last check (RunningAnswers); -1 before the
+                      first token and after the end
+    per_expected_token   1 divided by the answer length that was expected at that check
+    sees_first_token  whether the first token can be observed; otherwise it is assumed to arrive
                       when the step ends
 
     When the first token arrives, its time is stored in `decode_began_at`. The counters of the
@@ -83,9 +83,9 @@ class QueuedPrompt:
 
     @property
     def uncached_tokens(self) -> int:
-        """Return the number of prompt tokens that had to be computed: those that were not cached.
+        """Return how many prompt tokens had to be computed when the prompt arrived.
 
-        It is at least 1, because the last token is always computed.
+        The result is at least 1, because the last token is always computed, even if it is cached.
         """
         return max(1, self.prompt_tokens - self.prefix_tokens)
 

@@ -1,9 +1,8 @@
 """Estimates the final lengths of the answers that an engine generates at present.
 
-A prefill delays all running answers. Whether that makes an answer late depends on its final length,
-over which the delay is spread, and on the delays that it has had. The length is not known before
-the end, but an answer is longer than what has been generated of it, and earlier answers show how
-lengths are distributed.
+A new prefill delays all running answers. Whether that makes an answer too slow depends on its final
+length, over which the delay is spread, and on its earlier delays. The final length is unknown, but
+it is more than what has been generated, and earlier answers show how lengths are distributed.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ and the mean of `prefill_s` (EngineModel) at their first tokens."""
 
 
 class RunningAnswers:
-    """The running answers of one engine by age, with an estimate of their lengths.
+    """The running answers of one engine by age, with an estimate of their final lengths.
+
+    Lengths are divided by the expected length of the request, and sorted into CLASSES classes of
+    equal probability. An answer has the age k if it is longer than the median lengths of k classes.
+    So its final length is in one of the other classes, each with the same probability.
 
     age_groups  the answers by age, as of the last `update`; never changed in place
-    ratios      the classes of lengths at that time (RecentLengths.quantiles)
-
-    Lengths are divided by the expected length of the request, and fall into CLASSES classes of
-    equal probability. An answer has the age k if it is longer than the median lengths of k classes.
-    So its own length is in one of the other classes, each with the same probability.
+    ratios      the length classes at that time (RecentLengths.quantiles)
     """
 
     __slots__ = (
@@ -97,11 +96,10 @@ class RunningAnswers:
                 self._drop_ended()
 
     def update(self, load: EngineLoad, steps: float, prefill_s: float) -> float:
-        """Bring `age_groups` up to date, and return the step at which an answer reaches its next
-        age; inf if there is none.
+        """Update `age_groups`, and return the step at which an answer reaches its next age.
 
-        Answers without a first token count as well. Other gateways' answers are assumed to be
-        distributed like the own ones.
+        Returns inf if no answer does. Answers without a first token count as well. The answers of
+        other gateways are assumed to have the same distribution.
 
         steps      number of decode steps of the engine so far
         prefill_s  total seconds of its steps with prompts

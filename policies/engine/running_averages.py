@@ -1,6 +1,6 @@
-"""Running averages of one engine's recent work and of the prompts recently sent to it.
+"""Running means of one engine's recent work, and of the prompts recently sent to it.
 
-The modules load_forecast.py and ttft_simulation.py read them.
+load_forecast.py and ttft_simulation.py read them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ LEAST_ARRIVALS, LEAST_S = 3.0, 1.0  # prompts and seconds before arrivals can be
 
 
 class EngineAverages:
-    """Computes decaying averages of an engine's recent work, as its model predicts it.
+    """Computes decaying means of an engine's recent work, as its model predicts it.
 
-    rate   prompt tokens computed per second, averaged over RATE_S seconds
-    share  share of the time spent in steps with prompts, 0 to 1, averaged over SHARE_S seconds
-    pace   steps with prompts per second, averaged over SHARE_S seconds
+    rate   prompt tokens computed per second, as a mean over RATE_S seconds
+    share  fraction (0 to 1) of time in steps with prompts, as a mean over SHARE_S seconds
+    pace   steps with prompts per second, as a mean over SHARE_S seconds
     """
 
     __slots__ = ("at", "first_event_at", "pace", "rate", "seen_s", "seen_steps", "share")
@@ -32,7 +32,7 @@ class EngineAverages:
         self.seen_steps = 0
 
     def update(self, planned: int, prefill_s: float, prefill_steps: int, now: float) -> None:
-        """Add the engine's work since the last update to the averages.
+        """Add the engine's work since the last update to the means.
 
         planned        prompt tokens planned since then
         prefill_s      total seconds of steps with prompts since the start
@@ -52,7 +52,7 @@ class EngineAverages:
 
 
 class ArrivalAverages:
-    """Running averages of the prompts recently sent to an endpoint.
+    """Running means of the prompts recently sent to an endpoint.
 
     Older prompts count less; the time constant is ARRIVALS_S seconds.
 
@@ -72,9 +72,11 @@ class ArrivalAverages:
         self.prompts, self.tokens = self.prompts * decay + 1.0, self.tokens * decay + tokens
 
     def expected_tokens_behind(self, seconds: float) -> float:
-        """Return the prompt tokens expected to arrive within `seconds` behind a waiting prompt.
+        """Return how many prompt tokens are expected to arrive behind a waiting prompt in
+        `seconds`.
 
-        The result is closer to the median than to the mean, because a few prompts meet many others.
+        The result is closer to the median than to the mean, because a few prompts have many others
+        behind them.
         """
         if self.prompts < LEAST_ARRIVALS or self.seconds < LEAST_S:
             return 0.0

@@ -1,17 +1,17 @@
-"""A model of the KV of cached prefixes, where several sequences may share one copy.
+"""Estimates the KV memory of cached prefixes, of which several sequences may share one copy.
 
-SharedPrefixKv estimates how many tokens are really stored, and how adding or removing a sequence
-changes that. engine_model.py counts unshared KV; engine_timeline.py corrects the estimate by
-scraped metrics.
+SharedPrefixKv estimates how many tokens are really stored, and how that changes when a sequence is
+added or removed. engine_model.py counts KV that is not shared. engine_timeline.py corrects the
+estimate by scraped metrics.
 """
 
 from __future__ import annotations
 
 
 class SharedPrefixKv:
-    """Estimates how many tokens of cached prefixes a group really stores.
+    """Estimates how many tokens of cached prefixes an engine really stores.
 
-    Sequences with an equal prefix store its tokens once.
+    If several sequences have the same prefix, its tokens are stored once.
 
     tokens    total prefix tokens, as if every sequence had its own copy
     distinct  estimate of the tokens that are really stored. Scraped metrics correct it; `add` and
@@ -24,7 +24,7 @@ class SharedPrefixKv:
         self.tokens, self.distinct = 0, 0.0
 
     def exclusive_share(self) -> float:
-        """Return the estimated share of a sequence's cached prefix (0 to 1) that no other sequence
+        """Return the estimated share (0 to 1) of a sequence's cached prefix that no other sequence
         uses.
 
         If sequences use some of the prefixes at random, this is nearly the square of `distinct /
@@ -36,13 +36,13 @@ class SharedPrefixKv:
         return share * share
 
     def add(self, tokens: int) -> None:
-        """Count a new sequence that has a cached prefix of `tokens` tokens in the estimate."""
+        """Add a sequence with a cached prefix of `tokens` tokens to the estimate."""
         if tokens:
             self.distinct += self.exclusive_share() * tokens
             self.tokens += tokens
 
     def remove(self, tokens: int) -> None:
-        """Remove a sequence that has a cached prefix of `tokens` tokens from the estimate."""
+        """Remove a sequence with a cached prefix of `tokens` tokens from the estimate."""
         if tokens:
             self.distinct = max(0.0, self.distinct - self.exclusive_share() * tokens)
             self.tokens -= tokens

@@ -1,8 +1,11 @@
-"""Learns the step times of one endpoint: a roofline estimate, corrected by observations.
+"""Learns the step times of one endpoint: a computed estimate, corrected by observations.
 
-Contains the analytic cost of an engine step (StepCosts), its initial estimate for a GPU type and
-parallel layout (shape_for), and the online correction (SpeedBelief). expected_latency.py derives
-the times of one request; first_token_calibration.py provides the observations.
+- StepCosts is the cost of an engine step by a roofline model.
+- `shape_for` estimates it from the GPU type and the parallel layout.
+- SpeedBelief corrects it while requests run.
+
+expected_latency.py derives the times of one request. first_token_calibration.py provides the
+observations.
 """
 
 from __future__ import annotations
@@ -22,13 +25,16 @@ from policies.sizing.gpus import GPUS
 class StepCosts(msgspec.Struct, frozen=True):
     """The costs of one engine step, in seconds per unit of work.
 
-    step = max(weights_s, token_s (p + B)) + wire_s (p + B) + pair_s area + context_s C + sequence_s
-    B + step_s
+        step = max(weights_s, token_s (p + B)) + wire_s (p + B) + pair_s area + context_s C
+               + sequence_s B + step_s
 
-    p is the number of prompt tokens and B the number of decoding sequences in the step. C is the
-    total context of these sequences in tokens. area is the sum over prompt chunks of chunk x (start
-    + chunk / 2). `request_s` is the API latency before the engine receives a request.
-    `budget_tokens` bounds p + B (vLLM's max_num_batched_tokens).
+    - p: prompt tokens in the step
+    - B: decoding sequences in the step
+    - C: total context of these sequences in tokens
+    - area: sum over prompt chunks of chunk x (start + chunk / 2)
+
+    `request_s` is the API latency before the engine receives a request. `budget_tokens` is the
+    maximum of p + B (vLLM's max_num_batched_tokens).
     """
 
     weights_s: float
@@ -95,14 +101,14 @@ def shape_for(
     request_s: float = 0.005,
     budget_tokens: int = 8192,
 ) -> StepCosts:
-    """Return the estimated step costs of a TP group of `tp` x `pp` GPUs.
+    """Estimate the step costs of an engine on `tp` x `pp` GPUs.
 
-    Unknown arguments get neutral values. Layers and width are derived from the parameters as in the
-    Llama and Qwen families.
+    Unknown arguments get neutral values. Layers and width are derived from the number of
+    parameters, as in the Llama and Qwen families.
 
-    gpu             GPU type, a key of policies/sizing/gpus.py; None if unknown
+    gpu             GPU type, a key of policies/sizing/gpus.py; None: unknown
     params_b        billions of parameters
-    active_b        billions of parameters that each token activates (fewer in a mixture of experts)
+    active_b        billions of parameters that each token uses (fewer in a mixture of experts)
     kv_token_bytes  KV cache per token over all layers; None: 8 heads of 128 per layer in 16 bits
     weight_bytes    bytes per parameter
     request_s       API latency in seconds
@@ -144,8 +150,8 @@ REACH_GAIN, MOST_REACH_S = 0.05, 1.0
 class SpeedFactor(NamedTuple):
     """The learned speed of one kind of engine work, as a factor on its estimated time.
 
-    The kinds are prefill, attention and decode. Prices of endpoints are compared by these factors.
-    Each holds for the work that the engine usually gets, not for a particular step.
+    The kinds are prefill, attention and decode. The prices of endpoints use these factors. Each is
+    a mean over the usual work of the engine, not the factor of one step.
 
     factor  correction factor; above 1, the engine is slower than estimated
     var     variance of the factor's logarithm
@@ -156,10 +162,10 @@ class SpeedFactor(NamedTuple):
 
 
 class UsualSpeeds(NamedTuple):
-    """The learned speeds of an engine, for its usual work.
+    """The learned speeds of an engine for its usual work.
 
     prefill  factor on the time of prefill
-    pairs    factor on the time of prefill's attention
+    pairs    factor on the time of attention in prefill
     step     factor on the time of decode steps
     """
 
@@ -169,14 +175,16 @@ class UsualSpeeds(NamedTuple):
 
 
 class SpeedBelief:
-    """Learned speed of one endpoint: the estimated step costs `shape` and correction factors.
+    """The learned speed of one endpoint: the estimated step costs `shape`, and correction factors.
 
-    It is changed by the endpoint's timeline and ledger. FILLS is the number of parts into which a
-    full step is divided (StepCosts.filling).
+    The endpoint's timeline and ledger change it. A full step is divided into FILLS parts
+    (StepCosts.filling).
 
-    prompts        factors on the prefill part of steps: on all of it; on steps that are 0, 1, 2 and
-                   3 quarters full, whose matrices do not fill the GPU; and on attention
-    decodes        factors on steps without prompts: on all of it, and on reading the context
+    prompts        factors on the prefill part of steps: one for all of it; one each for steps that
+                   are 0, 1, 2 and 3 quarters full, because small matrices do not fill the GPU; one
+                   for attention
+    decodes        factors on steps without prompts: one for all of it, and one for reading the
+                   context
     layers         factor on the fixed part of a step with prompts
     speeds         one factor each for prefill, attention and decode steps, for the usual work
     paces          factors on the prefill part of a step that is 0, 1, ... FILLS parts full
@@ -230,9 +238,7 @@ class SpeedBelief:
         self.apply_factors()
 
     def apply_factors(self) -> None:
-        """Recompute the corrected costs of an engine step after the correction factors have
-        changed.
-        """
+        """Recompute the corrected costs of an engine step from the changed correction factors."""
         self._settle_prompts()
         self._settle_layers()
         self._settle_decodes()
@@ -263,7 +269,7 @@ class SpeedBelief:
         self.base_s = slower * shape.step_s
 
     def pace(self, tokens: float) -> float:
-        """Return the correction factor for the prefill part of an engine step with `tokens` prompt
+        """Return the correction factor for the prefill part of a step with `tokens` prompt
         tokens.
         """
         part, beyond = self.shape.filling(tokens)
@@ -274,7 +280,7 @@ class SpeedBelief:
         """Return the estimated seconds that prompt tokens and query-key pairs add to an engine
         step.
 
-        Only attention's own factor is included; multiply the result by `pace(tokens)`.
+        Only attention's own factor is included. Multiply the result by `pace(tokens)`.
         """
         compute_s, weights_s = self.shape.token_s * tokens, self.shape.weights_s
         return (
@@ -293,7 +299,7 @@ class SpeedBelief:
     def observe_prefill(
         self, ratio: float, fills: Sequence[float], pairs_s: float, noise_var: float
     ) -> None:
-        """Update the correction factors, because prefill took `ratio` times as long as predicted.
+        """Update the correction factors: prefill took `ratio` times as long as predicted.
 
         fills      estimated seconds of that prefill, for steps that are 0, 1, ... FILLS parts full.
                    A step between two of these counts for both, as in `pace`
@@ -323,7 +329,7 @@ class SpeedBelief:
     def observe_decode(
         self, seen_s: float, base_s: float, context_s: float, noise_var: float
     ) -> None:
-        """Update the correction factors, because decode steps took `seen_s` seconds.
+        """Update the correction factors: decode steps took `seen_s` seconds.
 
         base_s     estimated seconds of these steps without reading the context
         context_s  estimated additional seconds for reading the context
@@ -337,10 +343,10 @@ class SpeedBelief:
         self._settle_decodes()
 
     def observe_api_latency(self, seen_s: float, weight: float = 1.0) -> None:
-        """Update the API latency `request_s` by the time in which a request reached the engine's
+        """Update the API latency `request_s`: a request took `seen_s` seconds to the engine's
         scheduler.
 
-        `seen_s` is that time in seconds. `weight`, 0 to 1, is how reliable the observation is.
+        `weight` (0 to 1) is how reliable the observation is.
         """
         self._reached += weight
         gain = weight * max(REACH_GAIN, 1.0 / self._reached)

@@ -1,1 +1,1 @@
-"""The comparison of two engines' answers to the same prompts, as plain functions without I/O."""
+"""Compares the answers of two engines to the same prompts, as plain functions without I/O."""

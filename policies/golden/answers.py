@@ -1,4 +1,7 @@
-"""The prompts and answers of a golden comparison as plain values, from OpenAI's formats. No I/O."""
+"""Prompts and answers of a golden comparison, which compares two engines on the same prompts.
+
+They are plain values, converted from and to OpenAI's formats. This module does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ MAX_PROMPTS = 10_000
 
 
 class GoldenError(ValueError):
-    """Raised when answers cannot be compared; the message says what is wrong and where."""
+    """Raised if answers cannot be compared. The message contains the reason and the place."""
 
 
 class TokenChoice(msgspec.Struct, frozen=True):
-    """One generated token, with the probabilities of the likeliest tokens at its position."""
+    """One generated token, with the probabilities of the most likely tokens at its position."""
 
     token: str
     probabilities: Mapping[str, float]
@@ -28,8 +31,8 @@ class GoldenAnswer(msgspec.Struct, frozen=True):
 
     text               the generated text
     calls              tool calls as (name, arguments as text)
-    tokens             generated tokens with probabilities; empty if the engine reports none
-    error              why there is no answer; empty if there is one
+    tokens             generated tokens with probabilities; empty: the engine reports none
+    error              why there is no answer; empty: there is one
     took_s             seconds from the request to the end of the answer
     completion_tokens  number of generated tokens
     """
@@ -47,10 +50,10 @@ class GoldenAnswer(msgspec.Struct, frozen=True):
 
 
 def read_prompts(lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the request bodies of a JSON Lines file: one body, or {"prompt": ...}, a line.
+    """Parse a JSON Lines file of prompts, and return one request body per line.
 
-    A body has `messages` (a chat) or `prompt` (a completion). Raises GoldenError with the line's
-    number.
+    A line is a body with `messages` (a chat) or `prompt` (a completion), such as {"prompt":
+    "Hello"}. Raises GoldenError, with the number of the line, if a line is invalid.
     """
     prompts = []
     for number, line in enumerate(lines, 1):
@@ -76,7 +79,7 @@ def read_prompts(lines: Sequence[str]) -> list[dict[str, Any]]:
 def request_of(prompt: Mapping[str, Any], model: str, max_tokens: int, top: int) -> dict[str, Any]:
     """Return the request body for a prompt, with greedy sampling.
 
-    `top` is the number of probabilities to ask for; 0: none.
+    `top` is the number of most likely tokens to request per position, with probabilities; 0: none.
     """
     body = {"temperature": 0, "max_tokens": max_tokens, **prompt, "model": model, "stream": False}
     if top and "messages" in prompt:
@@ -94,9 +97,10 @@ MIRRORED_MEMBERS = (
 
 
 def prompt_of(members: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Return the golden prompt of a live request: the members that decide its answer.
+    """Return the golden prompt of a live request: only the JSON fields that decide its answer.
 
-    Its sampling is left out. Its own limit of tokens counts if it is less than `max_tokens`.
+    Sampling parameters are removed. The request's own token limit is used if it is below
+    `max_tokens`.
     """
     limits = (members.get("max_tokens"), members.get("max_completion_tokens"), max_tokens)
     least = min(limit for limit in limits if isinstance(limit, int) and limit > 0)

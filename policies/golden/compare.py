@@ -1,9 +1,8 @@
-"""Compares two engines' answers to the same prompts: what differs, and whether more than by chance.
-No I/O.
+"""Compares two engines' answers to the same prompts: do they differ more than by chance?
 
-Greedy answers of one engine differ between runs too, because other batches round differently. The
-base engine is therefore asked twice, and its difference from itself is the noise floor. A candidate
-is worse if its paired differences exceed the floor by more than chance explains.
+Greedy answers of one engine also differ between runs, because other batches round differently. So
+the base engine answers twice, and its difference from itself is the noise floor. A candidate engine
+is worse if its differences exceed the floor by more than chance explains. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class AnswerPair(msgspec.Struct, frozen=True):
     """The comparison of two answers to one prompt.
 
     same         1.0 if they are equal, else 0.0
-    shared       share (0 to 1) of the first answer before the first difference
-    diverged_at  position of the first difference: in tokens if both have them, else in characters;
-                 None if there is none
-    kl           mean Kullback-Leibler divergence in nats over the tokens up to the first
-                 difference; None without probabilities
+    shared       fraction (0 to 1) of the first answer before the first difference
+    diverged_at  position of the first difference, in tokens if both have tokens, else in
+                 characters; None: no difference
+    kl           mean Kullback-Leibler divergence in nats, over the tokens up to the first
+                 difference; None: no probabilities
     valid        0.0 if only the first answer is valid (is_valid()), else 1.0
-    length       length of the second answer over that of the first; None if the first is empty
+    length       length of the second answer divided by that of the first; None: the first is empty
     """
 
     same: float
@@ -71,7 +70,7 @@ def _units(one: GoldenAnswer, other: GoldenAnswer) -> tuple[Sequence[str], Seque
 
 
 def is_valid(prompt: Mapping[str, Any], answer: GoldenAnswer) -> bool:
-    """Return whether an answer exists, and its JSON and tool calls can be parsed."""
+    """Return whether there is an answer, and its JSON and tool calls can be parsed."""
     if answer.error:
         return False
     form = prompt.get("response_format")
@@ -105,8 +104,8 @@ def _divergence(ones: Sequence[TokenChoice], others: Sequence[TokenChoice]) -> f
 def token_kl(one: Mapping[str, float], other: Mapping[str, float]) -> float:
     """Return the Kullback-Leibler divergence, in nats, of two distributions of the next token.
 
-    Only the probabilities of the likeliest tokens are known; all other tokens count as one. A token
-    unknown to `other` has at most its smallest probability.
+    Only the probabilities of the most likely tokens are known, so all other tokens are treated as
+    one. A token that is missing in `other` has at most the smallest probability there.
     """
     rest_one, rest = (max(0.0, 1 - sum(each.values())) for each in (one, other))
     unknown = min(*other.values(), max(rest, LEAST_PROBABILITY))
@@ -125,8 +124,8 @@ class MeasureResult(msgspec.Struct, frozen=True):
 
     name       the measure
     floor      its value for the base engine compared with itself
-    candidate  its value for the candidate compared with the base
-    worse_by   mean paired difference; positive is worse
+    candidate  its value for the candidate compared with the base engine
+    worse_by   mean difference of the two, prompt by prompt; positive is worse
     error      standard error of that difference
     is_worse   whether the candidate is worse by more than chance and the tolerance
     """
@@ -142,13 +141,14 @@ class MeasureResult(msgspec.Struct, frozen=True):
 class GoldenReport(msgspec.Struct, frozen=True):
     """The result of a golden comparison over all prompts.
 
-    Shares are 0 to 1, divergences in nats.
+    Shares are 0 to 1, divergences are in nats.
 
     prompts               number of prompts
     measures              the result of each measure
-    length_ratio          length of the candidate's answers over that of the base's; None if unknown
-    median_divergence_at  median place of the first difference; None if no answers differ
-    base_s                mean seconds of an answer of the base
+    length_ratio          length of the candidate's answers divided by that of the base engine's;
+                          None: unknown
+    median_divergence_at  median position of the first difference; None: no answers differ
+    base_s                mean seconds of an answer of the base engine
     candidate_s           mean seconds of an answer of the candidate
     """
 
@@ -183,10 +183,10 @@ def judge(
 ) -> GoldenReport:
     """Return the report of a golden comparison.
 
-    floors     the base's answers compared with its own second answers
-    pairs      the base's answers compared with the candidate's
-    tolerance  loss of a share, or nats, that is accepted beyond chance
-    took_s     mean seconds of an answer of the base and of the candidate
+    floors     the base engine's answers compared with its own second answers
+    pairs      the base engine's answers compared with the candidate's
+    tolerance  accepted difference beyond chance, as a share or in nats
+    took_s     mean seconds of an answer of the base engine and of the candidate
     """
     measures = []
     for name, value, is_lower_worse in _MEASURES:

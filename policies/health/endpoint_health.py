@@ -1,13 +1,13 @@
-"""The health of an endpoint: a state machine from events to whether the endpoint may be used.
+"""The health of an endpoint: a state machine that decides whether the endpoint may be used.
 
-The module contains the state machine as a table, and the rule for a whole pool. The gateway sends
-probes and delivers events.
+This module has the state machine as a table, and the rule for a whole pool. The gateway sends
+health probes and delivers events.
 
     UP         in use. Consecutive failures are counted; a success resets them.
-    EJECTED    not in use. A successful probe after `until` ends it. The pool rule may overrule it,
-               unless the cause is CONNECT_FAILED: no engine answers at that address.
-    DEAD       not in use, reported by the engine itself (/health): no rule overrules it.
-    RETURNING  a probe succeeded: in use again, and one failure ejects it.
+    EJECTED    not in use. A successful probe after `until` ends it. The pool rule may use the
+               endpoint anyway, unless the cause is CONNECT_FAILED: no engine answers there.
+    DEAD       not in use, as the engine itself reports (/health). No rule overrides it.
+    RETURNING  a probe succeeded: in use again, but one failure ejects it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class HealthState(StrEnum):
 class HealthEvent(StrEnum):
     """An event at an endpoint that may change its health.
 
-    IGNORED          a 4xx response or a client disconnect, which say nothing about the endpoint's
+    IGNORED          a 4xx response or a client disconnect, which does not depend on the endpoint's
                      health
-    CONNECT_FAILED   a connection was refused, timed out, or was reset before any byte of an answer
+    CONNECT_FAILED   a connection was refused, timed out, or was reset before the first byte of a
+                     response
     PROBE_OK_NEEDED  a probe succeeded, and no endpoint of the pool with this role is available
-    SLOW             a speed review found the endpoint slower than its peers
+    SLOW             a speed review has found the endpoint slower than its peers
     """
 
     SUCCEEDED = "succeeded"
@@ -57,11 +58,11 @@ class HealthLimits(msgspec.Struct, frozen=True):
     failures_in_a_row    consecutive failures that eject an endpoint; a refused connection ejects it
                          at once
     first_s              seconds of the first ejection. Each further ejection after a return doubles
-                         them; a failed probe doubles them only for a slow endpoint
+                         them. A failed probe doubles them only for a slow endpoint
     longest_s            maximum seconds of an ejection
-    jitter               random variation of each ejection's length, as a share of it, so that
-                         returns do not coincide
-    successes_to_return  successful answers after a probe before the endpoint counts as up
+    jitter               random variation of an ejection's length, as a fraction of it, so that
+                         endpoints do not return at the same time
+    successes_to_return  successful requests after a probe until the endpoint counts as up
     forgive_s            after this many seconds in use without an ejection, the next one lasts
                          first_s again
     ejected_share        share of a pool that failures of requests may eject (at least one endpoint,
@@ -84,8 +85,8 @@ class Health(msgspec.Struct, frozen=True):
     until      when an ejection ends, on the same clock
     failures   consecutive failures in the state UP
     successes  successes since the probe in the state RETURNING
-    ejections  number of ejections that still count for the length of the next one
-    cause      the event that ejected the endpoint; None after it has fully recovered
+    ejections  number of recent ejections, which lengthen the next one
+    cause      the event that ejected the endpoint; None: it has fully recovered
     """
 
     state: HealthState = HealthState.UP
@@ -110,29 +111,31 @@ def next_health(
     """Return an endpoint's health after `event` at time `now`.
 
     health  its health before
-    rng     randomness for the length of an ejection
+    rng     random source for the length of an ejection
     limits  when an endpoint is ejected, and for how long
 
-    Events that the table does not list change nothing. Results of requests that were sent before an
-    ejection are left out of the table on purpose: if twenty streams break together, that is one
-    event and must not double the ejection time twenty times.
+    Events that are not in the table change nothing. Among these are results of requests that were
+    sent before an ejection: if twenty streams break together, the ejection must not double twenty
+    times.
     """
     rule = _TABLE.get((health.state, event))
     return rule(health, _Transition(event, now, rng, limits)) if rule else health
 
 
 def is_probe_due(health: Health, now: float) -> bool:
-    """Return whether the ejection of an endpoint has run out, so that a probe may end it."""
+    """Return whether an endpoint's ejection time is over, so that a successful probe can end it."""
     return health.state in (HealthState.EJECTED, HealthState.DEAD) and now >= health.until
 
 
 def is_unreachable(health: Health) -> bool:
-    """Return whether the endpoint is ejected because no engine answers at its address."""
+    """Return whether the endpoint is ejected because no engine accepts connections at its
+    address.
+    """
     return health.state is HealthState.EJECTED and health.cause is HealthEvent.CONNECT_FAILED
 
 
 def is_proven(health: Health) -> bool:
-    """Return whether the endpoint has had no failure, or a success since its last failure."""
+    """Return whether the endpoint's last result was a success, or it has had no failure yet."""
     if health.state is HealthState.UP:
         return not health.failures
     return health.state is HealthState.RETURNING and health.successes > 0
@@ -141,10 +144,10 @@ def is_proven(health: Health) -> bool:
 def available_endpoints(pool: Sequence[Health], limits: HealthLimits) -> list[bool]:
     """Return, for each endpoint of a pool, whether it may be used.
 
-    Endpoints that are up or returning may be used; dead and unreachable ones may not. Of the
-    endpoints ejected for failed requests, at most `ejected_share` stay out (at least one, but never
-    all): if half a pool seems to fail, the cause is more likely outside the pool. The endpoints
-    whose ejection ends first are used again first.
+    Endpoints that are up or returning may be used. Dead and unreachable ones may not. Of the
+    endpoints that were ejected because requests failed, at most `ejected_share` stay ejected (at
+    least one, but never all): if half a pool seems to fail, the cause is probably outside the pool.
+    The others are used again, those whose ejection ends first.
     """
     living = [not (health.state is HealthState.DEAD or is_unreachable(health)) for health in pool]
     most_out = min(sum(living) - 1, max(1, int(sum(living) * limits.ejected_share)))

@@ -1,4 +1,4 @@
-"""The retry budget: a limit on concurrent retries, which would otherwise overload a failing fleet.
+"""The retry budget: a limit on concurrent retries, so that they do not overload a failing fleet.
 
 RetryBudget decides whether one more retry may run now. filters.py chooses the endpoint of the
 retry. The gateway decides whether a request may be retried at all.
@@ -10,9 +10,7 @@ import msgspec
 
 
 class RetryLimits(msgspec.Struct, frozen=True):
-    """The limit of concurrent retries: `share` of the active requests, plus `floor` for an idle
-    fleet.
-    """
+    """The limit on concurrent retries: `floor` plus the fraction `share` of active requests."""
 
     share: float = 0.2
     floor: int = 3
@@ -21,8 +19,8 @@ class RetryLimits(msgspec.Struct, frozen=True):
 class RetryBudget:
     """Counts running retries and limits their number, like Envoy's retry budget.
 
-    The default is 20 % of active requests, at least 3. There is one budget per gateway, which may
-    change its `limits`. Every successful `try_take` needs one `release` when the attempt ends.
+    The default limit is 3 plus 20 % of the active requests. A gateway has one budget, and may
+    change its `limits`. After every successful `try_take`, call `release` when the retry ends.
     """
 
     __slots__ = ("limits", "running")
@@ -32,9 +30,9 @@ class RetryBudget:
         self.running = 0
 
     def try_take(self, active: int) -> bool:
-        """Count a retry and return True if it may start while `active` requests run.
+        """Count a retry and return True, or return False if the retry may not start.
 
-        Returns False if it may not start.
+        `active` is the number of running requests.
         """
         if self.running >= self.limits.floor + self.limits.share * active:
             return False
@@ -42,7 +40,7 @@ class RetryBudget:
         return True
 
     def release(self) -> None:
-        """Count a retry as finished. Raises RuntimeError if none was running."""
+        """Count a retry as ended. Raises RuntimeError if no retry is running."""
         if not self.running:
-            raise RuntimeError("release() was called although no retry is running")
+            raise RuntimeError("release() was called, but no retry is running")
         self.running -= 1

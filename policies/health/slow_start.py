@@ -1,9 +1,8 @@
-"""Slow start: limits the number of concurrent requests that a new or returning endpoint gets at
-first.
+"""Slow start: a new or returning endpoint gets only a few concurrent requests at first.
 
-No request waits or is refused because of it: the filter below_cap (filters.py) prefers other
-endpoints while these have capacity. Envoy's slow start does the same with weights: linear over the
-window, never below a tenth.
+No request waits or is refused because of it: the filter below_cap (filters.py) only prefers other
+endpoints while these have capacity. Envoy's slow start does the same with weights, which also grow
+linearly and start at a tenth.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ LEAST = 0.1
 
 
 def soft_cap(max_concurrency: int, warm_s: float, ramp_s: float) -> int:
-    """Return the maximum number of requests to send at once to an endpoint that was recently
-    started.
+    """Return the maximum number of concurrent requests for an endpoint that was recently started.
 
     max_concurrency  the endpoint's normal cap
     warm_s           seconds for which it has been in use
-    ramp_s           seconds until the normal cap holds
+    ramp_s           seconds until the normal cap applies
 
     The result grows linearly from a tenth of `max_concurrency`, and is at least 1. After `ramp_s`
     seconds it is NO_SOFT_CAP.

@@ -1,19 +1,19 @@
-"""Detects speed outliers: endpoints that take much longer than their peers for the same work.
+"""Detects endpoints that take much longer than their peers for the same work (speed outliers).
 
-The function `review` compares each endpoint with the peers of its pool. speed_samples.py holds the
-samples and the verdict with its hysteresis; the gateway acts on verdicts. These times are compared:
+Peers are the endpoints of a pool with the same role, engine, layout and GPU label. Three times are
+compared:
 
-    TTFT    seconds of one prefill step, binned by its prompt tokens. Waiting behind other prompts
-            is excluded: a step begins at the previous first token, so a long queue does not count
-            as slow.
-    TPOT    seconds per token of streams, binned by the number of streams. Time with prefill is
-            excluded.
-    ANSWER  seconds of whole (non-streamed) answers, binned by their length.
+    TTFT    seconds of one prefill step, by its prompt tokens. A step begins at the previous first
+            token, so that time in a queue does not count.
+    TPOT    seconds per token of streams, by the number of streams. Time with prefill is excluded.
+    ANSWER  seconds of whole (not streamed) answers, by their length.
 
-Peers have the same declaration (role, engine, layout, label `gpu`). They are compared bin by bin.
-Where no peer did work of that size, the nearest bin is scaled by the roofline of the kind
-(policies/engine/step_time.py). An endpoint without peers is compared with the whole pool and judged
-by its usual ratio to it.
+Work of similar size is compared: sizes are divided into bins. If no peer did work of that size, the
+nearest bin is scaled by the roofline model (policies/engine/step_time.py). An endpoint without
+peers is compared with the whole pool, and with its own usual ratio to the pool.
+
+`review` compares the endpoints. speed_samples.py has the samples and the verdicts. The gateway acts
+on verdicts.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ MOST_FIXED = 0.1  # largest part of the peers' time that counts as independent o
 class SlowLimits(msgspec.Struct, frozen=True):
     """The limits from which an endpoint counts as slow, compared with its peers.
 
-    factor        ratio of the endpoint's time to its peers' time from which it counts as slow; 0:
-                  it never does
+    factor        the endpoint counts as slow if its time divided by its peers' time exceeds this;
+                  0: it never does
     clear         ratio below which a suspect endpoint counts as normal again
-    reviews       a suspect counts as slow after this many reviews in a row, each with new samples,
-                  in which it exceeds `factor`
-    usual_margin  factor by which the ratio must also exceed the endpoint's own usual ratio
-    least_s       seconds by which the endpoint's time must exceed its peers', by measure (TTFT,
-                  TPOT, ANSWER); clients do not notice smaller differences
+    reviews       number of consecutive reviews above `factor`, each with new samples, after which a
+                  suspect endpoint counts as slow
+    usual_margin  the ratio must also exceed the endpoint's own usual ratio times this factor
+    least_s       minimum seconds by which the endpoint's time must exceed its peers', by measure
+                  (TTFT, TPOT, ANSWER); clients do not notice smaller differences
     """
 
     factor: float = 2.5
@@ -67,9 +67,9 @@ class ReviewedEndpoint(msgspec.Struct, frozen=True, eq=False):
     """One endpoint of a pool whose speed is reviewed.
 
     record       the endpoint's speed samples and verdict
-    kind         endpoints with an equal value are compared with each other (peers)
-    shape        the endpoint's step costs, by which times of different sizes of work are compared
-    step_tokens  largest number of prompt tokens that its current prefill step may have to compute
+    kind         any value; endpoints with equal values are compared with each other (peers)
+    shape        the endpoint's step costs, to compare times for work of different sizes
+    step_tokens  maximum number of prompt tokens in its current prefill step
     """
 
     record: SpeedRecord
@@ -79,10 +79,7 @@ class ReviewedEndpoint(msgspec.Struct, frozen=True, eq=False):
 
 
 def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) -> PeerTimesByKind:
-    """Compare the endpoints of a pool, set the verdicts in their records, and return peer times.
-
-    Call it once a second. The result is the time that each kind of endpoint takes, by measure.
-    """
+    """Compare a pool's endpoints, set each one's verdict, and return times by kind and measure."""
     for member in members:
         member.record.prepare(now)
     findings = [_Finding() for _ in members]
@@ -107,10 +104,9 @@ def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) 
 
 
 def compute_peer_times(members: Sequence[ReviewedEndpoint], now: float) -> PeerTimesByKind:
-    """Return the usual times that each kind of endpoint takes for its work, by measure (such as
-    TTFT).
+    """Return the usual times that each kind of endpoint takes for its work, by measure.
 
-    Unlike `review`, the function sets no verdicts.
+    Measures are TTFT, TPOT and ANSWER. Unlike `review`, this function sets no verdicts.
     """
     for member in members:
         member.record.prepare(now)
@@ -146,10 +142,10 @@ class _Finding:
 
 
 class PeerTimes:
-    """The mean times of several endpoints in one measure (such as TTFT).
+    """The mean times of several endpoints in one measure, such as TTFT.
 
-    They are sorted within bins by size of work. Within a bin, means are scaled by the roofline
-    `shape` to work of the same size.
+    They are sorted into bins by size of work. Within a bin, the roofline model `shape` scales means
+    to work of the same size.
     """
 
     __slots__ = ("_means", "_measure", "_shape", "count")
@@ -167,7 +163,8 @@ class PeerTimes:
         ]
 
     def expected_s(self, recent: SpeedSamples, own: SpeedSamples) -> float:
-        """Return the total seconds that other endpoints would take for the work of the samples.
+        """Return the total seconds that the other endpoints would take for the work of these
+        samples.
 
         recent  the samples of the endpoint that is judged
         own     the same endpoint's samples among the references, which are left out
@@ -188,7 +185,7 @@ class PeerTimes:
         return self.other_s(work, None)
 
     def other_s(self, work: int, own: SpeedSamples | None) -> float:
-        """Return the median time in seconds that the endpoints other than `own` take for this work.
+        """Return the median seconds that all endpoints except `own` take for work of this size.
 
         Returns 0 if unknown.
         """
@@ -197,8 +194,8 @@ class PeerTimes:
         return middle_s * self._size(bin_, work)
 
     def fixed_s(self, own: SpeedSamples | None) -> float:
-        """Return the part of other endpoints' time per sample that does not depend on the size of
-        the work.
+        """Return the fixed part of the other endpoints' time per sample, whatever the size of the
+        work.
 
         It is in seconds: the intercept of a line through their times over the roofline's times.
         `own` is left out. Returns 0 if only work of one size was measured.

@@ -1,8 +1,8 @@
-"""The speed samples of one endpoint, and the verdict of the last comparison with its peers.
+"""The speed samples of one endpoint, and the verdict of its last comparison with its peers.
 
-Samples are recorded in every pool, whatever its policy reads. Recording one therefore costs one
-append; samples are aggregated at the next review, once a second. speed_outlier.py compares
-endpoints with their peers; the gateway records the samples.
+Samples are recorded in every pool, whatever its policy. So recording a sample is only an append;
+samples are summed up at the next review, once a second. speed_outlier.py compares endpoints with
+their peers. The gateway records the samples.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ IDLE_JOIN_S  for an engine without streams, which begins the step at once
 """
 
 LEAST_PACED = 3.0
-"""Minimum number of prompts that an endpoint must have completed to be found as fast as its peers.
+"""Minimum number of prompts that an endpoint must have completed to be found as fast as its
+peers.
 """
 
 MOST_AHEAD = 1.5
@@ -75,8 +76,9 @@ FIRST_PROBE_GAP_S, MOST_PROBE_GAP_S = 0.5, 30.0
 
 
 class Measure(StrEnum):
-    """The measures of an endpoint's speed: time to first token, time per output token, and time of
-    a whole answer.
+    """The measures of an endpoint's speed.
+
+    They are the time to the first token, the time per output token, and the time of a whole answer.
     """
 
     TTFT = "ttft"
@@ -101,7 +103,7 @@ class Slowness(msgspec.Struct, frozen=True):
 
     ratio    the endpoint's time divided by its peers' time for the same work
     seconds  the endpoint's mean seconds per sample
-    peers_s  seconds that its peers take for the same work
+    peers_s  mean seconds that its peers would take for the same work
     """
 
     measure: Measure
@@ -113,7 +115,7 @@ class Slowness(msgspec.Struct, frozen=True):
 class SpeedSamples:
     """Decaying sums over speed samples, in bins by size of work.
 
-    Each bin has the sums of the samples' seconds, of their work, and their number.
+    Each bin has the sum of the samples' seconds, the sum of their work, and their number.
 
     total  number of samples in all bins; decay does not reduce it below `least`
     """
@@ -136,10 +138,7 @@ class SpeedSamples:
         self.total += 1.0
 
     def mean_s(self, work: int) -> float:
-        """Return the mean seconds of samples with about as much work; 0 if there are none.
-
-        The samples are those in the same bin as `work`.
-        """
+        """Return the mean seconds of the samples in the same bin as `work`; 0: there are none."""
         index = min(BINS - 1, work.bit_length())
         return self.seconds[index] / self.counts[index] if self.counts[index] > 1e-9 else 0.0
 
@@ -147,9 +146,7 @@ class SpeedSamples:
         return self.minus(SpeedSamples(self.least))
 
     def minus(self, other: SpeedSamples) -> SpeedSamples:
-        """Return the samples that were added after `other`, which is an earlier copy of these
-        samples.
-        """
+        """Return the samples added since `other`, an earlier copy of these samples."""
         difference = SpeedSamples(self.least)
         difference.seconds = [*map(sub, self.seconds, other.seconds)]
         difference.work = [*map(sub, self.work, other.work)]
@@ -160,8 +157,8 @@ class SpeedSamples:
     def decay(self, factor: float) -> None:
         """Reduce the weight of all samples, so that later ones count more.
 
-        factor  the new weight as a share of the old one, 0 to 1; it is raised where the total
-                weight would fall below `least`, so that an idle endpoint's speed is not forgotten
+        factor  the new weight divided by the old one, 0 to 1. It is larger if the total weight
+                would fall below `least`, so that an idle endpoint's speed is not forgotten
         """
         if self.total <= self.least:
             return
@@ -175,11 +172,11 @@ class SpeedSamples:
 class SampleTrack:
     """The speed samples of one measure (such as TTFT) at one endpoint.
 
-    recent           the samples with fast decay, by which the endpoint is judged
+    recent           the samples with fast decay, by which this endpoint is judged
     reference        the same samples with slow decay, by which its peers are judged
     fresh_count      number of samples since the last review
-    was_idle         whether the last review found older samples, but no new ones
-    log_usual_ratio  logarithm of the usual ratio of the endpoint's time to that of its peers, over
+    was_idle         whether the last review found only older samples
+    log_usual_ratio  logarithm of the usual ratio of the endpoint's time to its peers' time, over
                      `review_count` reviews
     """
 
@@ -203,7 +200,7 @@ class SampleTrack:
         self.log_usual_ratio = 0.0
 
     def add(self, work: int, seconds: float) -> None:
-        """Record that work took `seconds`; the next review of speeds aggregates the sample.
+        """Record that work took `seconds`. The next review of speeds sums up the samples.
 
         `work` is the size of the work: prompt tokens, streams or output tokens, depending on the
         measure.
@@ -220,7 +217,7 @@ class SampleTrack:
             self.reference.add(work, seconds)
 
     def decay(self) -> None:
-        """Let the samples decay by one second; called at the end of each review."""
+        """Reduce the weight of all samples by one second of age, at the end of each review."""
         self.recent.decay(RECENT)
         self.reference.decay(REFERENCE)
         if self.fresh_count:
@@ -229,11 +226,13 @@ class SampleTrack:
         self.fresh_count = 0
 
     def since_last_review(self, judged: SpeedSamples) -> SpeedSamples:
-        """Return the samples in `judged` that were recorded since the last review of speeds."""
+        """Return the samples in `judged` that were recorded since the last review."""
         return judged.minus(self._reviewed)
 
     def restart(self) -> None:
-        """Discard all speed samples, but keep the usual ratio to the peers' time."""
+        """Discard all speed samples, but keep the usual ratio of the endpoint's time to its
+        peers'.
+        """
         least = self.recent.least
         self.recent, self.reference, self.fresh_count = SpeedSamples(least), SpeedSamples(least), 0
         self._reviewed = SpeedSamples(least)
@@ -241,9 +240,7 @@ class SampleTrack:
 
     @property
     def usual_ratio(self) -> float:
-        """Return how many times as long as its peers the endpoint usually takes; 0 until it is
-        known.
-        """
+        """Return the usual ratio of the endpoint's time to its peers' time; 0: not known yet."""
         return exp(self.log_usual_ratio) if self.review_count >= LEAST_USUAL else 0.0
 
     def update_usual_ratio(self, ratio: float) -> None:
@@ -260,8 +257,7 @@ class SampleTrack:
 class SpeedRecord:
     """The speed samples of one endpoint, and the verdict of the last review.
 
-    A prefill step is one pass of the engine over waiting prompts. Its end is seen as their first
-    tokens.
+    A prefill step is one pass of the engine over waiting prompts. Their first tokens mark its end.
 
     since          beginning of the current prefill step (monotonic seconds). It is the previous
                    first token, the sending of the first waiting prompt, or the expected end of an
@@ -271,9 +267,9 @@ class SpeedRecord:
                    peers
     prefill_s      total seconds, up to `since`, in which a prompt was waiting
     output         tokens of recent answers that were not streamed
-    slow_measure   the measure in which the last slow samples were slow; None since they are normal
-    slowness       why the endpoint is suspect or slow, also while it is ejected for that; None
-                   otherwise
+    slow_measure   the measure in which the last slow samples were slow; None: they are normal again
+    slowness       why the endpoint is suspect or slow, also while it is ejected for that; None: it
+                   is neither
     """
 
     __slots__ = (
@@ -355,19 +351,18 @@ class SpeedRecord:
         self._queue.append(tokens)
 
     def is_behind(self, sent_at: float) -> bool:
-        """Return whether a prompt sent at `sent_at` is certainly not part of the engine's current
-        step.
+        """Return whether a prompt sent at `sent_at` is certainly not in the engine's current step.
 
-        Such a prompt waits for the step's end. The engine completes a step even if the requests in
-        it have been cancelled.
+        Such a prompt waits for the end of the step. The engine completes a step even if the
+        requests in it have been cancelled.
         """
         return sent_at - self._running_since >= JOIN_S
 
     def on_dropped(self, tokens: int, now: float, *, step_s: float = 0.0) -> None:
         """Record that a prompt of `tokens` uncached tokens was cancelled before its first token.
 
-        The engine still finishes the step that computes the prompt, which takes `step_s` seconds in
-        total (0: unknown). Until then the endpoint is busy.
+        The engine still finishes the step that computes the prompt, and is busy until then.
+        `step_s` is the total duration of that step in seconds; 0: unknown.
         """
         index = self._index_of(tokens)
         if index is None:
@@ -404,15 +399,15 @@ class SpeedRecord:
     def on_overtaken(
         self, tokens: int, work: int, now: float, *, late_s: float, step_s: float = 0.0
     ) -> None:
-        """Record that a request left the endpoint before its first token, for another endpoint.
+        """Record that a request moved to another endpoint before its first token here.
 
         The other endpoint answered first, or this one was late.
 
         tokens  uncached tokens of the prompt
         work    tokens of the step in which the prompt would have been computed
         now     monotonic seconds
-        late_s  minimum seconds that this step will take, if it is late; 0: it is not. If the prompt
-                was the next to be computed, this is added as a sample, at most one per step
+        late_s  minimum seconds that this step will take, if it is late; 0: it is not late. If the
+                prompt was the next to be computed, this is added as a sample, at most one per step
         step_s  as for on_dropped()
         """
         if late_s and self.is_timed and self._queue and self._queue[0] == tokens:
@@ -482,7 +477,7 @@ class SpeedRecord:
         self.tracks[2].add(tokens, seconds)
 
     def try_start_probe(self, now: float) -> bool:
-        """Return whether a timed probe may be sent to an ejected endpoint now.
+        """Return whether a scheduled probe may be sent to an ejected endpoint now.
 
         If so, the interval until the next probe doubles.
         """
@@ -493,14 +488,12 @@ class SpeedRecord:
         return True
 
     def accept(self) -> None:
-        """Discard all samples and any verdict: the endpoint may get requests again."""
+        """Discard all samples and the verdict, so that the endpoint may get requests again."""
         self.restart()
         self.slowness, self._probe_gap_s = None, FIRST_PROBE_GAP_S
 
     def restart(self) -> None:
-        """Discard the speed samples and the verdict, because the endpoint was ejected or has
-        returned.
-        """
+        """Discard the samples and the verdict, because the endpoint was ejected or has returned."""
         for track in self.tracks:
             track.restart()
         self._step_s, self._step_tokens = 0.0, 0
@@ -509,9 +502,9 @@ class SpeedRecord:
         self.verdict = SpeedVerdict.NORMAL
 
     def prepare(self, now: float) -> None:
-        """Make the samples ready for a comparison with other endpoints.
+        """Prepare the samples for a comparison with other endpoints.
 
-        Samples that were only appended are added up. The last prefill step counts as ended if no
+        Samples since the last review are summed up. The last prefill step counts as ended if no
         prompt waits, or if no first token has arrived for longer than SAME_STEP_S.
         """
         if not self.waiting or now - self.since > SAME_STEP_S:
@@ -520,10 +513,9 @@ class SpeedRecord:
             track.aggregate()
 
     def step_tokens(self, waiting_tokens: int, budget_tokens: int, others: int) -> int:
-        """Return the maximum number of prompt tokens that the current step may compute before its
-        first token.
+        """Return the maximum number of prompt tokens in the current step before its first token.
 
-        Engines take `budget_tokens` of the `waiting_tokens` at a time, in order of arrival.
+        Engines compute `budget_tokens` of the `waiting_tokens` at a time, in order of arrival.
         `others` is the number of waiting prompts whose first token cannot be observed; they may be
         computed first.
         """
@@ -556,12 +548,12 @@ class SpeedRecord:
     ) -> SpeedVerdict:
         """Set the verdict on the endpoint's speed after a review, and return it.
 
-        found       the slowness that the review found; None if there is none
+        found       the slowness that the review found; None: there is none
         change      1 if the latest samples were slow too (less if they are weak evidence), -1 if
                     they were not, 0 if there are none
         clear       whether no measure is near its limit
-        reviews     number of slow reviews in a row after which the endpoint counts as slow
-        has_enough  whether `found` rests on enough samples for a verdict; a review with fewer
+        reviews     number of consecutive slow reviews after which the endpoint counts as slow
+        has_enough  whether there were enough samples for a verdict. A slow review with fewer
                     counts, but the verdict waits for a review with enough
         """
         if found is None and clear:

@@ -1,1 +1,1 @@
-"""Predicts TTFT and TPOT of requests from the engine model of an endpoint."""
+"""Predicts the latencies of requests at an endpoint (TTFT and TPOT) from its engine model."""

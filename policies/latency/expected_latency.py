@@ -1,6 +1,7 @@
-"""Computes the expected TTFT and TPOT of one request at an endpoint from the forecast of its load.
+"""Computes the expected latencies of one request at an endpoint from the forecast of its load.
 
-All functions are plain functions of EngineLoad. step_time.py learns the step times.
+TTFT is the time to the first token, TPOT the time per further token. All are plain functions of
+EngineLoad. step_time.py learns the step times.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ if TYPE_CHECKING:
 
 
 def backlog_s(load: EngineLoad, now: float) -> float:
-    """Return the seconds until the prompts that are reserved at the endpoint so far will be
-    computed.
-    """
+    """Return the seconds until all prompts that are reserved at the endpoint will be computed."""
     if (
         now > load.next_first_token_at
     ):  # A late first token was mispredicted: expect it to take as long again.
@@ -29,9 +28,9 @@ def backlog_s(load: EngineLoad, now: float) -> float:
 
 
 def is_first_token_late(load: EngineLoad, now: float) -> bool:
-    """Return whether an endpoint's next first token is later than forecast.
+    """Return whether the endpoint's next first token is later than forecast.
 
-    The endpoint's `backlog_s` then rises with time instead of falling.
+    If so, the endpoint's `backlog_s` rises with time instead of falling.
     """
     return now > load.next_first_token_at
 
@@ -58,12 +57,13 @@ def prefill_s(load: EngineLoad, uncached: float, cached: float) -> float:
 
 
 def ttft_s(load: EngineLoad, uncached: float, cached: float, now: float) -> float:
-    """Return the expected seconds from arrival at the endpoint to the first token.
+    """Return the expected seconds from arrival at the endpoint to the first token (TTFT).
 
     uncached  prompt tokens to compute
     cached    prompt tokens before them that are cached
 
-    This is the prefill of the request plus the wait for the queue or for KV, whichever is longer.
+    The result is the prefill of the request, plus the wait for the queue or for KV, whichever is
+    longer.
     """
     wait_s = backlog_s(load, now)
     if uncached + cached > load.free_kv_tokens:
@@ -77,8 +77,9 @@ def ttft_s(load: EngineLoad, uncached: float, cached: float, now: float) -> floa
 
 
 def tpot_s(load: EngineLoad, context_tokens: float) -> float:
-    """Return the expected seconds per output token of a new request with `context_tokens` tokens of
-    context.
+    """Return the expected seconds per output token of a new request.
+
+    `context_tokens` is the number of tokens of its context.
     """
     return (
         load.decode_s_per_token

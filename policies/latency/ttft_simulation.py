@@ -1,7 +1,7 @@
 """Predicts the time of one prompt's first token, by simulating the engine model step by step.
 
-The simulation runs on copies of a few numbers, once per reserved request. Candidates are compared
-with the cheaper latency.ttft_s, which is less accurate.
+The simulation runs on copies of a few numbers, once per reserved request. To compare candidates,
+the cheaper but less accurate expected_latency.ttft_s is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GOLDEN = 0.618034  # golden ratio: fractions of its multiples are evenly spread 
 
 
 class QueuedWork:
-    """The uncomputed rest of a prompt in the simulation of an engine.
+    """The part of a prompt that is not computed yet, in the simulation of an engine.
 
     computed_tokens   prompt tokens computed so far
     remaining_tokens  prompt tokens not computed yet
@@ -52,10 +52,10 @@ class EngineSimulation:
     steps    number of steps simulated so far
     batch    number of decoding sequences
     context  their total context in tokens
-    kv_free  KV tokens not in use
-    waited   whether a prompt in the engine's queue has waited for KV
-    ends     running answers as (step, KV freed, context, sequences), the next to end last. None
-             until a prompt must wait for KV; until then no answer is assumed to end
+    kv_free  KV tokens that are not in use
+    waited   whether a queued prompt has waited for KV
+    ends     running answers as (step, KV freed, context, sequences); the last one ends first. None:
+             no prompt has waited for KV yet, and no answer is assumed to end
     """
 
     __slots__ = (
@@ -92,10 +92,9 @@ class EngineSimulation:
             self._start_decoding(timeline.completing)
 
     def first_token(self) -> tuple[float, float]:
-        """Return the begin and the duration in seconds of the step that completes the last queued
-        prompt.
+        """Return begin and duration, in seconds, of the step that completes the last queued prompt.
 
-        Prompts that arrive until then are computed in the same step.
+        Prompts that arrive before it begins are computed in the same step.
         """
         now = self.queue[-1].enters_at - self.load.belief.request_s
         while True:
@@ -227,7 +226,7 @@ def simulate_ttft_s(
 ) -> float:
     """Return the expected seconds until the first token of a prompt that is sent now.
 
-    The prompt is not in the engine model's queue yet. The caller must have advanced the timeline to
+    The prompt must not be in the engine model's queue yet. The timeline must have been advanced to
     `now`.
     """
     if not (
@@ -252,10 +251,9 @@ def simulate_ttft_s(
 def run_simulation(
     timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt, now: float
 ) -> float:
-    """Return the expected seconds until the first token of a prompt, whether the engine is idle or
-    busy.
+    """Return the expected seconds until the first token of a prompt, at an idle or a busy engine.
 
-    The caller must have advanced the timeline to `now`.
+    The timeline must have been advanced to `now`.
     """
     simulation = EngineSimulation(timeline, load, now)
     for queued in timeline.queue:
@@ -274,9 +272,9 @@ def run_simulation(
 
 
 def idle_ttft_s(timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt) -> float:
-    """Return the seconds to the first token of a prompt at an idle engine, which takes one step.
+    """Return the seconds to the first token of a prompt at an idle engine, which needs one step.
 
-    The result equals that of simulate_ttft_s(), but costs less.
+    The result equals that of simulate_ttft_s(), but is computed faster.
     """
     belief, tokens = load.belief, float(prompt.remaining_tokens)
     pairs = tokens * (prompt.computed_tokens + 0.5 * tokens)
@@ -296,8 +294,8 @@ def decoding_ttft_s(
 ) -> float | None:
     """Return the seconds to the first token of a prompt at an engine that only decodes.
 
-    Returns None if the prompt must wait for KV or takes several steps. The result equals that of
-    simulate_ttft_s(), but costs less.
+    Returns None if the prompt must wait for KV, or needs several steps. The result equals that of
+    simulate_ttft_s(), but is computed faster.
     """
     belief, batch = load.belief, timeline.batch
     tokens, budget_tokens = float(prompt.remaining_tokens), belief.budget_tokens - batch

@@ -1,3 +1,3 @@
-"""Represents prompts as chains of block hashes, and indexes the prefixes that endpoints have
+"""Represents prompts as chains of block hashes, and records which prefixes endpoints have
 cached.
 """

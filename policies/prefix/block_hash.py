@@ -1,9 +1,9 @@
 # cython: boundscheck=False, wraparound=False
 """Hashes prompt bytes to block keys, word by word.
 
-Compiled, this short loop is faster than numpy, whose calls run much code that is usually not in the
-processor's caches. Python that is not compiled uses numpy_hash.py, which gives the same keys.
-fingerprint.py explains the secret numbers.
+If this module is compiled, its short loop is faster than numpy, whose code is usually not in the
+processor's caches. Otherwise numpy_hash.py is used, which computes the same keys. fingerprint.py
+explains the secret numbers.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ class KeyArithmetic(Protocol):
     def chain_keys(self, seed: int, data: bytes | memoryview, blocks: int) -> Keys:
         """Return the 64-bit keys of the first `blocks` blocks of the data, as an array of type "Q".
 
-        `seed` is the number with which the chain begins.
+        `seed` is the start value of the chain.
         """
         ...
 
 
 class ScalarArithmetic:
-    """Computes block keys by hashing one word after another: fast when compiled, 100 times slower
-    if not.
+    """Computes block keys by hashing one word after another.
+
+    It is fast if this module is compiled, and about 100 times slower if not.
     """
 
     __slots__ = ("_fold", "_mix", "_position_keys", "_word_keys")

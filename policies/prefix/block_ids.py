@@ -1,9 +1,8 @@
-"""Computes ids of prompt blocks for a log, by which shared prefixes can be seen.
+"""Computes ids of prompt blocks for a log, so that shared prefixes can be recognised there.
 
-They cannot be used to confirm a guessed prompt. Fingerprint keys already depend on a secret, and
-the ids in a log depend on the tenant as well. A tenant that sends a guessed prompt and reads the
-log therefore finds only its own ids, even where tenants share an engine's cache. The log is written
-by gateway/telemetry/accounting.py.
+The ids do not reveal prompts. They depend on a secret and on the tenant. A tenant that sends a
+guessed prompt and reads the log finds only its own ids, even if tenants share an engine's cache.
+gateway/telemetry/accounting.py writes the log.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 
 class BlockIds:
-    """Computes ids of prompt blocks under one secret; equal prefixes of one tenant have equal ids.
+    """Computes ids of prompt blocks with one secret. Equal prefixes of a tenant have equal ids.
 
-    Processes with the same secret, and the same secret of fingerprints, compute the same ids.
+    Processes compute the same ids if both this secret and the secret of their fingerprints are the
+    same.
     """
 
     __slots__ = ("_numbers", "_secret")
@@ -47,8 +47,8 @@ class BlockIds:
     def ids(self, fingerprint: Fingerprint, tenant: str) -> list[int]:
         """Return 48-bit ids, one for each complete block of `ID_BLOCK_BYTES` of the prompt.
 
-        Blocks are at least as large as the fingerprint's own. Every id stands for the prompt from
-        its beginning to the end of the block.
+        Each id is that of the whole prompt up to the end of the block. Blocks are at least as large
+        as those of the fingerprint.
         """
         step = ID_BLOCK_BYTES // fingerprint.block_bytes or 1
         if len(fingerprint.keys) < step:  # most prompts of a chat's first turn

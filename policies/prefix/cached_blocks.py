@@ -1,8 +1,8 @@
 """An index of the KV blocks that engines report as cached, by the content of the blocks.
 
-Every engine names its blocks by hashes of its own. Here a block's content key is a chained hash of
-its tokens, so that blocks of different engines, and of a prompt whose tokens are known, compare.
-The learned tokens of prompts are in policies/prefix/learned_prompts.py.
+Each engine has its own hashes for blocks. Here a block's content key is a chained hash of its
+tokens. So blocks of different engines can be compared with each other and with a prompt whose
+tokens are known. policies/prefix/learned_prompts.py remembers the tokens of prompts.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _TOKEN_BYTES = 4
 
 
 def scope_seed(lora_name: str, salt: str) -> int:
-    """Return the number with which a chain of block keys begins.
+    """Return the start value of a chain of block keys.
 
-    It depends on the LoRA adapter and the cache salt, so blocks of different adapters or salts
+    It depends on the LoRA adapter and the cache salt, so that blocks of different adapters or salts
     never have equal content keys.
     """
     return xxh3_64_intdigest(f"{lora_name}\0{salt}".encode("utf-8", "surrogatepass")) & ~_MEDIA
 
 
 def chain_keys(tokens: Sequence[int], block_tokens: int, seed: int) -> Keys:
-    """Return the content keys (uint64) of the complete blocks of a prompt's tokens.
+    """Return the content keys (uint64) of the complete blocks of a token sequence.
 
-    Raises OverflowError or TypeError for a token that is not an unsigned 32-bit integer.
+    Raises OverflowError or TypeError if a token is not an unsigned 32-bit integer.
     """
     data, size = memoryview(array("I", tokens)).cast("B"), _TOKEN_BYTES * block_tokens
     keys, key = array("Q"), seed
@@ -57,7 +57,7 @@ def chain_keys(tokens: Sequence[int], block_tokens: int, seed: int) -> Keys:
 
 
 class SourceBlocks:
-    """The KV blocks that one source, a data-parallel rank of an engine, reports as cached.
+    """The KV blocks that one data-parallel rank of an engine (a source) reports as cached.
 
     bit  the bit of this source in the holders of `CachedBlocks`; every `clear` changes it
     """
@@ -76,7 +76,7 @@ class SourceBlocks:
         return name in self._known
 
     def hashes(self) -> frozenset[EngineHash]:
-        """Return the engine's names of all blocks that are cached in any medium."""
+        """Return the engine's own names of all blocks that it has cached in any medium."""
         return frozenset(self._known)
 
     def store(
@@ -90,17 +90,17 @@ class SourceBlocks:
         seed: int = 0,
         mixed: Sequence[int] = (),
     ) -> None:
-        """Record that an engine has cached consecutive blocks of a prompt's chain.
+        """Record that an engine has cached consecutive blocks of a prompt.
 
         A block whose parent or tokens are unknown is recorded without a content key. Raises
-        OverflowError or TypeError for a token that is not an unsigned 32-bit integer.
+        OverflowError or TypeError if a token is not an unsigned 32-bit integer.
 
         names   the engine's name of each block
-        parent  the block before the first; None: the chain begins here, with `seed`
-        tokens  token ids of all blocks; may be empty for blocks that are known already
+        parent  the block before the first one; None: the first one begins a prompt, with `seed`
+        tokens  token ids of all blocks; may be empty for blocks that are already known
         medium  the bit of the medium that stores the blocks
-        mixed   for each block a number that becomes part of its key, for blocks that more than
-                their tokens identifies, such as an image; 0: none
+        mixed   for each block, a number that becomes part of its key if more than the tokens
+                identifies the block, such as an image; 0: none
         """
         if len(tokens) != len(names) * block_tokens:
             self._store_unread(names, medium)
@@ -137,7 +137,7 @@ class SourceBlocks:
         self._index.blocks += len(known) - before
 
     def remove(self, names: Iterable[EngineHash], medium: int = GPU) -> None:
-        """Record that KV blocks have left a storage medium.
+        """Record that KV blocks were removed from a storage medium.
 
         A block that is also in another medium stays cached.
         """
@@ -160,7 +160,7 @@ class SourceBlocks:
             self._known, self.bit = {}, self._index.take_bit()
 
     def close(self) -> None:
-        """Remove all blocks of this source from the index, and then the source itself."""
+        """Remove all blocks of this source from the index, then the source itself."""
         self._index.retire(self._known, self.bit)
         self._known = {}
 
@@ -172,10 +172,10 @@ class SourceBlocks:
 class CachedBlocks:
     """An index of the KV blocks that engine ranks (sources) have cached.
 
-    It maps a block's content key to the sources that have the block, one bit each.
+    It maps a block's content key to the sources that have the block, one bit per source.
 
     holders  bits of sources by content key
-    blocks   number of blocks of all sources; while `is_full`, a source must be cleared before more
+    blocks   number of blocks of all sources. While `is_full`, a source must be cleared before more
              are stored
     """
 
@@ -201,7 +201,7 @@ class CachedBlocks:
         return 1 << self._bits - 1
 
     def drop(self, key: int, bit: int) -> None:
-        """Record that a source no longer has the block with this content key cached."""
+        """Record that a source has removed the block with this content key from its cache."""
         left = self.holders.get(key, 0) & ~bit
         if left:
             self.holders[key] = left
@@ -209,16 +209,18 @@ class CachedBlocks:
             self.holders.pop(key, None)
 
     def retire(self, known: dict[EngineHash, int], bit: int) -> None:
-        """Mark blocks that a source has lost, so that `purge` removes them from the index in small
-        steps.
+        """Mark blocks that a source has lost. `purge` removes them from the index in small steps.
 
-        known  content key by the source's name of the block
+        known  content key by the source's own name of the block
         bit    the source's bit
         """
         self._retired.append((known, bit))
 
     def purge(self, most: int = 2000) -> bool:
-        """Remove up to `most` lost blocks from the index. Returns whether some are left."""
+        """Remove up to `most` lost blocks from the index.
+
+        Returns whether some are left to remove.
+        """
         while self._retired and most > 0:
             known, bit = self._retired[-1]
             names = list(islice(known, most))
@@ -234,11 +236,11 @@ class CachedBlocks:
         return bool(self._retired)
 
     def levels(self, chain: Keys, blocks: int) -> list[tuple[int, int]]:
-        """Return which sources have how much of the first `blocks` blocks of a prompt cached.
+        """Return which sources have how many of the first `blocks` blocks of a prompt cached.
 
-        The result is a list of (blocks, bits of sources): a source has as many blocks as the
-        longest entry with its bit. Engines evict the end of a chain first, so the ends are found by
-        bisection.
+        The result is a list of (blocks, bits of sources). A source has as many blocks as the
+        largest entry with its bit. Engines evict the end of a prompt first, so a binary search
+        finds the end.
         """
         last = min(blocks, len(chain)) - 1
         if last < 0 or not (first := self.holders.get(chain[0], 0)):

@@ -1,8 +1,8 @@
-"""Fingerprints represent prompts as chains of block hashes (keys); equal prefixes have equal keys.
+"""Represents prompts as chains of block hashes (keys): prompts with equal prefixes have equal keys.
 
-The module contains the keyed hashing from bytes to keys. prefix_index.py stores which endpoint
-holds which block. The gateway chooses what is hashed: tools, template arguments and messages are
-parts of the prompt; tenant, model and LoRA adapter are the salt.
+This module hashes bytes to keys with a secret. prefix_index.py records which endpoint has which
+block cached. The gateway chooses what is hashed: tools, template arguments and messages are the
+prompt; tenant, model and LoRA adapter are the salt.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _NO_KEYS: Keys = array("Q")
 class Fingerprint:
     """The fingerprint of one prompt: its chained block keys.
 
-    keys          uint64 array, one per whole block; keys[i] is a hash of everything from the first
-                  byte to the end of block i
-    sampled_keys  the keys that an index has entries for (sampled_keys.py)
+    keys          uint64 array with one key per whole block; keys[i] is a hash of all bytes from the
+                  first one to the end of block i
+    sampled_keys  the keys that an index stores (sampled_keys.py)
     block_bytes   bytes per block
     n_bytes       bytes of the prompt, including the last partial block, which has no key
     """
@@ -41,40 +41,38 @@ class Fingerprint:
 
 
 class Fingerprinter:
-    """Computes fingerprints with one secret; there is one per process, and it is not thread-safe.
+    """Computes fingerprints with one secret. A process has one object, which is not thread-safe.
 
-    The hash is computed in four steps (all modulo 2**64, all over whole arrays):
+    The hash has four steps (all modulo 2**64, all over whole arrays):
 
     1. Fold. Every 8-byte word is multiplied by a secret odd number, and its upper half is xored
-       into its lower half. Both steps are invertible, so different words stay different. Afterwards
-       a difference in the top bits only (the case of a letter) has reached the lower half. Step 2
-       needs that: a product modulo 2**64 loses as many bits of the key as its other factor has
-       trailing zeros.
+       into its lower half. Both operations are invertible, so different words stay different.
+       Differences in the top bits only, such as upper and lower case, reach the lower half. Step 2
+       needs that: a product modulo 2**64 loses as many bits as its other factor has trailing zeros.
     2. Sum. A block's hash is the sum of its words, each times its own secret odd number
-       (multilinear hashing, Carter & Wegman 1979; Lemire & Kaser 2014). Over the choice of the
-       secret, two different given blocks agree with a probability near 2**-63, and for any pattern
-       below about 2**-31.
-    3. Mix. A secret number for the block's position is added (reordered blocks are another prompt),
-       then the halves are xored and multiplied once more, so that hashes no longer add up like
+       (multilinear hashing, Carter & Wegman 1979; Lemire & Kaser 2014). For random secrets, two
+       given blocks have the same hash with a probability near 2**-63, and below about 2**-31 for
+       any pattern.
+    3. Mix. A secret number for the block's position is added, because reordered blocks are another
+       prompt. Then the halves are xored and multiplied once more, so that hashes do not add up like
        words.
     4. Chain. keys[i] is the sum of the mixed hashes 0..i plus a number derived from the salt. Two
-       prompts equal up to block i therefore have equal keys up to i, and from the first different
-       block on all keys differ. numpy computes all sums at once.
+       prompts that are equal up to block i have equal keys up to i. From the first different block
+       on, all keys differ. numpy computes all sums at once.
 
-    The hash is keyed because a client who could predict keys could craft two prompts with one key,
-    and make the router believe that an endpoint has cached a prompt which it has not ("index
-    poisoning"). The index is only a hint in any case: a wrong one costs a slower first token, never
-    a wrong answer.
+    Without a secret, a client could craft two prompts with the same key. The router would then
+    believe that an endpoint has cached a prompt which it has not ("index poisoning"). But the index
+    is only a hint: a wrong hint costs a slower first token, never a wrong answer.
 
-    `secret` has at least 16 random bytes; every process that does not share its index generates its
-    own. Raises ValueError for a shorter secret or an invalid block size.
+    `secret` has at least 16 random bytes. Processes that share an index must have the same secret.
+    Raises ValueError if the secret is shorter, or the block size is invalid.
     """
 
     __slots__ = ("_arithmetic", "_salt_key", "_seeds", "block_bytes")
 
     def __init__(self, secret: bytes, block_bytes: int = 512) -> None:
         if len(secret) < 16:
-            raise ValueError(f"a fingerprint secret needs at least 16 bytes, not {len(secret)}")
+            raise ValueError(f"a fingerprint secret must have at least 16 bytes, not {len(secret)}")
         if block_bytes < 8 or block_bytes % 8:
             raise ValueError(f"block_bytes must be a positive multiple of 8, not {block_bytes}")
         self.block_bytes = block_bytes
@@ -88,10 +86,11 @@ class Fingerprinter:
         self._seeds: dict[bytes, int] = {}
 
     def fingerprint(self, salt: bytes, *parts: bytes | memoryview) -> Fingerprint:
-        """Return the fingerprint of a prompt, given as parts to be concatenated, under a salt.
+        """Return the fingerprint of a prompt under a salt. The prompt is the concatenation of
+        `parts`.
 
-        The boundaries between parts do not matter. A single contiguous part is read in place;
-        several are joined once.
+        The boundaries between parts do not matter. A single contiguous part is read in place,
+        several are copied once.
         """
         return self._chain(self._seed(salt), parts[0] if len(parts) == 1 else b"".join(parts))
 
@@ -117,9 +116,7 @@ class Fingerprinter:
 
 
 def default_arithmetic() -> type[block_hash.KeyArithmetic]:
-    """Return the fastest available implementation of block hashing: compiled, then numpy, then
-    plain Python.
-    """
+    """Return the fastest available hash implementation: compiled, numpy, or plain Python."""
     if block_hash.is_loop_compiled():
         return block_hash.ScalarArithmetic
     try:
@@ -130,7 +127,9 @@ def default_arithmetic() -> type[block_hash.KeyArithmetic]:
 
 
 def is_hashing_slow() -> bool:
-    """Return whether plain Python hashes the prompts: it takes up to 100 times as long as numpy."""
+    """Return whether prompts are hashed in plain Python, which takes up to 100 times as long as
+    numpy.
+    """
     return not block_hash.is_loop_compiled() and (
         default_arithmetic() is block_hash.ScalarArithmetic
     )

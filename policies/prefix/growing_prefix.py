@@ -1,8 +1,8 @@
-"""Recognises conversations by their growing prompts, where the client names no session.
+"""Recognises conversations by their growing prompts, if the client sends no session id.
 
-A client that sends the whole conversation each time repeats the prompt of the previous turn and
-appends the answer and a new message. GrowingPrefixes finds which prompt continues which.
-policies/admission/ counts the sessions.
+A client that sends the whole conversation each time repeats the previous prompt, and appends the
+answer and a new message. GrowingPrefixes finds which prompt continues which. policies/admission/
+counts the sessions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GrowingPrefixes:
 
     The end of a prompt is the key of its last whole block, plus the bytes after that block up to
     the end of the last message. A session gets its name at the second turn, because a prompt that
-    is never continued belongs to no session.
+    is never continued is no session.
     """
 
     __slots__ = ("_blocks", "_ends", "_remembered")
@@ -57,7 +57,7 @@ class GrowingPrefixes:
     def recognise(
         self, scope: str, fingerprint: Fingerprint, preamble_bytes: int, messages: memoryview
     ) -> str:
-        """Return the name of the session that a prompt continues; "" if it begins one.
+        """Return the name of the session that a prompt continues; "": it continues none.
 
         scope           tenant; prompts of different scopes are never compared
         preamble_bytes  bytes of the prompt before its messages

@@ -1,8 +1,8 @@
-"""Maps prompts known by their bytes to the same prompts known by their tokens.
+"""Remembers which tokens a prompt's bytes have, to compare prompts with the blocks of engines.
 
-The gateway knows prompts as chains of keys over bytes (policies/prefix/fingerprint.py), engines
-report blocks of tokens (policies/prefix/cached_blocks.py). Whenever the tokens of a prompt become
-known, the pair is learned here, and serves every later prompt with the same beginning.
+The gateway knows a prompt as a chain of keys over bytes (policies/prefix/fingerprint.py). Engines
+report blocks of tokens (policies/prefix/cached_blocks.py). When the tokens of a prompt become
+known, this module stores them, and uses them for all later prompts with the same beginning.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _PROMPT_COST_BYTES, _KEY_COST_BYTES, _BLOCK_COST_BYTES = 512, 208, 8
 
 
 class KnownPrefix(msgspec.Struct, frozen=True):
-    """The longest beginning of a new prompt that an earlier, tokenized prompt also had.
+    """The longest beginning of a new prompt that an earlier prompt with known tokens also has.
 
-    chains           the block keys of the earlier prompt, by block size in tokens: engines use
-                     different block sizes, and each size gives other keys
+    chains           the block keys of the earlier prompt, by block size in tokens, because engines
+                     use different block sizes
     tokens           number of tokens in the common beginning
     tokens_per_byte  mean number of tokens per byte in the earlier prompt
     is_whole         whether the common beginning is the whole new prompt
@@ -44,11 +44,11 @@ class _Prompt:
 
 
 class LearnedPrompts:
-    """The most recent prompts whose tokens are known, within a memory bound.
+    """The most recent prompts whose tokens are known, within a memory limit.
 
-    A block key leads to the newest prompt that has it. For a key after which two prompts differ,
-    the number of tokens that they share is stored. For other keys it is interpolated from the
-    bytes.
+    A block key leads to the newest prompt that has it. If two prompts differ after a key, the
+    number of tokens that they share is stored with the key. For other keys, the number is
+    interpolated from the bytes.
     """
 
     __slots__ = ("_by_key", "_cap_bytes", "_prompts", "_shared", "_used_bytes")
@@ -74,10 +74,10 @@ class LearnedPrompts:
         return prompt is not None and prompt.n_bytes == fingerprint.n_bytes
 
     def find(self, fingerprint: Fingerprint) -> KnownPrefix | None:
-        """Return the longest beginning of the prompt whose tokens are known; None if there is none.
+        """Return the longest beginning of the prompt whose tokens are known; None: there is none.
 
-        The end of the beginning is exact if another prompt has diverged there, or if the whole
-        prompt is known. Otherwise it is an estimate, rounded down.
+        Its length is exact if another prompt differs from there on, or if the whole prompt is
+        known. Otherwise it is an estimate, rounded down.
         """
         keys = fingerprint.sampled_keys
         known = self._count_known(keys)
@@ -95,10 +95,10 @@ class LearnedPrompts:
         return KnownPrefix(prompt.chains, tokens, prompt.tokens / prompt.n_bytes, is_whole)
 
     def learn(self, fingerprint: Fingerprint, chains: Mapping[int, Keys], tokens: int) -> None:
-        """Record a prompt's tokens; `chains` has the content keys of its blocks by block size in
-        tokens.
+        """Store the tokens of a prompt, as `chains`: the content keys of its blocks by block size.
 
-        A prompt shorter than one block of bytes cannot be recognised, and is ignored.
+        Block sizes are in tokens. A prompt shorter than one block of bytes cannot be recognised,
+        and is ignored.
         """
         keys = fingerprint.sampled_keys
         if not keys or not tokens:

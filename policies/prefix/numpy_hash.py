@@ -1,4 +1,4 @@
-"""Hashes prompt bytes to block keys with numpy, for Python that is not compiled.
+"""Hashes prompt bytes to block keys with numpy, if the modules are not compiled.
 
 The keys are equal to those of block_hash.py.
 """
@@ -21,8 +21,9 @@ _HALF = np.array(32, np.uint64)  # zero-dimensional arrays are faster for numpy 
 
 
 class NumpyArithmetic:
-    """Computes block keys with numpy: each step of the hash runs over all words of the prompt at
-    once.
+    """Computes block keys with numpy.
+
+    Each step of the hash processes all words of the prompt at once.
     """
 
     __slots__ = ("_fold", "_folded", "_mix", "_position_keys", "_seeds", "_upper", "_word_keys")

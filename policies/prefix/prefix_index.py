@@ -1,8 +1,8 @@
-"""An index of the prompt prefixes that each endpoint is believed to have in its prefix cache.
+"""An index of the prompt prefixes that each endpoint is believed to have cached.
 
-PrefixIndex maps block keys to the slots (small endpoint numbers) that hold them. Entries age like
-those of the engines' own LRU caches, and memory is bounded. fingerprint.py computes the keys;
-scorers.py uses the matches.
+PrefixIndex maps block keys to the slots (small numbers) of the endpoints that have the block.
+Entries age like those of the engines' own LRU caches, and memory is bounded. fingerprint.py
+computes the keys; scorers.py uses the result.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class IndexStats(msgspec.Struct, frozen=True):
     bytes          memory in use
     blocks         number of entries
     evictions      entries dropped because of the memory limit
-    cached_tokens  tokens that each slot is believed to hold
+    cached_tokens  tokens that each endpoint is believed to have cached, by slot
     """
 
     bytes: int
@@ -162,26 +162,26 @@ class _Holder:
 
 
 class PrefixIndex:
-    """Maps block keys of prompts to the endpoint slots that are believed to have the block cached.
+    """Maps block keys of prompts to the endpoints (slots) that are believed to have the block
+    cached.
 
-    Used by one event loop; survives reloads of the configuration.
+    Use it from one event loop. It survives reloads of the configuration.
 
-    The age is a stamp, `generation << 16 | slot`. Each slot counts its own generations: one ends
-    when 1/32 of the engine's capacity has been stamped with it. A block that is used again gets a
-    new stamp, as a hit does in an engine's LRU. When a slot's valid stamps exceed its capacity, its
-    oldest generation expires by moving one number (`_oldest_alive[slot]`) past it. No entry is
-    visited to do this: expired stamps are recognized when read.
+    Age: an entry has a stamp, `generation << 16 | slot`. Each slot counts its own generations; one
+    ends when 1/32 of the engine's capacity has been stamped with it. A block that is used again
+    gets a new stamp. If a slot's valid stamps exceed its capacity, its oldest generation expires:
+    one number (`_oldest_alive[slot]`) is moved. No entry is visited, because expired stamps are
+    recognised when they are read.
 
-    The stamps of all holders of a block are packed into one Python int (64 bits each). The garbage
-    collector does not visit an int, and consecutive blocks share one object. Along a chain, stamps
-    only get older and holders fewer, because a hit on a block is a hit on all before it. The end of
-    a slot's match is therefore found by bisection.
+    Storage: the stamps of all holders of a block are packed into one Python int (64 bits each),
+    which the garbage collector does not visit, and which consecutive blocks share. Along a prompt,
+    stamps only get older and holders fewer, because using a block uses all blocks before it. So a
+    binary search finds the end of a slot's match.
 
-    Memory: entries are distributed over up to 256 dicts by key, so that no resize blocks the event
-    loop for more than about a millisecond. At `cap_bytes` (BLOCK_COST_BYTES per block, and
-    HOLDER_COST_BYTES per holder beyond the eighth as if no block shared its holders) the oldest
-    quarter of one dict is dropped when needed. That loses hints, never correctness. Raises
-    ValueError if `cap_bytes` is too small.
+    Memory: entries are in up to 256 dicts by key, so that no resize blocks the event loop for more
+    than about a millisecond. A block counts BLOCK_COST_BYTES, and HOLDER_COST_BYTES per holder
+    beyond the eighth. At `cap_bytes`, the oldest quarter of one dict is dropped, which only loses
+    hints. Raises ValueError if `cap_bytes` is too small.
     """
 
     __slots__ = (
@@ -200,7 +200,8 @@ class PrefixIndex:
     def __init__(self, cap_bytes: int) -> None:
         if cap_bytes < LEAST_CAP_BYTES:
             raise ValueError(
-                f"a prefix index needs at least {LEAST_CAP_BYTES} bytes, not {cap_bytes}"
+                f"the size of a prefix index must be at least {LEAST_CAP_BYTES} bytes, not "
+                f"{cap_bytes}"
             )
         self._cap_bytes = cap_bytes
         self._most_blocks = cap_bytes // BLOCK_COST_BYTES
@@ -220,11 +221,10 @@ class PrefixIndex:
     # -- reading
 
     def match(self, fingerprint: Fingerprint, prompt_tokens: int) -> list[int]:
-        """Return how many tokens of the prompt each endpoint slot is believed to have cached, as a
-        list.
+        """Return how many tokens of the prompt each endpoint is believed to have cached, by slot.
 
-        Bytes are converted to tokens by `prompt_tokens / fingerprint.n_bytes`. Slots never used are
-        beyond the end of the list.
+        Bytes are converted to tokens by `prompt_tokens / fingerprint.n_bytes`. The list may be
+        shorter than the number of slots: slots that were never used are missing at its end.
         """
         tokens, keys = [0] * len(self._holders), fingerprint.sampled_keys
         known = self._count_known(keys) if keys else 0
@@ -239,7 +239,7 @@ class PrefixIndex:
         """Return the endpoints that are believed to have part of the prompt cached, as a
         PrefixMatch.
 
-        The result is the same as that of `match`, without a list of all slots.
+        The result is that of `match`, without a list of all slots.
         """
         keys = fingerprint.sampled_keys
         known = self._count_known(keys)
@@ -306,16 +306,14 @@ class PrefixIndex:
         return holders == stamp or (holders > _LANE and stamp in _stamps(holders))
 
     def cached_tokens(self, slot: int) -> float:
-        """Return how many tokens the endpoint in this slot is believed to have cached, over all
-        prompts.
-        """
+        """Return how many tokens the endpoint in this slot is believed to have cached in total."""
         return self._holders[slot].held if slot < len(self._holders) else 0.0
 
     def eviction_regret(self, slot: int) -> float:
         """Return the share (0 to 1) of an endpoint's evicted prompt tokens that were requested
         again.
 
-        An entry whose holders have all expired stays in the table (as in a ghost list) until its
+        To count them, an entry without valid holders stays in the index (a ghost list) until its
         key is used again or the memory limit drops it. The share decays over as many evictions as
         the endpoint's cache holds.
         """
@@ -380,8 +378,8 @@ class PrefixIndex:
     # -- learning
 
     def insert(self, fingerprint: Fingerprint, slot: int, prompt_tokens: int) -> None:
-        """Record that the endpoint in this slot was sent this prompt and will have all of it
-        cached.
+        """Record that this prompt was sent to the endpoint in this slot, which will cache all of
+        it.
 
         The cost depends only on blocks that are new or were not used for long.
         """
@@ -390,8 +388,9 @@ class PrefixIndex:
             self.insert_keys(fingerprint.sampled_keys, slot, tokens_per_block)
 
     def insert_keys(self, keys: Keys, slot: int, tokens_per_block: float) -> None:
-        """Record that a prompt was sent to an endpoint, like `insert`, given at least one of the
-        prompt's sampled keys (sampled_keys.py).
+        """Record that a prompt was sent to an endpoint, like `insert`, but by its sampled keys.
+
+        There must be at least one key (sampled_keys.py).
         """
         holder = self._holder(slot)
         if len(keys) > self._most_blocks:
@@ -474,14 +473,14 @@ class PrefixIndex:
     ) -> None:
         """Record that an endpoint failed while it computed a prompt.
 
-        It has then cached only the beginning, at most `kept_tokens` tokens.
+        It has then cached at most the first `kept_tokens` tokens.
         """
         if fingerprint.sampled_keys:
             tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
             self.trim_keys(fingerprint.sampled_keys, slot, kept_tokens, tokens_per_block)
 
     def trim_keys(self, keys: Keys, slot: int, kept_tokens: int, tokens_per_block: float) -> None:
-        """Record that an endpoint failed while it computed a prompt, like `trim`, but by sampled
+        """Record that an endpoint failed while it computed a prompt, like `trim`, by sampled
         keys alone.
         """
         if slot >= len(self._holders):
@@ -503,12 +502,12 @@ class PrefixIndex:
                     self._blocks -= 1
 
     def confirm(self, slot: int, believed_share: float, cached_share: float) -> None:
-        """Compare the share of a prompt that was cached with the share that was expected, 0 to 1.
+        """Compare the share of a prompt that was cached with the expected share, both 0 to 1.
 
-        An engine's LRU evicts the oldest blocks first. Finding less than expected therefore means
-        that its cache is smaller than assumed (running requests use the same memory). The slot's
-        assumed capacity then shrinks by 5 %, and regrows by 2 % with every match that was right. A
-        slot without a known capacity gets its present content as a first estimate.
+        Engines evict the oldest blocks first. So a smaller share than expected means that the
+        engine's cache is smaller than assumed, because running requests use the same memory. The
+        assumed capacity then shrinks by 5 %. It grows by 2 % with every correct expectation. If the
+        capacity is unknown, the first estimate is the slot's present content.
         """
         if slot >= len(self._holders) or believed_share <= _TOLERANCE:
             return
@@ -522,7 +521,7 @@ class PrefixIndex:
         self._oldest_alive[slot] = holder.oldest_alive()
 
     def set_capacity(self, slot: int, tokens: int | None) -> None:
-        """Set how many tokens of KV the endpoint in this slot can hold; None if unknown.
+        """Set how many tokens of KV the endpoint in this slot can store; None: unknown.
 
         Blocks beyond the capacity expire, oldest first.
         """
@@ -531,10 +530,10 @@ class PrefixIndex:
         self._oldest_alive[slot] = holder.oldest_alive()
 
     def forget(self, slot: int) -> None:
-        """Drop all index entries of a slot, because its endpoint was restarted or removed.
+        """Remove all entries of a slot, because its endpoint was restarted or removed.
 
-        The call takes constant time. The capacity stays until `set_capacity` changes it, without
-        the reductions made by `confirm`.
+        The call takes constant time. The capacity stays as last set by `set_capacity`, without the
+        reductions made by `confirm`.
         """
         if slot < len(self._holders):
             self._holders[slot].empty()
@@ -545,7 +544,7 @@ class PrefixIndex:
     def stats(self) -> IndexStats:
         """Return the size and activity of the prefix index.
 
-        It reads the size of every dict, so it is for scrapes and not for requests.
+        Call it for scrapes, not per request: it reads the size of every dict.
         """
         key_bytes = sys.getsizeof(_LANE) + 12
         used = (
@@ -559,7 +558,7 @@ class PrefixIndex:
 
     def _holder(self, slot: int) -> _Holder:
         if not 0 <= slot < MAX_SLOTS:
-            raise ValueError(f"slot {slot} is not in 0..{MAX_SLOTS - 1}")
+            raise ValueError(f"the slot of an endpoint must be 0 to {MAX_SLOTS - 1}, not {slot}")
         while slot >= len(self._holders):
             self._holders.append(_Holder(len(self._holders)))
             self._oldest_alive.append(self._holders[-1].stamp)

@@ -1,5 +1,4 @@
-"""The result of a prefix lookup in a large pool: the few endpoints that have part of the prompt
-cached.
+"""The result of a prefix lookup in a large pool: the few endpoints with part of the prompt cached.
 
 A list of tokens by slot would be as long as the pool, for each request.
 """
@@ -19,7 +18,7 @@ class WideMatch:
     __slots__ = ("_oldest_alive", "_stamps", "tokens")
 
     def __init__(self, tokens: int, stamps: Mapping[int, int], oldest_alive: Sequence[int]) -> None:
-        """Initialize a cached prefix of `tokens` tokens.
+        """Create the match for a cached prefix of `tokens` tokens.
 
         stamps        when each endpoint that has the prefix last used it (PrefixIndex), by slot
         oldest_alive  the oldest stamp that is still valid, by slot
@@ -71,18 +70,17 @@ class PrefixMatch(Sequence[int]):
         return next((layer.tokens for layer in self.wide if layer.holds(slot)), 0)
 
     def settle(self, slots: Iterable[int]) -> None:
-        """Keep the present numbers of cached tokens of these slots, and drop those of all others.
+        """Store the present numbers of cached tokens of these slots, and drop those of all others.
 
-        Call it before the index is changed, because other numbers are looked up in the index.
+        Call it before the index changes. Other numbers are looked up in the index when they are
+        read.
         """
         self.narrow |= {slot: self[slot] for slot in slots if slot < self._slots}
         self.wide = ()
 
 
 def longest_match(cached_by_slot: Sequence[int]) -> int:
-    """Return the largest number of prompt tokens that any endpoint has cached; 0 if none has
-    any.
-    """
+    """Return the largest number of prompt tokens that any endpoint has cached; 0: none."""
     # The type is compared first, because isinstance() of an abstract class costs more than max().
     if type(cached_by_slot) is not list and isinstance(cached_by_slot, PrefixMatch):
         return cached_by_slot.longest

@@ -1,9 +1,9 @@
-"""Selects the block keys of a prompt that a prefix index stores, and that gateways exchange.
+"""Selects the block keys of a prompt that a prefix index stores and gateways exchange.
 
-Each key covers everything before it, so any subset of a chain's keys is a chain. Each of the first
-256 blocks has an entry, every second up to 512, every fourth up to 1024, and so on. A matched
-length is therefore too short by less than 1/128, and long prompts take about half of the entries.
-fingerprint.py computes the keys.
+A key covers everything before it, so some keys of a chain suffice. Each of the first 256 blocks has
+an entry, then every second block up to 512, every fourth up to 1024, and so on. A matched length is
+thus too short by less than 1/128, and long prompts need about half of the entries. fingerprint.py
+computes the keys.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ _FINE_BLOCKS = 256
 
 
 def sample_keys(chain: Keys) -> Keys:
-    """Return the keys of a prompt's chain that have an entry in a prefix index, shortest prefix
-    first.
-    """
+    """Return the keys of a prompt that a prefix index stores, shortest prefix first."""
     if len(chain) <= _FINE_BLOCKS:
         return chain
     sampled, covered, stride = chain[:_FINE_BLOCKS], _FINE_BLOCKS, 2
@@ -46,7 +44,7 @@ SAMPLE_LENGTHS = sample_keys(array("Q", range(1, MAX_BLOCKS + 1))).tolist()
 
 
 def pack(keys: Keys) -> bytes:
-    """Return sampled block keys as bytes: each key is an unsigned 64-bit little-endian integer."""
+    """Return sampled block keys as bytes, each as an unsigned 64-bit little-endian integer."""
     return _to_little_endian(keys).tobytes()
 
 
@@ -58,15 +56,17 @@ def unpack(keys: bytes, blocks: int, block_bytes: int, n_bytes: int) -> Keys:
     block_bytes  bytes of each block
     n_bytes      bytes of the prompt
 
-    Raises ValueError if the numbers are inconsistent, so that no corrupt entry gets into an index.
+    Raises ValueError if the numbers do not match, so that no corrupt entry gets into an index.
     """
     if not 0 < blocks <= MAX_BLOCKS or not blocks * block_bytes <= n_bytes < 1 << 40:
         raise ValueError(
-            f"{blocks} blocks of {block_bytes} bytes cannot be a chain of {n_bytes} bytes"
+            f"a prompt of {n_bytes} bytes cannot have {blocks} blocks of {block_bytes} bytes"
         )
     count = bisect_right(SAMPLE_LENGTHS, blocks)
     if len(keys) != 8 * count:
-        raise ValueError(f"{len(keys)} bytes do not hold the {count} keys of {blocks} blocks")
+        raise ValueError(
+            f"{blocks} blocks have {count} sampled keys of 8 bytes each, but got {len(keys)} bytes"
+        )
     return _to_little_endian(array("Q", keys))
 
 

@@ -1,6 +1,6 @@
-"""Routing and admission rules of other systems, by name, for comparison and for migration.
+"""Routing and admission rules of other systems, for comparison and for migration.
 
-There is one small module per family. Each rule is a parameter struct with the published defaults
-and original parameter names, and its docstring names the source. Nothing is added or tuned per
-workload.
+There is one small module per family of rules. Each rule is a parameter struct with the published
+defaults and the original parameter names. Its docstring has the source. Nothing is added, or tuned
+to a workload.
 """

@@ -1,6 +1,4 @@
-"""Consistent hashing: requests of a session always go to the same endpoint while it accepts
-them.
-"""
+"""Consistent hashing: all requests of a session go to the same endpoint while it is available."""
 
 from __future__ import annotations
 
@@ -20,17 +18,19 @@ _MOST_SALTS = 8192
 
 
 class ConsistentHash(PolicyParams, frozen=True):
-    """A policy that picks the endpoint by a hash of the session; a request without a session may go
-    to any endpoint.
+    """A policy that picks the endpoint by a hash of the session.
+
+    A request without a session may go to any endpoint. If an endpoint is ejected or at its cap, the
+    session goes to the next endpoint in its own order.
 
     Sources: `consistent_hash` of vLLM's router, `consistent_hashing` and `manual` of SMG, and
     `session` of the vLLM production stack. Rendezvous hashing (Thaler and Ravishankar 1998)
-    replaces their rings: when endpoints are added or removed, only the sessions of those endpoints
-    move. If an endpoint is ejected or at its cap, the next endpoint in the session's order is used.
+    replaces their rings: if an endpoint is added or removed, only the sessions of that endpoint
+    move.
 
-    load_factor  an endpoint with more than this multiple of the mean number of requests is passed
-                 over too (Mirrokni et al., "Consistent Hashing with Bounded Loads", SODA 2018);
-                 None: loads are ignored, as in those routers
+    load_factor  endpoints with more than this multiple of the mean number of requests are skipped
+                 too (Mirrokni et al., "Consistent Hashing with Bounded Loads", SODA 2018); None:
+                 loads are ignored, as in those routers
     """
 
     load_factor: Factor | None = None
@@ -47,7 +47,7 @@ class ConsistentHash(PolicyParams, frozen=True):
 class SessionHashPicker:
     """Picks the endpoint with the highest hash of session and endpoint name.
 
-    The object caches the names' hashes and belongs to the policy it was built for.
+    The object caches the hashes of names, so each policy needs its own.
     """
 
     __slots__ = ("_load_factor", "_salts")

@@ -1,6 +1,6 @@
-"""DualMap: two hashes of the prefix select two endpoints, of which the better one is used.
+"""DualMap: two hashes of a prompt's prefix select two endpoints, of which the better one is used.
 
-The endpoint with more of the prefix cached is preferred unless it is too slow.
+The endpoint with more of the prefix cached is better, unless it is too slow.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ _MOST_EXPANDED = 4096
 
 
 class DualMap(PolicyParams, frozen=True):
-    """A policy that picks one of two endpoints selected by hashes of the prompt's prefix.
+    """A policy that picks one of two endpoints, which hashes of the prompt's prefix select.
 
-    It picks the one with more of the prefix cached, unless its TTFT is too long. Source: DualMap
-    (ICLR'26, arXiv 2602.06502). The hashed prefix is one block, plus one more wherever a prefix is
-    hot. A prefix is hot if it begins a large share of the last requests (as in AIBrix's port,
-    dualmap.go); otherwise a common system prompt would send everything to the same two endpoints.
+    It picks the endpoint with more of the prefix cached, unless its time to first token (TTFT) is
+    too long. The hashed prefix is one block of the prompt. If that is a hot prefix, which many
+    recent requests share, one more block is hashed. Otherwise a common system prompt would send all
+    requests to the same two endpoints.
+
+    Source: DualMap (ICLR'26, arXiv 2602.06502), and AIBrix's port (dualmap.go) for hot prefixes.
     Rendezvous hashing replaces its rings. Its migration of queued requests is left out.
 
     ttft_slo_s    TTFT in seconds beyond which the less loaded of the two is picked; None: the
                   request's own budget
-    hot_share     a prefix is hot if this share of the window's requests begins with it, 0 to 1
+    hot_share     a prefix is hot if this share (0 to 1) of the window's requests begins with it
     hot_window    number of recent requests in the window
     hot_at_least  number of requests in the window before any prefix is hot
     """
@@ -59,10 +61,7 @@ class DualMap(PolicyParams, frozen=True):
 
 
 class TwoHashPicker:
-    """The picker of the policy DualMap, with its memory of hot prefixes.
-
-    It belongs to the policy it was built for.
-    """
+    """The picker of the policy DualMap. It remembers hot prefixes, so each policy needs its own."""
 
     __slots__ = ("_hot", "_salts", "_ttft_slo_s")
 
@@ -74,9 +73,9 @@ class TwoHashPicker:
     def pick(
         self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
     ) -> int:
-        """Return the index of the better of the two endpoints that the prefix's hashes select.
+        """Return the index of the better of the two endpoints that the hashes of the prefix select.
 
-        `scores` are the negative expected TTFTs of the candidates in seconds.
+        `scores` are the candidates' expected times to first token in seconds, negated.
         """
         if len(candidates) == 1:
             return 0
@@ -114,10 +113,10 @@ class TwoHashPicker:
 
 
 class HotPrefixes:
-    """Chooses how many blocks of a prompt are hashed.
+    """Chooses how many blocks of a prompt are hashed: one, plus one for each hot prefix.
 
-    It is one, plus one more for each hot prefix of the prompt. A prefix is hot if many recent
-    requests share it. It stays hot until `_MOST_EXPANDED` newer hot prefixes have displaced it.
+    A prefix is hot if many recent requests share it. It stays hot until `_MOST_EXPANDED` newer hot
+    prefixes have replaced it.
     """
 
     __slots__ = ("_at_least", "_counts", "_expanded", "_recent", "_share", "_window")
@@ -131,7 +130,7 @@ class HotPrefixes:
         self._expanded: dict[int, None] = {}
 
     def key(self, fingerprint: Fingerprint) -> int:
-        """Return the key (hash) of the prefix by which to choose endpoints, and count its use."""
+        """Count the use of a prompt's prefix, and return the hash by which to choose endpoints."""
         keys, expanded, index = fingerprint.keys, self._expanded, 0
         last, key = len(keys) - 1, keys[0]
         while index < last and key in expanded:

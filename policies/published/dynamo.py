@@ -1,5 +1,6 @@
-"""Routing rule of NVIDIA Dynamo's KV router: blocks to prefill minus cached ones, plus blocks in
-use.
+"""The routing rule of NVIDIA Dynamo's KV router: fewest blocks to prefill and blocks in use.
+
+Cached blocks are subtracted from the blocks to prefill.
 """
 
 from __future__ import annotations
@@ -15,25 +16,28 @@ from policies.routing_types import Candidate, RoutingQuery
 
 
 class DynamoKv(PolicyParams, frozen=True):
-    """A policy that picks the endpoint with the fewest blocks to prefill and in use.
+    """A policy that picks the endpoint with the fewest blocks to prefill and blocks in use.
 
-    cost = prefill_load_scale * max(0, (Q + n) / b - credit) + decode blocks +
-    decode_active_request_weight * N
+        cost = prefill_load_scale * max(0, (Q + n) / b - credit) + decode blocks
+               + decode_active_request_weight * N
+        credit = overlap_score_credit * cached / b
+                 / (1 + overlap_score_credit_decay * excess queue / prompt)
 
-    credit = overlap_score_credit * cached / b, divided by 1 + overlap_score_credit_decay * excess
-    queue / prompt
+    - Q: queued prompt tokens
+    - n: tokens of this prompt
+    - b: block size in tokens
+    - N: number of active requests
 
-    Q is the number of queued prompt tokens, n the tokens of this prompt, b the block size and N the
-    number of active requests. This is the default selector of Dynamo's KV router (ai-dynamo/dynamo
-    lib/kv-router/src/scheduling/selector/default.rs). Engines here have no host, disk or shared
-    cache to credit. Decode blocks are the prompts in progress; blocks shared by two requests count
+    Source: the default selector of Dynamo's KV router (ai-dynamo/dynamo
+    lib/kv-router/src/scheduling/selector/default.rs). There is no credit for host, disk or shared
+    caches here. Decode blocks are the prompts in progress; a block that two requests share counts
     twice here, once there.
 
     overlap_score_credit          value of a cached block, in blocks to prefill
     overlap_score_credit_decay    how fast that value decays with the queue beyond the shortest one
     prefill_load_scale            weight of blocks to prefill relative to blocks in use
-    decode_active_request_weight  blocks an active request counts for in addition to its own
-    router_temperature            0 picks the least cost; above 0 costs are drawn by softmax
+    decode_active_request_weight  fixed cost of an active request in blocks, added to its own blocks
+    router_temperature            0 picks the lowest cost; above 0, costs are drawn by softmax
     block_size                    tokens per block
     """
 
@@ -55,7 +59,7 @@ class DynamoKv(PolicyParams, frozen=True):
 
 
 def blocks(rule: DynamoKv) -> Scorer:
-    """Return a scorer whose score is the negative cost in blocks, as described in DynamoKv."""
+    """Return a scorer whose score is the negative cost in blocks, as DynamoKv describes it."""
     scale, per_request = rule.prefill_load_scale, rule.decode_active_request_weight
     credit = rule.overlap_score_credit
     decay = rule.overlap_score_credit_decay

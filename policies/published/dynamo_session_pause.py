@@ -1,6 +1,4 @@
-"""The admission rule of Dynamo: sessions pause when their contexts outgrow an engine's KV, and
-resume later.
-"""
+"""Dynamo's admission rule: pause sessions while their contexts exceed an engine's KV memory."""
 
 from __future__ import annotations
 
@@ -22,12 +20,13 @@ from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 class SessionPause(AdmissionParams, frozen=True):
     """An admission policy that pauses sessions while their contexts exceed 0.95 of an engine's KV.
 
-    Sessions are paused until the contexts take 0.80; other sessions are admitted where they fit.
+    It pauses sessions until the contexts of the others need 0.80. New sessions are admitted where
+    they fit.
+
     Source: Dynamo's session-aware queue admission
-    (lib/kv-router/src/scheduling/queue_admission/session_aware; ThunderAgent). There the request of
-    a paused session is held. A queue that one request could block cannot do that, so here the
-    request is refused, with the time of the next decision. The routing policy decides where a
-    session goes.
+    (lib/kv-router/src/scheduling/queue_admission/session_aware; ThunderAgent). There, requests of
+    paused sessions are held. In the queue here, one held request could block others. So the request
+    is refused, with the time of the next decision. The routing policy decides where a session goes.
 
     pause_threshold       share of an engine's KV above which sessions are paused
     pause_target          share down to which they are paused
@@ -36,8 +35,8 @@ class SessionPause(AdmissionParams, frozen=True):
     resume_timeout_s      a session paused for this long resumes in any case
     scheduler_interval_s  seconds between decisions about pausing and resuming
     acting_token_weight   weight of the context of an idle session when pausing
-    acting_decay_tau_s    when resuming, that weight halves in this many seconds of idleness
-    buffer_per_program    tokens that a session counts for in addition to its context
+    acting_decay_tau_s    when resuming, that weight halves after this many idle seconds
+    buffer_per_program    number of tokens added to the context of each session
     session_retention_s   seconds for which an idle session is stored
     absent_s              the same for a session that was refused before its first request
     most_sessions         maximum number of stored sessions
@@ -60,12 +59,12 @@ class SessionPause(AdmissionParams, frozen=True):
 
 
 class Program:
-    """A session, which Dynamo calls a program: the requests of one running agent.
+    """A session: the requests of one running agent. Dynamo calls it a program.
 
-    acting_s  time since which the session is idle; None while a request runs
-    paused_s  time since which the session is paused; None if it is not paused
+    acting_s  time since which the session is idle; None: a request is running
+    paused_s  time since which the session is paused; None: it is not paused
     asked_s   time of the session's last request
-    marked    whether the session will be paused as soon as its running answer is complete
+    marked    whether the session will be paused when its running answer is complete
     """
 
     __slots__ = (
@@ -90,7 +89,9 @@ class Program:
 
 
 class SessionPauser(CapAdmission):
-    """An admission policy with the sessions of one pool, in the order of their last requests."""
+    """The admission policy of SessionPause, with the sessions of one pool in order of last
+    request.
+    """
 
     __slots__ = ("_kv", "_next_s", "_paused", "_programs", "_rule", "_used")
 
@@ -184,7 +185,7 @@ class SessionPauser(CapAdmission):
         """Drop idle sessions, resume those that fit or are overdue, and pause those that do not
         fit.
 
-        Acts every `scheduler_interval_s`.
+        Does so at most every `scheduler_interval_s` seconds.
         """
         if now < self._next_s:
             return

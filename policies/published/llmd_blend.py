@@ -1,6 +1,7 @@
-"""Routing rule of llm-d's default profile: a weighted sum of four scores between 0 and 1.
+"""The routing rule of llm-d's default profile: a weighted sum of four scores from 0 to 1.
 
-The scores are for the cached prefix, the queue, free KV, and turns of prompts without a cache hit.
+The scores are for the cached prefix, the queue, free KV, and how long ago the endpoint last got a
+prompt that was cached nowhere.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from policies.routing_types import Candidate, RoutingQuery
 class LlmdBlend(PolicyParams, frozen=True):
     """A policy that adds four weighted scores, each from 0 to 1.
 
-    They are: the cached share of the prompt, a short queue, free KV, and how long ago the endpoint
-    last got a prompt that no endpoint had cached. Source: the default profile of llm-d's inference
-    scheduler until August 2026: prefix-cache-scorer 3, queue-scorer 2, kv-cache-utilization-scorer
-    2, no-hit-lru-scorer 2, max-score-picker.
+    The scores are: the cached share of the prompt, a short queue, free KV, and how long ago the
+    endpoint last got a prompt that was cached nowhere.
+
+    Source: the default profile of llm-d's inference scheduler until August 2026:
+    prefix-cache-scorer 3, queue-scorer 2, kv-cache-utilization-scorer 2, no-hit-lru-scorer 2,
+    max-score-picker.
 
     prefix_weight  weight of the cached share of the prompt
     queue_weight   weight of a short queue
     kv_weight      weight of free KV
-    no_hit_weight  weight of the fourth score, which spreads prompts without a cache hit
+    no_hit_weight  weight of the fourth score, which spreads prompts that are cached nowhere
     fresh_s        maximum age of scraped metrics in seconds
     """
 
@@ -61,7 +64,7 @@ def cached_share(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[f
 def short_queue(fresh_s: float) -> Scorer:
     """Return a scorer that prefers endpoints with short queues.
 
-    The shortest queue scores 1 and the longest 0. All score 1 if their queues are equal. Metrics
+    The shortest queue scores 1 and the longest 0. If all queues are equal, all score 1. Metrics
     older than `fresh_s` seconds are ignored.
     """
 
@@ -76,7 +79,7 @@ def short_queue(fresh_s: float) -> Scorer:
 
 
 def free_memory(fresh_s: float) -> Scorer:
-    """Return a scorer whose score is the share of KV memory (0 to 1) that is not in use.
+    """Return a scorer whose score is the free share of KV memory, 0 to 1.
 
     Metrics older than `fresh_s` seconds are ignored.
     """
@@ -89,11 +92,11 @@ def free_memory(fresh_s: float) -> Scorer:
 
 
 class ColdTurns:
-    """A scorer and picker that gives prompts without any cache hit to endpoints in turn.
+    """A scorer and picker that uses the endpoints in turn for prompts that are cached nowhere.
 
     The endpoint whose last such prompt is longest ago scores 1, the latest one 0. If any endpoint
-    has part of the prompt cached, all score the same. The object has state, so it belongs to the
-    policy it was built for.
+    has part of the prompt cached, all score the same. The object has state, so each policy needs
+    its own.
     """
 
     __slots__ = ("_last", "_turn")

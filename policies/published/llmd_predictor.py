@@ -1,5 +1,6 @@
-"""The routing rule of llm-d's latency predictor: predicted TTFT and TPOT of endpoints with warm
-caches.
+"""The routing rule of llm-d's latency predictor: lowest predicted latency of warm endpoints.
+
+An endpoint is warm if it has most of the prompt cached.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ _BOTH_LATE, _TTFT_LATE, _TPOT_LATE, _IN_TIME = 0, 1, 2, 3
 
 
 class LlmdPredictor(PolicyParams, frozen=True):
-    """A policy that picks the least predicted TTFT and TPOT, weighted 0.8 to 0.2, of warm
-    endpoints.
+    """A policy that picks the warm endpoint with the lowest predicted latency.
 
-    With an SLO, it picks the fullest endpoint that meets it. Source: llm-d / Gateway API Inference
-    Extension, latency-scorer (llm-d blog, 2026-03-13). An analytic model replaces its
-    gradient-boosted trees; as there, one model serves all engines of a kind. Two parts are left
-    out: its picks of one in a hundred among endpoints that miss the SLO, and its load shedding,
-    which is an admission's task. A request of the standard class has no SLO here.
+    A warm endpoint has most of the prompt cached. The latency is 0.8 TTFT + 0.2 TPOT. If the
+    request has latency budgets, the policy picks the fullest endpoint that meets them; requests of
+    the class "standard" have none here.
+
+    Source: llm-d / Gateway API Inference Extension, latency-scorer (llm-d blog, 2026-03-13). An
+    analytic model replaces its gradient-boosted trees; as there, one model serves all engines of a
+    kind. Two parts are left out: picks of one in a hundred among endpoints that miss the budgets,
+    and load shedding, which an admission policy does.
 
     ttft_weight  weight of the TTFT, which is scaled to its range among the candidates
     tpot_weight  weight of the TPOT, scaled in the same way
@@ -79,16 +82,14 @@ def affinity(warm_share: float, break_s: float, explore: float) -> Filter:
 
 
 def latency(ttft_weight: float, tpot_weight: float) -> Scorer:
-    """Return a scorer by whether TTFT and TPOT would be in time.
+    """Return a scorer by whether the first token (TTFT) and later tokens (TPOT) would be in time.
 
-    The score is a tier plus a fit of 0 to 1. If all is in time, the endpoint with the least
-    headroom fits best; if something is late, the one with the least delay. Without an SLO
-    everything counts as late. The tiers are:
+    The score is a tier plus a fit from 0 to 1. If everything is in time, the endpoint with the
+    least spare time fits best. If something is late, the endpoint with the least delay fits best.
+    Without latency budgets, everything counts as late.
 
-    tier 3  both TTFT and TPOT would be in time
-    tier 2  only TPOT would be late
-    tier 1  only TTFT would be late
-    tier 0  both would be late
+    tier 3  both TTFT and TPOT would be in time tier 2  only TPOT would be late tier 1  only TTFT
+    would be late tier 0  both would be late
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:

@@ -1,7 +1,7 @@
-"""Computes the saturation of a pool as llm-d's scheduler does, and two admission rules that refuse
-requests by it.
+"""Two admission rules that refuse requests by the saturation of a pool, as llm-d computes it.
 
-One rule refuses from a threshold on, the other with a probability that rises with saturation.
+Saturation is the mean of queue length and KV use, relative to their limits. One rule refuses from a
+threshold on, the other with a probability that rises with saturation.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class GieSaturation(AdmissionParams, frozen=True):
 
     Other requests are admitted up to the concurrency caps. Source: the saturation detector and
     legacy admission of the Gateway API Inference Extension (llm-d), with its thresholds. There,
-    metrics are milliseconds old, and stale ones count as saturated. Here they are scraped metrics
-    or reserved requests.
+    metrics are milliseconds old, and outdated ones count as saturated. Here, the larger of scraped
+    metrics and reserved requests counts.
 
-    queue_depth  waiting requests at which an engine counts as saturated
-    kv_usage     share of its KV in use at which it counts as saturated
+    queue_depth  number of waiting requests from which an engine counts as saturated
+    kv_usage     share of KV in use from which an engine counts as saturated
     fresh_s      maximum age of scraped metrics in seconds
     """
 
@@ -51,12 +51,11 @@ class GieSaturation(AdmissionParams, frozen=True):
 
 
 class Probabilistic(AdmissionParams, frozen=True):
-    """An admission policy that refuses requests with a negative priority at random, by the
-    saturation.
+    """An admission policy that refuses requests with a negative priority at random, by saturation.
 
     The probability is k * saturation ** power. Other requests are admitted up to the concurrency
-    caps. Source: llm-d's probabilistic admitter, found by search in the BLIS simulator (llm-d blog,
-    2026): 1 in 100 at a saturation of 0.13, all at 0.32.
+    caps. Source: llm-d's probabilistic admitter, whose parameters were found by search in the BLIS
+    simulator (llm-d blog, 2026): it refuses 1 in 100 at a saturation of 0.13, and all at 0.32.
 
     power        exponent of the saturation
     k            factor of the probability
@@ -81,14 +80,13 @@ class Probabilistic(AdmissionParams, frozen=True):
 def saturation(
     candidates: Sequence[Candidate], now: float, queue_depth: float, kv_usage: float, fresh_s: float
 ) -> float:
-    """Return a pool's saturation: the mean of max(queue / queue_depth, KV use / kv_usage) over
-    candidates.
+    """Return a pool's saturation: the mean of max(queue / queue_depth, KV use / kv_usage).
 
-    queue_depth  waiting requests at which an engine counts as saturated
-    kv_usage     share of its KV in use at which it counts as saturated
+    The mean is over all candidates. Returns 1 if no candidate is available.
+
+    queue_depth  number of waiting requests from which an engine counts as saturated
+    kv_usage     share of KV in use from which an engine counts as saturated
     fresh_s      maximum age of scraped metrics in seconds
-
-    Returns 1 if no candidate is available.
     """
     oldest, total, count = now - fresh_s, 0.0, 0
     for candidate in candidates:
@@ -105,9 +103,9 @@ def saturation(
 
 
 class SheddingBySaturation(CapAdmission):
-    """An admission policy that refuses by saturation, and then applies the concurrency caps.
+    """An admission policy that first refuses by saturation, then applies the concurrency caps.
 
-    `ramp` is (power, k) of the probability, or None for a threshold at 1.
+    `ramp` is (power, k) of the probability; None: a threshold at a saturation of 1.
     """
 
     __slots__ = ("_fresh_s", "_kv_usage", "_queue_depth", "_ramp")

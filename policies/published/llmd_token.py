@@ -1,5 +1,7 @@
-"""The routing rule of llm-d's token-aware router: warm endpoints up to saturation, then the fewest
-tokens.
+"""The routing rule of llm-d's token-aware router: fewest tokens to prefill at a warm endpoint.
+
+An endpoint is warm if it has most of the prompt cached. If warm endpoints are saturated, all
+endpoints are considered.
 """
 
 from __future__ import annotations
@@ -16,19 +18,19 @@ from policies.routing_types import Candidate, RoutingQuery
 
 
 class LlmdToken(PolicyParams, frozen=True):
-    """A policy that picks the fewest queued and new prefill tokens among endpoints with a warm
-    cache.
+    """A policy that picks the warm endpoint with the fewest tokens to prefill.
 
-    If their queues are too much longer, all endpoints are considered. This is llm-d's default since
-    August 2026 (llm-d blog, 2026-08-17). An endpoint is warm if it has `warm_share` of the prompt
-    cached. Its R_peak, prompt tokens per second of one calibrated chunk, defaults to the learned
-    speed of each endpoint.
+    Tokens to prefill are the queued ones plus the uncached tokens of this prompt. A warm endpoint
+    has `warm_share` of the prompt cached. If the queues of warm endpoints are too much longer, all
+    endpoints are considered. Source: llm-d's default since August 2026 (llm-d blog, 2026-08-17).
+    Its R_peak (prompt tokens per second of one calibrated chunk) defaults to the learned speed of
+    each endpoint.
 
     warm_share         an endpoint is warm if it has this share of the prompt cached
     patience_s         all endpoints are considered if warm queues are this many seconds longer
-    peak_tokens_per_s  R_peak of the pool; None: of each endpoint, as learned
-    bound              the scarce resource: prefill picks the fewest tokens, decode the fewest
-                       requests
+    peak_tokens_per_s  R_peak of the pool; None: the learned speed of each endpoint
+    bound              the scarce resource. "prefill": pick the fewest tokens; "decode": pick the
+                       fewest requests
     fresh_s            maximum age in seconds of scraped metrics, for external requests
     """
 
@@ -63,8 +65,8 @@ def warm_until_saturated(
 ) -> Filter:
     """Return a filter that keeps the endpoints with most of the prompt cached ("warm").
 
-    It keeps all if the shortest queue of these is `patience_s` seconds longer than elsewhere. The
-    parameters are those of LlmdToken.
+    It keeps all endpoints if even the shortest queue of warm ones is `patience_s` seconds longer
+    than the shortest queue elsewhere. The parameters are those of LlmdToken.
     """
 
     def warm(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -93,7 +95,7 @@ def warm_until_saturated(
 
 
 def queued_and_new(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Return minus the tokens to prefill before the first answer, as each candidate's score.
+    """Return each candidate's score: its tokens to prefill before the first token, negated.
 
     These are the queued prefill tokens and the uncached tokens of this prompt (Q + u).
     """

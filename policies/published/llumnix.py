@@ -18,9 +18,9 @@ class Llumnix(PolicyParams, frozen=True):
     """A policy that picks the fewest queued and new uncached tokens, then the least decode context.
 
     It has no parameters. Source: the cache-aware order of Llumnix (OSDI'24; llumnix-project 2026).
-    There a step model extrapolates the queue between reports of the engine; here the predicted end
-    of the backlog does, converted back to tokens. Its adaptive roles and migrations move running
-    requests between engines, which a gateway cannot do.
+    There, a step model extrapolates the queue between the engine's reports. Here, the predicted end
+    of the queue is converted back to tokens. Its roles and migrations move running requests between
+    engines, which a gateway cannot do.
     """
 
     def build(self) -> Policy:
@@ -35,9 +35,9 @@ class Llumnix(PolicyParams, frozen=True):
 
 
 def prefill_ahead(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Return the score of each candidate, which is -(Q + u) in tokens.
+    """Return the score of each candidate, -(Q + u) in tokens.
 
-    Q is the rest of the queued prefill tokens, u the uncached tokens of this prompt.
+    Q is the number of queued prefill tokens, and u the number of uncached tokens of this prompt.
     """
     now, prompt, scores = query.now, query.request.prompt_tokens, []
     for candidate, cached in zip(candidates, cached_tokens(query, candidates), strict=True):

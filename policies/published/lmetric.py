@@ -12,11 +12,12 @@ from policies.routing_types import Candidate, RoutingQuery
 
 
 class LMetric(PolicyParams, frozen=True):
-    """A policy that picks the least product of prefill tokens before the first token and requests.
+    """A policy that picks the least product of tokens to prefill and number of requests.
 
-    It has no parameters. Source: LMetric (OSDI'26, arXiv 2603.15202), where the product needs no
-    weight between its factors. The first factor is the queue plus this prompt's uncached tokens;
-    the second includes this request, as in AIBrix's port (l_metric_local.go).
+    The tokens are those before this request's first token: the queue plus the uncached tokens of
+    this prompt. The number of requests includes this one, as in AIBrix's port (l_metric_local.go).
+    There are no parameters, because the product needs no weights. Source: LMetric (OSDI'26, arXiv
+    2603.15202).
     """
 
     def build(self) -> Policy:
@@ -30,9 +31,10 @@ class LMetric(PolicyParams, frozen=True):
 
 
 def product(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Return the score of each candidate, which is -(Q + u) * (N + 1).
+    """Return the score of each candidate, -(Q + u) * (N + 1).
 
-    Q is the queued prefill tokens, u the uncached tokens of this prompt, N the requests in flight.
+    Q is the number of queued prefill tokens, u that of uncached tokens of this prompt, and N that
+    of requests in flight.
     """
     prompt = query.request.prompt_tokens
     return [

@@ -14,10 +14,10 @@ from policies.routing_types import Candidate, RoutingQuery
 class Mooncake(PolicyParams, frozen=True):
     """A policy that picks the least expected time to the first token: queue plus uncached prefill.
 
-    It has no parameters. Source: Mooncake (FAST'25), algorithm 1, with a roofline of the hardware
-    instead of its offline polynomial. Its transfer branch is left out: engines fetch a prefix only
-    in a handoff from prefill to decode, so a prefix cannot be fetched for a request that is
-    computed elsewhere. Its rejections are the admission `early_rejection`.
+    It has no parameters. Source: Mooncake (FAST'25), algorithm 1, with a roofline model of the
+    hardware instead of its offline polynomial. Its transfer of prefixes between engines is left
+    out, because engines here fetch KV only from a prefill to a decode engine. Its rejections are
+    the admission policy `early_rejection`.
     """
 
     def build(self) -> Policy:

@@ -1,6 +1,4 @@
-"""Mooncake's admission rule of early rejection: refuse requests whose predicted TTFT or TPOT is too
-long.
-"""
+"""Mooncake's early rejection: refuse requests whose predicted latency is too long, at arrival."""
 
 from __future__ import annotations
 
@@ -23,14 +21,14 @@ from policies.routing_types import Candidate, RoutingQuery
 
 
 class EarlyRejection(AdmissionParams, frozen=True):
-    """An admission policy that refuses a new request if its best predicted TTFT or TPOT is too
-    long.
+    """An admission policy that refuses a new request whose predicted latencies are too long.
 
-    Other requests are admitted up to the concurrency caps. Source: Mooncake (FAST'25, arXiv
-    2407.00079), which decides at arrival, for prefill and for decode, before any work is spent.
-    With a margin of 1, as published, it admits up to the very limit.
+    The latencies are the time to first token (TTFT) and the time per token (TPOT) at the best
+    endpoint. Other requests are admitted up to the concurrency caps. Source: Mooncake (FAST'25,
+    arXiv 2407.00079), which decides at arrival, for prefill and for decode, before any work is
+    spent. With the published margin of 1, it admits requests up to the limit itself.
 
-    margin  share of the TTFT and TPOT budgets that the prediction may take
+    margin  share of the TTFT and TPOT budgets that the prediction may use
     """
 
     margin: NonNegative = 1.0
@@ -40,8 +38,9 @@ class EarlyRejection(AdmissionParams, frozen=True):
 
 
 class EarlyRejector(CapAdmission):
-    """An admission policy that refuses by predicted latencies (EarlyRejection), and then applies
-    concurrency caps.
+    """An admission policy that first refuses by predicted latencies, then applies concurrency caps.
+
+    EarlyRejection describes the rule.
     """
 
     __slots__ = ("_margin",)

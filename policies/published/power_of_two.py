@@ -11,8 +11,8 @@ from policies.presets import DEFAULT_FILTERS, PolicyParams
 class PowerOfTwo(PolicyParams, frozen=True):
     """A policy that draws two endpoints at random and picks the one with fewer requests.
 
-    Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001); `power_of_two` of
-    SGLang's router.
+    Sources: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001);
+    `power_of_two` of SGLang's router.
 
     fresh_s  maximum age in seconds of scraped metrics, for external requests
     """

@@ -1,5 +1,5 @@
-"""Preble's routing rule E2: use the endpoint with a long cached prefix, else the least loaded
-one.
+"""Preble's routing rule E2: use the endpoint with a long cached prefix, otherwise the least
+loaded.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from policies.routing_types import Candidate, RoutingQuery
 
 
 class Preble(PolicyParams, frozen=True):
-    """A policy that picks the longest cached prefix if it is most of the prompt, else the least
-    cost.
+    """A policy that follows a long cached prefix, and otherwise picks the lowest cost.
 
-    Source: Preble (ICLR'25), algorithm E2. If the longest match is longer than the rest of the
-    prompt, its holder with the least load is picked. Otherwise the least L + P + M in GPU seconds
-    is picked:
+    If the longest cached prefix is more than half of the prompt, the least loaded endpoint that has
+    it is picked. Otherwise the endpoint with the lowest L + P + M in GPU seconds is picked:
 
-    L  the work that the endpoint was sent in the last `window_s` (prefill of misses, and decoding)
-    P  the prefill of this prompt there
-    M  the cost of recomputing evicted prefixes, times their hit rate
+    - L: the work that the endpoint was sent in the last `window_s` (prefill of misses, and
+      decoding)
+    - P: the prefill of this prompt there
+    - M: the cost of recomputing evicted prefixes, times their hit rate
 
-    The endpoint with the most load gives way to the one with the least if their ratio exceeds
-    `rebalance_ratio`, once `rebalance_after` requests are in the window (both as in its code). This
-    also spreads hot subtrees. Its order within an engine's queue is the engine's task.
+    To balance loads, the most loaded endpoint is replaced by the least loaded one if the ratio of
+    their loads exceeds `rebalance_ratio`, and the window has at least `rebalance_after` requests.
+    Source: Preble (ICLR'25), algorithm E2 and its code. Its order within an engine's queue is left
+    to the engine.
 
     window_s         seconds of history that count as load
-    rebalance_ratio  maximum ratio of the greatest to the least load
-    rebalance_after  requests in the window before loads are compared
+    rebalance_ratio  maximum ratio of the largest to the smallest load
+    rebalance_after  number of requests in the window before loads are compared
     """
 
     window_s: Positive = 180.0
@@ -55,9 +55,9 @@ class Preble(PolicyParams, frozen=True):
 
 
 class ExploitExplore:
-    """The scorer and picker of Preble's rule, with a window of past picks.
+    """The scorer and picker of Preble's rule.
 
-    It belongs to one policy.
+    It remembers the picks of a time window, so each policy needs its own.
     """
 
     __slots__ = ("_lightest", "_rebalance_after", "_rebalance_ratio", "_window")
@@ -71,7 +71,8 @@ class ExploitExplore:
     def score(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         """Return the scores of the candidates; the highest is best.
 
-        They are cached tokens if a cached prefix is most of the prompt, else negative GPU seconds.
+        They are cached tokens if a cached prefix is most of the prompt, otherwise negative GPU
+        seconds.
         """
         window, prompt = self._window, query.request.prompt_tokens
         window.expire(query.now)
@@ -94,9 +95,9 @@ class ExploitExplore:
     def pick(
         self, query: RoutingQuery, candidates: Sequence[Candidate], scores: Sequence[float]
     ) -> int:
-        """Return the index of the best score, and record the pick as load.
+        """Return the index of the best score, and record the pick as load of its endpoint.
 
-        Ties go to the least loaded endpoint.
+        If scores are equal, the least loaded endpoint is picked.
         """
         index = self._lightest(query, candidates, scores)
         load, request = candidates[index].load, query.request
@@ -126,10 +127,10 @@ class ExploitExplore:
 
 
 class SentWork:
-    """One past pick of Preble's rule.
+    """One past pick of Preble's rule: when, which request, which endpoint (slot), and how much
+    work.
 
-    It has the time, the request, the endpoint's slot, the work in GPU seconds, and the numbers of
-    cached and of all prompt tokens.
+    The work is in GPU seconds. The numbers of cached and of all prompt tokens are stored too.
     """
 
     __slots__ = ("at", "cached", "id", "prompt", "seconds", "slot")
@@ -146,9 +147,9 @@ class SentWork:
 
 
 class SentWindow:
-    """The work that each slot was sent in the last `window_s` seconds.
+    """The work that each endpoint (slot) was sent in the last `window_s` seconds.
 
-    A request that is picked again (a retry, or after a rejected split) moves to its new slot.
+    If a request is picked again, for a retry or after a rejected split, it moves to its new slot.
     """
 
     __slots__ = ("_by_id", "_given", "_sums", "_window_s")
@@ -163,15 +164,16 @@ class SentWindow:
         return len(self._by_id)
 
     def seconds(self, slot: int) -> float:
-        """Return the GPU seconds of the work that the endpoint in this slot was sent within the
+        """Return the GPU seconds of work that the endpoint in this slot was sent within the
         window.
         """
         sums = self._sums.get(slot)
         return sums[0] if sums else 0.0
 
     def hit_share(self, slot: int) -> float:
-        """Return the cached share, 0 to 1, of the prompts sent to the endpoint in this slot; 0
-        before the first.
+        """Return the cached share (0 to 1) of the prompts sent to the endpoint in this slot.
+
+        Returns 0 if no prompt was sent within the window.
         """
         sums = self._sums.get(slot)
         return sums[1] / sums[2] if sums and sums[2] > 0.0 else 0.0
@@ -183,10 +185,7 @@ class SentWindow:
         self._count(given, 1.0)
 
     def expire(self, now: float) -> None:
-        """Remove recorded work that is older than `window_s` seconds at `now`.
-
-        Entries of moved requests are dropped when they expire.
-        """
+        """Remove work that is older than `window_s` seconds at the time `now`."""
         given, oldest = self._given, now - self._window_s
         while given and given[0].at < oldest:
             past = given.popleft()
@@ -194,7 +193,7 @@ class SentWindow:
                 self.forget(past.id)
 
     def forget(self, request: str) -> None:
-        """Remove a request from the window as if it had never been sent."""
+        """Remove a request from the window, as if it had never been sent."""
         past = self._by_id.pop(request, None)
         if past is not None:
             self._count(past, -1.0)

@@ -1,9 +1,8 @@
-"""Reads the inputs of published rules from a candidate: cached prefix, queue, KV use, predicted
-TTFT.
+"""Inputs of published rules about a candidate: cached prefix, queue, KV in use, predicted TTFT.
 
-The original routers read the engine's metrics many times per second. Here scraped metrics are
-seconds old, but the gateway knows its own requests in flight at once. The rules therefore use its
-own counts, and take only the number of external requests from recent metrics.
+The original routers read the engine's metrics many times per second. Here, scraped metrics are
+seconds old, but the gateway always knows its own requests in flight. So the rules use the gateway's
+own counts. Recent metrics only add the external requests, which did not come through a gateway.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ def is_fresh(load: EndpointLoad, oldest: float) -> bool:
 
 
 def queued_requests(load: EndpointLoad, oldest: float) -> int:
-    """Return the number of requests at an endpoint that have no first token yet.
+    """Return the number of requests at an endpoint whose first token has not come yet.
 
-    They are the gateways' own requests, plus external ones that waited at the last scrape, if that
-    was at `oldest` or later.
+    These are the gateways' own requests, plus the external ones that waited at the last scrape, if
+    that was at the time `oldest` or later.
     """
     ours = load.in_flight - load.decoding
     if load.external_requests and load.waiting and is_fresh(load, oldest):
@@ -43,10 +42,10 @@ def queued_requests(load: EndpointLoad, oldest: float) -> int:
 
 
 def kv_used(load: EndpointLoad, oldest: float) -> float:
-    """Return the share of an endpoint's KV in use, 0 to 1; 0 if unknown.
+    """Return the share of an endpoint's KV in use, 0 to 1; 0: unknown.
 
-    It is the reserved share, or the share at the last scrape if that is greater and the scrape was
-    at `oldest` or later.
+    It is the larger of the reserved share and the share at the last scrape, if that was at the time
+    `oldest` or later.
     """
     reserved_share = min(1.0, load.kv_reserved / load.kv_tokens) if load.kv_tokens else 0.0
     if load.kv_usage is not None and load.kv_usage > reserved_share and is_fresh(load, oldest):
@@ -57,9 +56,9 @@ def kv_used(load: EndpointLoad, oldest: float) -> float:
 def prefill_s(load: EndpointLoad, new: int, cached: int) -> float:
     """Return the seconds to compute `new` prompt tokens that follow `cached` ones.
 
-    Only figures of the hardware are used, as published predictors are fitted offline, one per kind
-    of engine. The learned speed is left out on purpose: the least of many noisy estimates is the
-    most wrong one, and all requests would go there.
+    Only the properties of the hardware are used, because published predictors are fitted offline,
+    once per kind of engine. The learned speed is left out on purpose: of many noisy estimates, the
+    lowest is the most wrong one, and all requests would go there.
     """
     shape = load.belief.shape
     return new * (shape.token_s + shape.wire_s + shape.pair_s * (cached + 0.5 * new))

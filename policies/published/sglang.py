@@ -1,5 +1,5 @@
-"""The routing rule of SGLang: follow cached prefixes while loads are similar, balance loads
-otherwise.
+"""SGLang's routing rule: follow cached prefixes while loads are similar, otherwise balance
+loads.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ class SglangCacheAware(PolicyParams, frozen=True):
     """A policy that picks the longest cached prefix while loads are similar, else the fewest
     requests.
 
-    If no prefix is long enough, it picks the smallest cache tree. Source: `cache_aware` of SGLang's
-    router and of its successor SMG (model_gateway/src/policies/cache_aware.rs), with its
-    command-line defaults. The size of a tree is what the endpoint is believed to hold; here it ages
-    like the engine's cache, there it is cut at `max_tree_size`. KV-usage switches of SMG are off
-    there by default.
+    If no cached prefix is long enough, it picks the endpoint with the smallest cache tree, that is,
+    with the fewest cached tokens.
 
-    cache_threshold        share of the prompt that must be cached at some endpoint to go there
+    Source: `cache_aware` of SGLang's router and of its successor SMG
+    (model_gateway/src/policies/cache_aware.rs), with its command-line defaults. Here, the size of a
+    tree is the number of tokens that the endpoint is believed to have cached, and ages like the
+    engine's cache. There, the tree is cut at `max_tree_size`. SMG's options for KV usage are off
+    there by default, and are left out.
+
+    cache_threshold        share of the prompt that some endpoint must have cached to be picked for
+                           it
     balance_abs_threshold  loads count as unbalanced only if the largest and the smallest number of
                            requests differ by more than this
     balance_rel_threshold  the second condition: the largest number is more than this multiple of
@@ -53,14 +57,14 @@ class SglangCacheAware(PolicyParams, frozen=True):
 
 
 def cache_aware(cache_threshold: float, most_apart: int, most_times: float) -> Scorer:
-    """Return a scorer by one of three values, depending on the loads and the longest cached prefix.
+    """Return a scorer of the rule, whose score is one of three values:
 
-    It scores negative requests while loads are unbalanced, cached tokens if enough of the prompt is
-    cached somewhere, and the negative size of the cache tree otherwise.
+    - the negative number of requests, while loads are unbalanced
+    - cached tokens, if some endpoint has enough of the prompt cached
+    - the negative size of the cache tree, otherwise
 
-    cache_threshold  as in SglangCacheAware
-    most_apart       balance_abs_threshold
-    most_times       balance_rel_threshold
+    The parameters `cache_threshold`, `most_apart` (balance_abs_threshold) and `most_times`
+    (balance_rel_threshold) are those of SglangCacheAware.
     """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:

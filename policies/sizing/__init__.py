@@ -1,3 +1,1 @@
-"""Sizing of deployments: model shapes, GPUs, the memory check, layout rules and costs, without
-I/O.
-"""
+"""Sizes deployments: model shapes, GPUs, the memory check, layout rules and costs, without I/O."""

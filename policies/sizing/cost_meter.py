@@ -1,8 +1,8 @@
-"""Computes what requests cost while they run: an engine's dollars are divided by its use.
+"""Computes what requests cost while they run, by dividing an engine's cost among them.
 
-An engine's GPUs cost the same every second. A moment's dollars go to the requests in the engine in
-proportion to their weights (token_cost.py), and to idle time if there are none. So the parts always
-add up to price x GPUs x time.
+An engine's GPUs cost the same every second. The dollars of a moment go to the requests in the
+engine, in proportion to their weights (token_cost.py). If there are none, they go to idle time. So
+the parts always add up to price x GPUs x time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class EngineUse(msgspec.Struct, Generic[Key], frozen=True):
 
     price_hour  dollars per GPU and hour
     gpus        number of GPUs of the engine
-    weights     total weight (cost.decode_weight) of this gateway's requests at the engine, by key.
-                The caller chooses the key, such as the tenant
+    weights     total weight (token_cost.decode_weight) of this gateway's requests at the engine, by
+                key. The caller chooses the keys, such as the tenant
     others      total weight of the requests of other gateways
     gateways    number of gateways that use the engine, including this one
     """
@@ -36,13 +36,13 @@ class EngineUse(msgspec.Struct, Generic[Key], frozen=True):
 
 
 def divide_usd(use: EngineUse[Key], seconds: float) -> tuple[dict[Key, float], float]:
-    """Return how the cost of an engine is divided, as (dollars by key, dollars of idle time).
+    """Divide the cost of an engine, and return (dollars by key, dollars of idle time).
 
     use      the engine's use
     seconds  the time for which the cost is divided
 
-    The shares of other gateways are left to those gateways. Each gateway counts an equal part of
-    idle time.
+    The cost of other gateways' requests is left to those gateways. Each gateway counts an equal
+    part of idle time.
     """
     usd = usd_of(use.price_hour, use.gpus, seconds)
     own = sum(use.weights.values())
@@ -55,8 +55,8 @@ def divide_usd(use: EngineUse[Key], seconds: float) -> tuple[dict[Key, float], f
 class CostMeter(Generic[Key]):
     """Counts the dollars of each key, and of idle time by pool, since the start.
 
-    Call `advance` often. The requests that are in an engine at that moment pay for the time since
-    the last call, so shares of short requests are right on average.
+    Call `advance` often: the requests that are in an engine at that moment pay for the time since
+    the last call. So the costs of short requests are right only on average.
     """
 
     def __init__(self, now_s: float) -> None:

@@ -1,7 +1,7 @@
-"""Checks the GPU memory of a layout: weights and KV per GPU, and how many requests of a length fit.
+"""Checks the GPU memory of a layout: do weights fit, and how many requests of a given length?
 
-The main function is `check_memory`. Shapes are in model_shapes.py, GPUs in gpus.py. The constants
-of Reserve name their source and error.
+The main function is `check_memory`. Model shapes are in model_shapes.py, GPUs in gpus.py. The
+constants of Reserve have their source and error beside them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ class Reserve(msgspec.Struct, frozen=True):
     nccl_bytes: float = 0.36 * GIB
 
     def usable(self, gpu: Gpu, ranks: int) -> float:
-        """Return the bytes per GPU that are available for weights and KV, in an engine of `ranks`
-        ranks.
-        """
+        """Return the bytes per GPU that an engine of `ranks` ranks can use for weights and KV."""
         return (
             gpu.hbm_bytes * (1 - self.untouched)
             - self.engine_bytes
@@ -50,7 +48,9 @@ RESERVE_ERROR_BYTES = 2 * GIB
 
 
 class MemoryVerdict(Enum):
-    """Whether an engine can run with a layout: it must hold the weights, and KV of a request."""
+    """Whether an engine can run with a layout: its memory must hold the weights, and KV of a
+    request.
+    """
 
     DOES_NOT_LOAD = "does not load"
     SERVES_NONE = "loads, but serves no request"
@@ -76,15 +76,16 @@ class MemoryCheck(msgspec.Struct, frozen=True):
     Bytes are those of one GPU, in the pipeline stage with the least memory for KV.
 
     verdict         whether the weights and the requests fit
-    demand          the requests that were to fit
+    demand          the requests that must fit
     weights_bytes   bytes of weights
     usable_bytes    bytes available for weights and KV
     free_bytes      bytes left for KV
     kv_token_bytes  bytes of KV per token
-    tokens          tokens of KV that the whole engine holds, in requests of the demanded context
+    tokens          tokens of KV that the whole engine can store, in requests of the demanded
+                    context
     served          number of requests of that context that fit at the same time
-    spare           KV memory that the demanded requests leave free, as a share of what they need;
-                    negative if they do not fit
+    spare           KV memory left free by the demanded requests, divided by what they need;
+                    negative: they do not fit
     """
 
     verdict: MemoryVerdict
@@ -173,12 +174,11 @@ def _end_params(model: Llm, layout: Layout, ends: tuple[bool, bool]) -> float:
 def check_memory(
     model: Llm, gpu: Gpu, layout: Layout, demand: Demand, reserve: Reserve = ENGINE_RESERVE
 ) -> MemoryCheck:
-    """Check whether the GPU memory of a layout holds the weights and the KV of the demanded
-    requests.
+    """Check whether the GPUs of a layout can store the weights and the KV of the demanded requests.
 
-    The stage with the least room for KV decides, because each token needs all stages. Attention
-    with DP has a cache per rank, so the tokens of all ranks count. `reserve` is not available for
-    either.
+    The pipeline stage with the least memory for KV decides, because each token needs all stages.
+    With data-parallel attention, each rank has a cache, so the tokens of all ranks are added.
+    `reserve` is the memory that neither weights nor KV may use.
     """
     usable = reserve.usable(gpu, layout.gpus)
     parts = list(stages(model, layout))
@@ -204,17 +204,18 @@ def _stage_tokens(model: Llm, layout: Layout, stage: Stage, demand: Demand, usab
 
 
 def free_kv_bytes(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_RESERVE) -> float:
-    """Return the bytes left for KV on one rank of a TP group; negative if the weights do not
-    fit.
-    """
+    """Return the bytes left for KV on one rank of a TP group; negative: the weights do not fit."""
     return check_memory(model, gpu, Layout(tp), Demand(1), reserve).free_bytes
 
 
 def kv_capacity_tokens(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_RESERVE) -> int:
-    """Return how many tokens of KV a TP group holds; 0 if the weights do not fit."""
+    """Return how many tokens of KV a TP group can store; 0: the weights do not fit."""
     return check_memory(model, gpu, Layout(tp), Demand(1), reserve).tokens
 
 
 def min_gpus(model: Llm, gpu: Gpu) -> int:
-    """Return the fewest GPUs whose raw memory holds the model's weights. A layout may need more."""
+    """Return the smallest number of GPUs whose raw memory holds the weights.
+
+    A layout may need more.
+    """
     return -int(-model.weights_bytes // gpu.hbm_bytes)

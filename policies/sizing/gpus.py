@@ -1,9 +1,8 @@
-"""GPU types described by numbers: peak rates, links, and the eight fitted constants of the
-step-time equation.
+"""GPU types as numbers: memory, peak rates, links, and eight fitted constants for step times.
 
-Peaks are the vendors' figures; each GPU names its source. The constants are fitted to
-aiconfigurator's silicon tables (mockgpu/data/aic_latencies.json: 70B bf16, 70B fp8 and 8B at TP
-1-8). tests/unit/mockgpu/test_fidelity.py prints the errors. The equation is in
+Peaks are the vendors' figures, with a source for each GPU. The constants are fitted to measurements
+of aiconfigurator (mockgpu/data/aic_latencies.json: 70B bf16, 70B fp8 and 8B at TP 1-8).
+tests/unit/mockgpu/test_fidelity.py prints the errors. The equation is in
 mockgpu/timing/roofline.py.
 """
 
@@ -19,14 +18,16 @@ import msgspec
 class Fit(msgspec.Struct, frozen=True):
     """The fitted constants of a GPU's step times.
 
-    weights_eff    reached share of the peak memory bandwidth for reading weights, 0 to 1
-    kv_eff         reached share of it for reading the KV cache
-    flops_eff      reached share of the peak FLOP/s in matrix products
-    attention_eff  reached share of the peak FLOP/s in prefill attention
+    An efficiency is the share (0 to 1) of a peak rate that is reached.
+
+    weights_eff    efficiency of the memory bandwidth when weights are read
+    kv_eff         efficiency of the memory bandwidth when the KV cache is read
+    flops_eff      efficiency of FLOP/s in matrix products
+    attention_eff  efficiency of FLOP/s in prefill attention
     allreduce_us   microseconds of overhead of one all-reduce
     layer_us       microseconds of overhead of one layer in a step
     sequence_us    microseconds of overhead of one sequence, in a model of 80 layers
-    link_eff       reached share of the link's bandwidth
+    link_eff       efficiency of the bandwidth of links between GPUs
     """
 
     weights_eff: float
@@ -52,11 +53,10 @@ class Gpu(msgspec.Struct, frozen=True):
     fit            fitted constants of its step times
     grid_name      its name in tables of measured step times; empty: it is in none
     domain_gpus    number of GPUs that these links connect: 8 in an HGX server, 72 in an NVL72 rack
-    has_fast_link  whether collectives of a TP group use a faster link than PCIe
-    fit_of         the GPU type whose fitted constants are used for this one; empty if the constants
+    has_fast_link  whether the GPUs of a TP group have a faster link than PCIe
+    fit_of         the GPU type whose fitted constants are used for this one; empty: the constants
                    were fitted to this type
-    errors         relative error of the step-time equation, as the 90th percentiles for (prefill,
-                   decode)
+    errors         relative errors of the step-time equation, as 90th percentiles (prefill, decode)
     source         where the peaks are from
     """
 
@@ -141,7 +141,10 @@ GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU of this name, in any case. Raises ValueError that lists the known names."""
+    """Return the GPU with this name; upper and lower case are equal.
+
+    Raises ValueError, with a list of the known names, if there is none.
+    """
     gpu = GPUS.get(name.lower())
     if gpu is None:
         raise ValueError(f"unknown GPU {name!r}; known GPUs: {', '.join(GPUS)}")
@@ -162,11 +165,11 @@ _MEMBERS: Mapping[str, tuple[str, float]] = MappingProxyType(
 
 
 def gpu_from_members(members: Any) -> Gpu:
-    """Return a user-defined GPU from the members of a JSON object.
+    """Build a user-defined GPU from a JSON object, and return it.
 
-    `name` and the six of _MEMBERS are required. Optional are `domain_gpus` (8), `fast_link` (true),
-    `source` and `like` (h100: the GPU whose fitted constants to borrow). Raises ValueError that
-    names what is wrong.
+    `name` and the six fields of _MEMBERS are required. Optional are `domain_gpus` (8), `fast_link`
+    (true), `source`, and `like` (h100), the GPU whose fitted constants are used. Raises ValueError
+    with the field that is wrong.
     """
     _check_members(members)
     like = gpu_named(str(members.get("like", "h100")))
@@ -189,14 +192,14 @@ def _check_members(members: Any) -> None:
     known = wanted | {"domain_gpus", "fast_link", "like", "source"}
     if not isinstance(members, dict):
         raise ValueError(
-            f"a user-defined GPU must be a JSON object with the members {', '.join(sorted(wanted))}"
+            f"a user-defined GPU must be a JSON object with the fields {', '.join(sorted(wanted))}"
         )
     if missing := sorted(wanted - members.keys()):
-        raise ValueError(f"the user-defined GPU lacks {', '.join(missing)}")
+        raise ValueError(f"the user-defined GPU lacks the fields {', '.join(missing)}")
     if unknown := sorted(members.keys() - known):
         names = ", ".join(sorted(known))
         raise ValueError(
-            f"the user-defined GPU has unknown members {', '.join(unknown)}; known members: {names}"
+            f"the user-defined GPU has unknown fields {', '.join(unknown)}; known fields: {names}"
         )
     for key in (*_MEMBERS, "domain_gpus"):
         value = members.get(key, 1)

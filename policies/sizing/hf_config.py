@@ -1,9 +1,8 @@
-"""Reads a model's shape from its Hugging Face config.json, with parameters counted tensor by
-tensor.
+"""Reads a model's shape from its Hugging Face config.json, and counts parameters tensor by tensor.
 
-The input is plain data. The module knows decoders with MHA, GQA or MLA; dense MLPs and mixtures of
+The input is plain data. Supported are decoders with MHA, GQA or MLA; dense MLPs and mixtures of
 experts; full, sliding-window and state-space layers. Sources: the modelling code of the
-`transformers` library and of vLLM for the families named here.
+`transformers` library and of vLLM for these families.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ class _Attention(msgspec.Struct, frozen=True):
 
 
 def shape_from_config(config: Any, name: str) -> Llm:
-    """Return the shape that a parsed config.json describes. Raises ConfigError, a ValueError.
+    """Return the shape of the model that a parsed config.json describes.
 
-    Multimodal configurations describe their language model in `text_config`; other parts are not
-    counted.
+    A multimodal configuration describes its language model in `text_config`; other parts are not
+    counted. Raises ConfigError (a ValueError) if the model is not supported.
     """
     if not isinstance(config, dict):
         raise ConfigError("config.json must contain a JSON object")

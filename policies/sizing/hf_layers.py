@@ -1,4 +1,6 @@
-"""Reads the kinds of a model's layers from its config.json: full, window or no attention; dense or
+"""Reads from a model's config.json what kinds of layers the model has, and how many of each.
+
+Attention is full, limited to a window, or absent. The other part is a dense MLP or a mixture of
 experts.
 """
 
@@ -19,7 +21,7 @@ class LayerKinds(msgspec.Struct, frozen=True):
     layers            number of all layers
     attention_layers  number of layers with a KV cache
     window_layers     number of layers with window attention
-    window            number of last tokens that these read
+    window            number of most recent tokens that these layers read
     mlps              number of layers with an MLP or a mixture of experts
     moe_layers        number of layers with a mixture of experts
     state_params      parameters of all state-space layers
@@ -39,7 +41,7 @@ class LayerKinds(msgspec.Struct, frozen=True):
 def layer_kinds(config: ConfigMembers) -> LayerKinds:
     """Return the number of a model's layers of each kind.
 
-    Raises ConfigError for a pattern of layers that does not fit.
+    Raises ConfigError if the pattern of layers has a wrong length or an unknown kind.
     """
     layers = config.count("num_hidden_layers")
     pattern = config.get("hybrid_override_pattern")

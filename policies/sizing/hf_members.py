@@ -1,4 +1,4 @@
-"""Typed access to the members of a config.json, with errors that say what is valid."""
+"""Typed access to the fields of a config.json, with errors that state what is valid."""
 
 from __future__ import annotations
 
@@ -28,47 +28,48 @@ _ENCODERS = frozenset(
 
 
 class ConfigError(ValueError):
-    """Raised for a config.json that does not describe a known kind of decoder."""
+    """Raised if a config.json does not describe a supported decoder."""
 
 
 class ConfigMembers:
-    """The members of a config.json, with the defaults of its family.
+    """The fields of a config.json, with the defaults of the model's family.
 
-    Raises ConfigError for models with an encoder. Reading a member of a wrong type raises it too.
+    Raises ConfigError if the model has an encoder, or when a field of a wrong type is read.
     """
 
     def __init__(self, members: dict[str, Any]) -> None:
         self.family = str(members.get("model_type", ""))
         if self.family in _ENCODERS or members.get("is_encoder_decoder") is True:
             raise ConfigError(
-                f"config.json describes no decoder-only model, but model_type {self.family!r}; "
+                f"config.json does not describe a decoder-only model (model_type {self.family!r}); "
                 "only decoder-only models can be sized"
             )
         given = {name: value for name, value in members.items() if value is not None}
         self._members = {**FAMILY_DEFAULTS.get(self.family, {}), **given}
 
     def has(self, name: str) -> bool:
-        """Return whether config.json has this member with a value that is not null."""
+        """Return whether config.json has this field with a value that is not null."""
         return self._members.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """Return the value of a member of a model's config.json without conversion; None if it is
-        absent.
-        """
+        """Return the value of a config.json field without conversion, or None if it is absent."""
         return self._members.get(name)
 
     def require(self, *names: str) -> None:
-        """Raise ConfigError, which names all of these members, if config.json lacks one of them."""
+        """Check that config.json has all of these fields.
+
+        Raises ConfigError with the missing names.
+        """
         if missing := [name for name in names if not self.has(name)]:
             raise ConfigError(f"config.json lacks {', '.join(missing)}")
 
     def require_one(self, *names: str) -> None:
-        """Raise ConfigError if config.json has none of these members."""
+        """Raise ConfigError if config.json has none of these fields."""
         if not any(map(self.has, names)):
             raise ConfigError(f"config.json lacks {names[0]} (or {' or '.join(names[1:])})")
 
     def count(self, name: str) -> int:
-        """Return the value of a member of a model's config.json.
+        """Return the value of a config.json field as an integer.
 
         Raises ConfigError if it is not a positive integer.
         """
@@ -78,13 +79,13 @@ class ConfigMembers:
         return value
 
     def optional(self, name: str, default: int) -> int:
-        """Return a positive integer member of a model's config.json, or `default` if it is absent,
-        null or 0.
+        """Return a config.json field as a positive integer, or `default` if it is absent, null
+        or 0.
         """
         return self.count(name) if self._members.get(name) else default
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return a boolean member of a model's config.json, or `default` if it is absent."""
+        """Return a config.json field as a boolean, or `default` if it is absent."""
         return bool(self._members.get(name, default))
 
     @property
@@ -107,13 +108,13 @@ class ConfigMembers:
 
     @property
     def max_context(self) -> int:
-        """Return the maximum number of tokens of prompt plus answer."""
+        """Return the maximum number of tokens of a prompt and its answer together."""
         return self.optional("max_position_embeddings", 131_072)
 
     def weight_bytes(self) -> tuple[float, str]:
-        """Return the bytes per quantised parameter, and "experts" if only experts are quantised.
+        """Return the bytes per quantised parameter, and which parameters are quantised.
 
-        Otherwise the second value is "".
+        The second value is "experts" if only the experts are quantised, otherwise "".
         """
         quantised = self._members.get("quantization_config")
         if not isinstance(quantised, dict):

@@ -1,7 +1,7 @@
-"""The heads, layers and experts of well-known models by name, for the rules of layouts.
+"""The numbers of heads, layers and experts of well-known models, which limit their layouts.
 
-Source: each model's published config.json. Whole shapes are in model_shapes.py. These few facts are
-enough to judge a layout if only the model's name is known.
+These few facts suffice to check a layout if only the model's name is known. Source: each model's
+published config.json. Whole shapes are in model_shapes.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """The properties of a model that limit its layouts.
 
     heads     number of attention heads
-    kv_heads  number of KV heads; None for MLA
-    layers    number of layers; None if unknown
-    experts   number of routed experts per layer; 0 if the model is dense
+    kv_heads  number of KV heads; None: the model uses MLA
+    layers    number of layers; None: unknown
+    experts   number of routed experts per layer; 0: the model is dense
     """
 
     heads: int
@@ -30,7 +30,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def facts_of(model: Llm) -> ModelFacts:
-    """Return what limits the layouts of a model: its numbers of heads, layers and experts."""
+    """Return the properties of a model that limit its layouts: heads, layers and experts."""
     kv_heads = None if model.mla else model.shardable_kv
     return ModelFacts(model.heads, kv_heads, model.layers, model.experts)
 
@@ -73,9 +73,10 @@ _PATTERNS = tuple(
 
 
 def facts_of_name(model: str) -> ModelFacts | None:
-    """Return the properties of a model by its served or repository name; None if unknown.
+    """Return the properties of a model by its served or repository name; None: unknown.
 
-    Distilled models are unknown: their shape differs from that of the model in their name.
+    Distilled models are unknown, because the name of another model in their name says nothing about
+    their shape.
     """
     name = model.lower()
     if "distill" in name:

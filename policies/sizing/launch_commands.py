@@ -1,7 +1,7 @@
-"""Writes launch commands of the engines vLLM, SGLang and TensorRT-LLM for a parallel layout.
+"""Builds the commands that launch vLLM, SGLang and TensorRT-LLM with a parallel layout.
 
-Flag names are those of vLLM 0.20 to 0.33, SGLang 0.5 and TensorRT-LLM 1.x. Only what differs from
-an engine's default is written.
+Option names are those of vLLM 0.20 to 0.33, SGLang 0.5 and TensorRT-LLM 1.x. Options with the
+engine's default value are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from policies.sizing.parallel_layout import Layout
 class EngineLaunch(msgspec.Struct, frozen=True):
     """The settings with which an engine is launched.
 
-    Members that are None or False keep the engine's default.
+    Fields that are None or False keep the engine's default.
 
     model          repository or folder of the model
     layout         parallel sizes of the engine
@@ -26,12 +26,13 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     quantization   method by which weights are quantised
     kv_dtype       type of the KV cache
     max_model_len  maximum tokens of prompt plus answer
-    max_num_seqs   sequences of the whole engine; vLLM and TensorRT-LLM get each rank's part
+    max_num_seqs   maximum number of sequences of the whole engine; for vLLM and TensorRT-LLM it is
+                   divided by the number of ranks
     port           port of its HTTP server
-    all_to_all     vLLM's or SGLang's all-to-all backend, by the engine's own name
+    all_to_all     name of the all-to-all backend of vLLM or SGLang
     has_eplb       whether vLLM or SGLang balances experts over the ranks
-    spare_experts  copies of experts that balancing may place, over all ranks
-    moe_tp         number of ranks over which TensorRT-LLM divides each expert; its product with the
+    spare_experts  copies of experts that this balancing may place, over all ranks
+    moe_tp         number of ranks over which TensorRT-LLM divides each expert; moe_tp times the
                    layout's ep is its TP
     """
 
@@ -51,8 +52,9 @@ class EngineLaunch(msgspec.Struct, frozen=True):
 
     @property
     def rank_seqs(self) -> int | None:
-        """Return the number of sequences of one data-parallel rank, rounded up; None if it is not
-        set.
+        """Return the maximum number of sequences of one data-parallel rank; None: it is not set.
+
+        It is the engine's number divided by its ranks, rounded up.
         """
         seqs = self.max_num_seqs
         return None if seqs is None else -(-seqs // self.layout.dp)
@@ -61,7 +63,7 @@ class EngineLaunch(msgspec.Struct, frozen=True):
 def vllm_command(launch: EngineLaunch, is_module: bool = False) -> str:
     """Return the command line that starts vLLM: `vllm serve ...`.
 
-    If `is_module`, it starts vLLM's server module with Python.
+    If `is_module` is true, the command starts vLLM's server module with Python instead.
     """
     layout = launch.layout
     head = f"vllm serve {launch.model}"
@@ -94,9 +96,9 @@ def _vllm_experts(launch: EngineLaunch) -> Iterator[str]:
 
 
 def sglang_command(launch: EngineLaunch) -> str:
-    """Return the command line `python -m sglang.launch_server ...`.
+    """Return the command line that starts SGLang: `python -m sglang.launch_server ...`.
 
-    SGLang's tp-size counts all ranks; attention with DP divides them.
+    SGLang's tp-size is the number of all ranks, over which data-parallel attention is divided.
     """
     layout = launch.layout
     attention = f"--enable-dp-attention --dp-size {layout.dp}"
@@ -121,7 +123,7 @@ def sglang_command(launch: EngineLaunch) -> str:
 
 
 def trtllm_options(launch: EngineLaunch) -> str:
-    """Return the options in YAML for `trtllm-serve MODEL --extra_llm_api_options FILE`."""
+    """Return a YAML file of options, for `trtllm-serve MODEL --extra_llm_api_options FILE`."""
     layout = launch.layout
     ranks = layout.tp * layout.dp
     lines = [f"tensor_parallel_size: {ranks}", f"pipeline_parallel_size: {layout.pp}"]

@@ -1,8 +1,8 @@
-"""The shapes of models and their sizes: parameters, weights, and KV per token and per request.
+"""The shapes and sizes of models: parameters, bytes of weights, KV per token and per request.
 
 The built-in shapes are the models' published configurations with their published totals.
-hf_config.py counts the shape of a local config.json tensor by tensor. gpu_memory.py checks what
-fits a GPU; mockgpu/timing/roofline.py computes times.
+hf_config.py counts the shape of a local config.json. gpu_memory.py checks what fits into GPU
+memory. mockgpu/timing/roofline.py computes times.
 """
 
 from __future__ import annotations
@@ -21,32 +21,34 @@ Beyond it, vLLM divides the larger kind into groups.
 
 
 class Llm(msgspec.Struct, frozen=True):
-    """The shape of a decoder-only model; numbers of parameters are over all layers.
+    """The shape of a decoder-only model. Numbers of parameters are sums over all layers.
 
     layers             number of layers
     width              length of a token's hidden state
     heads              number of attention heads
     head_dim           scalars per head
     kv_scalars         scalars cached per token and layer: 2 x kv_heads x head_dim, or MLA's latent
-    shardable_kv       maximum number of ranks that can split the cache: kv_heads for GQA; 1 for
+    shardable_kv       maximum number of ranks that can split the KV cache: kv_heads for GQA; 1 for
                        MLA, where each rank has all of it
     params             all parameters
     active_params      parameters that one token uses
     weight_bytes       bytes per parameter
     kv_bytes           bytes per cached scalar
-    embedding_params   those of the input embedding, and as many of the output head unless `is_tied`
+    embedding_params   parameters of the input embedding, and as many of the output head unless
+                       `is_tied`
     max_context        maximum tokens of prompt plus answer
     grid_name          name of the model in tables of measured step times; empty: it is in none
-    experts            number of routed experts per layer; 0 for a dense model
-    experts_per_token  number of them that one token uses
-    expert_params      those of all routed experts; they are in the last `moe_layers` layers
-    kv_proj_params     those of the key and value projections, replicated where TP exceeds the KV
-                       heads
-    replicated_params  those on each rank of a TP group: norms, routers, MLA's down projections
-    bf16_params        those kept in two bytes each when the other weights are quantised
-    window_layers      layers that attend to, and keep, the last `window` tokens only
-    state_layers       layers without a KV cache, whose state takes `state_bytes` per sequence in
-                       all
+    experts            number of routed experts per layer; 0: the model is dense
+    experts_per_token  number of experts that one token uses
+    expert_params      parameters of all routed experts, which are in the last `moe_layers` layers
+    kv_proj_params     parameters of the key and value projections, replicated where TP exceeds the
+                       KV heads
+    replicated_params  parameters that each rank of a TP group has: norms, routers, MLA's down
+                       projections
+    bf16_params        parameters that keep two bytes each when the other weights are quantised
+    window_layers      layers that attend to, and keep, only the last `window` tokens
+    state_layers       layers without a KV cache; their state has `state_bytes` per sequence in
+                       total
     """
 
     name: str
@@ -82,21 +84,22 @@ class Llm(msgspec.Struct, frozen=True):
 
     @property
     def param_bytes(self) -> float:
-        """Return the mean bytes per parameter, over quantised and other weights."""
+        """Return the mean bytes per parameter, over quantised and unquantised weights."""
         kept = self.bf16_params * max(0.0, 2.0 - self.weight_bytes)
         return self.weight_bytes + kept / self.params
 
     @property
     def activation_bytes(self) -> int:
-        """Return the bytes of one token's hidden state, which is all-reduced and passed between
-        stages.
+        """Return the bytes of one token's hidden state.
+
+        It is all-reduced within a TP group, and passed between pipeline stages.
         """
         return 2 * self.width
 
     @property
     def allreduces(self) -> int:
-        """Return the number of all-reduces per step of a TP group: after attention and after the
-        MLP of each layer.
+        """Return the number of all-reduces per step: after attention and after the MLP of each
+        layer.
         """
         return 2 * self.layers
 
@@ -111,31 +114,31 @@ class Llm(msgspec.Struct, frozen=True):
 
     @property
     def mla(self) -> bool:
-        """Return whether attention caches one latent vector per token (MLA) instead of keys and
-        values per head.
+        """Return whether attention caches one latent vector per token (MLA), not keys and
+        values.
         """
         return self.shardable_kv == 1 and self.kv_scalars != 2 * self.head_dim
 
     def kv_share(self, tp: int) -> float:
-        """Return the share of the model's KV cache on one rank of a TP group: whole heads, and at
-        least one.
+        """Return the share of the KV cache on one rank of a TP group: whole heads, and at least
+        one.
         """
         return -(-self.shardable_kv // tp) / self.shardable_kv
 
     def kv_rank_bytes(self, tp: int) -> float:
         """Return the bytes of KV per token on one rank of a TP group of `tp` ranks.
 
-        Beyond `shardable_kv` ranks, heads are replicated.
+        If there are more than `shardable_kv` ranks, heads are replicated.
         """
         return self.kv_token_bytes * self.kv_share(tp)
 
     def cached_tokens(self, context: int, step_tokens: int = 2048, block_tokens: int = 16) -> float:
-        """Return the tokens of KV that a request of `context` tokens reserves, as the mean over
-        its layers.
+        """Return how many tokens of KV a request of `context` tokens reserves, as a mean over its
+        layers.
 
         A layer with window attention keeps its window and the tokens of one step, in whole blocks
-        and one more. Such layers share block tables in groups as large as the number of layers
-        with full attention, and the last group is padded: vLLM 0.32, SlidingWindowSpec and
+        plus one. Such layers share block tables, in groups of as many layers as have full
+        attention; the last group is padded. Source: vLLM 0.32, SlidingWindowSpec and
         `get_kv_cache_groups` (v1/core/kv_cache_utils.py).
         """
         if not self.kv_layers:
@@ -160,14 +163,12 @@ def gqa(
     grid_name: str = "",
     vocabulary: int = 0,
 ) -> Llm:
-    """Return a model shape with dense bf16 weights, grouped-query attention and heads of 128
-    scalars.
+    """Build the shape of a model with dense bf16 weights, grouped-query attention and heads of 128.
 
     The parameters are the fields of Llm, and:
 
     kv_heads    number of KV heads
-    vocabulary  number of tokens in the vocabulary, for the embeddings; 0: they are not counted
-                apart
+    vocabulary  number of tokens in the vocabulary, to count the embeddings separately; 0: do not
     """
     return Llm(
         name,
@@ -185,7 +186,7 @@ def gqa(
 
 
 def fp8(model: Llm, name: str, grid_name: str = "") -> Llm:
-    """Return the model shape with weights in fp8, one byte each.
+    """Return a copy of the shape with fp8 weights, one byte each.
 
     The KV cache stays bf16, as in vLLM's default.
     """
@@ -250,7 +251,7 @@ MODELS: Mapping[str, Llm] = MappingProxyType(_table())
 
 
 def model_named(name: str) -> Llm:
-    """Return the model shape of a short or full name, in any case.
+    """Return the shape of a model by its short or full name; upper and lower case are equal.
 
     Raises ValueError if the name is unknown.
     """

@@ -1,4 +1,4 @@
-"""The parallel layout of an engine process over GPUs, and the layers of its pipeline stages."""
+"""The parallel layout of an engine over GPUs, and the layers of its pipeline stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Layout(msgspec.Struct, frozen=True):
     tp  tensor-parallel size: GPUs among which each layer is divided
     pp  pipeline-parallel size: stages among which the layers are divided
     ep  expert-parallel size: ranks over which the experts are spread
-    dp  data-parallel size: ranks with requests of their own
+    dp  data-parallel size: ranks that each have requests of their own
     cp  context-parallel size: ranks among which one prompt is divided
     """
 
@@ -23,9 +23,9 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def gpus(self) -> int:
-        """Return the number of GPUs of the engine process.
+        """Return the number of GPUs of the engine.
 
-        Experts take no further GPUs: they are spread over the ranks of TP and DP.
+        Expert parallelism needs no more GPUs: experts are spread over the ranks of TP and DP.
         """
         return self.tp * self.pp * self.dp * self.cp
 
@@ -43,8 +43,8 @@ class Layout(msgspec.Struct, frozen=True):
 def layers_of_stages(layers: int, pp: int) -> list[int]:
     """Return the number of layers of each pipeline stage.
 
-    If the layers do not divide evenly, the stages just before the last get one more layer each. The
-    last does not, because it also has the output head. Source: vLLM's get_pp_indices.
+    If the layers do not divide evenly, the stages just before the last one get one more layer each.
+    The last stage has the output head instead. Source: vLLM's get_pp_indices.
     """
     stages = [layers // pp] * pp
     for place in range(2, layers % pp + 2):

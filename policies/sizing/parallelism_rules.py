@@ -1,8 +1,8 @@
-"""The rules of parallel layouts, shared by the commands `size`, `check` and `doctor`.
+"""The rules that a parallel layout must obey, for the commands `size`, `check` and `doctor`.
 
-Each rule has a code, says what is valid instead, and names its source: a seed (docs/sizing.md lists
-them by number) or an engine's own rule. A rule that needs an unknown (None) member of a
-PlannedGroup finds nothing.
+Each rule has a code, a text about what is valid instead, and a source: a seed (docs/sizing.md lists
+them by number) or an engine's own rule. If a rule needs a field of PlannedGroup that is unknown
+(None), it finds nothing.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ MAX_SIZE = 1024
 
 
 class PlannedGroup(msgspec.Struct, frozen=True):
-    """One engine process as configured or proposed, and what is known about its model and GPUs.
+    """One engine as configured or proposed, and what is known about its model and GPUs.
 
     layout           its parallel sizes
-    facts            properties of its model; None if unknown
-    engine           vllm, sglang or trtllm; empty if unknown
+    facts            properties of its model; None: unknown
+    engine           vllm, sglang or trtllm; empty: unknown
     domain           number of GPUs that fast links connect
     has_fast_link    False on GPUs whose only link is PCIe
-    gpus             GPUs that are available for this process
+    gpus             number of GPUs available for this engine
     memory           the memory check, for the longest request
-    max_concurrency  requests that the gateway sends at once
-    min_tp           smallest TP that holds the weights and one request
+    max_concurrency  maximum number of requests that the gateway sends at once
+    min_tp           smallest TP whose memory holds the weights and one request
     step_tokens      max_num_batched_tokens: maximum tokens of one step
     max_seqs         max_num_seqs: maximum number of sequences at a time
     is_chunked       whether long prompts are computed in chunks
     moe_tp           number of ranks over which TensorRT-LLM divides each expert
     moe_ep           number of ranks over which TensorRT-LLM spreads the experts
-    all_to_all       SGLang's all-to-all backend, lower case
+    all_to_all       SGLang's all-to-all backend, in lower case
     """
 
     layout: Layout
@@ -60,11 +60,11 @@ class LayoutFinding(msgspec.Struct, frozen=True):
     """The violation of a rule of parallel layouts by a configured engine.
 
     code      short name of the rule
-    is_error  whether the engine cannot start or work because of it; otherwise it is a warning
-    member    the member of the layout to change
+    is_error  True: the engine cannot start or work; False: a warning
+    member    the field of the layout to change
     message   what is wrong
-    valid     what is valid instead; empty if unknown
-    source    the document or code that states the rule
+    valid     what is valid instead; empty: unknown
+    source    the document or code that contains the rule
     """
 
     code: str
@@ -81,10 +81,10 @@ class LayoutFinding(msgspec.Struct, frozen=True):
 
 
 class LayoutRule(msgspec.Struct, frozen=True):
-    """A rule that a group's layout must obey.
+    """A rule that the layout of an engine must obey.
 
     It may read parallel sizes, engine options and the model. `find` returns (message, what is
-    valid) if a group violates the rule, else None.
+    valid) if the engine violates the rule, else None.
     """
 
     code: str
@@ -95,7 +95,7 @@ class LayoutRule(msgspec.Struct, frozen=True):
 
 
 def layout_findings(group: PlannedGroup) -> Iterator[LayoutFinding]:
-    """Yield a finding for each rule that the group violates, in the order of RULES."""
+    """Yield a finding for each rule that the engine violates, in the order of RULES."""
     for rule in RULES:
         found = rule.find(group)
         if found is not None:
@@ -109,7 +109,7 @@ def valid_tp_sizes(facts: ModelFacts, limit: int) -> list[int]:
 
 
 def valid_ep_sizes(facts: ModelFacts, ranks: int) -> list[int]:
-    """Return the expert-parallel sizes with which the model's experts can be spread evenly.
+    """Return the expert-parallel sizes that spread the model's experts evenly.
 
     They are divisors of `ranks`, the number of ranks of the engine.
     """
@@ -122,9 +122,10 @@ def divisors(number: int) -> list[int]:
 
 
 def heads_problem(facts: ModelFacts, tp: int) -> str | None:
-    """Return the reason why an engine with this TP size does not start; None if it starts.
+    """Return why an engine with this TP size cannot start; None: it can.
 
-    By vLLM's rules TP divides the query heads, and KV heads are divided or replicated evenly.
+    By vLLM's rules, TP must divide the query heads, and KV heads must be divided or replicated
+    evenly.
     """
     if facts.heads % tp:
         return f"{facts.heads} attention heads cannot be divided by tp {tp}"

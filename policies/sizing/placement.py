@@ -1,8 +1,7 @@
-"""Checks the placement of engine processes (groups) on link domains: sets of GPUs that fast links
-connect.
+"""Checks the placement of engines on link domains, which are sets of GPUs that fast links connect.
 
-A group names the domains that hold it; its GPUs are divided evenly among them, in whole TP groups.
-GPUs of a domain belong to one group only.
+The GPUs of an engine are divided evenly among its domains, in whole TP groups. A GPU is used by one
+engine only.
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ from policies.sizing.parallel_layout import Layout
 
 
 class PlacedGroup(msgspec.Struct, frozen=True):
-    """An engine process: its layout, and the names of the link domains that hold its GPUs."""
+    """An engine with its layout, and the names of the link domains that contain its GPUs."""
 
     layout: Layout
     domains: Sequence[str]
 
     @property
     def domain_gpus(self) -> int:
-        """Return the number of GPUs that the group takes in each of its domains, rounded up."""
+        """Return the number of GPUs that the engine uses in each of its domains, rounded up."""
         return -(-self.layout.gpus // len(self.domains))
 
 
 def placement_problems(
     sizes: Mapping[str, int], groups: Sequence[PlacedGroup]
 ) -> Iterator[tuple[int, str]]:
-    """Yield the groups of GPUs that cannot be placed, each as (index of the group, problem).
+    """Yield (index, problem) for each engine that cannot be placed.
 
-    sizes   number of GPUs of each link domain (GPUs with fast links)
-    groups  the engine processes, without those of unknown size
+    sizes   number of GPUs of each link domain (GPUs connected by fast links)
+    groups  the engines to place; those of unknown size are left out
 
-    The text of a problem says which values would be valid.
+    The problem is a text that also states what would be valid.
     """
     used = dict.fromkeys(sizes, 0)
     for place, group in enumerate(groups):

@@ -1,6 +1,4 @@
-"""Computes the number of replicas for a load: Little's law, the limit of one replica, and waiting
-times.
-"""
+"""Computes how many replicas a load needs: Little's law, one replica's limit, and waiting times."""
 
 from __future__ import annotations
 
@@ -22,9 +20,9 @@ def concurrency_of(rate_s: float, request_s: float) -> float:
 
 
 def replicas_for(concurrency: float, ceiling: int) -> int:
-    """Return the number of replicas for `concurrency` requests at once, with `ceiling` per replica.
+    """Return the number of replicas for `concurrency` requests at once.
 
-    Raises ValueError for a ceiling below one, because such a replica serves no load.
+    One replica serves at most `ceiling` requests at once. Raises ValueError if that is below one.
     """
     if ceiling < 1:
         raise ValueError(
@@ -36,23 +34,23 @@ def replicas_for(concurrency: float, ceiling: int) -> int:
 def ceiling_of(kv_requests: int, promise_requests: int, cap: int | None) -> int:
     """Return how many requests one replica can serve at once: the smallest of three limits.
 
-    kv_requests       requests that its KV cache holds
-    promise_requests  the largest batch that keeps the promised time per token
+    kv_requests       number of requests that fit into its KV cache
+    promise_requests  the largest batch that keeps the latency budget per token
     cap               max_concurrency of the gateway; None: no cap
     """
     return min(kv_requests, promise_requests, kv_requests if cap is None else cap)
 
 
 def wait_quantile_s(load: float, service_s: float, percentile: float) -> float:
-    """Return the wait before a prefill, in seconds, that `percentile` percent of requests do not
-    exceed.
+    """Return the wait before a prefill, in seconds, that `percentile` percent of requests stay
+    within.
 
-    load       share of the time in which the server is busy, 0 to 1
+    load       share of time in which the server is busy, 0 to 1
     service_s  seconds of one prefill
 
-    The server has Poisson arrivals and equal service times. The mean wait is Pollaczek-Khinchine's;
-    waits beyond zero are taken as exponential, which is close from the 80th percentile on. The
-    result is infinite for a load of one and more.
+    The queue has Poisson arrivals and equal service times. The mean wait is that of
+    Pollaczek-Khinchine. Waits above zero are assumed to be exponential, which is accurate from the
+    80th percentile on. The result is inf for a load of 1 or more.
     """
     if load >= 1:
         return inf
@@ -64,13 +62,14 @@ def wait_quantile_s(load: float, service_s: float, percentile: float) -> float:
 
 
 def replicas_for_wait(load: float, service_s: float, percentile: float, wait_s: float) -> int:
-    """Return the number of replicas that keep a percentile of waits within `wait_s` seconds.
+    """Return the smallest number of replicas that keeps a percentile of waits within `wait_s`
+    seconds.
 
-    load        mean number of busy servers
+    load        mean number of busy replicas
     service_s   seconds of one prefill
     percentile  the percentile, above 0 and below 100
 
-    Raises ValueError if `wait_s` is negative, or if not even an idle replica keeps the limit.
+    Raises ValueError if `wait_s` is negative, or if not even idle replicas stay within it.
     """
     if wait_s < 0:
         raise ValueError(f"the allowed wait must be 0 s or more, not {wait_s} s")

@@ -1,8 +1,7 @@
-"""Computes the cost of tokens in dollars: per million tokens, the loss by TP, and each request's
-share.
+"""Computes the cost of tokens in dollars: per million tokens, and each request's share.
 
 Prices are dollars per GPU and hour. All costs are divided by seconds of the engine, so that the
-parts add up to what the GPUs cost while they were busy; idle time is counted separately.
+parts add up to what the GPUs cost while they were busy. Idle time is counted separately.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ def usd_per_million(price_hour: float, gpus: int, tokens_s: float) -> float:
 
 
 def tp_tax(tokens_s_gpu: float, base_tokens_s_gpu: float) -> float:
-    """Return the relative change of tokens per second and GPU when the TP size is raised.
+    """Return the relative change of tokens per second and GPU if the TP size is raised.
 
     tokens_s_gpu       tokens per second and GPU at the larger TP size
     base_tokens_s_gpu  tokens per second and GPU at the smaller one
 
-    A result of -0.18 means that each GPU generates 18 % fewer tokens.
+    For example, -0.18 means that each GPU generates 18 % fewer tokens.
     """
     return tokens_s_gpu / base_tokens_s_gpu - 1
 
 
 class RequestSeconds(msgspec.Struct, frozen=True):
-    """The engine seconds that one request takes, alone or as its share of a batch.
+    """The engine seconds of one request: of the engine alone, or its share of a batch.
 
     prompt_tokens  its uncached prompt tokens
     cached_tokens  its cached prompt tokens
@@ -70,7 +69,7 @@ class TokenPrices(msgspec.Struct, frozen=True):
     cached  cached prompt tokens
     answer  generated tokens
 
-    A price is None if the request has no such token.
+    A price is None if the request has no tokens of that kind.
     """
 
     prompt: float | None
@@ -79,7 +78,7 @@ class TokenPrices(msgspec.Struct, frozen=True):
 
 
 def token_prices(use: RequestSeconds, price_hour: float, gpus: int) -> TokenPrices:
-    """Return prices for each kind of token of a request, whose sum is what the request cost.
+    """Return a price for each kind of token of a request. Together they give the request's cost.
 
     use         the engine seconds of the request
     price_hour  dollars per GPU and hour
@@ -99,9 +98,8 @@ def token_prices(use: RequestSeconds, price_hour: float, gpus: int) -> TokenPric
 class EngineShare:
     """Divides the busy time of one engine among its running requests, in proportion to weights.
 
-    Each request has a weight while it is in the engine: 1 while its prompt is computed, less while
-    it decodes in a batch. One running sum, of seconds per weight, serves all requests, so every
-    event takes constant time.
+    A request has weight 1 while its prompt is computed, and less while it decodes in a batch. One
+    running sum, of seconds per weight, serves all requests, so every event takes constant time.
 
     busy_s  seconds with a running request
     idle_s  seconds without one
@@ -114,7 +112,10 @@ class EngineShare:
         self.busy_s = self.idle_s = 0.0
 
     def advance(self, now_s: float) -> None:
-        """Add the time since the last call, up to `now_s`, to the engine's busy or idle time."""
+        """Add the time from the last call to `now_s` to the engine's busy or idle time.
+
+        The time counts as busy if a request was in the engine.
+        """
         elapsed = now_s - self._now_s
         if elapsed <= 0:
             return
@@ -126,12 +127,12 @@ class EngineShare:
             self.idle_s += elapsed
 
     def enter(self, now_s: float, weight: float) -> RequestShare:
-        """Start to count a request's share with this weight, from `now_s` on.
+        """Add a request with this weight to the engine at the time `now_s`, and return its share.
 
         Raises ValueError if the weight is not positive.
         """
         if weight <= 0:
-            raise ValueError(f"the weight of a request in an engine must be positive, not {weight}")
+            raise ValueError(f"the weight of a request must be positive, not {weight}")
         self.advance(now_s)
         self._weight += weight
         return RequestShare(weight, self._per_weight_s)
@@ -139,7 +140,7 @@ class EngineShare:
     def change(self, now_s: float, share: RequestShare, weight: float) -> float:
         """Change a request's weight, and return its engine seconds so far.
 
-        A weight of 0 ends its share.
+        A weight of 0 removes the request from the engine.
         """
         self.advance(now_s)
         share.seconds += share.weight * (self._per_weight_s - share.since)
@@ -151,7 +152,7 @@ class EngineShare:
 
 
 class RequestShare:
-    """One request's share of an engine: its weight, its seconds, and the running sum at its
+    """One request's share of an engine: its weight, its seconds so far, and the sum at its
     start.
     """
 
@@ -162,15 +163,15 @@ class RequestShare:
 
 
 def decode_weight(batch: int, context_tokens: float, kv_tokens: float) -> float:
-    """Return the weight of a decoding request in the division of an engine's time.
+    """Return the weight with which a decoding request shares an engine's time.
 
-    It is its share of the batch or of the KV, whichever is larger.
+    It is the request's share of the batch or of the KV memory, whichever is larger.
 
     batch           number of decoding requests
     context_tokens  tokens of this request's context
     kv_tokens       KV capacity in tokens
 
-    Prefill has weight 1, because a prompt alone fills a step. A request whose context takes much of
-    the KV cache keeps others out, so it pays for that part even if few decode.
+    Prefill has weight 1, because one prompt alone fills a step. A request with a long context
+    leaves less KV memory for others, so it pays for that part even if few requests decode.
     """
     return max(1 / max(1, batch), min(1.0, context_tokens / kv_tokens))

@@ -1,8 +1,9 @@
-"""Detects workload drift: requests whose shapes differ from those that a fleet was sized for.
+"""Detects workload drift: the shapes of requests differ from those that a fleet was sized for.
 
-Histograms of four measures are compared by the population stability index (PSI). The rate is shown
-beside the one of the same hour, and never alarms: a layout is sized for shapes, replicas for rates.
-The gateway (gateway/drift) and `penstock drift` use the same functions. No clock and no I/O.
+The shape of a request is its prompt length, answer length, uncached share and turn. Histograms of
+the four are compared by the population stability index (PSI). The request rate is reported, but
+raises no alarm: a layout is sized for shapes, and the number of replicas for rates. The gateway
+(gateway/drift) and `penstock drift` use these functions. They read no clock and do no I/O.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ class RequestShape(msgspec.Struct, frozen=True):
 def request_tokens(
     prompt_tokens: int | None, body_bytes: int, completion_tokens: int | None, events: int
 ) -> tuple[int, int]:
-    """Return the prompt and output tokens of a request, estimated where the engine reports none.
+    """Return the prompt and output tokens of a request. Numbers that are not reported are
+    estimated.
 
-    prompt_tokens      as the engine reported; None: estimated as one per four bytes of the body
+    prompt_tokens      as the engine reported; None: one token per four bytes of the body
     body_bytes         bytes of the request's body
-    completion_tokens  as the engine reported; None: estimated as one per event of the stream
+    completion_tokens  as the engine reported; None: one token per event of the stream
     events             number of events of the streamed answer
     """
     prompt = body_bytes // BYTES_PER_TOKEN if prompt_tokens is None else prompt_tokens
@@ -66,15 +68,14 @@ def request_tokens(
 
 
 class ShapeMemory:
-    """Remembers the blocks of prompts and the sessions seen so far, to tell new ones from known
-    ones.
+    """Remembers which prompt blocks and sessions it has seen, to recognise new ones.
 
-    Blocks are in a table of fixed size, 8 bytes each, so memory is bounded. A new block replaces an
-    older one; a block is forgotten after about `blocks` further ones.
+    Blocks are in a table of fixed size, 8 bytes each. A new block replaces an older one, so a block
+    is forgotten after about `blocks` further ones.
     """
 
     def __init__(self, blocks: int = MAX_BLOCKS, sessions: int = MAX_SESSIONS) -> None:
-        """Initialize an empty memory; `blocks` is a power of two."""
+        """Create an empty memory of `blocks` blocks, a power of two."""
         self._shift = 65 - blocks.bit_length()
         self._blocks = array("Q", bytes(8 * blocks))
         self._most_sessions = sessions
@@ -85,8 +86,9 @@ class ShapeMemory:
     ) -> RequestShape:
         """Return the shape of the next request, and remember its blocks and session.
 
-        blocks   chained 64-bit ids of the prompt's blocks; without any, the whole prompt is new
-        session  a key of its session; 0 or "" for none
+        blocks   chained 64-bit ids of the prompt's blocks; without any, the whole prompt counts as
+                 new
+        session  a key of its session; 0 or "": none
         """
         new, table, shift = 0, self._blocks, self._shift
         for block in blocks:
@@ -127,8 +129,9 @@ class ShapeCounts:
             self.counts[name][min(place, BINS[name] - 1)] += 1
 
     def shares(self) -> dict[str, list[float]]:
-        """Return the share of requests in each bin, by measure, in the form of `sized_for` in the
-        configuration.
+        """Return the share of requests in each bin, by measure.
+
+        The format is that of `sized_for` in the configuration.
         """
         total = max(1, self.requests)
         return {
@@ -142,13 +145,12 @@ def _power(number: int) -> int:
 
 
 def psi(expected: Sequence[float], counts: Sequence[int]) -> float:
-    """Return the population stability index, which measures how much counts differ from expected
-    shares.
+    """Return the population stability index: how much the counts differ from the expected shares.
 
     expected  expected share of each bin
     counts    counted requests of each bin
 
-    Equal distributions have a positive index by chance, (bins - 1) / requests on average. That is
+    By chance, the index of equal distributions is (bins - 1) / requests on average. This is
     subtracted, so that small windows raise no alarm. The result is at least zero.
     """
     total, bins = sum(counts), len(counts)
@@ -172,10 +174,10 @@ class DriftWindow(msgspec.Struct, frozen=True):
 
     ends_s      end of the window in seconds
     index       stability index by measure; measures that are not compared yet are left out
-    rate_ratio  requests per second, relative to the rate of the same hour when the fleet was sized;
+    rate_ratio  requests per second, divided by the rate of the same hour when the fleet was sized;
                 None: unknown
     is_alarm    whether any measure raises an alarm
-    alarms      the measures that were above the limit in two windows in succession
+    alarms      the measures that were above the limit in two consecutive windows
     """
 
     ends_s: float
@@ -192,11 +194,11 @@ class DriftWindow(msgspec.Struct, frozen=True):
 
 
 class DriftWatch:
-    """Compares windows of ten minutes with the shapes that a fleet was sized for.
+    """Compares windows of ten minutes with the request shapes that a fleet was sized for.
 
-    Two windows in succession in which the same measure is above the limit are an alarm. A window
-    with too few requests is joined with the next. Windows end at multiples of ten minutes, and
-    hours of the day count from time 0: with Unix times they are hours of UTC.
+    If the same measure is above the limit in two consecutive windows, there is an alarm. A window
+    with too few requests is joined with the next one. Windows end at multiples of ten minutes.
+    Hours of the day count from time 0, so with Unix times they are hours of UTC.
     """
 
     def __init__(
@@ -205,7 +207,7 @@ class DriftWatch:
         hourly_rates: Sequence[float] = (),
         began_s: float = 0.0,
     ) -> None:
-        """Initialize a watch that begins at `began_s`, in seconds.
+        """Create a watch that begins at `began_s`, in seconds.
 
         sized_for     expected share of requests in each bin, by measure
         hourly_rates  requests per second in each hour of the day, 24 numbers; empty: unknown

@@ -128,7 +128,7 @@ def test_faults_classes_admission_and_retries_go_together(trace: Path, tmp_path:
     [
         (("--policy", "magic"), "unknown routing policy 'magic'"),
         (("--fleet", "F9"), "unknown fleet 'F9'"),
-        (("--admission", "magic"), "unknown admission 'magic'"),
+        (("--admission", "magic"), "unknown admission policy 'magic'"),
         (("--rate", "fast"), "list of numbers"),
         (("--rate", "1", "--users", "3"), "exclude each other"),
         (("--slo", "ttft=soon"), "is not a valid time"),

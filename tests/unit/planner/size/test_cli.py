@@ -112,7 +112,7 @@ def test_a_gpu_of_ones_own_is_a_file(tmp_path: Path) -> None:
     assert "on own" in text
     assert "borrowed from h100" in text
     file.write_text(json.dumps(members))
-    assert "lacks link_gb_s, nic_gb_s" in run("llama-3.1-70b", "--gpu", str(file)).stderr
+    assert "lacks the fields link_gb_s, nic_gb_s" in run("llama-3.1-70b", "--gpu", str(file)).stderr
     file.write_text(json.dumps(members | {"link_gb_s": 0, "nic_gb_s": 50}))
     assert (
         "link_gb_s of the user-defined GPU must be"

@@ -53,5 +53,5 @@ def test_an_index_fed_with_keys_matches_one_fed_with_prompts() -> None:
 )
 def test_keys_that_are_no_chain_are_refused(blocks: int, n_bytes: int, cut: int) -> None:
     keys = pack(PRINTS.fingerprint(b"salt", bytes(640)).sampled_keys)
-    with pytest.raises(ValueError, match=r"cannot be|do not hold"):
+    with pytest.raises(ValueError, match=r"cannot have|sampled keys of 8 bytes"):
         unpack(keys[cut:], blocks, 64, n_bytes)

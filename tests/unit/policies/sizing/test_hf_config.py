@@ -161,7 +161,7 @@ def test_a_tied_embedding_is_on_the_first_and_the_last_stage() -> None:
         ),
         ({"layer_types": ["linear_attention"] * 80}, "80 layers have no attention"),
         ({"full_attention_interval": 4}, "60 layers have no attention"),
-        ({"model_type": "bert"}, "no decoder-only model, but model_type 'bert'"),
+        ({"model_type": "bert"}, "not describe a decoder-only model (model_type 'bert')"),
         ({"is_encoder_decoder": True}, "only decoder-only models can be sized"),
         ({"quantization_config": {"quant_method": "magic"}}, "quant_method 'magic'"),
         ({"kv_lora_rank": 512}, "lacks qk_rope_head_dim, qk_nope_head_dim, v_head_dim"),
