@@ -297,9 +297,11 @@ class Exchange:
 
         From now on, no retry can need the bytes.
         """
-        if self.reservation is not None:
-            self.reservation.on_first_token()
-        call = self.call
+        reservation, relay, call = self.reservation, self.relay, self.call
+        if reservation is not None:
+            if relay is not None and relay.is_converted is not reservation.live.answers_whole:
+                reservation.on_stream_seen(is_whole=relay.is_converted)
+            reservation.on_first_token()
         if call is not None:
             call.release()
         sent = self.sent_request

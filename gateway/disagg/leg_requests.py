@@ -20,11 +20,12 @@ from gateway.exchange import Exchange, SplitRecord
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.reservation import Reservation
-from gateway.forwarding.forward import client_lines, response_headers
+from gateway.forwarding.forward import chunk_writer, client_lines, response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT
 from gateway.protocol.request.json_splice import edited, shows_usage
 from gateway.protocol.request.request_body import Call
+from gateway.protocol.response.answer_events import write_chunks_with_usage
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.resumable_relay import RecordedRelay
 from gateway.protocol.response.resume_eligibility import ContinuationTerms as ResumeTerms
@@ -248,7 +249,7 @@ class LegRequests:
                 self._cache_report = ledger
                 ledger.cached_tokens = record.cached_tokens
             recorder = LedgerRecorder(ledger, ledger.render_first, served, requested_model)
-            return RecordedRelay(
+            relay: Relay = RecordedRelay(
                 headers,
                 None,
                 client.is_http_1_0,
@@ -257,13 +258,15 @@ class LegRequests:
                 chunk_gaps=exchange.gaps,
                 translator=None if exchange.new_translator is None else exchange.new_translator(),
             )
+            relay.event_writer = write_chunks_with_usage
+            return relay
         renamer: ModelNameRewriter | None = None
         if corrects and shows_usage(self._members):
             renamer = corrector = self._cache_report = CachedTokensRewriter(served, requested_model)
             corrector.cached_tokens = record.cached_tokens
         elif served != requested_model:
             renamer = ModelNameRewriter(served, requested_model)
-        return Relay(
+        relay = Relay(
             headers,
             None,
             client.is_http_1_0,
@@ -272,6 +275,9 @@ class LegRequests:
             exchange.gaps,
             translator=None if exchange.new_translator is None else exchange.new_translator(),
         )
+        if context.call.request.stream:
+            relay.event_writer = chunk_writer(self._members)
+        return relay
 
     def note_usage(self, usage: TokenUsage) -> None:
         """Record the cached prompt tokens that the prefill engine reported; 0 if it reported none.

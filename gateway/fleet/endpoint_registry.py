@@ -49,6 +49,7 @@ class LiveEndpoint:
     models             names of the models that its engine lists; valid only if has_list is set
     models_at          monotonic time at which its engine last sent its list of models, or reported
                        that it has none
+    answers_whole      whether its engine answered the last request for a stream with whole JSON
     has_list           whether its engine has sent a list of models
     lacks_health       whether its engine has no page at `health.path`; then its list of models is
                        requested as the health check
@@ -77,6 +78,7 @@ class LiveEndpoint:
 
     __slots__ = (
         *(
+            "answers_whole",
             "api_paths",
             "backlog_tokens",
             "throttled_until",
@@ -139,6 +141,7 @@ class LiveEndpoint:
         self.refused_until = 0.0
         self.speed = SpeedRecord()
         self.is_stalled = self.is_leaving = self.is_drained = self.is_unresolved = False
+        self.answers_whole = False
 
     @property
     def cause(self) -> str | None:

@@ -102,7 +102,9 @@ class Reservation:
         self._usage: TokenUsage | None = None
         self.expected_cache: CacheExpectation | None = None
         self._reserved_at = now = monotonic()
-        self._sees_first_token = sees_first_token = request.stream or request.output_tokens == 1
+        self._sees_first_token = sees_first_token = request.output_tokens == 1 or (
+            request.stream and not live.answers_whole
+        )
         self._awaited = 0
         if sees_first_token and self._prefills:
             self._awaited = awaited = max(1, request.prompt_tokens - pick.cached_tokens)
@@ -111,6 +113,21 @@ class Reservation:
             live.load, request, pick.cached_tokens, now, sees_first_token
         )
         self.queued_tokens = live.load.prefill_tokens
+
+    def on_stream_seen(self, *, is_whole: bool) -> None:
+        """Record whether the engine answered a request for a stream with one whole answer.
+
+        Such an answer shows when it was complete, and not when its prompt was. The time is compared
+        with those of other whole answers, so that the endpoint does not seem slow at prompts.
+        """
+        if not self.request.stream:
+            return
+        self.live.answers_whole = is_whole
+        if is_whole and self.request.output_tokens > 1:
+            self._sees_first_token = self.entry.sees_first_token = False
+            if self._awaited:
+                self.live.speed.on_dropped(self._awaited, monotonic())
+                self._awaited = 0
 
     def on_first_token(self) -> None:
         """Record that the prompt is computed: it leaves the endpoint's backlog and becomes context.

@@ -193,7 +193,7 @@ class SpeedMonitor:
         endpoint's speed is unknown.
         """
         expectations = self._expectations_of(live.endpoint.pool)
-        return expectations.first_byte_s(_member(live), *_work(request, tokens))
+        return expectations.first_byte_s(_member(live), *_work(live, request, tokens))
 
     def predict_remaining_s(
         self, reservation: WaitingPrompt, waited_s: float, now: float, *, is_doubted: bool
@@ -206,7 +206,8 @@ class SpeedMonitor:
 
         Returns None while the request is not late.
         """
-        live, work = reservation.live, _work(reservation.request, reservation.queued_tokens)
+        live = reservation.live
+        work = _work(live, reservation.request, reservation.queued_tokens)
         return self._expectations_of(live.endpoint.pool).predict_remaining_s(
             _member(live),
             *work,
@@ -244,11 +245,11 @@ class SpeedMonitor:
         return expectations
 
 
-def _work(request: Request, tokens: int) -> tuple[Measure, int]:
+def _work(live: LiveEndpoint, request: Request, tokens: int) -> tuple[Measure, int]:
     # Return what a request's first byte waits for, and how many tokens that takes.
     #
     # A stream waits for the prompts only; a plain answer of several tokens waits for all of them.
-    is_streamed = request.stream or request.output_tokens == 1
+    is_streamed = (request.stream and not live.answers_whole) or request.output_tokens == 1
     return (Measure.TTFT, tokens) if is_streamed else (Measure.ANSWER, request.output_tokens)
 
 

@@ -10,16 +10,26 @@ import re
 from collections.abc import Callable, Mapping
 from time import monotonic
 
+import msgspec
+
 from gateway.exchange import Exchange
 from gateway.fleet.reservation import Reservation
 from gateway.http.client_interface import Client
-from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS, Api
+from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, Api
 from gateway.protocol.errors import response_not_found
 from gateway.protocol.request.forwarded_headers import all_values
+from gateway.protocol.request.json_splice import shows_usage
 from gateway.protocol.request.multipart import form_type
 from gateway.protocol.request.request_body import Call
 from gateway.protocol.request.service_level_headers import HeaderFields
 from gateway.protocol.request.sessions import SESSION_HEADER
+from gateway.protocol.response.answer_events import (
+    EventWriter,
+    write_chunks,
+    write_chunks_with_usage,
+    write_message,
+    write_response,
+)
 from gateway.protocol.response.event_relay import EventRelay
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.rewrite import ANY_NAME, ModelNameRewriter, versioned_name
@@ -36,6 +46,7 @@ ENDPOINT_FAULTS = frozenset({401, 403, 407, 408, 429})
 PASSED_HEADERS = (SESSION_HEADER, "anthropic-version", "anthropic-beta")
 """The client's request headers that are passed on to engines: those that name the conversation or
 the API dialect."""
+_EVENT_WRITERS: Mapping[Api, EventWriter] = {MESSAGES: write_message, RESPONSES: write_response}
 # How vLLM and SGLang answer a request for a model that they do not have.
 _MODEL_GONE = re.compile(rb"[Mm]odel .{1,256} (does not exist|not found)")
 
@@ -71,10 +82,20 @@ def prepare(
         call.request.choices,
         None if exchange.new_translator is None else exchange.new_translator(),
     )
+    if call.request.stream:
+        relay.event_writer = chunk_writer(call.members)
     head = reservation.upstream.request_head(call.api.path) + request_headers(
         exchange, client.headers, len(body.body), endpoint.name
     )
     return head, body, relay
+
+
+def chunk_writer(members: Mapping[str, msgspec.Raw]) -> EventWriter:
+    """Return the function that turns a whole chat or completion into a stream.
+
+    members  the members of the request to the engine
+    """
+    return write_chunks_with_usage if shows_usage(members) else write_chunks
 
 
 def new_rewriter(
@@ -111,6 +132,8 @@ def _prepare_special(
     else:
         grammar, errors = api.grammar, api.errors
         relay = EventRelay(headers, on_first, is_http_1_0, rewriter, gaps, grammar, errors)
+        if body.request.stream:
+            relay.event_writer = _EVENT_WRITERS.get(api)
     if exchange.response_ids is not None:
         body = _with_response_id(exchange, body, name, requested_model)
     head = reservation.upstream.request_head(api.path)

@@ -22,7 +22,8 @@ from gateway.http.connect_errors import is_local_error
 from gateway.http.eager_task import EagerFuture, new_future, timeout_after
 from gateway.http.socket_send import descriptor_of
 from gateway.http.write_queue import WriteQueue
-from gateway.protocol.response.relay import BEHIND, DONE, Relay, UpstreamError
+from gateway.protocol.response.relay import Relay, UpstreamError
+from gateway.protocol.response.relay_state import BEHIND, DONE
 from gateway.util.tls_contexts import WRITE_BUFFER_BYTES, Encryption
 
 MAX_IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
@@ -208,7 +209,8 @@ class UpstreamConnection:
         relay = self._relay
         if relay is None or not self.is_awaited:
             return False
-        limit = timeouts.stall_s if relay.is_committed else timeouts.first_byte_s
+        has_begun = relay.is_committed or relay.has_held_payload
+        limit = timeouts.stall_s if has_begun else timeouts.first_byte_s
         return now - self.last_activity_at > limit
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -250,6 +252,8 @@ class UpstreamConnection:
             self._downstream.write(out)  # type: ignore[union-attr]  # set together with _relay
         elif relay.is_committed:  # else an engine could stay active by sending interim heads
             self.last_activity_at = now
+        elif relay.has_held_payload:
+            self.last_activity_at = self._pool.last_body_at = now
         if relay.state is DONE:
             self.idle_since = now
             self._finish(None)

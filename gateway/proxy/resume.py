@@ -16,6 +16,7 @@ from gateway.forwarding import forward
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import COMPLETIONS
 from gateway.protocol.request.request_body import Call
+from gateway.protocol.response.answer_events import write_chunks_with_usage
 from gateway.protocol.response.http_framing import LAST_CHUNK, encode_chunk
 from gateway.protocol.response.relay import SHUTDOWN, Relay, UpstreamError
 from gateway.protocol.response.resumable_relay import ContinuationRelay, RecordedRelay
@@ -71,6 +72,7 @@ def prepare_recorded(
         chunk_gaps=exchange.gaps,
         translator=None if exchange.new_translator is None else exchange.new_translator(),
     )
+    relay.event_writer = write_chunks_with_usage  # the ledger drops counts not asked for
     head = reservation.upstream.request_head(call.api.path)
     head += forward.request_headers(exchange, client.headers, len(body.body), endpoint.name)
     return head, body, relay
@@ -254,6 +256,7 @@ class RestPlan:
             recorder,
             translator=self._relay.translator,
         )
+        relay.event_writer = write_chunks_with_usage
         length, name = len(body.body), reservation.endpoint.name
         head = reservation.upstream.request_head(COMPLETIONS.path)
         head += forward.request_headers(exchange, self._client.headers, length, name)

@@ -47,6 +47,7 @@ class ResponseHead(msgspec.Struct, frozen=True):
     length       Content-Length; None for chunked bodies, and bodies that end with the connection
     keep_alive   whether the connection can carry another response after this one
     is_html      whether it is a 2xx with a web page, which no API of an engine sends
+    is_json      whether it is a 2xx with a JSON document
     is_plain     whether it is a 2xx with a body of known, nonzero length that is neither an event
                  stream nor a web page
     head_start   the start of the gateway's own head: status 200 and the engine's content type
@@ -62,6 +63,7 @@ class ResponseHead(msgspec.Struct, frozen=True):
     keep_alive: bool
     is_sse: bool
     is_html: bool
+    is_json: bool
     is_plain: bool
     head_start: bytes
     length_line: bytes
@@ -112,6 +114,7 @@ def parse_head(head: bytes) -> ResponseHead:
         framed and not closes and head[7] == ord("1"),
         is_sse,
         is_html,
+        is_success and content_type.startswith(b"application/json"),
         bool(size) and is_success and status not in BODILESS and not (is_sse or is_html),
         b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n" % content_type,
         b"content-length: %d\r\n\r\n" % (size or 0),

@@ -11,10 +11,11 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable
-from enum import Enum, auto
 
 from gateway.metrics.metric_types import Histogram
 from gateway.protocol.errors import Failure, error_event
+from gateway.protocol.response.answer_events import EventWriter, as_stream
+from gateway.protocol.response.held_answer import HeldAnswer, check_end, check_json
 from gateway.protocol.response.http_framing import (
     COMPLETE,
     LAST_CHUNK,
@@ -30,6 +31,7 @@ from gateway.protocol.response.http_framing import (
 )
 from gateway.protocol.response.output_queue import STEP_BYTES
 from gateway.protocol.response.payload_scan import PayloadScan
+from gateway.protocol.response.relay_state import BEHIND, DONE, FLOWING, HEAD, HELD, REFUSED
 from gateway.protocol.response.retryable_start import HeldChunks, PartialHead, RetryableStart
 from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.response.stream_search import (
@@ -53,29 +55,6 @@ _CLOSED = b"connection: close\r\n\r\n"
 read_head = ResponseHeadReader().read  # one for all relays: engines of a kind send equal heads
 
 
-class RelayState(Enum):
-    """The state of a relayed response. Only in HEAD and HELD can the request be retried.
-
-    HEAD     the response head is incomplete
-    REFUSED  an error response is being collected
-    HELD     no byte has been returned for the client
-    FLOWING  the body is being forwarded
-    BEHIND   the body is being forwarded, and not all received bytes have been processed
-    DONE     the response is complete
-    """
-
-    HEAD = auto()
-    REFUSED = auto()
-    HELD = auto()
-    FLOWING = auto()
-    BEHIND = auto()
-    DONE = auto()
-
-
-# Module-level names, because looking up an Enum member on its class is ten times slower.
-HEAD, REFUSED, HELD, FLOWING, BEHIND, DONE = RelayState
-
-
 class Relay(PayloadScan):
     """Relays one response: pass the engine's bytes to feed(), and send the result to the client.
 
@@ -93,12 +72,15 @@ class Relay(PayloadScan):
     rewriter          replaces the engine's model name by the client's; None if they are equal
     translator        translates the payload to the client's API; None if the engine has that API
     choice_count      number of choices that the client requested; each ends with a finish reason
+    event_writer      turns a whole answer into the events of a stream; None if the client requested
+                      no stream
 
     Results, with times as given to feed() or None:
 
     is_committed     whether bytes of the body have been returned for the client, so that no retry
                      is possible
     has_error_event  whether the stream ended with an error event, of the engine or of the gateway
+    is_converted     whether the engine sent a whole answer in place of a stream
     is_refused       whether the engine's `status` is not 2xx, or the stream began with an error
                      that the request caused
     """
@@ -117,10 +99,12 @@ class Relay(PayloadScan):
         "_unprocessed",
         "bytes_sent",
         "chunk_gaps",
+        "event_writer",
         "first_byte_at",
         "head",
         "hold_until_token",
         "is_committed",
+        "is_converted",
         "is_http_1_0",
         "is_refused",
         "last_data_at",
@@ -153,19 +137,27 @@ class Relay(PayloadScan):
         self._has_named_events = False
         self.state = HEAD
         self.head: ResponseHead | None = None
-        self.is_committed = self.is_refused = False
+        self.event_writer: EventWriter | None = None
+        self.is_committed = self.is_converted = self.is_refused = False
         self.bytes_sent = self.status = 0
         self.first_byte_at: float | None = None
         self.last_data_at: float | None = None
         self.refusal_body = b""
         self._body: ResponseBody = NOT_STARTED
         self._partial_head: PartialHead | None = None
-        self._held_start: RetryableStart | None = None  # first events that are not yet decided
+        # What is held back: first events that are not yet decided, or an incomplete JSON answer.
+        self._held_start: RetryableStart | HeldAnswer | None = None
 
     @property
     def is_untouched(self) -> bool:
         """Return whether the engine has not sent any byte of its response."""
         return self.head is None and self._partial_head is None
+
+    @property
+    def has_held_payload(self) -> bool:
+        """Return whether part of a JSON answer has arrived that the client has not received."""
+        held = self._held_start
+        return isinstance(held, HeldAnswer) and bool(held.payload)
 
     @property
     def is_connection_reusable(self) -> bool:
@@ -234,11 +226,16 @@ class Relay(PayloadScan):
         if self.head is None or not isinstance(self._body, RawBody):
             kind = "truncated" if self.head else "no_answer"
             raise UpstreamError(kind, "the engine closed the connection before its response ended")
+        earlier = b""
         if self.state is HELD:
-            raise UpstreamError(
-                "truncated", "the engine closed the connection before its response began"
-            )
-        earlier = self._catch_up(self.last_data_at or 0.0)
+            held = self._held_start
+            if not (isinstance(held, HeldAnswer) and held.payload):
+                message = "the engine closed the connection before its response began"
+                raise UpstreamError("truncated", message)
+            earlier = self._commit_answer(held, self.last_data_at or 0.0)
+        earlier += self._catch_up(self.last_data_at or 0.0)
+        if self.is_converted:
+            return earlier
         self._body.is_complete = True
         if self.state is REFUSED:
             return self._collect_refusal(b"")
@@ -303,34 +300,52 @@ class Relay(PayloadScan):
                 and head.length == len(data) - offset
                 and self.rewriter is None
                 and self.translator is None
+                and self.event_writer is None
                 and find_error_body(data, offset) is None
             ):
                 return self._relay_whole(head, data[offset:], now)
             self._set_head(head)
         if offset:
             data = data[offset:]
+        return self._begin_body(self.head, data, now)
+
+    def _begin_body(self, head: ResponseHead, data: bytes, now: float) -> bytes:
         if self.state is REFUSED:
             return self._collect_refusal(data)
         if self.state is BEHIND:
             return self._continue(data, now)
-        return b"" if self._is_undecided(data) else self._commit(data, now)
-
-    def _hold_or_commit(self, held: RetryableStart, data: bytes, now: float) -> bytes:
-        if held.is_undecided(data):
+        if head.is_json:
+            answer = HeldAnswer(head, may_begin_blank=self.event_writer is not None)
+            return self._hold_or_commit(answer, data, now)
+        if not (data or self._body.is_complete):
             return b""
+        if data and self._is_sse and isinstance(self._body, ChunkedBody):
+            return self._hold_or_commit(self._new_held_start(), data, now)
+        return self._commit(data, now)
+
+    def _hold_or_commit(self, held: RetryableStart | HeldAnswer, data: bytes, now: float) -> bytes:
+        if held.is_undecided(data):
+            self._held_start, self.last_data_at = held, now
+            return b""
+        if isinstance(held, HeldAnswer) and held.is_complete:
+            return self._commit_answer(held, now)
         self._held_start = None
         return self._commit(bytes(held.data), now)
 
-    def _is_undecided(self, data: bytes) -> bool:
-        # Return whether the first bytes do not yet show if this stream begins with an error.
-        if not data:
-            return not self._body.is_complete
-        if not (self._is_sse and isinstance(self._body, ChunkedBody)):
-            return False
-        held = self._new_held_start()
-        if held.is_undecided(data):
-            self._held_start = held
-        return self._held_start is not None
+    def _commit_answer(self, held: HeldAnswer, now: float) -> bytes:
+        # Forward a whole JSON answer, as the events of a stream if the client asked for one.
+        self._held_start, data = None, bytes(held.data)
+        if held.payload:
+            check_json(held.payload)
+        if self.event_writer is not None and find_error_body(data) is None:
+            stream = as_stream(held, self.event_writer)
+            if stream is not None:
+                self.is_converted = True
+                head, data = stream
+                self._set_head(head)
+        # Events may lack token counts, and the scan of pieces finds no reason with blanks.
+        self._usage_payload = self._finish_payload = bytes(held.payload)
+        return self._commit(data, now)
 
     # What depends on the stream's events: gateway/protocol/response/event_relay.py replaces these.
 
@@ -482,6 +497,8 @@ class Relay(PayloadScan):
     def _relay_whole(self, head: ResponseHead, payload: bytes, now: float) -> bytes:
         # Relay a response that is not streamed and has arrived as a whole in one read.
         self.head, self._body = head, COMPLETE
+        if head.is_json:
+            check_json(payload)
         self.state, self.is_committed = DONE, True
         self.first_byte_at = self.first_token_at = self.last_data_at = now
         self._usage_payload = self._finish_payload = payload
@@ -552,8 +569,10 @@ class Relay(PayloadScan):
         # Finish the body; add an error event if the stream is incomplete.
         #
         # Without it, SDKs would take a stream that just ends for complete.
-        self.state = DONE
         assert self.head is not None
+        if self.head.is_json:
+            check_end(self._last_payload)
+        self.state = DONE
         if not self._must_reframe and self._body.surplus_bytes:
             out = out[: -self._body.surplus_bytes]
         if not self._must_reframe and self._body.has_trailers:

@@ -19,7 +19,7 @@ from tests.unit.gateway.http.test_upstream import FakeClient, FakePayload
 from tests.unit.gateway.http.test_write_queue import RELAY, FakeConnection, FakeLoop
 
 LONG = b"x" * LONG_READ
-ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000000\r\n\r\n"
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: audio/mpeg\r\ncontent-length: 1000000\r\n\r\n"
 
 
 class FakeReader(FakeTransport):

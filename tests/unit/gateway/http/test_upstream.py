@@ -20,7 +20,8 @@ from gateway.http.upstream import (
 )
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.response.http_framing import encode_chunk
-from gateway.protocol.response.relay import Relay, RelayState, UpstreamError
+from gateway.protocol.response.relay import Relay, UpstreamError
+from gateway.protocol.response.relay_state import RelayState
 from gateway.protocol.response.stream_search import MAX_FIRST_EVENT
 from tests.fair_time import PATIENCE_S
 
@@ -325,7 +326,8 @@ async def test_a_slow_client_pauses_the_engine_and_does_not_count_as_its_silence
 
         def pour(engine: FakeEngine) -> None:
             engine.transport.write(
-                ANSWER.split(b"content-length")[0] + b"content-length: %d\r\n\r\n" % length
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n\r\n"
+                % length
             )
             for _ in range(64):
                 engine.transport.write(block)

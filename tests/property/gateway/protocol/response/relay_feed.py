@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from gateway.protocol.errors import Failure
-from gateway.protocol.response.relay import Relay, RelayState, UpstreamError
+from gateway.protocol.response.relay import Relay, UpstreamError
+from gateway.protocol.response.relay_state import RelayState
 from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.response.stream_search import (
     TokenUsage,
@@ -57,6 +58,8 @@ def feed(
         for now, (start, stop) in enumerate(itertools.pairwise(edges)):
             if start < stop and relay.state is not RelayState.DONE:
                 out += relay.feed(data[start:stop], float(now))
+            while relay.state is RelayState.BEHIND:
+                out += relay.feed(b"", float(now))
         if eof and relay.state is not RelayState.DONE:
             out += relay.eof()
     except UpstreamError as error:

@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.protocol.errors import Failure
-from gateway.protocol.response.relay import Relay, RelayState
+from gateway.protocol.response.relay import Relay
+from gateway.protocol.response.relay_state import RelayState
 from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.response.stream_search import (
     TokenUsage,

@@ -10,13 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocol.errors import Failure
-from gateway.protocol.response.relay import (
-    BEHIND,
-    MAX_ERROR_BYTES,
-    Relay,
-    RelayState,
-    UpstreamError,
-)
+from gateway.protocol.response.relay import MAX_ERROR_BYTES, Relay, UpstreamError
+from gateway.protocol.response.relay_state import BEHIND, RelayState
 from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.response.stream_search import (
     MAX_FIRST_EVENT,
@@ -277,7 +272,7 @@ def test_an_error_with_status_200_can_be_retried_or_is_a_refusal(
     broken = json.dumps({"error": {"message": "overloaded", "code": 503}}, indent=indent).encode()
     wire = whole_answer(broken, framing)
     cuts = [wire.index(b"\r\n\r\n") + 4] if is_cut else []
-    relay = feed(wire, cuts)
+    relay = feed(wire, cuts, eof=framing == "close")
     assert (relay.failure_kind, relay.out, relay.first_tokens) == ("engine_error", b"", 0)
     refused = json.dumps({"error": {"code": 400, "message": "bad"}}, indent=indent).encode()
     wire = whole_answer(refused, framing)

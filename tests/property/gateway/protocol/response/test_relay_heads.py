@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.protocol.response.relay import Relay, RelayState, UpstreamError
+from gateway.protocol.response.relay import Relay, UpstreamError
+from gateway.protocol.response.relay_state import RelayState
 from gateway.protocol.response.stream_search import (
     TokenUsage,
 )

@@ -12,7 +12,8 @@ from gateway.protocol.errors import Failure
 from gateway.protocol.response import long_event
 from gateway.protocol.response.http_framing import LAST_CHUNK, ChunkedBody, encode_chunk
 from gateway.protocol.response.output_queue import STEP_BYTES
-from gateway.protocol.response.relay import BEHIND, DONE, Relay
+from gateway.protocol.response.relay import Relay
+from gateway.protocol.response.relay_state import BEHIND, DONE
 from gateway.protocol.response.resumable_relay import RecordedRelay
 from gateway.protocol.response.resume_eligibility import ContinuationTerms
 from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder

@@ -1,0 +1,95 @@
+"""Whole JSON answers of engines, held back until they are known to be complete. No I/O.
+
+A client can use no part of a JSON document, so nothing is lost by waiting for its end. Until then
+another endpoint can serve the request.
+"""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+
+from gateway.protocol.response.http_framing import FramingError, ResponseHead, new_body
+from gateway.protocol.upstream_error import UpstreamError
+
+MAX_HELD_ANSWER = 1024 * 1024
+"""Maximum bytes of an answer that is held back. A longer one is forwarded as it arrives."""
+
+_skim = msgspec.json.Decoder(msgspec.Raw).decode  # reads the text without creating its values
+_BLANKS = b" \t\r\n"
+
+
+def check_json(text: bytes | bytearray) -> None:
+    """Raise UpstreamError if a complete answer is not JSON, for example because it was cut off.
+
+    What the standard library's parser accepts passes too, such as NaN, lone surrogates and control
+    characters in strings: clients in Python can read them.
+    """
+    try:
+        _skim(text)
+    except RecursionError:
+        return
+    except msgspec.DecodeError:
+        try:
+            json.loads(text.decode("utf-8", "replace"), strict=False)
+        except RecursionError:
+            return
+        except ValueError as error:
+            raise malformed() from error
+
+
+def check_end(last: bytes) -> None:
+    """Raise UpstreamError if the last bytes of a long JSON answer do not end an object or array."""
+    end = last.rstrip(_BLANKS)[-1:]
+    if end and end not in b"}]":
+        raise malformed()
+
+
+def malformed() -> UpstreamError:
+    return UpstreamError("malformed", "the engine's answer is not valid JSON")
+
+
+class HeldAnswer:
+    """A whole answer that is arriving, with its HTTP framing removed.
+
+    head           the response's head
+    data           the received bytes, as they arrived
+    payload        the payload in them
+    surplus_bytes  number of bytes received after the end
+    """
+
+    __slots__ = ("_body", "_may_begin_blank", "data", "head", "payload")
+
+    def __init__(self, head: ResponseHead, *, may_begin_blank: bool) -> None:
+        """Initialize the answer with this head.
+
+        may_begin_blank  whether blanks before the JSON are held back too. Providers send them to
+                         keep the connection alive while they compute
+        """
+        self.head, self._body = head, new_body(head)
+        self._may_begin_blank = may_begin_blank
+        self.data, self.payload = bytearray(), bytearray()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._body.is_complete
+
+    @property
+    def surplus_bytes(self) -> int:
+        return self._body.surplus_bytes
+
+    def is_undecided(self, piece: bytes) -> bool:
+        """Add received bytes, and return whether the answer must be held back for longer.
+
+        Raises UpstreamError if its framing is invalid.
+        """
+        try:
+            self.payload += self._body.feed(piece)
+        except FramingError as error:
+            raise UpstreamError("framing", str(error)) from error
+        self.data += piece
+        expected = max(self.head.length or 0, len(self.data))
+        if self._body.is_complete or expected > MAX_HELD_ANSWER:
+            return False
+        return self._may_begin_blank or not self.payload or bool(self.payload.lstrip(_BLANKS))
