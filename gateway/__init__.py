@@ -1,5 +1,4 @@
-"""The gateway process: HTTP servers and clients, the live state of the endpoints, and the admin
-API.
+"""The gateway process: HTTP servers and clients, the live state of endpoints, the admin server.
 
-Routing decisions are made in policies/; KV cache is moved by kvtransfer/.
+Routing decisions are made in policies/, and kvtransfer/ has the code that moves KV cache.
 """

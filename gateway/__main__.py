@@ -1,6 +1,7 @@
 """Runs the `penstock` command as `python -m gateway`.
 
-`main` imports the command line itself, so that Ctrl-C during slow imports ends the process quietly.
+The command line is imported inside `main`, so that Ctrl-C during slow imports ends the process
+quietly.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Builds, starts and stops a gateway; the only module that creates and connects its parts."""
+"""Builds, starts and stops a gateway. Only this module creates its parts and connects them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class App:
 
     url          the address of the API; set once it listens
     admin_url    the address of the admin server; set once it listens
-    request_end  function that requests the end of the process
+    request_end  function that ends the process
     """
 
     _tick_timer: asyncio.TimerHandle | None = None
@@ -234,7 +234,7 @@ class App:
     async def start(self) -> None:
         """Poll the engines once, then open the listeners.
 
-        Raises OSError when an address is in use.
+        Raises OSError if an address is in use.
         """
         await self._discovery.start(self.config)
         await self._health_checker.start()
@@ -275,8 +275,8 @@ class App:
     async def retire(self) -> None:
         """Serve the open connections until they end, while a successor process accepts new ones.
 
-        The method returns after `timeouts.handover` seconds at the latest. A connection that is
-        idle may send one more request.
+        Returns after `timeouts.handover` seconds at the latest. An idle connection may send one
+        more request.
         """
         self.is_draining = self._has_retired = True
         limit_s = self.gateway.snapshot.config.timeouts.handover
@@ -385,9 +385,7 @@ class App:
         return self.gateway.snapshot.config.timeouts.shutdown + FAIL_S + SETTLE_S
 
     def reopen_log(self) -> None:
-        """Reopen the access log at its configured path if the open file was moved, as log rotation
-        does.
-        """
+        """Reopen the access log at its configured path, if log rotation has moved the open file."""
         self._log.reopen()
 
     async def _wait_until_idle(self, closing: Sequence[asyncio.Future[None]], ends: float) -> None:

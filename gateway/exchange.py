@@ -1,4 +1,4 @@
-"""The mutable record of one request: its events with their times and causes.
+"""The mutable record of one request: what happened to it, when and why.
 
 Only the request's own task changes the record. Accounting reads it when the request has ended.
 """
@@ -35,13 +35,13 @@ class Releasable(Protocol):
 
 
 class Countable(Protocol):
-    """A policy in a canary trial, which counts the outcomes of the requests that it routed."""
+    """One of the two policies in a canary trial, which counts the outcomes of its requests."""
 
     def count(self, exchange: Exchange, /) -> None: ...
 
 
 class Explainable(Protocol):
-    """A record of the candidate endpoints before a reservation, used to explain the pick later."""
+    """A record of the candidate endpoints before a reservation, to explain the pick later."""
 
     def score_terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate], /
@@ -49,7 +49,7 @@ class Explainable(Protocol):
 
 
 class Mirrored(Protocol):
-    """The interface of a sampled request whose answer is compared with a candidate engine's.
+    """The interface of a sampled request whose answer will be compared with a candidate engine's.
 
     gateway/trials/mirror.py implements it.
     """
@@ -58,8 +58,9 @@ class Mirrored(Protocol):
 
 
 class SecondAttempt(Protocol):
-    """A second attempt to serve a request (hedge), concurrent with the first one
-    (gateway/forwarding/hedge.py).
+    """A hedge: a second attempt to serve a request, in parallel with the first one.
+
+    gateway/forwarding/hedge.py implements it.
     """
 
     is_over: bool
@@ -70,20 +71,22 @@ class SecondAttempt(Protocol):
 
 
 class SplitRecord:
-    """Whether prefill and decode of a request were split, and how the split went.
+    """Whether a request was split into prefill and decode, and the times of its stages.
 
     Times are monotonic seconds; None means that the stage was not reached.
 
-    reason            why the request was split or not, one of
-    policies.pricing.split_decision.SplitReason prefill           name of the prefill endpoint; ""
-    when not split dialect           name of the engines' protocol for the KV handoff; "" when not
-    split prefill_sent_at   when the prefill request was sent prefilled_at      when the prefill
-    answer was complete handed_over_at    when the decode request was sent cached_tokens     cached
-    prompt tokens as the prefill engine reports them; the decode engine
-                      counts transferred tokens as cached too
-    predicted_ttft_s  seconds to the first token, as expected at the pick; None before a handoff of
-                      the pair has been measured
-    transport         how the KV cache was transferred; None if no engine reported it
+    reason             why the request was split or not
+                       (policies.pricing.split_decision.SplitReason)
+    prefill            name of the prefill endpoint; "" if not split
+    dialect            name of the engines' protocol for the KV handoff; "" if not split
+    prefill_sent_at    when the prefill request was sent
+    prefilled_at       when the prefill answer was complete
+    handed_over_at     when the decode request was sent
+    cached_tokens      cached prompt tokens as the prefill engine reports them; the decode engine
+                       counts transferred tokens as cached too
+    predicted_ttft_s   seconds to the first token, as expected at the pick; None before a handoff
+                       between these endpoints has been measured
+    transport          how the KV cache was transferred; None if no engine reported it
     """
 
     __slots__ = (
@@ -126,20 +129,22 @@ class Exchange:
     reason              short cause of an outcome other than served
     detail              sentence with the numbers behind a refusal
     retries             names of the endpoints that failed this request, in order
-    unsent_attempts     number of the retries whose request was never sent, so that they do not
-                        count as attempts
+    unsent_attempts     number of retries whose request was never sent, so that they do not count as
+                        attempts
     holds_retry_turn    whether the request uses one of the retries that the gateway permits at the
                         same time (the retry budget)
     body_bytes          bytes of memory reserved for the body
     memory_gate         the admission controller from which the memory was reserved; None after its
                         release
-    first_query         the routing query of the first pick; None until capacity was reserved
+    first_query         the policy's input at the first pick; None until capacity was reserved
     pool_queue          the admission queue to which the outcome is reported; None if it does not
                         need the outcome
-    tier                name of the smaller model that serves the request instead of the one
-                        requested; "" usually
-    fingerprint         fingerprint of the prompt; None if the policy does not read prefixes
-    slo_outcome         whether the request's SLO was met (telemetry/slo_outcomes.py); "" if unknown
+    tier                name of the smaller model that serves the request instead of the requested
+                        one; usually ""
+    fingerprint         chain of hashes of the prompt's blocks; None if the policy does not use
+                        cached prefixes
+    slo_outcome         whether the latency targets were met (telemetry/slo_outcomes.py); "" if
+                        unknown
     ttft_s              seconds to the first token, as the client saw it
     tpot_s              seconds per output token after the first, as the client saw it
     predicted_ttft_s    ttft_s as expected at the pick
@@ -153,16 +158,16 @@ class Exchange:
     gaps                histogram of the times between the answer's chunks; None for most requests,
                         which are not sampled
     quota               the tenant's quota that was charged; None for a tenant without limits
-    canary_arm          which of the two policies of a canary trial counts the request; None in a
-                        pool without a canary
-    hedge               the request's second attempt; None if there was none
-    mirrored            what its pool's mirror keeps until its end; None for most requests
+    canary_arm          the policy of a canary trial that counts the request; None in a pool without
+                        a canary
+    hedge               the request's second attempt in parallel; None if there was none
+    mirrored            the prompt that a mirror keeps to compare answers; None for most requests
     proxy_request_id    the x-request-id of a trusted proxy; "" without one
     client_request_id   the client's own id of the request; "" without one
     new_translator      creates a translator of an attempt's answer to the client's API; None if
                         engines serve that API themselves
-    translation_reason  why an answer is translated, or why it is not although its route splits or
-                        resumes requests; "" elsewhere
+    translation_reason  why the request is translated, or why it is not although its route splits or
+                        resumes requests; else ""
     ledger              the record of the answer's tokens, for continuing it elsewhere; None if that
                         is not possible
     """
@@ -255,15 +260,15 @@ class Exchange:
 
     @property
     def failed_attempts(self) -> int:
-        """Return the number of endpoints that failed after this request was sent to them."""
+        """Return how many endpoints have failed after this request was sent to them."""
         return len(self.retries) - self.unsent_attempts
 
     def on_reserved(self, pool_queue: PoolQueue, query: RoutingQuery, pick: Pick) -> None:
         """Record that capacity was reserved at an endpoint.
 
-        pool_queue  the admission queue; the request's first reservation is reported to it if it
-                    wants feedback
-        query       the routing query of the pick
+        pool_queue  the admission queue; it is informed of the request's first reservation if it
+                    uses the outcomes of requests
+        query       the policy's input at the pick
         pick        the picked endpoint
         """
         if self.first_query is None:
@@ -275,8 +280,8 @@ class Exchange:
     def take_memory(self, gate: AdmissionController, body_bytes: int) -> None:
         """Reserve memory for a body of `body_bytes` bytes, minus what was reserved for it before.
 
-        Raises GatewayError if the memory for bodies is used up. What was reserved for this body is
-        released then, so that other bodies which grow at the same time can be accepted.
+        Raises GatewayError if the memory for bodies is used up. Then what was reserved before is
+        released, so that other growing bodies can be accepted.
         """
         try:
             self.body_bytes += gate.reserve_body(body_bytes - self.body_bytes)
@@ -286,16 +291,15 @@ class Exchange:
         self.memory_gate = gate
 
     def release_memory(self) -> None:
-        """Release the body's memory; do nothing if it has been released before."""
+        """Release the body's memory. Does nothing if it was released before."""
         holder, self.memory_gate = self.memory_gate, None
         if holder is not None:
             holder.release_body(self.body_bytes)
 
     def on_first_token(self) -> None:
-        """Record the first token of the answer: free the request's bytes, and update the endpoint's
-        load.
+        """Record the first token of the answer: update the endpoint's load, and free the body.
 
-        From now on, no retry can need the bytes.
+        The body is not needed any more, because no retry is possible after this.
         """
         reservation, relay, call = self.reservation, self.relay, self.call
         if reservation is not None:
@@ -313,9 +317,7 @@ class Exchange:
             holder.release_body(self.body_bytes)
 
     def give_back_retry_turn(self, gate: AdmissionController) -> None:
-        """End this request's use of the gateway's retry budget, if it holds one of the permitted
-        retries.
-        """
+        """Return the retry that the request took from the gateway's retry budget, if any."""
         if self.holds_retry_turn:
             self.holds_retry_turn = False
             gate.release_retry()
@@ -325,13 +327,11 @@ class Exchange:
         self.reason, self.detail = error.reason, error.message
 
     def set_interrupted(self, reason: str) -> None:
-        """Record that the answer broke off after its first byte, when status 200 had already been
-        sent.
-        """
+        """Record that the answer broke after its first byte, when status 200 was already sent."""
         self.status, self.outcome, self.reason = 200, "interrupted", reason
 
     def drop_heavy_fields(self) -> None:
-        """Free large fields and client data of the record.
+        """Free the large fields and the client's data.
 
         Times, outcome and pick are kept, to explain the request later.
         """
@@ -353,15 +353,13 @@ class Exchange:
     def set_preempted(self) -> None:
         """Record that the gateway is about to stop this batch request in favour of live traffic.
 
-        Call it before the request's task is cancelled. The record has no status, because a later
+        Call this before the request's task is cancelled. The record gets no status, because a later
         attempt answers the request.
         """
         self.status, self.outcome, self.reason = 0, "preempted", None
 
     def set_cancelled(self) -> None:
-        """Record that the request's task was cancelled: by its client, unless the request was
-        pre-empted.
-        """
+        """Record that the request's task was cancelled, by its client or by preempt()."""
         if self.outcome != "preempted":
             self.set_client_gone()
 
@@ -371,9 +369,7 @@ class Exchange:
 
     @property
     def is_committed(self) -> bool:
-        """Return whether a byte of the answer was sent to the client, after which no retry is
-        possible.
-        """
+        """Return whether a byte of the answer was sent to the client; then no retry is possible."""
         return self.relay is not None and self.relay.is_committed
 
     @property

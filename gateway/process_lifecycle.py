@@ -5,8 +5,8 @@
     SIGHUP    reopen the access log and reload the configuration
     SIGUSR2   restart without refusing a request
 
-In a worker process, SIGUSR2 only drains: its supervisor sends the signal once another worker
-listens on the socket.
+To drain means to accept no more requests and to finish those that run. In a worker process, SIGUSR2
+only drains: its supervisor sends the signal once another worker listens on the socket.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run_gateway(
     origin          where the configuration comes from
     ready           function that is called once the gateway listens
     hangup_reloads  whether SIGHUP reloads the configuration. If False, SIGHUP ends the process, as
-                    usual for a program in a terminal; a worker only reopens its access log
+                    usual for a program in a terminal; in a worker, it only reopens the access log
     """
     return uvloop.run(_run(origin, ready, hangup_reloads=hangup_reloads))
 

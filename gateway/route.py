@@ -1,7 +1,7 @@
-"""Routes of models to pools, the configuration snapshot, and the live parts that requests use.
+"""Routes of models to pools, the configuration snapshot, and the live objects that requests use.
 
-reload/snapshot.py builds snapshots from a configuration, reload/swap.py puts them in force, and
-serve.py serves a request along its route.
+reload/snapshot.py builds snapshots from a configuration, reload/swap.py makes one the current one,
+and serve.py serves a request by its route.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ class Route(msgspec.Struct, frozen=True):
     candidates    the endpoints that serve whole requests
     pool_queue    the admission queue of the model's pool
     prepare       function that builds an attempt at a whole request
-    fingerprints  whether prompts are fingerprinted, because the policy reads prefixes or the access
-                  log has blocks
+    fingerprints  whether prompts are hashed block by block, because the policy uses cached prefixes
+                  or the access log has block ids
     notes_picks   whether every pick is recorded, because predictions for these endpoints are in use
     slo           the service class of requests that name none
     is_low_first  whether the engines treat a low number in a body's `priority` as urgent
     overflow      smaller models that may serve a request instead of a refusal, each with the
                   penalty that its choice costs
     split         how requests are split between prefill and decode; None: never
-    shadows       policies that are queried as well, without effect; None: there are none
-    canary        the route that serves a part of the requests; None: there is none
+    shadows       policies on trial whose picks have no effect; None: there are none
+    canary        the route that serves a part of the requests, on trial; None: there is none
     resume        how broken streams are continued on another endpoint; None: they are not
     sequences     maximum number of sequences in one request: its prompts times its choices (`n`)
     engine_name   the engines' name of the model; "" if each endpoint has its own
     translated    paths of the APIs that are served through another API, which its engines have
-    unserved      paths of APIs that one of its engines does not serve, even in translation
+    unserved      paths of APIs that at least one of its engines does not serve, even in translation
     """
 
     name: str
@@ -93,25 +93,23 @@ class Route(msgspec.Struct, frozen=True):
 
     @property
     def served_model(self) -> str:
-        """Return the model name in a parsed request, which may differ from the engines' name."""
+        """Return the model name that the client used, which may differ from the engines' name."""
         return self.name
 
     def resolve_name(self, endpoint: Endpoint) -> str:
-        """Return the name by which the endpoint's engine lists the model of this route."""
+        """Return the name by which the endpoint's engine knows the model of this route."""
         return self.engine_name or endpoint.served_model or self.name
 
 
 class CanaryRoute(msgspec.Struct, frozen=True):
-    """The canary of a model: a share of its requests is routed by another policy, on trial."""
+    """The canary of a model: a policy on trial that routes a share of its requests."""
 
     sampler: CanarySampler
     route: Route
     arms: CanaryArms
 
     def choose(self, exchange: Exchange, request: Request, primary: Route) -> Route:
-        """Return the route whose policy serves the request, and record the choice in the
-        exchange.
-        """
+        """Choose the policy that serves the request; return its route, and record the choice."""
         if self.sampler.selects(request):
             exchange.canary_arm = self.arms.canary
             return self.route
@@ -120,9 +118,7 @@ class CanaryRoute(msgspec.Struct, frozen=True):
 
 
 class PoolTrials(msgspec.Struct, frozen=True):
-    """The policies that a pool tries beside the one that serves requests: its shadows and its
-    canary.
-    """
+    """A pool's policies on trial: shadows, whose picks have no effect, and a canary."""
 
     shadows: Shadows | None = None
     canary: Policy | None = None
@@ -137,10 +133,7 @@ class PoolTrials(msgspec.Struct, frozen=True):
 
     @property
     def reads_predictions(self) -> bool:
-        """Return whether a policy on trial needs latency predictions.
-
-        Shadow results always need them.
-        """
+        """Return whether a policy on trial needs latency predictions. Shadow policies always do."""
         return self.shadows is not None or (self.canary is not None and self.canary.reads_forecast)
 
 
@@ -149,7 +142,7 @@ class ModelScope(msgspec.Struct, frozen=True):
 
     routes    routes by every name or pattern of names that a client may use
     unlisted  the error message for each of these names that no endpoint lists
-    shapes    cached shapes of requests for these models
+    shapes    cached options of earlier requests for these models
     """
 
     routes: Mapping[str, Route]
@@ -158,24 +151,24 @@ class ModelScope(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, weakref=True):
-    """One immutable generation of configuration, topology and policies.
+    """One immutable version of the configuration, with its routes, tenants and policies.
 
     routes            routes by every name that a client may use, including aliases; routes[name]
-                      also resolves patterns of names
-    tenants           tenants by SHA-256 of the API key; empty when no key is required
+                      also matches patterns of names
+    tenants           tenants by SHA-256 of the API key; empty if no key is required
     policies          routing policies by pool
-    trials            by pool, the policies that are tried beside the one that serves
-    unlisted          error message for each model name without a route, because no endpoint of its
-                      pool lists the model
+    trials            policies on trial by pool
+    unlisted          error message for each model name that no endpoint of its pool lists, so that
+                      it has no route
     scopes            permitted models by SHA-256 of the API key, for keys that are not valid for
                       all models
     translated        by model, paths of the APIs that are served through another API
-    shapes            cached shapes of recent chat requests, which refer to its routes
-    slots_by_model    by model, the slots (indices in the endpoint table) of the endpoints that may
-                      serve it, including prefill endpoints
+    shapes            cached options of recent chat requests, which refer to its routes
+    slots_by_model    by model, the slot numbers (indices in the endpoint table) of the endpoints
+                      that may serve it, including prefill endpoints
 
-    Only requests may hold a snapshot. One that is not referenced is therefore known to be out of
-    use.
+    Only requests may keep a reference to a snapshot. Therefore a snapshot without references is
+    known to be out of use.
     """
 
     generation: int
@@ -194,10 +187,10 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     shapes: CallShapes = msgspec.field(default_factory=CallShapes)
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
-        """Return the tenant of a request, or "" when no API key is required.
+        """Return the tenant of a request; "" if no API key is required.
 
-        The digest of the key is looked up, which takes the same time for any wrong key. Raises
-        GatewayError for a wrong key.
+        The key is looked up by its digest, which takes the same time for any wrong key. Raises
+        GatewayError for a missing or wrong key.
         """
         if not self.tenants:
             return ""
@@ -214,9 +207,7 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
 
 
 class Gateway:
-    """The parts of the gateway that every request uses; a reload replaces `snapshot` and keeps the
-    others.
-    """
+    """The live objects of the gateway that requests use. A reload only replaces `snapshot`."""
 
     __slots__ = ("accounts", "endpoints", "gate", "handoffs", "hedger", "mirrors", "snapshot")
 
@@ -237,14 +228,16 @@ class Gateway:
         self.hedger = Hedger(endpoints, gate, accounts, snapshot.config.retries.hedge)
 
     def offer_to_mirror(self, exchange: Exchange, pool: str, call: Call) -> None:
-        """Let the pool's mirror keep the prompt of a parsed request, if it has one."""
+        """Let the pool's mirror, if there is one, decide whether to sample a parsed request.
+        A mirror compares answers to sampled requests with those of candidate engines.
+        """
         if self.mirrors is not None:
             self.mirrors.offer(exchange, pool, call)
 
     def count_unsent(self, exchange: Exchange, problem: UpstreamError) -> bool:
         """Count a failed attempt whose request was never sent; return whether it was counted.
 
-        An attempt whose request was sent is not counted, nor is any while the gateway stops.
+        Returns False if the request was sent, or if the gateway is shutting down.
         """
         if problem.was_sent or self.gate.is_stopping:
             return False

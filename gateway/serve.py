@@ -3,14 +3,13 @@
     authenticate -> read -> parse -> admit (a permit until the last byte)
         -> attempts: pick AND reserve capacity in one turn of the event loop, send, relay -> account
 
-A permit lets one request proceed; a pool has as many as its endpoints can run requests. While a
-pool's queue is empty, the permit costs one check, and the prompt is fingerprinted for the pick.
-Otherwise admission control decides by how much of the prompt is cached, so the fingerprint comes
-first.
+A permit lets one request proceed. A pool has as many permits as its endpoints can run requests.
+While no request waits in the pool's queue, taking a permit is one check, and the prompt is hashed
+after it, for the pick. Otherwise the prompt is hashed before, because admission control considers
+how much of it is cached.
 
-Stages are plain calls, in order. A retry is possible until the first byte reaches the client. After
-that, an answer can only be continued by another endpoint (proxy/resume.py) or be ended with an
-error.
+The stages are plain calls, in order. A retry is possible until the first byte reaches the client.
+After that, another endpoint can continue the answer (proxy/resume.py), or it ends with an error.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ GAPS_EVERY = 32  # one request in this many has the times between its stream's c
 
 
 class RequestFactory:
-    """Creates the exchange of every request of this process, and serves it.
+    """Creates the record (exchange) of every request of this process, and serves the request.
 
-    Request ids have a fixed length and cannot be guessed, because engines may match aborts by a
-    prefix of the id.
+    Request ids have a fixed length and cannot be guessed, because engines may find the request to
+    abort by a prefix of its id.
     """
 
     __slots__ = ("_count", "_gaps", "_gateway", "_ids", "_proxies")
@@ -69,10 +68,10 @@ class RequestFactory:
     def __init__(
         self, gateway: Gateway, gaps: Histogram, proxies: TrustedProxies | None = None
     ) -> None:
-        """Initialize the factory of exchanges.
+        """Create a factory of exchanges.
 
         gaps     the histogram of the times between a stream's chunks
-        proxies  the proxies whose headers may name the client
+        proxies  the proxies that may state the client's address in headers
         """
         self._proxies = proxies
         self._gateway = gateway
@@ -109,7 +108,8 @@ class RequestFactory:
     ) -> tuple[Exchange, Coroutine[Any, Any, None]]:
         """Return the record and the serving coroutine of a request that was authenticated earlier.
 
-        That is a request of a batch; `tenant` is its owner, "" where the API is open.
+        It is used for requests of a batch. `tenant` is the owner of the batch; "" if the API needs
+        no key.
         """
         self._count += 1
         exchange = Exchange(self._new_id(), api, client.address, monotonic())
@@ -118,7 +118,7 @@ class RequestFactory:
 
 
 class CorsRequestFactory(RequestFactory):
-    """A RequestFactory whose responses carry CORS headers for permitted web pages."""
+    """A RequestFactory whose responses have CORS headers for permitted web pages."""
 
     __slots__ = ("_cors",)
 
@@ -140,7 +140,7 @@ class CorsRequestFactory(RequestFactory):
 def create_request_factory(
     gateway: Gateway, gaps: Histogram, proxies: TrustedProxies | None, cors: CorsRule | None
 ) -> RequestFactory:
-    """Create the factory of requests; `cors` is None if no web page of another origin may call."""
+    """Create the factory. `cors` is None if no web page of another origin may call the API."""
     if cors is None:
         return RequestFactory(gateway, gaps, proxies)
     return CorsRequestFactory(gateway, gaps, proxies, cors)
@@ -149,7 +149,7 @@ def create_request_factory(
 async def serve(gateway: Gateway, exchange: Exchange, client: Client, handle: Handler) -> None:
     """Serve one request of a client, from authentication to accounting.
 
-    Whatever happens, the client gets one answer and the exchange is accounted once.
+    In any case, the client gets one answer and the exchange is accounted once.
     """
     try:
         await handle(gateway, exchange, client)

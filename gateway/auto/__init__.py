@@ -1,1 +1,1 @@
-"""Choice of a pool's routing policy by replays of its recent requests (`policy: auto`)."""
+"""Automatic policy selection: chooses a pool's routing policy by replaying its recent requests."""

@@ -1,9 +1,8 @@
-"""Changes the routing policy of a pool automatically, if replays show that another policy is
-better.
+"""Changes the routing policy of a pool automatically, if replays show that another one is better.
 
-At regular intervals, a replay of the pool's recent requests compares the permitted policies (a
-comparison). policies/auto/decider.py decides without I/O whether to change. A change is applied as
-a new configuration version. A comparison is cancelled when an endpoint fails.
+At regular intervals, a replay of the pool's recent requests compares the permitted policies. This
+is cancelled when an endpoint fails. policies/auto/decider.py decides without I/O whether to change
+the policy. A change is applied as a new version of the configuration.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class AutoPolicyController:
         self._task = asyncio.create_task(self._run(), name="choose policies")
 
     async def stop(self) -> None:
-        """Cancel the policy comparison in progress, if there is one, and start no further ones."""
+        """Cancel the comparison of policies in progress, if any, and start no more."""
         for task in (self._task, self._comparison):
             if task is not None:
                 task.cancel()
@@ -75,7 +74,7 @@ class AutoPolicyController:
         """Update the state of automatic policy selection after a configuration was applied.
 
         `trigger` is the cause of the change. After a rollback to an older version, the restored
-        policies are kept until an operator permits changes.
+        policies are kept until an operator permits changes again.
         """
         self._follow_config(trigger)
 
@@ -110,9 +109,9 @@ class AutoPolicyController:
                 log.exception("automatic policy selection: the periodic task failed")
 
     async def tick(self, now: float) -> None:
-        """Check the pools for failures, and start the policy comparison that is due.
+        """Check the pools for failures, and start a comparison of policies if one is due.
 
-        `now` is monotonic seconds.
+        `now` is monotonic time in seconds.
         """
         if not self._states:
             return
@@ -235,8 +234,7 @@ class AutoPolicyController:
             self._is_switching = False
 
     async def set_pin(self, pool: str, *, is_pinned: bool) -> ChangeResult:
-        """Pin the pool's routing policy so that it is not changed, or remove the pin.
-
+        """Pin the pool's routing policy, so that nothing changes it automatically, or unpin it.
         Raises UnknownPoolError for a pool without the section `auto`.
         """
         state, auto = self._states.get(pool), self._auto_pools().get(pool)

@@ -1,6 +1,4 @@
-"""The interface through which automatic policy selection changes a gateway, or a supervisor of
-workers.
-"""
+"""The interface through which automatic policy selection changes the configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ class ChangeResult(msgspec.Struct, frozen=True):
 
     result   "applied" on success; else for example "rejected", or "dry_run"
     message  what happened, for the operator
-    version  number of the configuration version in force
+    version  number of the current configuration version
     changed  paths of the changed settings
     """
 
@@ -47,13 +45,13 @@ class ConfigAccess(Protocol):
     def is_draining(self) -> bool: ...
 
     def endpoint_rows(self) -> Awaitable[Sequence[Mapping[str, Any]]]:
-        """Return the rows about endpoints that the admin page /endpoints shows."""
+        """Return the endpoint rows of the admin page /endpoints."""
         ...
 
     async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
         """Replace the current configuration by this text, and return the result.
 
         reason   why the change is made, for the version history
-        dry_run  whether to validate the text only, without any change
+        dry_run  whether to only validate the text, without applying it
         """
         ...

@@ -1,6 +1,4 @@
-"""Changes a pool's routing policy in a configuration text, and keeps comments, order and
-references.
-"""
+"""Changes a pool's policy in a configuration text; keeps its comments, order and references."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ def with_policy(text: bytes, pool: str, member: PolicyMember) -> bytes:
 
 
 def with_pin(text: bytes, pool: str, *, is_pinned: bool) -> bytes:
-    """Return a copy of a configuration text in which the pool's policy is pinned, or no longer
-    pinned.
-    """
+    """Return a copy of a configuration text in which the pool's policy is pinned or unpinned."""
     yaml, tree = _read(text)
     section = tree["pools"][pool]
     if section.get(AUTO) is None:

@@ -1,4 +1,4 @@
-"""Lets automatic policy selection change one gateway process that has no workers."""
+"""Lets automatic policy selection change the configuration of a gateway process without workers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ TRIGGER = "auto"
 
 
 class GatewayConfigAccess:
-    """Lets automatic policy selection read and change one gateway process without workers.
+    """The configuration of one gateway process without workers, for automatic policy selection.
 
-    `rows` returns the endpoint rows of the admin page /endpoints.
+    `rows` is a function that returns the endpoint rows of the admin page /endpoints.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class GatewayConfigAccess:
     async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
         """Apply a configuration text, unless the configuration has changed since the text was made.
 
-        References in the text are resolved as in the configuration in force, and discovered
-        endpoints stay as they are.
+        References in the text are resolved as in the current configuration. Discovered endpoints
+        stay as they are.
 
         reason   why the change is made, for the version history
-        dry_run  whether to validate the text only, without any change
+        dry_run  whether to only validate the text, without applying it
         """
         outcome = await self._reloader.put(
             text,

@@ -12,7 +12,7 @@ from policies.auto.replay_messages import PolicyMember, PoolEstimate
 
 
 class SwitchRecord(msgspec.Struct, frozen=True):
-    """One automatic change of a pool's routing policy after a comparison; `at_s` is Unix time."""
+    """One automatic change of a pool's routing policy after a comparison. `at_s` is Unix time."""
 
     at_s: float
     version: int
@@ -28,13 +28,13 @@ class PoolState:
 
     policy            name of the current policy
     due_at            monotonic time of the next comparison
-    counts_from_s     requests that arrived before this time do not count in comparisons
+    counts_from_s     comparisons ignore requests that arrived before this time
     in_force_since_s  time at which the current policy began to serve the pool
     held              why the policy is kept until an operator permits changes; empty if changes are
                       permitted
     trouble           why policies cannot be compared now; empty if they can
     failures          number of comparisons in a row that gave no estimate
-    failure           reason why the last of them gave none; empty if it gave one
+    failure           why the last of them gave none; empty if it gave one
     """
 
     def __init__(self, policy: PolicyMember, due_at: float, now_s: float) -> None:

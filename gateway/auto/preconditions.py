@@ -1,6 +1,6 @@
-"""The preconditions of a comparison of routing policies: healthy endpoints, and no other trial.
+"""What a comparison of routing policies requires: healthy endpoints, and no other trial.
 
-While a pool does not meet them, its policies are neither compared nor changed.
+While a pool does not meet these conditions, its policies are neither compared nor changed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ def find_failure(pool: str, rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def find_trial(spec: Pool) -> str:
-    """Return the kind of trial that the pool `spec` runs already, such as "canary"; "" if it runs
-    none.
-    """
+    """Return the kind of trial that the pool runs, such as "canary"; "" if it runs none."""
     if spec.canary is not None:
         return "the pool has a canary"
     return "the pool has shadow policies" if spec.shadow else ""

@@ -1,6 +1,4 @@
-"""Builds the job for a replay process, which compares routing policies, from the current
-configuration.
-"""
+"""Builds the job for a replay process, which compares routing policies by replaying requests."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def build_job(
 ) -> ReplayJob:
     """Return the job for a replay process that compares the policies of these pools.
 
-    `rows` are the endpoint rows of the admin page /endpoints.
+    `rows` has the endpoint rows of the admin page /endpoints.
     """
     tree = config.model_dump(mode="json", by_alias=True, include={"pools", "slo", "models"})
     tree["tenants"] = [{"name": tenant.name, "weight": tenant.weight} for tenant in config.tenants]

@@ -1,7 +1,6 @@
-"""The process that replays the access log with other routing policies, one for each comparison.
-
-The process limits its own CPU use (planner/auto/cpu_budget.py). It ends when its standard input
-closes, and therefore also when the gateway is killed.
+"""Starts the process that replays the access log with several policies, once per comparison.
+The process limits its CPU use (planner/auto/cpu_budget.py). It ends when its standard input closes,
+which also happens when the gateway is killed.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ MOST_ANSWER_BYTES = 1 << 20
 
 
 class ReplayError(Exception):
-    """Raised when the replay process returned no result; the message gives the cause."""
+    """Raised if the replay process returned no result; the message gives the cause."""
 
 
 async def run_replay(job: ReplayJob) -> ReplayAnswer:
-    """Run one job in a new replay process, and return the process's result.
+    """Run one job in a new replay process, and return its result.
 
-    Raises ReplayError. If the calling task is cancelled, the process is killed.
+    If the calling task is cancelled, the process is killed. Raises ReplayError if the process
+    cannot be started, fails, or takes too long.
     """
     try:
         process = await asyncio.create_subprocess_exec(

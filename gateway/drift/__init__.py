@@ -1,1 +1,1 @@
-"""Detection of workload drift in a running gateway."""
+"""Detects workload drift: requests no longer resemble the workload that a pool was sized for."""

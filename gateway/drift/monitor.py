@@ -1,9 +1,8 @@
 """Compares the requests of each pool with the workload it was sized for, every ten minutes.
 
-The section `sized_for` of the configuration describes that workload.
-
-The windows, indices and alarms are those of `penstock drift` (policies/sizing/workload_drift.py).
-The object is in the gateway process or, with workers, in their supervisor, which sees all requests.
+The section `sized_for` of the configuration describes that workload. The comparison is that of
+`penstock drift` (policies/sizing/workload_drift.py). The monitor runs in the gateway process. With
+several workers it runs in their supervisor, which sees all requests.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ log = logging.getLogger("penstock")
 class WatchedPool:
     """A pool whose requests are compared with the workload that it was sized for.
 
-    The object keeps the result of the last ten minutes. `since_s` is the Unix time at which the
-    present alarm began.
+    It keeps the result of the last ten minutes. `since_s` is the Unix time at which the current
+    alarm began.
     """
 
     __slots__ = ("last", "since_s", "sized_for", "watch")
@@ -43,7 +42,7 @@ class WatchedPool:
 
 
 class DriftMonitor:
-    """Watches all pools that have a section `sized_for`; times are Unix seconds."""
+    """Watches all pools that have a section `sized_for`. Times are Unix seconds."""
 
     def __init__(self, metrics: DriftMetrics) -> None:
         self._metrics = metrics
@@ -55,7 +54,7 @@ class DriftMonitor:
         return bool(self._pools)
 
     def configure(self, config: Config, now_s: float) -> None:
-        """Watch the pools of a new configuration; a pool with another `sized_for` begins again."""
+        """Watch the pools of a new configuration; a pool with another `sized_for` starts again."""
         for name in [*self._pools]:
             if config.sized_for.get(name) != self._pools[name].sized_for:
                 del self._pools[name]
@@ -69,7 +68,7 @@ class DriftMonitor:
             self._memory = ShapeMemory()
 
     def feed(self, records: Iterable[ShapeRecord]) -> None:
-        """Count ended requests. The caller must sort records of several processes by time."""
+        """Count ended requests. Records of several processes must be sorted by time."""
         memory = self._memory
         if memory is None:
             return
@@ -83,7 +82,7 @@ class DriftMonitor:
                     self._conclude(record.pool, pool, window)
 
     def advance(self, now_s: float) -> None:
-        """Compare the requests of each period of ten minutes (window) that has ended by now."""
+        """Compare the requests of each ten-minute window that has ended by now."""
         for name, pool in self._pools.items():
             for window in pool.watch.advance(now_s):
                 self._conclude(name, pool, window)
@@ -107,8 +106,9 @@ class DriftMonitor:
             log.info("pool %s: requests have again the shapes that the pool was sized for", name)
 
     def sentences(self) -> tuple[str, ...]:
-        """Return a sentence for the live view for each pool whose requests differ from its
-        `sized_for`.
+        """Return a sentence for each pool whose requests differ from its `sized_for`.
+
+        The live view shows the sentences.
         """
         return tuple(
             drift_text(name, pool.last)
@@ -138,10 +138,10 @@ class DriftMonitor:
         }
 
     def states(self) -> list[DriftState | SessionTurns]:
-        """Return the states to save for a successor process.
+        """Return the state of the monitor, to be saved for a successor process.
 
-        They are the counts of each pool's current ten minutes, and the turns of the sessions
-        (requests of one conversation) seen so far.
+        It has the counts of each pool's current ten minutes. For each session (conversation), it
+        also has the number of requests so far.
         """
         if self._memory is None:
             return []
@@ -151,7 +151,7 @@ class DriftMonitor:
         return [*rows, *saved_state.session_turns(self._memory)]
 
     def restore(self, state: DriftState | SessionTurns) -> None:
-        """Restore saved states; a state of a pool whose `sized_for` has changed is ignored."""
+        """Restore saved states. The state of a pool whose `sized_for` has changed is ignored."""
         if self._memory is None:
             return
         if isinstance(state, SessionTurns):
@@ -161,15 +161,13 @@ class DriftMonitor:
 
 
 class LocalDriftWatch:
-    """Connects the request records of one process with its drift monitor, which a worker process
-    does not have.
-    """
+    """Passes the request records of one process to its drift monitor; a worker has none."""
 
     def __init__(self, recorder: ShapeRecorder, monitor: DriftMonitor | None) -> None:
         self._recorder, self._monitor = recorder, monitor
 
     def configure(self, config: Config, now_s: float) -> None:
-        """Compare the requests of the configured pools with a `sized_for` from now on.
+        """Start to compare the requests of the configured pools that have a `sized_for`.
 
         `now_s` is Unix time.
         """
@@ -185,9 +183,7 @@ class LocalDriftWatch:
 
 
 def drift_text(pool: str, window: DriftWindow) -> str:
-    """Return a sentence about how a pool's requests of the last ten minutes differ from its
-    `sized_for`.
-    """
+    """Return a sentence about how a pool's last ten minutes differ from its `sized_for`."""
     measures = ", ".join(
         f"{TEXTS[name]} (PSI {window.index.get(name, 0.0):.2f})" for name in window.alarms
     )

@@ -1,1 +1,1 @@
-"""One HTTP request to one engine: forwarding its answer, and hedging it at a second endpoint."""
+"""Sends one request to one engine and forwards its answer; may also send it to a second engine."""

@@ -1,7 +1,7 @@
 """One attempt to serve a request at one endpoint: the request to the engine, and its answer.
 
-The gateway builds the request itself: a fixed path, its own length, an allow-list of the client's
-headers, and the endpoint's key. gateway/proxy/attempt_loop.py picks the endpoint.
+The gateway builds the request itself. It has a fixed path, its own length, the client's headers
+that are permitted, and the endpoint's key. gateway/proxy/attempt_loop.py picks the endpoint.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ def prepare(
     on_first: Callable[[], None],
     served: str,
 ) -> tuple[bytes, Call, Relay]:
-    """Build the head and body of a request to an engine, and the Relay for its answer.
+    """Build a request to an engine; return its head, its body and the Relay for its answer.
 
-    `served` is the endpoint's name of the model. `on_first` is called at the first generated token.
+    on_first  function that is called at the first generated token
+    served    the endpoint's name of the model
     """
     endpoint = reservation.endpoint
     body = call
@@ -101,11 +102,11 @@ def chunk_writer(members: Mapping[str, msgspec.Raw]) -> EventWriter:
 def new_rewriter(
     engine: EngineKind, api: Api, served: str, requested_model: str
 ) -> ModelNameRewriter | None:
-    """Return what replaces the engine's model name in an answer; None if the names are equal.
+    """Return the object that replaces the engine's model name in an answer; None if none is needed.
 
-    Providers answer with other names than they are asked for: with a version, or of the model that
-    a name such as `latest` stands for. In answers of other APIs than chats, completions and
-    embeddings, a member `model` may belong to the content, such as the arguments of a tool.
+    Providers answer with other names than the requested one: with a version, or with the model for
+    which a name such as `latest` stands. Only answers of chats, completions and embeddings are
+    changed: in others, a member `model` may belong to the content, such as the arguments of a tool.
     """
     if engine is OPENAI:
         is_name = api is CHAT or api is COMPLETIONS or api is EMBEDDINGS
@@ -160,7 +161,7 @@ def settle_failure(
 ) -> None:
     """End a request whose answer is an error response, or a stream that ended with an error event.
 
-    Raises UpstreamError when the engine itself failed before the client received anything.
+    Raises UpstreamError if the engine itself failed before the client received anything.
     """
     if relay.is_refused:
         forward_refusal(exchange, client, relay, reservation.endpoint.name)
@@ -170,7 +171,7 @@ def settle_failure(
 
 
 def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: str) -> None:
-    """Send an engine's 4xx error, or a 501, to the client, because the request caused it.
+    """Send an engine's 4xx or 501 response to the client, because the request caused the error.
 
     Raises UpstreamError for other statuses.
     """
@@ -190,8 +191,8 @@ def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: 
 def refusal_status(relay: Relay) -> int:
     """Return the status of an engine's error response if the request caused the error.
 
-    Engines answer 501 where they lack an API or a feature: other engines of the model lack it too.
-    Raises UpstreamError when the engine itself failed.
+    Raises UpstreamError if the engine itself failed. A 501 is not a failure of the engine: it lacks
+    an API or a feature, which the model's other engines lack too.
     """
     status = relay.status
     if status == 404 and _MODEL_GONE.search(relay.refusal_body):
@@ -221,7 +222,7 @@ def request_headers(
 ) -> bytes:
     """Return the header lines of a request to an engine, and the blank line after them.
 
-    `length` is that of the body in bytes.
+    `length` is the length of the body in bytes.
     """
     if exchange.trace is not None:
         passed = client_lines(headers) + exchange.trace.add_leg("whole", endpoint, monotonic())
@@ -239,7 +240,7 @@ def request_headers(
 def client_lines(headers: Mapping[str, str]) -> str:
     """Return the client's header lines that are passed on to engines (PASSED_HEADERS).
 
-    The trace context is added separately (gateway/protocol/trace_context.py).
+    gateway/protocol/trace_context.py adds the trace context.
     """
     return "".join(
         f"{name}: {value}\r\n" for name in PASSED_HEADERS if (value := all_values(headers, name))

@@ -1,25 +1,24 @@
 """Hedging: sends late requests to a second endpoint too, or moves them away from slow endpoints.
 
-A request costs an insertion into a dict and its removal. Four times a second, sweep() looks at the
-requests without a first byte. 20 times a second, hedge_stalled() looks at those whose endpoint is
-in doubt (it was late or may be slow) or stalled in its prefill.
+For most requests, hedging costs only an insertion into a dict and a removal. sweep() looks at the
+requests without a first byte four times a second. hedge_stalled() does so 20 times a second at
+endpoints that are in doubt (late before, or possibly slow) or whose prefill stalls.
 
-A request is late when it has waited longer than twice what the peers of its endpoint need for the
-prompts ahead of it. It is hedged when another endpoint is expected to answer sooner, by more than
-the work there costs. The first endpoint to send a byte of the answer serves the request; the other
-connection is closed, which engines treat as an abort.
+A request is late if it has waited longer than twice the time that the endpoint's peers need for the
+prompts ahead of it. It is hedged if another endpoint is expected to answer sooner, by more time
+than the work costs there. The first endpoint that sends a byte of the answer serves the request.
+The other connection is closed, which engines treat as an abort.
 
 Some requests are moved instead:
 
-- late requests at an endpoint that is suspected to be slow
+- late requests at an endpoint that may be slow
 - late requests behind others at an endpoint in doubt
 - all requests that wait at an endpoint ejected as slow
 
-The gateway permits a limited number of retries at the same time (the retry budget). A hedge or a
-move takes one of them; hedges are also limited to a share of all requests. The retry is given back
-when the answer begins: the budget limits duplicate work, not the length of answers.
+The retry budget limits how many retries may be in progress. A hedge or a move takes one of them,
+until the answer begins. Hedges are also limited to a share of all requests.
 
-gateway/fleet/speed_monitor.py predicts times; gateway/proxy/attempt_loop.py handles failed
+gateway/fleet/speed_monitor.py predicts times, and gateway/proxy/attempt_loop.py handles failed
 attempts.
 """
 
@@ -62,7 +61,10 @@ INITIAL_REQUESTS = 200
 
 
 class HedgedRoute(Protocol):
-    """The properties of a route that hedging (sending a request to a second endpoint) needs."""
+    """The properties of a route that hedging needs.
+
+    To hedge a request means to send it to a second endpoint too.
+    """
 
     @property
     def resume(self) -> Resume | None: ...
@@ -86,8 +88,7 @@ class HedgedRequest(Protocol):
 
 
 class Race:
-    """Two concurrent attempts to serve one request; the first to receive a byte of the answer
-    serves it.
+    """Two concurrent attempts to serve one request. The first to receive a byte of the answer wins.
 
     reservation  the capacity reservation of the second attempt
     is_won       whether the second attempt serves the request
@@ -109,7 +110,7 @@ class Race:
         reservation: Reservation,
         served: str,
     ) -> None:
-        """Initialize a race of two attempts to serve one request.
+        """Create a pair of attempts; start() sends the second one.
 
         first        the connection of the first attempt
         pick         the pick of the second endpoint
@@ -126,7 +127,7 @@ class Race:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Send the request to the second endpoint, beside the first attempt to serve it."""
+        """Send the request to the second endpoint, while the first attempt continues."""
         exchange, call = self._exchange, self._exchange.call
         assert call is not None
         head, self._sent, self._relay = forward.prepare(
@@ -206,10 +207,10 @@ class Race:
         self.close()
 
     async def finish(self, problem: UpstreamError) -> UpstreamError | None:
-        """Serve the request by its second attempt (hedge) after the first one ended with `problem`.
+        """Let the second attempt serve the request after the first one ended with `problem`.
 
-        Returns the second attempt's error, or None when it served the request. Returns `problem` if
-        there is no second attempt any more.
+        Returns the second attempt's error, or None if it served the request. Returns `problem` if
+        the second attempt has ended already.
         """
         if self.is_over:
             return problem
@@ -241,8 +242,8 @@ class Hedger:
               sweep() removes those whose answer has begun
     retrying  requests that may hold a retry of the retry budget, added by
               gateway/proxy/attempt_loop.py
-    allowed   number of hedges that may start now, so that they stay within their configured share
-              of all requests
+    allowed   number of hedges that may start now without exceeding their configured share of all
+              requests
     sent      number of hedges started so far
     moved     number of requests moved to another endpoint so far
     """
@@ -276,12 +277,12 @@ class Hedger:
         self.sent = self.moved = 0
 
     def sweep(self, share: float, now: float) -> None:
-        """Look at all requests that wait for their first byte, and hedge or move the late ones.
+        """Hedge or move the late requests among those that wait for their first byte.
 
-        It is called four times a second.
+        Call this four times a second.
 
         share  largest share of all requests (0 to 1) that may be hedged
-        now    monotonic seconds
+        now    monotonic time in seconds
         """
         answered, before = self._accounts.answered_count, self._answered
         self._answered = answered
@@ -301,8 +302,8 @@ class Hedger:
         """Hedge or move late requests at some endpoints, without waiting for the next sweep().
 
         share    largest share of all requests (0 to 1) that may be hedged
-        stalled  the endpoints, at which prefill seems to stall
-        now      monotonic seconds
+        stalled  the endpoints whose prefill seems to stall
+        now      monotonic time in seconds
         """
         if not stalled:
             return
@@ -428,7 +429,7 @@ class Hedger:
 def may_hedge(client: Client, route: HedgedRoute) -> bool:
     """Return whether a request may be sent to two endpoints at the same time.
 
-    It may not where broken streams are resumed: the tokens that the client has are recorded for one
-    endpoint only.
+    It may not if the client has turned hedging off, or if its model resumes broken streams: the
+    tokens that the client has are recorded for one endpoint only.
     """
     return route.resume is None and client.headers.get(HEDGE_HEADER) != "off"

@@ -1,1 +1,1 @@
-"""Metric types, the catalogue of metrics, and the text formats of a scrape."""
+"""The types of metrics, the catalogue of all metrics, and the text formats of a scrape."""

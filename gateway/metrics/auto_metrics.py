@@ -1,6 +1,4 @@
-"""The metrics of automatic policy selection (`policy: auto`), which replays requests with other
-policies.
-"""
+"""The metrics of automatic policy selection (`policy: auto`): comparisons, and policy changes."""
 
 from __future__ import annotations
 
@@ -9,9 +7,7 @@ from gateway.metrics.metric_types import Counter, Gauge, MetricFamily, MetricReg
 
 
 class AutoMetrics:
-    """The metric families of automatic policy selection: comparisons of policies, and
-    changes made.
-    """
+    """The metric families of automatic policy selection: comparisons of policies, and changes."""
 
     def __init__(self, registry: MetricRegistry) -> None:
         auto = registry.section(Row.CONFIGURATION, "auto/auto_controller.py")

@@ -1,8 +1,8 @@
 """The catalogue of metrics: every metric of the gateway, with help text, labels and buckets.
 
-docs/reference/metrics.md is generated from it. metric_types.py has the types that store values;
-other modules update them. Label values come from small closed sets in the code or from the
-configuration, and their number is limited.
+docs/reference/metrics.md is generated from it. The types in metric_types.py store the values, and
+other modules update them. Label values come from small sets in the code or from the configuration,
+and their number is limited.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ OVERHEAD_BUCKETS_S = (
 class Metrics:
     """All metrics of one gateway process, created once and passed to the parts that update them.
 
-    An attribute is a MetricFamily if the metric has labels (`ttft_seconds.labels(model,
-    endpoint)`), else the metric's only child.
+    If a metric has labels, its attribute is a MetricFamily (`ttft_seconds.labels(model,
+    endpoint)`). Otherwise it is the metric itself, such as a Counter.
 
     pool_by_label  function that returns the pools of endpoints and models; it is called at each
                    scrape
@@ -129,25 +129,19 @@ class Metrics:
         return render_page(self.collect(), exemplars=False)
 
     def collect(self, unix_offset: float | None = None) -> Iterator[FamilyReading]:
-        """Yield the values of the metric families one by one, so that other work can run in
-        between.
-
-        unix_offset  Unix time minus the monotonic clock, in seconds, for the times of exemplars;
-                     None leaves exemplars out
+        """Yield the metric families' values one by one, so that other work can run in between.
+        unix_offset  Unix time minus monotonic time in seconds, for the times of exemplars; None
+                     leaves exemplars out
         """
         families = self._registry.collect(self.pool_by_label(), unix_offset)
         return chain(families, self._process_metrics.collect())
 
     def catalogue(self) -> tuple[FamilySpec, ...]:
-        """Return the specifications of all metric families, in the order in which a scrape lists
-        them.
-        """
+        """Return the specifications of all metric families, in the order of a scrape."""
         return tuple(family.spec for family in self._registry.families)
 
     def remove_endpoint(self, endpoint: str) -> None:
-        """Remove all metric series that have this endpoint as a label value; the endpoint was
-        removed.
-        """
+        """Remove all series with this endpoint as a label value, after the endpoint was removed."""
         for family in self._registry.families:
             for label in family.spec.labels:
                 if label in ENDPOINT_LABELS:

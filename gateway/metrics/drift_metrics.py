@@ -1,6 +1,4 @@
-"""The metrics of workload drift: how far a pool's requests are from the workload that it was sized
-for.
-"""
+"""The metrics of workload drift: how a pool's requests differ from those that it was sized for."""
 
 from __future__ import annotations
 
@@ -44,6 +42,6 @@ class DriftMetrics:
         )
 
     def remove_pool(self, pool: str) -> None:
-        """Remove the metric series of a pool whose sized_for was removed or replaced."""
+        """Remove the metric series of a pool whose section `sized_for` was removed or replaced."""
         for family in (self.psi, self.alarm, self.rate, self.windows):
             family.remove_children("pool", pool)

@@ -1,4 +1,4 @@
-"""Renders metrics in the text format of Prometheus, or in OpenMetrics, which supports exemplars.
+"""Writes metrics in the text format of Prometheus, or in OpenMetrics, which supports exemplars.
 
 The values come from gateway/metrics/metric_types.py and gateway/workers/metrics_merge.py.
 """
@@ -53,16 +53,12 @@ def render_page(readings: Iterable[FamilyReading], *, exemplars: bool) -> bytes:
 
 
 def page_end(*, exemplars: bool) -> bytes:
-    """Return the last line of a metrics page: "# EOF" for OpenMetrics, "" for the Prometheus
-    format.
-    """
+    """Return the last line of a metrics page: "# EOF" in OpenMetrics, "" in Prometheus' format."""
     return OPENMETRICS_EOF if exemplars else b""
 
 
 def render_family(reading: FamilyReading, *, exemplars: bool) -> bytes:
-    """Return the values of one metric family as text, in the format of Prometheus or
-    OpenMetrics.
-    """
+    """Return the values of one metric family as text, in Prometheus' format or in OpenMetrics."""
     collector = _SingleFamily(_metric(reading, exemplars=exemplars))
     if not exemplars:
         return generate_latest(collector)
@@ -73,8 +69,8 @@ def render_family(reading: FamilyReading, *, exemplars: bool) -> bytes:
 def render_family_in_parts(reading: FamilyReading, *, exemplars: bool) -> Iterator[bytes]:
     """Yield the text of one metric family, a few series at a time.
 
-    Rendering the family of a thousand endpoints takes long, so other work can run between two
-    parts.
+    Writing the series of a thousand endpoints takes long, so the caller can do other work between
+    two parts.
     """
     labels = list(reading.values)
     size = PART_HISTOGRAMS if reading.spec.buckets else PART_SERIES

@@ -3,7 +3,7 @@
 The histograms of prometheus-client take a lock and 2.3 us per observation. A gateway runs in one
 thread, so these metrics use plain lists without a lock. Only the event loop's thread may read and
 update them. catalogue.py declares the metrics, and exposition.py writes the text of a scrape. No
-I/O and no clock.
+I/O, no clock.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ values.
 
 
 class Label(msgspec.Struct, frozen=True):
-    """A metric label, with at most `max_values` different values.
+    """A metric label that may have at most `max_values` different values.
 
-    Further values share one series, whose label value is OTHER_VALUES.
+    All further values share one series, whose label value is OTHER_VALUES.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Label(msgspec.Struct, frozen=True):
 
 
 class Merge(StrEnum):
-    """How the values of one metric series are combined if several worker processes report it.
+    """How the values of one metric series from several worker processes are combined.
 
     SUM   the sum of all values
     MAX   the largest value
@@ -68,14 +68,13 @@ or "".
 class FamilySpec(msgspec.Struct, frozen=True):
     """The specification of a metric family: its name, type, labels and help text.
 
-    The family's documentation, its dashboard panel and the merging of its values are derived from
-    it.
+    The family's documentation, its dashboard panel and the merging of its values follow from it.
 
     buckets        upper bounds of a histogram's buckets, ascending, without +Inf
     owner          the module that updates the metric
     row            the dashboard row that shows the metric
-    has_exemplars  whether each bucket stores its newest request, and a quantile sketch counts the
-                   same values
+    has_exemplars  whether each bucket stores its newest request as an exemplar, and a quantile
+                   sketch counts the same values
     """
 
     name: str
@@ -90,9 +89,7 @@ class FamilySpec(msgspec.Struct, frozen=True):
 
     @property
     def pool_label(self) -> str | None:
-        """Return the label from which a scrape derives the pool label, or None if the family gets
-        no pool label.
-        """
+        """Return the label that determines the label `pool` in a scrape; None if there is none."""
         names = [label.name for label in self.labels]
         if POOL in names:
             return None
@@ -100,24 +97,21 @@ class FamilySpec(msgspec.Struct, frozen=True):
 
     @property
     def exposed_labels(self) -> tuple[str, ...]:
-        """Return the names of the metric's labels in a scrape, including the pool label that a
-        scrape adds.
-        """
+        """Return the names of the metric's labels in a scrape, which adds the label `pool`."""
         names = tuple(label.name for label in self.labels)
         return names if self.pool_label is None else (*names, POOL)
 
     @property
     def unit(self) -> str:
-        """Return the base unit of the metric, which is the suffix of its name, such as seconds; ""
-        for plain counts.
-        """
+        """Return the metric's base unit, such as seconds; it ends the name. "" for plain counts."""
         last = self.name.removesuffix("_total").rpartition("_")[2]
         return last if last in UNITS else ""
 
 
 class HistogramValue(msgspec.Struct, frozen=True, array_like=True):
-    """The value of a histogram: the number of observations in each bucket (not cumulative), and
-    their sum.
+    """The value of a histogram: the number of observations in each bucket, and their sum.
+
+    Counts are not cumulative.
 
     exemplars  the newest request of each bucket, with its Unix time; empty unless requested
     """
@@ -131,16 +125,14 @@ SeriesValues = dict[tuple[str, ...], float | HistogramValue]
 
 
 class FamilyReading(msgspec.Struct, frozen=True, array_like=True):
-    """The values of a metric family at one moment, by the values of the labels
-    `spec.exposed_labels`.
-    """
+    """The values of a metric family at one moment, by the values of `spec.exposed_labels`."""
 
     spec: FamilySpec
     values: SeriesValues
 
 
 class Counter:
-    """A metric value that only grows."""
+    """A metric value that only increases."""
 
     __slots__ = ("value",)
 
@@ -156,7 +148,7 @@ class Counter:
 
 
 class Gauge:
-    """A value that goes up and down, or the result of a function called at each scrape."""
+    """A metric value that may rise and fall; it may also be computed at each scrape."""
 
     __slots__ = ("_function", "value")
 
@@ -171,10 +163,10 @@ class Gauge:
         self.value += amount
 
     def set_function(self, function: Callable[[], float | None]) -> None:
-        """Compute the gauge by calling `function` at each scrape from now on.
+        """Compute the gauge's value by calling `function` at each scrape.
 
-        The function must be fast and must not raise. While it returns None, the series is left out
-        of scrapes.
+        The function must be fast and must not raise an exception. While it returns None, the series
+        is left out of scrapes.
         """
         self._function = function
 
@@ -186,8 +178,8 @@ class Gauge:
 class Histogram:
     """Counts values in buckets.
 
-    counts[i] is the number of values v with bounds[i-1] < v <= bounds[i]. The last count is that of
-    all values above the last bound.
+    counts[i] is the number of values v with bounds[i-1] < v <= bounds[i]. The last count is the
+    number of values above the last bound.
 
     exemplars  the newest request of each bucket
     sketch     a quantile sketch of the same values (quantile_sketch.py); only observe_request()
@@ -204,15 +196,15 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count `value` in its bucket; the unit is that in the metric's name, such as seconds."""
+        """Count `value` in its bucket; its unit is in the metric's name, such as seconds."""
         self.counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
     def observe_request(self, mark: RequestExemplar) -> None:
         """Count the value of one request, and store the request as the exemplar of its bucket.
 
-        `mark` has the value with the ids of the request and its trace. It replaces an older
-        exemplar of the same bucket.
+        `mark` has the value, and the ids of the request and its trace. It replaces the older
+        exemplar of the bucket.
         """
         value = mark[0]
         index = bisect_left(self._bounds, value)
@@ -244,10 +236,10 @@ MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
 
 
 class MetricFamily(Generic[MetricT]):
-    """One metric, with a child (Counter, Gauge or Histogram) for each combination of label values.
+    """One metric, with one value object per combination of label values (its children).
 
-    A caller should look up its child once and keep a reference to it, because the lookup costs more
-    than an update.
+    A child is a Counter, Gauge or Histogram. Callers should look up a child once and keep it,
+    because the lookup takes longer than an update.
     """
 
     __slots__ = ("_children", "_create", "_label_values", "spec")
@@ -259,8 +251,7 @@ class MetricFamily(Generic[MetricT]):
         self._label_values: tuple[set[str], ...] = tuple(set() for _ in spec.labels)
 
     def labels(self, *values: str) -> MetricT:
-        """Return the child of the metric for these label values, given in the order of the
-        specification.
+        """Return the child for these label values, in the order of the specification's labels.
 
         The child is created at the first call.
         """
@@ -268,9 +259,9 @@ class MetricFamily(Generic[MetricT]):
         return child if child is not None else self._add(values)
 
     def remove_children(self, label: str, value: str) -> None:
-        """Remove every child of the metric whose `label` has this value.
+        """Remove every child whose `label` has this value.
 
-        The value then no longer counts towards the label's maximum.
+        The value then no longer counts against the label's maximum.
         """
         index = [spec_label.name for spec_label in self.spec.labels].index(label)
         self._label_values[index].discard(value)
@@ -279,7 +270,7 @@ class MetricFamily(Generic[MetricT]):
         }
 
     def clear(self) -> None:
-        """Remove every child of the family, that is, all series of the metric."""
+        """Remove all children, that is, all series of the metric."""
         self._children = {}
         for values in self._label_values:
             values.clear()
@@ -291,8 +282,8 @@ class MetricFamily(Generic[MetricT]):
     def _add(self, values: tuple[str, ...]) -> MetricT:
         if len(values) != len(self.spec.labels):
             raise ValueError(
-                f"metric {self.spec.name} has {len(self.spec.labels)} labels, but {len(values)} "
-                "label values were given"
+                f"metric {self.spec.name} needs values for {len(self.spec.labels)} labels, but "
+                f"{len(values)} were given"
             )
         capped = tuple(map(self._capped, self.spec.labels, self._label_values, values))
         return self._children.setdefault(capped, self._create())
@@ -309,7 +300,7 @@ AnyFamily = MetricFamily[Counter] | MetricFamily[Gauge] | MetricFamily[Histogram
 
 
 class FamilyFactory:
-    """Creates the metric families that one module updates and that one dashboard row shows."""
+    """Creates the metric families that one module updates, and that one dashboard row shows."""
 
     __slots__ = ("_families", "_owner", "_row")
 
@@ -319,9 +310,9 @@ class FamilyFactory:
         self._owner = owner
 
     def counter(self, name: str, text: str, *labels: Label) -> MetricFamily[Counter]:
-        """Create a family of counters. Raises ValueError unless the name ends in _total.
+        """Create a family of counters. Raises ValueError unless its name ends in _total.
 
-        With this suffix, the name is the same in Prometheus and OpenMetrics.
+        With this suffix, the name is the same in Prometheus' format and in OpenMetrics.
         """
         if not name.endswith("_total"):
             raise ValueError(f"the name of the counter {name} must end in _total")
@@ -353,7 +344,7 @@ class FamilyFactory:
         """Create a family of histograms.
 
         text           the help text
-        bounds         ascending upper bounds of their buckets, in the unit of the metric's name
+        bounds         ascending upper bounds of the buckets, in the unit of the metric's name
         has_exemplars  whether each bucket stores its newest request
         """
         spec = self._spec(name, "histogram", text, labels)
@@ -380,8 +371,8 @@ class MetricRegistry:
     ) -> Iterator[FamilyReading]:
         """Yield the current values of each metric family.
 
-        pools        the pool of each endpoint and model, for the pool label
-        unix_offset  Unix time minus monotonic time in seconds; if given, buckets have exemplars
+        pools        the pool of each endpoint and model, for the label `pool`
+        unix_offset  Unix time minus monotonic time in seconds; None leaves exemplars out
         """
         for family in self.families:
             values = _values(family, unix_offset)

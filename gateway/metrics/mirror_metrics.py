@@ -1,6 +1,4 @@
-"""The metrics of mirrors, which compare answers to live requests with those of candidate
-engines.
-"""
+"""The metrics of mirrors, which compare answers of candidate engines with those of live ones."""
 
 from __future__ import annotations
 
@@ -45,6 +43,6 @@ class MirrorMetrics:
         )
 
     def remove_pool(self, pool: str) -> None:
-        """Remove the metric series of a mirror that has ended or begins again."""
+        """Remove the metric series of a mirror that has ended or starts again."""
         for family in (self.requests, self.tokens, self.loss, self.worse):
             family.remove_children("pool", pool)

@@ -11,7 +11,7 @@ from gateway.metrics.metric_types import FamilyReading, FamilySpec, Merge
 
 
 class ProcessMetrics:
-    """Reads the metrics of this process from /proc, without a global registry."""
+    """Reads the metrics of this process from /proc. It uses no global registry of metrics."""
 
     __slots__ = ("_collector",)
 

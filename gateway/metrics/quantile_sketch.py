@@ -1,9 +1,9 @@
 """Quantile sketch: quantiles with 1 % relative error in bounded memory, from logarithmic buckets.
 
-Bucket k counts values in (G**(k-1), G**k] with G = 1.01 / 0.99. A bucket is represented by a value
-that is within 1 % of all values in it. Counts of several processes, or of two moments, can be added
-and subtracted bucket by bucket. Source: DDSketch (Masson, Rim, Lee; VLDB 2019), here with a fixed
-range instead of collapsing buckets.
+Bucket k counts values in (G**(k-1), G**k] with G = 1.01 / 0.99. One value, within 1 % of all values
+in a bucket, stands for the bucket. Counts of several processes, or of two times, can be added and
+subtracted bucket by bucket. Source: DDSketch (Masson, Rim, Lee; VLDB 2019), here with a fixed range
+instead of collapsing buckets.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ EMPTY: BucketCounts = {}
 
 
 def bucket_of(value: float) -> int:
-    """Return the number of the sketch's bucket that counts `value`, which is in seconds.
+    """Return the number of the bucket that counts `value`, which is in seconds.
 
-    metric_types.py repeats this code to save a call per request.
+    metric_types.py repeats this code to save a function call per request.
     """
     return ceil(
         log(MIN_VALUE if value < MIN_VALUE else value if value < MAX_VALUE else MAX_VALUE) * PER_LOG
@@ -37,9 +37,7 @@ def bucket_of(value: float) -> int:
 
 
 def value_of(bucket: int) -> float:
-    """Return the value that represents a bucket: within 1 % of every value that the bucket
-    counts.
-    """
+    """Return the value that stands for a bucket: it is within 1 % of every value counted there."""
     return float(_GROWTH**bucket * (1 - RELATIVE_ERROR))
 
 
@@ -57,8 +55,7 @@ def quantile(counts: BucketCounts, share: float) -> float | None:
 
 
 def merge_counts(parts: Iterable[BucketCounts]) -> BucketCounts:
-    """Return the sum of several sketches' bucket counts, from which quantiles of all of them can be
-    computed.
+    """Return the sum of several sketches' bucket counts, for quantiles of all observations.
 
     The mean of the sketches' own quantiles would be wrong.
     """
@@ -70,7 +67,7 @@ def merge_counts(parts: Iterable[BucketCounts]) -> BucketCounts:
 
 
 def difference(after: BucketCounts, before: BucketCounts) -> BucketCounts:
-    """Return the bucket counts of the observations between two moments: `after` minus `before`.
+    """Return the bucket counts of the observations between two times: `after` minus `before`.
 
     If the sketch was reset in between, all of `after` is returned.
     """

@@ -1,6 +1,6 @@
-"""Gauges that are computed from live objects at each scrape, and cost nothing in between.
+"""Gauges that are computed from live objects at each scrape, and cost nothing between scrapes.
 
-Metrics that are updated when events happen are in gateway/metrics/catalogue.py.
+Metrics that are updated by events are in gateway/metrics/catalogue.py.
 """
 
 from __future__ import annotations
@@ -35,16 +35,14 @@ BUILD = (Label("version", 2), Label("compiled", 2))
 
 
 class ObservedUpstream(Protocol):
-    """The properties of the connections to one engine that gauges read."""
+    """The properties of the connections to one engine that its gauges use."""
 
     def silence_duration_s(self, now: float, /) -> float:
-        """Return the seconds for which the engine has sent nothing while requests wait for it; 0
-        while none waits.
-        """
+        """Return for how many seconds the engine has sent nothing while requests wait, else 0."""
 
 
 class ObservedEndpoint(Protocol):
-    """The properties of a live endpoint that its gauges read."""
+    """The properties of a live endpoint that its gauges use."""
 
     @property
     def endpoint(self) -> Endpoint: ...
@@ -68,7 +66,7 @@ class PooledModel(Protocol):
 def pool_by_label(
     models: Iterable[PooledModel], endpoints: Iterable[ObservedEndpoint]
 ) -> PoolByLabel:
-    """Return the pool of every endpoint and model, for the pool label of a scrape."""
+    """Return the pool of every endpoint and model, for the label `pool` of a scrape."""
     by_label = {("model", model.name): model.pool for model in models}
     for live in endpoints:
         name, pool = live.endpoint.name, live.endpoint.pool
@@ -81,9 +79,7 @@ def _state_function(live: ObservedEndpoint, state: HealthState) -> Callable[[], 
 
 
 class RuntimeGauges:
-    """Metric families whose values are computed from live objects; the objects' owners attach
-    them.
-    """
+    """Metric families that are computed from live objects, which their owners attach."""
 
     def __init__(self, registry: MetricRegistry) -> None:
         endpoints = registry.section(Row.ENDPOINTS, "metrics/runtime_gauges.py")
@@ -108,9 +104,7 @@ class RuntimeGauges:
         )
 
     def attach_endpoint(self, live: ObservedEndpoint, clock: Callable[[], float]) -> None:
-        """Make an endpoint's gauges read its live state at each scrape; `clock` returns monotonic
-        seconds.
-        """
+        """Compute an endpoint's gauges from its live state; `clock` returns monotonic time."""
         name, load, others = live.endpoint.name, live.load, live.load.peer_load
         for state in HealthState:
             self.endpoint_state.labels(name, state).set_function(_state_function(live, state))

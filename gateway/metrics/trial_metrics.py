@@ -1,7 +1,7 @@
 """The metrics of routing policies on trial.
 
-A shadow policy picks endpoints that are only recorded. In a canary trial, two policies each route a
-part of the requests.
+The picks of a shadow policy are only recorded. In a canary trial, two policies each route a part of
+the requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The channel between a process and its successor: a socket pair with length-prefixed messages.
 
-Only the first message carries file descriptors, and every version must understand it: a list that
-starts with the protocol version. A process that does not know the version uses the sockets and
+Only the first message carries file descriptors. Every version must understand it: it is a list that
+starts with the protocol version. A process that does not know that version uses the sockets, and
 starts without learned state.
 """
 
@@ -81,8 +81,8 @@ class HandoverOffer(msgspec.Struct, frozen=True, array_like=True):
 
     version      version of the protocol of this channel
     pid          process id of the sender
-    sockets      descriptions of the file descriptors that come with the message, in the same order
-    secret       secret key of prompt fingerprints
+    sockets      descriptions of the file descriptors in the message, in the same order
+    secret       secret key with which prompts are hashed
     block_bytes  bytes of a prompt per block of the prefix index
     """
 
@@ -94,9 +94,9 @@ class HandoverOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateRequest(msgspec.Struct, frozen=True, array_like=True, tag="state_wanted"):
-    """The message by which a successor requests or declines the predecessor's learned state.
+    """The message by which a successor requests or declines the learned state.
 
-    It is sent after the successor has probed its engines.
+    The successor sends it after it has polled its engines.
     """
 
     wants_state: bool
@@ -115,7 +115,7 @@ class EndpointState(msgspec.Struct, frozen=True, array_like=True, tag="endpoint"
 
 
 class SlotMap(msgspec.Struct, frozen=True, array_like=True, tag="slots"):
-    """A message that says which endpoint each slot number means in the index blocks that follow."""
+    """A message that maps slot numbers to endpoints, for the index blocks that follow."""
 
     places: list[tuple[int, EndpointKey]]
 
@@ -141,18 +141,17 @@ class OutputLengthState(msgspec.Struct, frozen=True, array_like=True, tag="lengt
 
 
 class StateEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """The message that ends the learned state, because all of it has been sent to the successor
-    process.
-    """
+    """The last message of the learned state, after which the successor has all of it."""
 
 
 class SuccessorReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The message by which a successor process reports that it accepts client connections now."""
+    """The message by which a successor reports that it accepts client connections."""
 
 
 class RemainingWork(msgspec.Struct, frozen=True, array_like=True, tag="booked"):
-    """A message with the predecessor's remaining work per endpoint; endpoints without work are left
-    out.
+    """A message with the old process's remaining work by endpoint.
+
+    Endpoints without work are left out.
     """
 
     shares: list[tuple[EndpointKey, PeerShare]]
@@ -161,7 +160,7 @@ class RemainingWork(msgspec.Struct, frozen=True, array_like=True, tag="booked"):
 class StopRequest(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """The message by which the successor reports that it is being stopped.
 
-    The predecessor then stops too: it ends its requests within timeouts.shutdown seconds.
+    The old process then stops too: it ends its requests within timeouts.shutdown seconds.
     """
 
 
@@ -180,9 +179,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 class ChannelError(Exception):
-    """Raised when the process at the other end of a restart has ended or sent an invalid
-    message.
-    """
+    """Raised if the process at the other end has ended or has sent an invalid message."""
 
 
 def pack_message(message: Message | HandoverOffer) -> bytes:
@@ -191,9 +188,9 @@ def pack_message(message: Message | HandoverOffer) -> bytes:
 
 
 async def read_message(reader: asyncio.StreamReader) -> Message:
-    """Read the next message from the process at the other end of a restart.
+    """Read the next message from the process at the other end.
 
-    Raises ChannelError when the channel ends or the message is invalid.
+    Raises ChannelError if the channel ends or the message is invalid.
     """
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
@@ -211,8 +208,7 @@ async def read_message(reader: asyncio.StreamReader) -> Message:
 
 
 def send_offer(channel: socket.socket, offer: HandoverOffer, sockets: list[socket.socket]) -> None:
-    """Send a successor process the first message, together with the file descriptors of the
-    sockets.
+    """Send a successor the first message, together with the file descriptors of the sockets.
 
     Raises OSError if the channel is closed.
     """
@@ -222,9 +218,9 @@ def send_offer(channel: socket.socket, offer: HandoverOffer, sockets: list[socke
 
 
 def receive_offer(channel: socket.socket) -> tuple[HandoverOffer, list[socket.socket]]:
-    """Wait for the predecessor's first message, and return it with its sockets.
+    """Wait for the old process's first message; return it with the sockets.
 
-    Raises ChannelError, after closing any received descriptors.
+    Raises ChannelError if the message is invalid, after closing the received descriptors.
     """
     sockets: list[socket.socket] = []
     try:
@@ -235,7 +231,7 @@ def receive_offer(channel: socket.socket) -> tuple[HandoverOffer, list[socket.so
             data += chunk
             if not chunk or len(data) > MAX_OFFER_BYTES:
                 raise ChannelError(
-                    "the predecessor's first message is not a valid offer of sockets"
+                    "the first message of the old process is not a valid offer of sockets"
                 )
         return _offer(data[LENGTH.size :]), sockets
     except (OSError, msgspec.DecodeError) as error:

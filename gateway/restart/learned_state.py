@@ -1,7 +1,7 @@
 """Converts the learned state of a gateway to messages, and restores it in the next process.
 
-Momentary state (requests in progress, waiting requests, timelines) is not included, because the old
-process finishes its own requests.
+The state of running and waiting requests is not included, because the old process finishes its own
+requests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def endpoint_key(live: LiveEndpoint) -> EndpointKey:
 def collect_state(gateway: Gateway, drift: DriftMonitor | None = None) -> Iterator[LearnedState]:
     """Yield the gateway's learned state as messages, in steps of less than a millisecond.
 
-    Requests are served between the steps.
+    The event loop serves requests between two steps.
     """
     endpoints = [live for live in gateway.endpoints.all() if not live.is_leaving]
     index = gateway.endpoints.prefixes.index
@@ -80,16 +80,15 @@ def _collect_admission(gate: AdmissionController) -> Iterator[LearnedState]:
 
 
 def remaining_work(gateway: Gateway) -> list[tuple[EndpointKey, PeerShare]]:
-    """Return the unfinished work of this process by endpoint; endpoints without work are left
-    out.
-    """
+    """Return this process's unfinished work by endpoint. Endpoints without work are left out."""
     shares = ((endpoint_key(live), own_load(live.load)) for live in gateway.endpoints.all())
     return [(place, share) for place, share in shares if share != NOTHING]
 
 
 class Restorer:
-    """Restores learned state in a gateway that serves no requests yet, and ignores unknown
-    state.
+    """Restores learned state in a gateway that serves no requests yet.
+
+    State of endpoints, pools and tenants that are not configured is ignored.
     """
 
     def __init__(
@@ -98,9 +97,9 @@ class Restorer:
         """Prepare to restore learned state in this gateway.
 
         gateway        the gateway
-        drift          what this process has counted for drift, or None
-        has_same_keys  whether both processes compute the same keys for a prompt. Otherwise the
-                       prefix index cannot be restored
+        drift          the drift monitor whose counts are restored, or None
+        has_same_keys  whether both processes hash prompts with the same key. Otherwise the prefix
+                       index cannot be restored
         """
         self._gateway, self._drift = gateway, drift
         self._has_same_keys = has_same_keys
@@ -111,7 +110,7 @@ class Restorer:
         self.blocks = self.endpoints = self.ejected = 0
 
     def restore(self, state: LearnedState) -> None:
-        """Restore the learned state in one message. Raises ValueError when it is inconsistent."""
+        """Restore the learned state in one message. Raises ValueError if it is inconsistent."""
         match state:
             case SlotMap(places):
                 self._slots = {

@@ -43,8 +43,10 @@ PEER_SOURCE = b"predecessor"
 
 
 class Predecessor:
-    """The process that this one replaces. It serves requests until report_ready() is called, then
-    drains.
+    """The process that this one replaces.
+
+    It serves requests until report_ready() is called. Then it accepts no more connections, and ends
+    when its requests have ended.
     """
 
     def __init__(
@@ -59,9 +61,7 @@ class Predecessor:
 
     @property
     def secret(self) -> bytes | None:
-        """Return the predecessor's secret key of prompt fingerprints; None if it runs another
-        handover version.
-        """
+        """Return the key by which the old process hashes prompts; None if its protocol differs."""
         return self._offer.secret or None
 
     @property
@@ -69,7 +69,7 @@ class Predecessor:
         return frozenset(bound.name for bound in self._offer.sockets if bound.is_activated)
 
     def take_sockets(self, config: Config) -> SocketsByName:
-        """Return the predecessor's listening sockets that `config` uses. All others are closed."""
+        """Return the old process's listening sockets that `config` uses; close the others."""
         sockets_by_name: dict[str, tuple[socket.socket, ...]] = {}
         for bound, sock in zip(self._offer.sockets, self._sockets, strict=False):
             listener = getattr(config.listeners, bound.name, None)
@@ -89,10 +89,9 @@ class Predecessor:
     async def restore_state(
         self, gateway: Gateway, config: Config, secret: bytes, drift: DriftMonitor | None = None
     ) -> None:
-        """Restore the predecessor's learned state; `secret` is this process's key of prompt
-        fingerprints.
+        """Restore the old process's learned state; `secret` is the key that hashes prompts here.
 
-        After an error, the process continues with part of the state, or without it.
+        After an error, this process continues with part of the state, or without it.
         """
         await self._connect()
         assert self._writer is not None
@@ -148,12 +147,12 @@ class Predecessor:
                 return
             if isinstance(message, StateRequest | SuccessorReady | RemainingWork | StopRequest):
                 raise ChannelError(
-                    f"the predecessor sent an unexpected message ({type(message).__name__})"
+                    f"the old process sent an unexpected message ({type(message).__name__})"
                 )
             restorer.restore(message)
 
     async def decline_state(self) -> None:
-        """Tell the predecessor to send no learned state.
+        """Tell the old process to send no learned state.
 
         This process has the state from elsewhere, or cannot use it.
         """
@@ -162,9 +161,7 @@ class Predecessor:
         self._writer.write(pack_message(StateRequest(wants_state=False)))
 
     async def report_ready(self, gateway: Gateway | None = None) -> None:
-        """Report to the predecessor that this process accepts connections, so that the predecessor
-        drains.
-        """
+        """Report that this process accepts connections, so that the old one stops accepting."""
         assert self._writer is not None
         self._writer.write(pack_message(SuccessorReady()))
         with suppress(OSError):
@@ -174,7 +171,7 @@ class Predecessor:
         )
 
     async def stop(self, within_s: float) -> None:
-        """Make the predecessor process stop, and wait at most `within_s` seconds for its end."""
+        """Make the old process stop, and wait at most `within_s` seconds for its end."""
         if self._writer is not None and self._task is not None and not self._task.done():
             self._writer.write(pack_message(StopRequest()))
             await asyncio.wait([self._task], timeout=within_s)
@@ -212,7 +209,7 @@ def _add_remaining_work(gateway: Gateway, remaining: RemainingWork) -> None:
 
 
 def find_predecessor(env: MutableMapping[str, str]) -> Predecessor | None:
-    """Return the process that started this one as its successor, or None if there is none.
+    """Return the process that started this one as its successor; None if there is none.
 
     The environment variable that identifies it is removed from `env`. Raises ChannelError.
     """

@@ -1,6 +1,4 @@
-"""The options with which a gateway process starts: configuration, sockets, and its number among the
-workers.
-"""
+"""The options with which a gateway process starts: configuration, sockets, and worker settings."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ log = logging.getLogger("penstock")
 
 
 def log_reload(line: str, is_error: bool) -> None:
-    """Log the outcome of a reload for the operator; if `is_error` is true, as an error."""
+    """Log the outcome of a reload for the operator; as an error if `is_error` is true."""
     log.log(logging.ERROR if is_error else logging.INFO, "%s", line)
 
 
@@ -30,7 +28,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     secret   secret key that all workers share
     number   number of the worker, from 0; only worker 0 writes the version history to disk
     admin    path of the unix socket of its admin server
-    version  number of the configuration version in force; None in the first worker
+    version  number of the current configuration version; None in the first worker
     drained  names of the endpoints that an operator has drained
     """
 

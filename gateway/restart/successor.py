@@ -1,7 +1,7 @@
-"""The old process's side of a restart: starts a successor and passes sockets and state to it.
+"""The old process's side of a restart: starts a successor, and passes sockets and state to it.
 
-Until the successor reports that it accepts connections, the old process serves as before. If the
-successor ends or takes too long, nothing changes.
+The old process serves as before until the successor reports that it accepts connections. If the
+successor ends or takes too long, the old process simply continues.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ REMAINING_WORK_INTERVAL_S = 0.25
 
 
 class HandoverError(Exception):
-    """Raised when the successor process did not become ready; the message gives the reason."""
+    """Raised if the successor process did not become ready; the message gives the reason."""
 
 
 def restart_command() -> list[str]:
@@ -59,7 +59,7 @@ class Successor:
     """The new process that replaces this one.
 
     sockets  the listening sockets to pass to it
-    secret   the secret key of prompt fingerprints
+    secret   the secret key with which prompts are hashed
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Successor:
     async def start(self, block_bytes: int, states: Callable[[], Iterable[LearnedState]]) -> None:
         """Start the successor process, and return once it accepts connections.
 
-        Raises HandoverError, without leaving a process behind.
+        If it does not become ready, it is ended, and HandoverError is raised.
         """
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
@@ -160,11 +160,10 @@ class Successor:
     async def keep_informed(
         self, shares: Callable[[], list[tuple[EndpointKey, PeerShare]]], stop: Callable[[], None]
     ) -> AsyncIterator[None]:
-        """Tell the successor, during an `async with` block, how much work this process has left at
-        each endpoint.
+        """During an `async with` block, report this process's remaining work to the successor.
 
-        shares  function that returns this remaining work
-        stop    function that is called when the successor requests that this process end
+        shares  function that returns the remaining work by endpoint
+        stop    function that is called if the successor asks this process to end
         """
         tasks = [
             asyncio.create_task(self._send_remaining_work(shares), name="tell the successor"),
@@ -195,8 +194,6 @@ class Successor:
             stop()
 
     def close(self) -> None:
-        """Close the channel, by which the successor process notices that this process is about to
-        end.
-        """
+        """Close the channel, which shows the successor that this process is about to end."""
         if self._writer is not None:
             self._writer.close()

@@ -1,4 +1,4 @@
-"""sd_notify(3): reports this process's state to systemd through the socket in NOTIFY_SOCKET."""
+"""sd_notify(3): reports this process's state to systemd, over the socket in NOTIFY_SOCKET."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger("penstock")
 
 
 def notify(env: Mapping[str, str], *assignments: str) -> bool:
-    """Send systemd assignments such as READY=1; return False if no service manager listens.
+    """Send assignments such as READY=1 to systemd; return False if no service manager listens.
 
     A failure is logged and not raised.
     """

@@ -1,8 +1,7 @@
-"""A canary: a second routing policy that serves part of a pool's requests and is compared with the
-first.
+"""A canary: a second routing policy that serves part of a pool's requests, for comparison.
 
 This module selects the requests and counts their outcomes. reload/snapshot.py builds the canary's
-route. That route differs from the pool's route only in its policy, so the same code serves both.
+route, which differs from the pool's route only in its policy. Therefore the same code serves both.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ MET = "met"
 class CanarySampler(msgspec.Struct, frozen=True):
     """Selects the requests that the canary policy serves: by tenant, or by a hash of the session.
 
-    A session is selected if its hash is below `below`. The hash is the same in every gateway and
-    after every restart, so a session keeps its policy. It includes the pool's name. If the
-    percentage is raised, the sessions selected before stay selected.
+    A session is selected if its hash is less than `below`. The hash is the same in every gateway
+    and after every restart, so a session keeps its policy. If the configured percentage rises, all
+    sessions that were selected before stay selected. The hash includes the pool's name.
     """
 
     pool: str
@@ -44,9 +43,9 @@ class CanarySampler(msgspec.Struct, frozen=True):
 
 
 def create_sampler(pool: str, spec: Canary) -> CanarySampler:
-    """Create the object that decides which requests the canary policy of a pool serves.
+    """Create the selector of requests for a pool's canary policy.
 
-    It selects them by the tenants or the percentage in the configuration `spec`.
+    It selects by the tenants or the percentage in `spec`, the canary's configuration.
     """
     return CanarySampler(
         pool, int(HASH_RANGE * (spec.percent or 0.0) / 100), frozenset(spec.tenants)
@@ -54,7 +53,7 @@ def create_sampler(pool: str, spec: Canary) -> CanarySampler:
 
 
 class CanaryArm:
-    """One of the two policies compared in a canary trial, and the outcomes of its requests."""
+    """One of the two policies that a canary trial compares, with the outcomes of its requests."""
 
     __slots__ = ("_metrics", "name", "policy", "pool")
 
@@ -63,9 +62,7 @@ class CanaryArm:
         self._metrics: Metrics | None = None
 
     def count_in(self, metrics: Metrics | None) -> None:
-        """Set the metrics in which outcomes under one policy of a canary trial are counted; None
-        stops the counting.
-        """
+        """Set the metrics that count this policy's outcomes; None stops the counting."""
         self._metrics = metrics
 
     def count(self, exchange: Exchange) -> None:
@@ -80,9 +77,7 @@ class CanaryArm:
             ttft.observe_request((exchange.ttft_s, monotonic(), exchange.id, ""))
 
     def as_json(self) -> dict[str, object]:
-        """Return the results of one policy of a canary trial as JSON-compatible values; None
-        without any request.
-        """
+        """Return this policy's results as JSON-compatible values; None before its first request."""
         if self._metrics is None:
             return summarize_arm(self.name, self.policy, {}, {})
         trials = self._metrics.trial_metrics
@@ -99,7 +94,7 @@ class CanaryArm:
 class CanaryArms:
     """The two policies of one pool's canary trial: the pool's own (primary) and the canary.
 
-    They are kept as long as their configuration is unchanged.
+    Their results are kept while their configuration is unchanged.
     """
 
     __slots__ = ("canary", "pool", "primary", "share")
@@ -131,10 +126,10 @@ class CanaryArms:
 def summarize_arm(
     arm: str, policy: str, outcomes: Mapping[str, int], ttft: BucketCounts
 ) -> dict[str, object]:
-    """Return a summary of one policy of a canary trial: requests by SLO outcome, and times to first
-    token.
+    """Return a summary of one policy: its requests by outcome, and times to first token.
 
-    `ttft` has the counts of a quantile sketch.
+    The outcomes say whether latency targets (SLO) were met. `ttft` has the counts of a quantile
+    sketch.
     """
     judged = sum(outcomes.values()) - outcomes.get("unknown", 0)
     return {

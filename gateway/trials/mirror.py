@@ -1,12 +1,11 @@
-"""Mirrors: a share of live requests is also sent to candidate engines, and the answers are
-compared.
+"""Mirrors: a share of live requests is also sent to candidate engines, to compare the answers.
 
-Once the client of a sampled request has its whole answer, three copies are sent at temperature 0,
-one after another: to the engine that served it, to a candidate, and to the first engine again. The
-difference between the first engine's two answers is the noise floor. The comparison is that of
+When the client of a sampled request has its whole answer, three copies are sent one after another,
+at temperature 0: to the engine that served it, to a candidate, and to the first engine again. The
+difference between the first engine's two answers is the noise floor. The answers are compared as in
 `penstock golden run` (policies/golden).
 
-Copies bypass admission control and reserve no capacity, and count towards no usage, quota or SLO.
+Copies bypass admission control, reserve no capacity, and are not counted in usage, quotas or SLOs.
 Prompts and answers are dropped after their comparison.
 """
 
@@ -48,9 +47,9 @@ LiveEndpoints = Callable[[], Sequence[LiveEndpoint]]
 
 
 class MirroredRequest:
-    """A sampled request from its prompt to the comparison of its answers.
+    """A sampled request, from its prompt to the comparison of its answers.
 
-    Until then it counts towards the mirror's limit on concurrent requests.
+    Until the comparison ends, it counts against the mirror's limit on concurrent requests.
     """
 
     __slots__ = ("_members", "_mirror", "_salt")
@@ -60,7 +59,7 @@ class MirroredRequest:
         self._mirror, self._members, self._salt = mirror, call.members, call.salt
 
     def on_ended(self, exchange: Exchange) -> None:
-        """Begin the comparison if the client has its whole answer; otherwise give up."""
+        """Begin the comparison if the client has its whole answer; otherwise drop the request."""
         exchange.mirrored = None
         pick, is_served = exchange.pick, exchange.outcome == "served" and exchange.status == 200
         if pick is None or not is_served or exchange.tier:
@@ -70,9 +69,7 @@ class MirroredRequest:
 
 
 class PoolMirror:
-    """The mirror of one pool: its sampled requests, its token budget, and the answers compared so
-    far.
-    """
+    """The mirror of one pool: sampled requests, token budget, and the results so far."""
 
     def __init__(
         self,
@@ -98,9 +95,7 @@ class PoolMirror:
         self.blocks = 0
 
     def offer(self, call: Call) -> MirroredRequest | None:
-        """Return an object that keeps the request's prompt if the request is sampled; None
-        otherwise.
-        """
+        """Decide whether to sample a request; return an object that keeps its prompt, or None."""
         request, spec = call.request, self.spec
         if spec.models and request.model not in spec.models:
             return None
@@ -116,7 +111,7 @@ class PoolMirror:
         return None
 
     def give_up(self, result: str) -> None:
-        """Drop a sampled request without a comparison, and count the reason `result`."""
+        """Drop a sampled request without a comparison, and count `result` as the reason."""
         self._places += 1
         self._count(result)
 
@@ -215,7 +210,7 @@ class PoolMirror:
         self._metrics.requests.labels(self.pool, result).inc()
 
     def close(self) -> None:
-        """Cancel the comparisons in progress, and count nothing more."""
+        """Cancel the comparisons in progress, and stop counting."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -250,12 +245,12 @@ class Mirrors:
     def __init__(
         self, metrics: MirrorMetrics, endpoints: LiveEndpoints, *, is_active: bool = True
     ) -> None:
-        """Initialize without mirrors.
+        """Create the collection without mirrors; configure() adds them.
 
         metrics    the metrics of mirrors
         endpoints  the table of live endpoints
         is_active  whether this process has mirrors. Only one of several worker processes has, so
-                   that the token budget counts once
+                   that the token budget applies once
         """
         self._metrics, self._endpoints, self._is_active = metrics, endpoints, is_active
         self._client = MirrorClient()
@@ -264,7 +259,7 @@ class Mirrors:
         self._excludes_tenants = False
 
     def configure(self, config: Config) -> Mirrors | None:
-        """Apply a new configuration; a mirror whose section has changed begins again.
+        """Apply a new configuration; a mirror whose section has changed starts again.
 
         Returns this object if any pool has a mirror, else None.
         """
@@ -283,7 +278,7 @@ class Mirrors:
         return self if self.by_pool else None
 
     def offer(self, exchange: Exchange, pool: str, call: Call) -> None:
-        """Sample a parsed request; its prompt is then kept in `exchange.mirrored`."""
+        """Sample a parsed request or not; if so, `exchange.mirrored` keeps its prompt."""
         mirror = self.by_pool.get(pool)
         if mirror is None or exchange.tenant in self.excluded:
             return

@@ -1,4 +1,4 @@
-"""Sends the copies of a mirror to engines, on connections of its own and without reservations."""
+"""Sends a mirror's copies of requests to engines, on separate connections."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ TOP = 5  # likeliest tokens whose probabilities are requested
 
 
 class MirroredAnswer(msgspec.Struct, frozen=True):
-    """An engine's answer to a copy, and the number of tokens that it took; 0 if the engine reports
-    none.
-    """
+    """An engine's answer to a copy, and its number of tokens; 0 if the engine reports none."""
 
     answer: GoldenAnswer
     tokens: int = 0
 
 
 class MirrorClient:
-    """An HTTP client for copies. It opens its session with the first request."""
+    """An HTTP client that sends copies of requests. It opens its session at the first request."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -40,9 +38,7 @@ class MirrorClient:
         model: str | None,
         salt: bytes,
     ) -> MirroredAnswer:
-        """Return an endpoint's answer at temperature 0, with token probabilities if the engine
-        returns them.
-
+        """Return an endpoint's answer at temperature 0, with token probabilities if available.
         model  the engine's name of the model; None or an unlisted name: the first model that the
                engine lists
         salt   the client's cache salt, for engines that accept one

@@ -1,9 +1,8 @@
-"""Shadow policies: they receive the routing queries of the serving policy, and their picks have no
-effect.
+"""Shadow policies: routing policies on trial whose picks are recorded but have no effect.
 
-This module records picks, lets the shadows evaluate them afterwards, and keeps the results. No
-request waits for a shadow: the evaluation runs in a later turn of the event loop, after the request
-was sent. Canaries, which serve part of the requests, are in canary.py.
+They get the same input as the policy that serves requests. No request waits for a shadow policy: it
+computes its pick in a later iteration of the event loop, after the request was sent. Canaries,
+which serve part of the requests, are in canary.py.
 """
 
 from __future__ import annotations
@@ -61,15 +60,15 @@ class NamedPolicy(msgspec.Struct, frozen=True):
 
 
 class PickRecord(msgspec.Struct, frozen=True):
-    """A pick of the serving policy, recorded for a later evaluation by shadow policies.
+    """A pick of the serving policy, recorded for a later comparison with shadow policies.
 
-    query        the routing query that was picked for
+    query        the policy's input: the request and its cached tokens at each endpoint
     pick         the pick of the serving policy
     candidates   the endpoints that it could pick
     call         the request
     model        the name of the request's model
     load_values  the picked endpoint's load before its capacity was reserved (no other endpoint's
-                 load changes). None: the pick is not evaluated and only updates the prefix index
+                 load changes). None: the pick is not compared and only updates the prefix index
     """
 
     query: RoutingQuery
@@ -83,9 +82,9 @@ class PickRecord(msgspec.Struct, frozen=True):
 class ShadowResult(msgspec.Struct, frozen=True):
     """How a shadow policy's pick compares with the actual pick.
 
-    ttft_gain_s          seconds by which the shadow expects the first token earlier; None without
-                         latency models
-    extra_cached_tokens  cached prompt tokens at the shadow's choice minus those at the actual pick
+    ttft_gain_s          by how many seconds the shadow expects the first token earlier; None
+                         without latency models
+    extra_cached_tokens  cached prompt tokens at the shadow's pick, minus those at the actual pick
     """
 
     result: str
@@ -96,9 +95,9 @@ class ShadowResult(msgspec.Struct, frozen=True):
 def evaluate(
     policy: Policy, query: RoutingQuery, pick: Pick, candidates: Sequence[Candidate]
 ) -> ShadowResult:
-    """Compare what `policy` picks with the actual `pick`.
+    """Compare what `policy` would pick with the actual `pick`.
 
-    `candidates` have the load that they had before the capacity reservation.
+    `candidates` must have the load from before the capacity was reserved.
     """
     other = routing_algorithm.pick(policy, query, candidates)
     if other is None:
@@ -153,9 +152,7 @@ class Shadows:
         self._metrics = metrics
 
     def remove_series(self, metrics: Metrics) -> None:
-        """Remove the metric series of shadow policies that have ended; later results are not
-        counted.
-        """
+        """Remove the metric series of ended shadow policies. Later results are not counted."""
         self._metrics = None
         trials = metrics.trial_metrics
         for family in (trials.picks, trials.cost, trials.ttft, trials.tokens):
@@ -164,9 +161,9 @@ class Shadows:
     def on_pick(
         self, exchange: Exchange, route: PickedRoute, query: RoutingQuery, pick: Pick
     ) -> None:
-        """Record a pick for the shadow policies, if the CPU budget permits.
+        """Record a pick for the shadow policies, if their CPU budget permits.
 
-        Call it before the capacity reservation.
+        Call this before capacity is reserved for the pick.
         """
         if exchange.call is None or exchange.picked_at is None:
             return
@@ -252,8 +249,9 @@ class Shadows:
             trials.tokens.labels(pool, name, way).value += abs(result.extra_cached_tokens)
 
     def as_json(self) -> dict[str, object]:
-        """Return the results of the shadow policies as plain values, with their cost relative to
-        the pool's picks.
+        """Return the results of the shadow policies as plain values.
+
+        They include the CPU cost relative to that of the pool's own picks.
         """
         pick_us = round(1e6 * self._picks_s / self._picks, 2) if self._picks else None
         return {
@@ -292,7 +290,7 @@ def name_policies(
 ) -> tuple[NamedPolicy, ...]:
     """Return the shadow policies of a pool with unique names.
 
-    A name is the policy's, with parameters if two shadows have the same policy.
+    A name is the policy's name. If two shadows have the same policy, parameters are added to it.
     """
     names = [name for name, _, _ in specs]
     return tuple(

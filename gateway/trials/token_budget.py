@@ -8,9 +8,9 @@ MINUTE_S = 60.0
 
 
 class Spending:
-    """Tokens that were taken from a budget at one moment.
+    """Tokens that were taken from a budget at one time.
 
-    They are an upper bound: settle() returns those that were not used.
+    They are an upper bound; settle() returns those that were not used.
 
     at_s    when they were taken, in the seconds of the budget's caller
     tokens  number of tokens that count against the budget
@@ -23,9 +23,9 @@ class Spending:
 
 
 class TokenBudget:
-    """A budget of at most `per_minute` tokens in any 60 seconds; times must not decrease.
+    """A budget of at most `per_minute` tokens in any 60 seconds.
 
-    Every spending has at least one token, so there are at most `per_minute` of them in a minute.
+    The caller passes the time in seconds, which must not decrease.
     """
 
     def __init__(self, per_minute: int) -> None:
@@ -34,7 +34,7 @@ class TokenBudget:
         self._sum = 0
 
     def try_take(self, tokens: int, now_s: float) -> Spending | None:
-        """Take tokens from the budget; return None, without a change, if too few are left."""
+        """Take tokens from the budget. Returns None and changes nothing if too few are left."""
         while self._spent and self._spent[0].at_s <= now_s - MINUTE_S:
             self._sum -= self._spent.popleft().tokens
         tokens = max(1, tokens)
@@ -48,7 +48,7 @@ class TokenBudget:
     def settle(self, spending: Spending, used: int) -> None:
         """Return the unused tokens of a spending to the budget; `used` tokens were used.
 
-        Nothing is returned if all of them, or more, were used.
+        If at least all of its tokens were used, nothing is returned.
         """
         unused = spending.tokens - max(1, used)
         if unused > 0 and self._spent and spending.at_s >= self._spent[0].at_s:

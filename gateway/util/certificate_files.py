@@ -1,7 +1,6 @@
 """Checks certificate and key files: they can be read, belong together, and have not expired.
 
-The checks of a configuration and of the command line use this module. It reads files and opens no
-connection.
+The configuration and the command line use these checks. They read files and open no connection.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which the ssl module doe
 
 
 class KeyPair(msgspec.Struct, frozen=True):
-    """The paths of a certificate chain and of its private key, both as PEM files."""
+    """The paths of a certificate chain and of its private key, both in PEM format."""
 
     certificate: str
     key: str
@@ -50,7 +49,7 @@ class CertificateValidity(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
 
     def refusal_reason(self, now: float) -> str | None:
-        """Return why peers refuse the certificate at time `now`, or None if it is valid then."""
+        """Return why peers refuse the certificate at time `now`; None if it is valid then."""
         if self.not_after < now:
             return f"expired on {_date(self.not_after)}; its peers refuse it"
         if self.not_before > now:
@@ -78,7 +77,7 @@ def key_pair_problems(pair: KeyPair) -> Iterator[FileProblem]:
 
 
 def ca_problem(path: str) -> FileProblem | None:
-    """Return the problem of a file of certificate authorities, or None if the file can be used."""
+    """Return the problem with a file of certificate authorities; None if the file can be used."""
     problem = _unreadable("ca", path)
     if problem is None and not _has_certificate(path):
         problem = FileProblem("ca", "holds no certificate in PEM form")
@@ -88,9 +87,9 @@ def ca_problem(path: str) -> FileProblem | None:
 def certificate_validity(pair: KeyPair) -> CertificateValidity:
     """Return a certificate's validity period and names.
 
-    The ssl module has no public parser for a file, so this performs a handshake in memory, which
-    also proves that the key belongs to the certificate. Raises OSError or ValueError if the pair
-    cannot be used.
+    The ssl module cannot parse a certificate file. Therefore this performs a handshake in memory,
+    which also proves that the key belongs to the certificate. Raises OSError or ValueError if the
+    two files cannot be used.
     """
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     load_pair(server, pair)
@@ -188,4 +187,4 @@ def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any]
                 continue
         if len(finished) == len(ends):
             return dict(ends[0].getpeercert() or {})
-    raise ssl.SSLError("the TLS handshake that checks the certificate did not complete")
+    raise ssl.SSLError("the TLS handshake in memory that checks the certificate did not complete")

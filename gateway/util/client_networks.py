@@ -1,4 +1,4 @@
-"""IP networks of client addresses, and the grouping of addresses that count as one client."""
+"""Networks of client addresses, and the rule for which addresses count as one client."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Networks:
 
 
 def normalize_network(text: str) -> str:
-    """Return a network in CIDR notation in its usual form.
+    """Return a network in CIDR notation, in its usual spelling.
 
-    Raises ValueError if it is none, or if it has address bits beyond its prefix length.
+    Raises ValueError if the text is not a network, or has address bits beyond its prefix length.
     """
     try:
         return str(ip_network(text))
@@ -51,9 +51,9 @@ def normalize_network(text: str) -> str:
 
 
 def parse_address(text: str) -> IPv4Address | IPv6Address | None:
-    """Return `text` as an IP address, or None if it is none.
+    """Return `text` as an IP address; None if it is not one.
 
-    A zone id is dropped, and an IPv4 address mapped into IPv6 becomes IPv4.
+    A zone id is dropped, and an IPv4 address mapped into IPv6 becomes an IPv4 address.
     """
     try:
         address = ip_address(text.partition("%")[0])
@@ -64,7 +64,7 @@ def parse_address(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def client_group(address: str) -> str:
-    """Return the key by which connections are counted: an IPv4 address or an IPv6 /64 network."""
+    """Return the key by which a client's connections are counted: its IPv4 address or IPv6 /64."""
     if ":" not in address:
         return address
     parsed = parse_address(address)

@@ -1,7 +1,7 @@
 """Parses durations and sizes as people write them: "250ms", "1m30s", "32MiB".
 
-A number without a unit is rejected, because its unit could only be guessed. Arithmetic is decimal,
-so "0.1s" is the float 0.1, and a size is always a whole number of bytes.
+A number without a unit is rejected, because its unit could only be guessed. The arithmetic is exact
+in decimals: "0.1s" gives the float 0.1, and a size is always a whole number of bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MAX_SIZE_BYTES = 2**60
 
 
 class UnitError(ValueError):
-    """Raised when text is not a duration or a size; the message shows how to write one."""
+    """Raised for a text that is not a duration or a size; the message shows how to write one."""
 
 
 def parse_duration(text: str) -> float:
@@ -78,7 +78,7 @@ def parse_duration(text: str) -> float:
         )
     seconds = sum((number * unit for number, unit in parts), Decimal(0))
     if seconds > MAX_DURATION_S:
-        raise UnitError(f"the duration {text!r} is longer than a year")
+        raise UnitError(f"the duration {text!r} is too long; the maximum is 366d")
     return float(seconds)
 
 
@@ -96,7 +96,7 @@ def parse_size(text: str) -> int:
     if size != int(size):
         raise UnitError(f"the size {text!r} is not a whole number of bytes")
     if size > MAX_SIZE_BYTES:
-        raise UnitError(f"the size {text!r} is more than an exbibyte")
+        raise UnitError(f"the size {text!r} is too large; the maximum is an exbibyte (1048576TiB)")
     return int(size)
 
 

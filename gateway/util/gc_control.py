@@ -1,9 +1,9 @@
-"""Runs Python's garbage collector on a schedule instead of by number of allocations.
+"""Runs Python's garbage collector on a schedule instead of after a number of allocations.
 
-Requests create no reference cycles (tests/unit/gateway/test_cycles.py). A collection under load
-therefore finds nothing, yet stops a thousand streams for tens of milliseconds. Libraries do create
-a few cycles, which allocation counting would only collect after hours. Freed bodies of many sizes
-also leave free pages, which the allocator keeps unless it is asked to return them.
+Requests create no reference cycles (tests/unit/gateway/test_cycles.py). Therefore a collection
+under load finds nothing, but stops a thousand streams for tens of milliseconds. Libraries do create
+a few cycles, which Python would collect only after hours. Freed request bodies also leave free
+pages, which the allocator keeps unless it is asked to return them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def collect_and_trim() -> None:
 def return_large_blocks() -> None:
     """Make the allocator return the memory of a large body as soon as it is freed (glibc only).
 
-    By default glibc raises its thresholds when such a block is freed, and keeps up to 64 MiB.
+    By default, glibc raises its thresholds when such a block is freed, and then keeps up to 64 MiB.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
@@ -67,7 +67,7 @@ class GcSchedule:
     def freeze(self) -> None:
         """Exempt all existing objects from garbage collection, and make automatic collections rare.
 
-        Call it once at the end of startup, when every object lives as long as the process.
+        Call this once at the end of startup, when all objects live as long as the process.
         """
         return_large_blocks()
         gc.freeze()
@@ -76,9 +76,9 @@ class GcSchedule:
     def collect_young(self) -> None:
         """Collect garbage among the objects that were created since the last calls.
 
-        Call it a few times per second. Python collects by the number of allocations less
-        deallocations, of old objects too: while clients come and go, young objects would grow to a
-        hundred thousand, whose collection stops all streams for tens of milliseconds.
+        Call this a few times per second. Python itself would collect after a number of allocations
+        minus deallocations. While clients come and go, a hundred thousand young objects would
+        gather until then, and their collection would stop all streams for tens of milliseconds.
         """
         self._calls += 1
         gc.collect(0 if self._calls % MIDDLE_EVERY else 1)
@@ -86,7 +86,8 @@ class GcSchedule:
     def collect_if_due(self, now: float, in_progress: int) -> None:
         """Collect garbage after INTERVAL_S if load is low, and after MAX_INTERVAL_S in any case.
 
-        `now` is in monotonic seconds, `in_progress` is the number of requests.
+        now          monotonic time in seconds
+        in_progress  number of running requests
         """
         elapsed_s = now - self._collected_at
         if elapsed_s >= MAX_INTERVAL_S or (

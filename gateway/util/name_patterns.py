@@ -1,4 +1,4 @@
-"""Patterns of model names with one `*`, which stands for any characters: `claude-*`, `*-latest`."""
+"""Patterns of model names with one `*`, which matches any characters: `claude-*`, `*-latest`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ WILDCARD = "*"
 class NamePattern(msgspec.Struct, frozen=True):
     """A pattern of names that consists of a beginning and an end.
 
-    It matches a name that begins with `prefix`, ends with `suffix`, and is at least as long as both
-    together.
+    It matches a name that begins with `prefix` and ends with `suffix`, if the two do not overlap in
+    it.
     """
 
     prefix: str
@@ -33,9 +33,7 @@ class NamePattern(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> tuple[int, int, str]:
-        """Return a sort key that orders name patterns by precedence: by length, then by length of
-        the prefix.
-        """
+        """Return a sort key by which patterns take precedence: total length, then prefix length."""
         return len(self.prefix) + len(self.suffix), len(self.prefix), self.prefix
 
     def __str__(self) -> str:
@@ -47,12 +45,12 @@ def is_pattern(name: str) -> bool:
 
 
 def parse_pattern(text: str) -> NamePattern:
-    """Parse a name pattern with at most one `*`; without one, it matches only its own text.
+    """Parse a pattern with at most one `*`; without one, it matches only its own text.
 
     Raises ValueError if the text has several `*`.
     """
     if text.count(WILDCARD) > 1:
-        raise ValueError(f"the name pattern {text!r} has more than one {WILDCARD}")
+        raise ValueError(f"the name pattern {text!r} has more than one {WILDCARD}; use at most one")
     prefix, _, suffix = text.partition(WILDCARD)
     return NamePattern(prefix, suffix)
 

@@ -1,4 +1,4 @@
-"""TLS settings as values, and the SSLContext objects made from them.
+"""TLS settings as values, and the SSLContext objects that are created from them.
 
 The listeners and the clients of engines use this module. It reads files and opens no connection.
 """
@@ -28,7 +28,7 @@ WRITE_BUFFER_BYTES = 64 * 1024
 class ServerSettings(msgspec.Struct, frozen=True):
     """The TLS settings of a listener of the gateway.
 
-    key_pairs           certificates; the first serves clients that ask for an unknown server name
+    key_pairs           certificates; the first one serves clients that ask for an unknown name
     client_ca           path of the authorities of client certificates; None: none are requested
     is_client_required  whether a client must present a certificate, if there is a `client_ca`
     min_version         lowest TLS version
@@ -67,7 +67,7 @@ class Encryption(msgspec.Struct, frozen=True):
 def server_context(settings: ServerSettings) -> ssl.SSLContext:
     """Create the SSLContext of a listener.
 
-    Raises OSError (or its subclass ssl.SSLError) for an unusable file.
+    Raises OSError (or its subclass ssl.SSLError) if a file cannot be used.
     """
     contexts = [_server_context(settings, pair) for pair in settings.key_pairs]
     default = contexts[0]
@@ -81,7 +81,7 @@ def server_context(settings: ServerSettings) -> ssl.SSLContext:
 
 
 def client_context(settings: ClientSettings) -> ssl.SSLContext:
-    """Create the SSLContext of a client. Raises OSError when a file cannot be used."""
+    """Create the SSLContext of a client. Raises OSError if a file cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(ALPN)
@@ -110,9 +110,7 @@ def settings_files(settings: ServerSettings | ClientSettings) -> tuple[str, ...]
 
 
 def files_stamp(settings: ServerSettings | ClientSettings) -> tuple[tuple[int, ...] | None, ...]:
-    """Return a value that changes whenever one of the TLS files, or a symbolic link to it,
-    changes.
-    """
+    """Return a value that changes whenever one of the TLS files, or a link to it, changes."""
     return tuple(_stamp(path) for path in settings_files(settings))
 
 

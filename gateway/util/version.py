@@ -1,4 +1,7 @@
-"""The running program: its version, and whether its hot path is compiled. Cheap to import."""
+"""The running program: its version, and whether its hot path is compiled.
+
+The module imports little, so that `penstock version` is fast.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def program_version() -> str:
 
 
 def build_kind() -> str:
-    """Return how the hot path runs: "compiled" (extension modules) or "sources"."""
+    """Return how the code of the hot path runs: "compiled" (extension modules) or "sources"."""
     return "compiled" if is_compiled() else "sources"
 
 

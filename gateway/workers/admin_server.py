@@ -1,7 +1,7 @@
-"""The admin server of several workers: it merges their pages and sends changes to all of them.
+"""The admin server of several workers: it merges their pages, and sends changes to all of them.
 
-Other pages come from the oldest worker; an explanation comes from the worker that served the
-request. page_merge.py and live_view_merge.py merge pages.
+Pages that are not merged come from the oldest worker. The explanation of a request comes from the
+worker that served it. page_merge.py and live_view_merge.py merge pages.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ FORWARDED_HEADERS = ("Content-Type", "ETag")
 
 
 class WorkerGroup(Protocol):
-    """The interface of the workers of one machine as the admin server sees them; the supervisor
-    implements it.
-    """
+    """The workers as the admin server needs them. The supervisor implements this interface."""
 
     is_draining: bool
 
@@ -57,7 +55,7 @@ class WorkerGroup(Protocol):
         """Return the workers that serve requests, oldest first."""
 
     def ending_workers(self) -> list[Worker]:
-        """Return the workers that are finishing their last requests."""
+        """Return the replaced workers that are finishing their last requests."""
 
 
 def workers_application(group: WorkerGroup) -> web.Application:
@@ -193,9 +191,9 @@ async def _request_all(
 
 
 async def first_response(workers: Iterable[Worker], path: str) -> WorkerResponse:
-    """Return the first successful response of a worker; the oldest worker is asked first.
+    """Return the first successful response of a worker, beginning with the oldest worker.
 
-    If none is successful, return the last response, or status 503.
+    If no response is successful, return the last one; if there is none, return status 503.
     """
     response = WorkerResponse(503, {"Content-Type": "text/plain"}, b"no worker responds\n")
     for worker in workers:

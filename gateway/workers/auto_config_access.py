@@ -1,4 +1,4 @@
-"""Lets automatic policy selection (`policy: auto`) read and change all workers of a supervisor."""
+"""Lets automatic policy selection (`policy: auto`) change the configuration of all workers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from gateway.workers.config_rollout import ConfigRollout, response_message, resp
 
 
 class WorkersConfigAccess:
-    """Lets automatic policy selection change all worker processes; `rows` returns their endpoint
-    rows.
+    """The configuration of all workers, for automatic policy selection.
+
+    `rows` is a function that returns their endpoint rows.
     """
 
     def __init__(
@@ -32,11 +33,10 @@ class WorkersConfigAccess:
         return self._rollout.version
 
     async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:
-        """Apply the configuration text to all workers, unless another change was applied
-        meanwhile.
+        """Apply the configuration text to all workers, unless another change came first.
 
         reason   why the change is made, for the version history
-        dry_run  whether to validate the text only, without any change
+        dry_run  whether to only validate the text, without applying it
         """
         running = create_version(self.version, time(), "", self.running, ())
         response = await self._rollout.put(

@@ -1,7 +1,7 @@
-"""Auto-rollback (`reload.auto_rollback`) with several workers: their requests are evaluated
-together.
+"""Auto-rollback (`reload.auto_rollback`) with several workers.
 
-If requests fail more often with the new version, all workers roll back.
+If the requests of all workers together fail more often with a new configuration version, all of
+them roll back.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ TIMEOUT_S = 5.0
 class WorkersRollbackTarget:
     """All workers together, as the target of one auto-rollback monitor.
 
-    The last count of a worker that has ended or does not respond still counts, so totals never
-    fall.
+    If a worker has ended or does not respond, its last count is used, so that totals never fall.
     """
 
     def __init__(self, configured: ConfigRollout, workers: Callable[[], Sequence[Worker]]) -> None:
@@ -34,9 +33,7 @@ class WorkersRollbackTarget:
 
     @property
     def limits(self) -> AutoRollback | None:
-        """Return the limits of the running configuration for auto-rollback, or None if
-        auto-rollback is off.
-        """
+        """Return the current settings of auto-rollback; None if it is off."""
         return self._configured.running.config.reload.auto_rollback
 
     @property

@@ -1,8 +1,8 @@
 """Changes of the configuration that either all workers apply or none.
 
-Every worker does a dry run first. If all accept it, every worker applies the change; if one then
-fails, the others roll back. A version has the same number in all workers; a worker that counts
-differently is replaced.
+Each worker does a dry run first. If all of them accept the change, each worker applies it. If one
+fails then, the others roll back. A version has the same number in all workers; a worker with
+another number is replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DRY_RUN_RESULTS = ("dry_run", "unchanged")
 class ConfigRollout:
     """Applies configuration changes to all workers, one change at a time.
 
-    running  the configuration in force, with which new workers start
+    running  the current configuration, with which new workers start
     on_lost  function that replaces a worker; called with each worker whose configuration may differ
              from that of the others
     """
@@ -63,7 +63,7 @@ class ConfigRollout:
         return versions[-1].number if versions else 1
 
     def set_version_number(self, version: int) -> None:
-        """Record the number of the running configuration version, as reported by the oldest worker.
+        """Record the number of the current configuration version, as the oldest worker reports it.
 
         That worker writes the version files if there is a state folder.
         """
@@ -71,17 +71,15 @@ class ConfigRollout:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Return every file that the running configuration, or the last rejected one, depends
-        on.
-        """
+        """Return every file on which the current or the last rejected configuration depends."""
         own = () if self.file is None else (self.file,)
         return tuple(dict.fromkeys((*own, *self.running.references, *self._missing)))
 
     async def reload_changed_files(self) -> None:
         """Reload the configuration after a watched file has changed.
 
-        If the configuration file was edited, it is applied. Otherwise the running configuration is
-        applied again if the files that it references have changed.
+        If the configuration file has changed, it is applied. If only files that it refers to have
+        changed, the current configuration is applied again.
         """
         file = self.file
         if file is not None:
@@ -141,8 +139,9 @@ class ConfigRollout:
     async def put(
         self, text: bytes, headers: Mapping[str, str], options: ChangeOptions = DEFAULT_OPTIONS
     ) -> WorkerResponse:
-        """Apply a configuration text that a client sent to all workers, if `If-Match` matches the
-        version of the oldest worker.
+        """Apply a configuration text from a client to all workers.
+
+        If there is an `If-Match` header, it must match the version of the oldest worker.
         """
         match = {"If-Match": headers["If-Match"]} if "If-Match" in headers else {}
         return await self._change("/config", text, match, lambda: self._load_sent(text), options)
@@ -155,9 +154,7 @@ class ConfigRollout:
     async def rollback(
         self, number: int | None, options: ChangeOptions = DEFAULT_OPTIONS
     ) -> WorkerResponse:
-        """Apply an older configuration version to all workers: `number`, or the previous
-        version.
-        """
+        """Apply an older version to all workers: `number`, or by default the previous version."""
         older = [version for version in self._versions.all() if version.number < self.version]
         target = (
             self._versions.find(number) if number is not None else (older[-1] if older else None)
@@ -343,12 +340,12 @@ class ConfigRollout:
 
 
 def response_result(response: WorkerResponse) -> str:
-    """Return the `result` member of a worker's response, such as "applied"; "" without one."""
+    """Return the member `result` of a worker's response, such as "applied"; "" if it has none."""
     return str(_json(response).get("result", ""))
 
 
 def response_message(response: WorkerResponse) -> str:
-    """Return the `message` member of a worker's response, or "" without one."""
+    """Return the member `message` of a worker's response; "" if it has none."""
     return str(_json(response).get("message", ""))
 
 

@@ -1,7 +1,7 @@
 """Collects the records of ended requests from all workers, for one monitor of workload drift.
 
-Each worker sees only a part of every conversation. The counts of single workers could therefore not
-simply be added.
+One monitor is needed, because each worker sees only a part of every conversation. Its counts could
+not be added to those of others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMEOUT_S = 5.0
 
 
 class DriftCollector:
-    """Feeds a drift monitor with the records of the `workers`, once per second."""
+    """Passes the request records of all `workers` to a drift monitor, once per second."""
 
     def __init__(self, monitor: DriftMonitor, workers: Callable[[], Sequence[Worker]]) -> None:
         self._monitor, self._workers = monitor, workers
@@ -51,7 +51,7 @@ class DriftCollector:
                     log.exception("the detection of drift failed")
 
     async def collect(self, now_s: float) -> None:
-        """Take the new records of all workers, and compare the windows that have ended."""
+        """Collect the new records of all workers, and compare the time windows that have ended."""
         answers = await asyncio.gather(*map(_fetch, self._workers()))
         records = [record for answer in answers for record in answer]
         self._monitor.feed(sorted(records, key=lambda record: record.at_s))

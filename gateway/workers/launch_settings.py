@@ -18,13 +18,13 @@ class WorkerLaunchSettings(msgspec.Struct, frozen=True):
     """The settings with which a supervisor starts a worker.
 
     number       number of the worker among all workers
-    file         name of the configuration file, as its problems are reported
+    file         name of the configuration file, for messages about problems
     text         the configuration's text
     listener     file descriptor of the inherited API socket
     hub          path of the unix socket over which the workers exchange state
     admin        path of the unix socket of the worker's admin server
     secret       secret key that all workers share
-    reload_file  the file that a reload reads; None without one
+    reload_file  the file that a reload reads; None if there is none
     version      number of the configuration version; None for the first worker, which determines it
     drained      names of endpoints that an operator has drained
     """
@@ -45,12 +45,12 @@ class WorkerLaunchSettings(msgspec.Struct, frozen=True):
 
     @property
     def reload_path(self) -> Path | None:
-        """Return the path of the file that a reload reads, or None without one."""
+        """Return the path of the file that a reload reads; None if there is none."""
         return None if self.reload_file is None else Path(self.reload_file)
 
 
 def pack_settings(settings: WorkerLaunchSettings) -> bytes:
-    """Return the worker's settings as bytes, with their length in front."""
+    """Return the worker's settings as bytes, preceded by their length."""
     body = msgspec.msgpack.encode(settings)
     return LENGTH.pack(len(body)) + body
 

@@ -1,7 +1,7 @@
 """The live view of several workers: merges their metric samples and their status.
 
-Sketches are merged, so that percentiles cover all observations. live_view.py describes the content
-of the view.
+Quantile sketches are merged, so that percentiles cover all observations. The content of the view is
+built in admin/live_view.py.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _decoder = msgspec.msgpack.Decoder(WorkerSample)
 
 
 class LiveViewMerger:
-    """Merges the metric samples of the `workers` that serve requests.
+    """Merges the metric samples of the serving `workers`.
 
-    The merger keeps the sums of workers that have ended, so that no total ever falls.
+    It keeps the sums of workers that have ended, so that no total ever falls.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LiveViewMerger:
         workers: Callable[[], Sequence[Worker]],
         drift: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
-        """Initialize the merger; `drift` returns the supervisor's sentences about drift."""
+        """Create the merger. `drift` returns the supervisor's sentences about workload drift."""
         self._workers, self._drift = workers, drift
         self._last: dict[Worker, MetricSample] = {}
         self._ended: MetricSample | None = None
@@ -51,7 +51,7 @@ class LiveViewMerger:
     async def take_sample(self, before: MetricSample | None) -> WorkerSample:
         """Return the merged metric sample and status of all workers.
 
-        Raises LookupError when no worker responds.
+        Raises LookupError if no worker responds.
         """
         workers = self._workers()
         responses = [
@@ -148,7 +148,7 @@ def _only(names: set[str], by_name: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def merge_statuses(statuses: Sequence[FleetStatus]) -> FleetStatus:
-    """Return the merged status of all workers; equal values are taken from the oldest worker."""
+    """Return the merged status of all workers. Values that they share come from the oldest one."""
     return msgspec.structs.replace(
         statuses[0],
         pools=_pools(statuses),

@@ -1,8 +1,8 @@
 """Merges the metrics of all workers into one scrape, with totals that never fall.
 
-A total that fell would look like a counter reset. The module therefore keeps the last values of
-every worker that does not respond, and the counters of workers that have ended. exposition.py
-renders the merged metrics.
+A total that falls would look like a counter reset. Therefore the last values of a worker that does
+not respond are kept, and so are the counters of workers that have ended. exposition.py writes the
+merged metrics.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _decoder = msgspec.msgpack.Decoder(list[FamilyReading])
 
 
 class CounterTotals:
-    """The metrics of the `serving` workers, and the counters of the `ending` workers, which finish
-    their last requests.
+    """The metrics of the `serving` workers, and the counters of the `ending` ones.
+
+    An ending worker was replaced, and finishes its last requests.
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class CounterTotals:
         *,
         exemplars: bool = False,
     ) -> bytes:
-        """Return the text of a metrics scrape, including the supervisor's own metric families.
+        """Return the text of a metrics scrape, including the supervisor's own metrics.
 
-        `own` returns them, given the families of each serving worker by its number. Concurrent
-        scrapes run one after the other.
+        `own` is a function that returns the supervisor's metric families; it is called with the
+        families of each serving worker by its number. Concurrent scrapes run one after the other.
         """
         async with self._one_at_a_time:
             workers = [*self._serving(), *self._ending()]
@@ -113,8 +114,8 @@ def merge_families(
 ) -> list[FamilyReading]:
     """Merge the metric families of several workers by name.
 
-    Counters and histograms are summed, gauges follow the merge rule of their specification. The
-    gauges of `ended` workers are left out.
+    Counters and histograms are summed. Gauges are combined as their specification says; those of
+    `ended` workers are left out.
     """
     merged: dict[str, FamilyReading] = {}
     without_gauges = (reading for page in ended for reading in page if reading.spec.kind != "gauge")
@@ -133,10 +134,10 @@ def without_removed_endpoints(
     """Return the readings without the series of endpoints that no worker has any more.
 
     readings  the metric families of ended workers
-    pages     the families of all workers that respond; without any, nothing is left out
+    pages     the families of all workers that respond; if none does, nothing is left out
 
-    A process drops these series when a reload removes an endpoint. Those of ended workers would
-    stay for as long as the supervisor lives, which runs for weeks while endpoints come and go.
+    A process drops these series when a reload removes an endpoint. Without this function, the
+    series of ended workers would stay for weeks, as long as the supervisor runs.
     """
     known = {
         value

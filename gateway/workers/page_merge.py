@@ -1,7 +1,7 @@
 """Merges the admin pages of several workers: endpoints, and policies on trial.
 
-A ratio or mean is computed over all requests, never as a mean of the workers' values.
-metrics_merge.py merges metrics, live_view_merge.py merges the live view.
+Ratios and means are computed over all requests, not from the workers' ratios. metrics_merge.py
+merges metrics, and live_view_merge.py merges the live view.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SUMMED_FIELDS = ("in_flight", "connections")
 def merge_endpoints(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the endpoints of several workers by pool and URL.
 
-    The fields of SUMMED_FIELDS are summed; an endpoint is available if all workers report it as
-    available, and an available one is slow if any worker reports it as slow.
+    The fields in SUMMED_FIELDS are summed. An endpoint is available if all workers report it as
+    available. An available one is slow if any worker reports it as slow.
     """
     merged: dict[tuple[str, str], dict[str, Any]] = {}
     other_members: dict[str, Any] = {}
@@ -48,7 +48,7 @@ def merge_endpoints(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def merge_shadows(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the workers' results of shadow policies in every pool.
 
-    Means are weighted by their observations.
+    Means are weighted by their numbers of observations.
     """
     return {
         "shadows": [
@@ -96,7 +96,7 @@ def merge_mirrors(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def merge_canaries(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the workers' pages about canaries: per pool, the requests of each arm are added up."""
+    """Merge the workers' pages about canaries: sum the requests per pool and policy."""
     return {
         "canaries": [
             _canary(rows)

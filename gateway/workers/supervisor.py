@@ -1,8 +1,8 @@
 """The supervisor of several worker processes: it starts, replaces, restarts and stops them.
 
-It handles no API traffic. Each worker has its own listening socket on the API port, which the
-supervisor keeps open: clients that connect while a worker is replaced wait instead of being
-refused.
+It handles no API traffic. Each worker has its own listening socket on the API port, and the
+supervisor keeps these sockets open. Therefore clients that connect while a worker is replaced have
+to wait, but are not refused.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ DRAIN_MARGIN_S = 5.0
 
 
 class WorkerSlot:
-    """What stays of one worker when its process ends, so that a new process can replace it.
+    """What is kept of a worker when its process ends, so that a new process can replace it.
 
-    listener  the worker's listening socket, which clients can connect to in the meantime
+    listener  the worker's listening socket, to which clients can connect in the meantime
     worker    the current process; None before the first start
     retry_s   seconds to wait before a worker that has ended is started again
     task      the task that starts the worker again
@@ -82,7 +82,7 @@ class WorkerSlot:
 
 
 class Supervisor:
-    """Runs the workers and their admin server; call `start`, then `stop`.
+    """Runs the workers and their admin server. Call `start`, then `stop`.
 
     url        address of the API, set once all workers serve
     admin_url  address of the admin server, set once all workers serve
@@ -173,7 +173,7 @@ class Supervisor:
     async def start(self) -> None:
         """Start all worker processes and the admin server.
 
-        Raises OSError when an address is in use, RuntimeError when a worker does not become ready.
+        Raises OSError if an address is in use, and RuntimeError if a worker does not become ready.
         """
         await self._hub.start()
         api = self.config_rollout.running.config.listeners.api
@@ -237,13 +237,14 @@ class Supervisor:
             workers += await asyncio.gather(*(self._start_worker(slot) for slot in others))
         if not all(workers):
             raise RuntimeError(
-                "a worker process did not become ready; its own messages above give the reason"
+                "a worker process did not become ready; the messages that it has logged above "
+                "give the reason"
             )
 
     async def stop_being_ready(self) -> None:
-        """Report that this gateway is not ready, and go on serving for `timeouts.grace` seconds.
+        """Report this gateway as not ready, but serve requests for `timeouts.grace` more seconds.
 
-        Load balancers need this time to notice.
+        Load balancers need this time to notice the change.
         """
         self.is_draining = True
         grace_s = self.config_rollout.running.config.timeouts.grace or 0.0
@@ -255,7 +256,7 @@ class Supervisor:
         await asyncio.sleep(grace_s)
 
     async def stop(self) -> None:
-        """Let all workers end their requests and stop them, then stop the admin server."""
+        """Let all workers end their requests, stop the workers, then stop the admin server."""
         started_at, self.is_draining = monotonic(), True
         log.info(
             "drain begins: %d worker processes finish their requests", len(self.ready_workers())
@@ -295,7 +296,7 @@ class Supervisor:
             systemd_notify.report_ready(self._env)
 
     async def replace_workers(self) -> None:
-        """Replace the workers one by one; each is ready before the old one stops accepting."""
+        """Replace the workers one by one; a new one is ready before the old one stops accepting."""
         async with self._rolling:
             for slot in self._slots:
                 await self._renew(slot)
@@ -422,9 +423,9 @@ def run_workers(
     sockets: SocketsByName = NO_SOCKETS,
     predecessor: Predecessor | None = None,
 ) -> int:
-    """Run the workers until SIGINT or SIGTERM and return the exit code.
+    """Run the workers until SIGINT or SIGTERM, and return the exit code.
 
-    SIGHUP reloads the configuration file, SIGUSR2 replaces the workers.
+    SIGHUP reloads the configuration file. SIGUSR2 replaces the workers.
     """
     return asyncio.run(
         _run(Supervisor(loaded, file, env, report_line, count, sockets), ready, env, predecessor)

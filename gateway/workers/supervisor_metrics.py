@@ -1,6 +1,6 @@
-"""The metrics of the supervisor itself, which `/metrics` shows together with those of its workers.
+"""The supervisor's own metrics, which `/metrics` shows together with those of its workers.
 
-They are on no dashboard, because a gateway without workers does not have them.
+No dashboard shows them, because a gateway without workers does not have them.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class SupervisorMetrics:
     def collect(self, workers: Mapping[int, Sequence[FamilyReading]]) -> list[FamilyReading]:
         """Return the values of the supervisor's metrics, including its `process_*` metrics.
 
-        `workers` has the families of each serving worker by its number. Their connections and
-        requests show how evenly the workers are loaded.
+        `workers` has the metric families of each serving worker by its number. The connections and
+        requests in them show how evenly the workers are loaded.
         """
         for family, name in (
             (self.connections, "penstock_connections"),

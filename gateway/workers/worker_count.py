@@ -13,18 +13,18 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def resolve_worker_count(workers: int | Literal["auto"]) -> int:
-    """Return the number of workers for a configured value, which is a number or "auto"."""
+    """Return the number of workers for a configured value: a number, or "auto"."""
     if workers != AUTO:
         return workers
     return min(cores_within_quotas(len(os.sched_getaffinity(0)), _cpu_quotas()), MAX_WORKERS)
 
 
 def cores_within_quotas(cores: int, quotas: Iterable[str]) -> int:
-    """Return how many whole cores the CPU quotas leave, at least 1.
+    """Return how many whole cores the CPU quotas permit, at least 1.
 
-    Each quota is the content of a cgroup's `cpu.max` (Linux, cgroup v2): microseconds of CPU, or
-    `max`, and the period in microseconds. A fraction of a core does not count, because the kernel
-    would throttle its worker in the middle of requests.
+    Each quota is the content of a cgroup's `cpu.max` (Linux, cgroup v2): microseconds of CPU time
+    or `max`, and the period in microseconds. A fraction of a core is ignored, because the kernel
+    would throttle a worker on it in the middle of requests.
     """
     for quota in quotas:
         limit, _, period = quota.strip().partition(" ")

@@ -1,8 +1,7 @@
-"""The entry point of a worker: a gateway that serves on sockets which it inherits from its
-supervisor.
+"""The entry point of a worker: a gateway that serves on sockets inherited from its supervisor.
 
-The settings come through a pipe on stdin. When the pipe closes, the supervisor has ended, and the
-worker ends too.
+Its settings arrive through a pipe on stdin. The worker ends when the pipe closes, because the
+supervisor has then ended.
 """
 
 from __future__ import annotations

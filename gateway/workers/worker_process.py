@@ -1,4 +1,4 @@
-"""A worker as its supervisor sees it: a process, its admin socket, and when it became ready."""
+"""A worker in its supervisor's view: a process, its admin socket, and when it became ready."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WorkerResponse:
 
 
 class Worker:
-    """A worker process that was started; `ready_at` is None until it accepts connections."""
+    """A worker process that was started. `ready_at` is None until it accepts connections."""
 
     def __init__(self, settings: WorkerLaunchSettings, process: asyncio.subprocess.Process) -> None:
         self.number = settings.number
@@ -43,7 +43,10 @@ class Worker:
 
     @classmethod
     async def start(cls, settings: WorkerLaunchSettings, listener: socket.socket) -> Worker:
-        """Start a process that inherits only the listening socket. Raises OSError."""
+        """Start a worker process, which inherits only the listening socket.
+
+        Raises OSError if the process cannot be started.
+        """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "gateway.workers.worker_main"),
@@ -58,7 +61,7 @@ class Worker:
     async def wait_until_ready(self) -> bool:
         """Wait until the worker accepts connections; return False if it ends or takes too long.
 
-        Its admin socket responds only once it listens.
+        It accepts connections when its admin socket responds.
         """
         deadline = monotonic() + READY_TIMEOUT_S
         while self.process.returncode is None and monotonic() < deadline:
@@ -98,7 +101,7 @@ class Worker:
     def drain(self) -> None:
         """Make the worker stop accepting connections, and exit after its current responses.
 
-        The worker skips the grace period, because all workers have already waited for it together.
+        It skips the grace period, because all workers have already waited for that together.
         """
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGINT)
@@ -106,7 +109,7 @@ class Worker:
     def retire(self) -> None:
         """Make the worker stop accepting connections, and exit once its connections have ended.
 
-        Another worker has its listening socket by then.
+        Call this when another worker has its listening socket.
         """
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGUSR2)
@@ -136,8 +139,8 @@ class Worker:
 def new_listener(host: str, port: int) -> socket.socket:
     """Return a listening socket on the API port, which workers share through SO_REUSEPORT.
 
-    It stays open when its worker ends, so that clients that have connected wait instead of being
-    refused.
+    It stays open when its worker ends. Therefore clients that have connected have to wait, but are
+    not refused.
     """
     listener, *others = bind(host, port, reuse_port=True)
     for other in others:  # a worker listens on one address
