@@ -1,8 +1,7 @@
-"""Receives the answer to one request of a batch, and keeps the received part of an interrupted
-answer.
-
-LineClient takes the place of a client's connection. An answer that can be continued token for token
-is requested as a stream; StreamedAnswer joins its events to the body of a whole answer. No I/O.
+"""Receives the answer to one request of a batch, and keeps the start of an interrupted answer.
+LineClient takes the place of a client's connection. If an answer can be continued token for token,
+it is requested as a stream. StreamedAnswer joins the events of the stream to the body of a whole
+answer. No I/O.
 """
 
 from __future__ import annotations
@@ -36,10 +35,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 def streamed_body(body: bytes, api: Api) -> tuple[bytes, ContinuationTerms] | None:
-    """Return the body of the same request for a streamed answer, and the terms for continuing the
-    stream.
-
-    Returns None if the answer could not be continued exactly; such a request is sent unchanged.
+    """Return the body of the same request as a stream, and how the stream can be continued.
+    Returns None if the answer could not be continued exactly. Such a request is sent unchanged.
     """
     if not api.can_resume:
         return None
@@ -67,7 +64,7 @@ def rest_body(terms: ContinuationTerms, kept: KeptAnswer, model: str) -> bytes:
 class StreamedAnswer:
     """Collects the text of a streamed answer, and builds the body of the whole answer at its end.
 
-    first  the first chunk of the answer, raw JSON; b"" until it has arrived
+    first  the first chunk of the answer as raw JSON; b"" until it has arrived
     """
 
     def __init__(self, api: Api, kept: KeptAnswer | None = None) -> None:
@@ -83,11 +80,11 @@ class StreamedAnswer:
 
     @property
     def text(self) -> str:
-        """Return the answer's text, including what was kept of an earlier attempt."""
+        """Return the answer's text so far, including what earlier attempts have received."""
         return "".join(self._texts)
 
     def feed(self, data: bytes) -> None:
-        """Process the next bytes of a streamed answer's events.
+        """Process the next bytes of the streamed answer.
 
         Raises TranslationError if an event is too long.
         """
@@ -118,18 +115,15 @@ class StreamedAnswer:
         return self._last.get("finish_reason") is not None
 
     def end_at_limit(self) -> None:
-        """Complete an answer for which earlier attempts have already produced the maximum number of
-        tokens.
+        """Complete an answer whose earlier attempts have generated the maximum number of tokens.
 
-        No request to an engine is needed for it.
+        No further request to an engine is needed.
         """
         self._last["finish_reason"] = "length"
         self._usage = {"completion_tokens": 0}
 
     def body(self) -> bytes:
-        """Return the JSON body of the complete answer, as if it had not been requested as a
-        stream.
-        """
+        """Return the JSON body of the complete answer, as of an answer that is not streamed."""
         envelope = {
             name: value
             for name, value in _decode(self.first).items()
@@ -158,10 +152,10 @@ class StreamedAnswer:
     def keep(
         self, prompt: Sequence[int], shown: Sequence[int], prompt_tokens: int
     ) -> KeptAnswer | None:
-        """Return the part of the answer that all attempts have received, or None if they received
-        nothing.
+        """Return the part of the answer that all attempts have received; None if it is empty.
 
-        `prompt` and `shown` are the token ids of the newest attempt's prompt and answer.
+        prompt  token ids of the newest attempt's prompt
+        shown   token ids of the newest attempt's answer
         """
         kept = self._kept
         if not shown:
@@ -176,7 +170,7 @@ class StreamedAnswer:
 class LineClient:
     """Takes the place of a client connection, and collects the response to one batch request.
 
-    The class implements gateway.http.client_interface.Client. The response arrives framed as for
+    It implements gateway.http.client_interface.Client. The response arrives in the form for
     HTTP/1.0: a head, then the body up to its end.
 
     status    the response's HTTP status; 0 before its head has arrived
@@ -227,10 +221,7 @@ class LineClient:
         return self._request_body
 
     def set_source(self, source: UpstreamConnection | None) -> None:
-        """Do nothing.
-
-        This client of a batch request reads everything, so it never pauses the engine's connection.
-        """
+        """Do nothing: this client reads everything and never pauses the engine's connection."""
 
     def write(self, data: bytes) -> None:
         self._received += len(data)
@@ -258,5 +249,5 @@ class LineClient:
         self.status, self._body = status, bytearray(body)
 
     def close_after_write(self) -> None:
-        """Record that the response to a batch request has ended although it is incomplete."""
+        """Record that the response has ended before it was complete."""
         self.is_cut = True

@@ -1,9 +1,8 @@
-"""Runs batches of requests: takes them over, runs their requests beside live traffic, and writes
-results.
+"""Runs batches: their requests run in capacity that live traffic leaves free, results are stored.
 
 There is one BatchRunner per gateway process. While it has batches, it reads the load of all pools
-many times a second. PoolPacer decides how many batch requests a pool may run, and the runner starts
-or pre-empts the difference.
+many times a second. PoolPacer decides how many batch requests a pool may run. The runner starts
+requests up to this number, and interrupts those above it.
 """
 
 from __future__ import annotations
@@ -48,7 +47,9 @@ MAX_OWNED = 16  # batches that one process runs at once
 
 
 class BatchRunner:
-    """Runs all batches of requests that this gateway process owns.
+    """Runs all batches whose lease this gateway process has taken.
+
+    A lease is the exclusive right to run a batch until a time, unless it is renewed.
 
     storage  the storage of files and batches
     is_open  whether the storage can be used
@@ -105,8 +106,8 @@ class BatchRunner:
     async def start(self) -> None:
         """Prepare the storage of files and batches, and start to run batches.
 
-        If the storage cannot be reached, the call succeeds, and connecting is repeated until it
-        works. Raises OSError for any other failure.
+        If the storage cannot be reached, connecting is repeated in the background until it
+        succeeds. Raises OSError for any other failure.
         """
         try:
             await self._open()
@@ -125,9 +126,7 @@ class BatchRunner:
         self.is_open = True
 
     async def stop(self) -> None:
-        """Interrupt all batch requests, store the received parts of their answers, and release all
-        leases.
-        """
+        """Interrupt all batch requests, store received parts of answers, release all leases."""
         if not self._loops:
             return
         # Leases are kept until the parts of answers are stored.
@@ -151,7 +150,7 @@ class BatchRunner:
             threads.close()
 
     def wake(self) -> None:
-        """Look for new batches and for cancellations now, instead of at the next regular time."""
+        """Look for new batches and cancellations now, before the next regular check."""
         self._is_due.set()
 
     async def _pace_batches(self) -> None:
@@ -461,9 +460,9 @@ class BatchRunner:
 
 
 def group_by_tenant(batches: Iterable[OwnedBatch]) -> list[list[OwnedBatch]]:
-    """Return the batches of each tenant, those whose completion window ends first in front.
+    """Return the batches of each tenant, in the order in which their completion windows end.
 
-    The tenants keep the order of their first batches.
+    The tenants are in the order of their first batches.
     """
     by_tenant: dict[str, list[OwnedBatch]] = {}
     for batch in batches:

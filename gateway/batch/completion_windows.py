@@ -1,7 +1,7 @@
-"""Decides which batches are short of time before their completion windows end.
+"""Decides which batches need reserved capacity to end within their completion windows. No I/O.
 
-The module measures how long the requests of a batch take. policies/admission/batch_reserve.py
-decides. No I/O.
+A completion window is the time that the client has set for its batch, such as 24 hours. This module
+measures how long the requests of a batch take; policies/admission/batch_reserve.py decides.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Schedule(StrEnum):
 
 
 class RequestTimes:
-    """The times that the requests of one batch take, in seconds, from start to end.
+    """How long the requests of one batch take in seconds, from start to end.
 
-    They include the wait for a place, which another request may have taken meanwhile, and the time
-    until the runner starts the next request. An answer that is continued after an interruption
-    counts with all its attempts, one that begins again only with the last.
+    The times include the wait for a place, and the time until the runner starts the next request.
+    An answer that is continued after an interruption counts with all its attempts. One that begins
+    again counts with the last attempt only.
     """
 
     def __init__(self, known: tuple[float, float] | None = None) -> None:
@@ -51,24 +51,22 @@ class RequestTimes:
 
     @property
     def measured(self) -> tuple[float, float] | None:
-        """Return the mean and the longest time of the requests that have ended; None before the
-        first one.
-        """
+        """Return the mean and the longest time of the ended requests; None before the first one."""
         if not self._ended:
             return None
         return round(self._ended_s / self._ended, 3), round(self._longest_s, 3)
 
     def add_attempt(self, number: int, seconds: float, *, is_kept: bool) -> None:
-        """Record an attempt at the request with this index that gave no result.
+        """Record an attempt without a result, at the request with this index.
 
-        `is_kept` says whether the next attempt continues its answer.
+        `is_kept` is True if the next attempt continues its answer.
         """
         before = self._spent.pop(number, 0.0)
         if is_kept:
             self._spent[number] = before + seconds
 
     def add_result(self, number: int, seconds: float) -> None:
-        """Record the attempt that gave a request its result."""
+        """Record the attempt after which a request has its result."""
         before = self._spent.pop(number, 0.0)
         total_s = before + seconds + TICK_S
         self._ended_s += total_s
@@ -84,7 +82,7 @@ class RequestTimes:
         them.
 
         backlog  number of requests without a result
-        running  seconds that the running attempts have lasted, by the request's index
+        running  seconds since the start of each running attempt, by the request's index
         usual_s  mean duration of the pool's requests; None: unknown. Until a request of this batch
                  has ended, its requests are expected to take CAUTION times as long. Some of them
                  then start early enough to be measured, even if the pool never has free capacity
@@ -123,7 +121,7 @@ class PoolSchedule:
         demands  what each batch still needs
         reserve  maximum number of requests that may run on reserved capacity
         running  number of batch requests that run in the pool now
-        now      monotonic seconds
+        now      monotonic time in seconds
         """
         decay = exp((self._seen_at - now) / SUPPLY_TAU_S)
         self._running = decay * self._running + (1.0 - decay) * running
@@ -144,7 +142,7 @@ class PoolSchedule:
 
 
 class ScheduleLog:
-    """Writes a log line when a batch is hurried, falls behind, or is on time again."""
+    """Logs when a batch needs reserved capacity, will be late, or is on time again."""
 
     def __init__(self) -> None:
         self._logged: dict[str, tuple[Schedule, float]] = {}

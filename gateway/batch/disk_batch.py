@@ -1,4 +1,4 @@
-"""A batch on a local disk whose lease this process has taken, and its journal."""
+"""A batch on a local disk that this process owns (has leased), and the journal of its results."""
 
 from __future__ import annotations
 

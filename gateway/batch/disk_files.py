@@ -1,4 +1,4 @@
-"""Functions on single files of a disk: replace durably, read records, lock, delete a folder."""
+"""Functions for single files: replace durably, read a record, lock, delete a folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file's content so that a crash leaves either the old or the new content."""
+    """Replace a file's content. After a crash, the file has either the old or the new content."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     with part.open("xb") as file:
         file.write(data)
@@ -27,7 +27,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that the names of its files survive a power failure."""
+    """Sync a folder to disk, so that the names of its files survive a power failure."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -36,7 +36,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_record(path: Path, kind: type[T]) -> T | None:
-    """Read a stored record of type `kind`; return None if it is missing or damaged."""
+    """Read a stored record of type `kind`. Returns None if it is missing or damaged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError):
@@ -44,7 +44,7 @@ def read_record(path: Path, kind: type[T]) -> T | None:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a folder and its files; ignore those that cannot be deleted."""
+    """Delete a folder and its files. Files that cannot be deleted are ignored."""
     with suppress(OSError):
         for path in folder.iterdir():
             path.unlink(missing_ok=True)
@@ -53,7 +53,7 @@ def delete_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[IO[bytes]]:
-    """Hold an exclusive lock on a file while the block runs.
+    """Hold an exclusive lock on a file during a `with` block.
 
     The file is created if it is missing.
     """

@@ -1,8 +1,8 @@
-"""Leases on batches: each batch is run by one gateway process of a machine at a time.
+"""Leases on batches: at most one gateway process of a machine runs a batch at a time.
 
-A lease names its owner and when it expires. While an owner runs, it holds a lock on a file of its
-own. The kernel frees that lock when the process dies, so other processes take over its batches at
-once. The expiry covers an owner that hangs. All calls block; use them in threads.
+A lease names its owner, and when it expires. A running owner also holds a lock on a file. When the
+process dies, the kernel frees the lock, and other processes take over its batches at once. The
+expiry is needed for an owner that hangs. All calls block; use them in threads.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from gateway.batch.storage import LeaseLostError
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """The content of a lease file: the owner's name, and when the lease expires (Unix seconds)."""
+    """The content of a lease file: the owner's name, and when the lease expires (Unix time)."""
 
     owner: str
     expires_at: float
 
 
 class BatchOwner:
-    """A gateway process that runs batches of requests; it takes, renews and releases leases on
-    them.
-    """
+    """A gateway process that runs batches. It takes, renews and releases leases on them."""
 
     def __init__(self, folder: Path, lease_s: float) -> None:
-        """Initialize an owner of batches; `folder` has one file for each running owner.
+        """Create an owner of batches.
 
-        A lease ends after `lease_s` seconds unless it is renewed.
+        folder   the folder with one locked file for each running owner
+        lease_s  seconds after which a lease ends unless it is renewed
         """
         self.name = secrets.token_hex(16)
         self.lease_s = lease_s
@@ -42,8 +41,9 @@ class BatchOwner:
         self._lock: IO[bytes] | None = None
 
     def open(self) -> None:
-        """Create and lock the file that shows that this process runs, and delete the files of
-        processes that have ended.
+        """Create and lock the file that shows that this process runs.
+
+        The files of processes that have ended are deleted.
         """
         # It gets its name once it is locked, so that no other process takes it for a dead owner's.
         part = self._folder / f"{self.name}.part"
@@ -60,10 +60,9 @@ class BatchOwner:
             self._lock.close()
 
     def claim(self, batch: Path, now: float) -> bool:
-        """Take or renew the lease on the batch in this folder; return whether this process now
-        holds it.
+        """Take or renew the lease on the batch in this folder; return whether this process has it.
 
-        The lease is refused while another running owner holds one that has not expired.
+        The lease is refused while another running owner has one that has not expired.
         """
         with locked(batch / "owner") as file:
             lease = _read_lease(file)
@@ -76,11 +75,10 @@ class BatchOwner:
             return True
 
     def change(self, batch: Path, call: Callable[[], None]) -> None:
-        """Call a function that changes the batch in this folder, while this process holds its
-        lease.
+        """Call a function that changes the batch in this folder, if this process has its lease.
 
-        Raises LeaseLostError if another process holds the lease; that process then continues from
-        the stored state.
+        Raises LeaseLostError if another process has the lease. That process continues from the
+        stored state.
         """
         with locked(batch / "owner") as file:
             lease = _read_lease(file)
@@ -89,9 +87,7 @@ class BatchOwner:
             call()
 
     def release(self, batch: Path) -> None:
-        """Release the lease on a batch, if this owner holds it, so that another process may take it
-        at once.
-        """
+        """Release this owner's lease on a batch, so that another process may take it at once."""
         with locked(batch / "owner") as file:
             lease = _read_lease(file)
             if lease is not None and lease.owner == self.name:

@@ -1,4 +1,4 @@
-"""Stores files, batches and their journals on a local disk, as gateway/batch/storage.py describes.
+"""Stores files, batches and their journals on a local disk (the interface is in storage.py).
 
     files/TENANT/ID.json, ID.data               a file's record and content
     batches/TENANT/ID/record.json, input, journal, cancel, owner
@@ -6,8 +6,8 @@
     owners/NAME                                 locked by each running gateway process
     commits                                     locked while an upload becomes a file
 
-TENANT is a digest of the tenant's name. A record is replaced by renaming a complete new file over
-it, which was synced before.
+TENANT is a digest of the tenant's name. To replace a record, a complete new file is written, synced
+and renamed to the record's name.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from gateway.batch.storage import (
 
 
 class DiskUpload:
-    """A file that is being received: commit_upload() makes it visible, close() discards it."""
+    """A file that is being received. commit_upload() makes it visible; close() discards it."""
 
     def __init__(self, path: Path, most_bytes: int, quota: StorageQuota) -> None:
         self._most_bytes = most_bytes
@@ -79,13 +79,13 @@ class DiskUpload:
 
 
 class DiskStore:
-    """The folder that holds all files and batches of a gateway, or of several on one machine."""
+    """The folder with all files and batches of one gateway, or of several on one machine."""
 
     poll_s = 1.0
     janitor_s = 60.0
 
     def __init__(self, folder: Path, lease_s: float, clock: Callable[[], float] = time) -> None:
-        """Initialize; a lease ends `lease_s` seconds of `clock` after its last renewal."""
+        """Create the store. A lease ends `lease_s` seconds after its last renewal, by `clock`."""
         self.folder = folder
         self._owner = BatchOwner(folder / "owners", lease_s)
         self._clock = clock

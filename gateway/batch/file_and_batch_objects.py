@@ -1,6 +1,6 @@
-"""Records of files and batches as stored on disk, their states, and their JSON form for clients.
+"""The records of files and batches, their states, and their JSON form for clients. No I/O.
 
-Times are Unix seconds. No I/O.
+Times are Unix seconds.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ FINAL_STATES = frozenset(
 class FileRecord(msgspec.Struct, frozen=True):
     """The stored description of one file, without its content.
 
-    size        bytes of the content
-    expires_at  when the file is deleted
+    size        number of bytes of the content
+    expires_at  when the file will be deleted
     """
 
     id: str
@@ -57,7 +57,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     expires_at: int
 
     def as_object(self) -> dict[str, Any]:
-        """Return the stored file's description as a JSON object of OpenAI's API."""
+        """Return the file's description as a JSON object of OpenAI's API."""
         return {
             "id": self.id,
             "object": "file",
@@ -72,9 +72,9 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class LineProblem(msgspec.Struct, frozen=True):
-    """One reason why a batch's input file is refused.
+    """One reason why the input file of a batch is refused.
 
-    `line` counts from 1; None means that the problem is about the whole file.
+    `line` counts from 1. None means that the problem concerns the whole file.
     """
 
     code: str
@@ -84,7 +84,7 @@ class LineProblem(msgspec.Struct, frozen=True):
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
-    """The numbers of a batch's requests: all, completed and failed."""
+    """How many requests a batch has, and how many of them are completed and failed."""
 
     total: int = 0
     completed: int = 0
@@ -94,19 +94,19 @@ class RequestCounts(msgspec.Struct, frozen=True):
 class BatchRecord(msgspec.Struct, frozen=True):
     """The stored description of one batch.
 
-    tenant       the tenant that owns the batch, "" where the API is open
-    scope        digest of the API key that created it, if that key is limited to some models; else
-                 "". The key itself is never stored.
-    window       the completion window as the client wrote it
-    expires_at   the end of the completion window
-    model        the model of its requests; "" before they were validated
-    state_times  when the batch entered each state, by the state's name
+    tenant           the tenant that owns the batch; "" if the API needs no key
+    scope            digest of the API key that created it, if that key is limited to some models;
+                     else "". The key itself is never stored
+    window           the completion window as the client wrote it
+    expires_at       the end of the completion window
+    model            the model of its requests; "" before they were validated
+    state_times      when the batch entered each state, by the state's name
     result_file_ids  ids under which its owner writes the output file and the errors file
-    schedule     how it stands to the end of its completion window while its requests run, see
-                 gateway/batch/completion_windows.py; meaningless in other states
+    schedule         whether it is expected to end within its completion window, while its requests
+                     run (gateway/batch/completion_windows.py); meaningless in other states
     output_expiry_s  seconds after which the files of results expire, if the client set a time
-    usage        tokens of all answers, once the batch has ended
-    request_times_s  seconds that its requests have taken: the mean and the longest; None: unknown
+    usage            tokens of all answers, once the batch has ended
+    request_times_s  mean and longest time of its requests in seconds; None: unknown
     """
 
     id: str
@@ -136,18 +136,17 @@ class BatchRecord(msgspec.Struct, frozen=True):
         return self.state in FINAL_STATES
 
     def enter(self, state: BatchState, now: float, **changes: Any) -> BatchRecord:
-        """Return a copy of the record in the state `state`, which the batch entered at `now` (Unix
-        seconds).
+        """Return a copy of the record in the state `state`, with other changes.
 
-        The copy also has the given other changes. If the batch is in that state already, the time
-        of entry stays.
+        `now` is the Unix time at which the batch enters the state. If it is in that state already,
+        the earlier time stays.
         """
         times = {**self.state_times}
         times.setdefault(state.value, int(now))
         return msgspec.structs.replace(self, state=state, state_times=times, **changes)
 
     def as_object(self) -> dict[str, Any]:
-        """Return the batch as a JSON object of OpenAI's API, with the member `schedule` added."""
+        """Return the batch as a JSON object of OpenAI's API, with the extra member `schedule`."""
         times = self.state_times
         names = ("in_progress", "finalizing", "completed", "failed", "expired")
         return {
@@ -174,7 +173,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
 
 
 def list_of_problems(problems: Sequence[LineProblem]) -> dict[str, Any] | None:
-    """Return the problems of an input file as a JSON object of OpenAI's API; None without any."""
+    """Return an input file's problems as a JSON object of OpenAI's API; None if it has none."""
     data = [msgspec.to_builtins(problem) for problem in problems]
     return {"object": "list", "data": data} if data else None
 

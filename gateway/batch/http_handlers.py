@@ -1,6 +1,6 @@
 """The HTTP handlers of `/v1/files` and `/v1/batches`, for the aiohttp application of the API.
 
-Another tenant's file or batch gets the same 404 as one that does not exist.
+For a file or batch of another tenant, the response is the same 404 as for one that does not exist.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ MAX_BODY_BYTES = 64 * 1024
 
 
 class BatchPages:
-    """The HTTP handlers for files and batches, which use the store of one BatchRunner."""
+    """The HTTP handlers for files and batches, which use the storage of one BatchRunner."""
 
     def __init__(
         self, runner: BatchRunner, snapshot: Callable[[], Snapshot], section: BatchApi
     ) -> None:
-        """Initialize the handlers for files and batches.
+        """Create the handlers for files and batches.
 
         runner    runs the batches
-        snapshot  function that returns the present configuration
+        snapshot  function that returns the current configuration
         section   section `batch` of the first configuration; it stays in use if a reload removes
                   the section
         """
@@ -121,7 +121,10 @@ class BatchPages:
         reader = await _received(request.multipart())
         while (part := await _received(reader.next())) is not None:
             if not isinstance(part, BodyPartReader):
-                raise _bad("The form is invalid: one of its parts is itself a form.", None)
+                raise _bad(
+                    "The form is invalid: one of its parts is a form itself; send one form.",
+                    None,
+                )
             if part.name == "file" and filename is None:
                 filename = part.filename or "file"
                 async for piece in _pieces(part):
@@ -274,7 +277,7 @@ def _unreachable() -> GatewayError:
 
 
 def file_not_found(file_id: str) -> GatewayError:
-    """Return the error for a file that is unknown, deleted, expired, or another tenant's."""
+    """Return the error for a file that is unknown, deleted, expired, or of another tenant."""
     message = f"No such File object: {file_id[:64]}"
     return GatewayError(Failure.FILE_NOT_FOUND, message, param="id")
 

@@ -1,6 +1,4 @@
-"""Parses clients' requests about files and batches: upload forms, bodies and list queries. No
-I/O.
-"""
+"""Parses requests about files and batches: upload forms, bodies and list queries. No I/O."""
 
 from __future__ import annotations
 
@@ -24,14 +22,14 @@ MAX_FILENAME_CHARS = 255
 class FileForm(msgspec.Struct, frozen=True):
     """The form of a file upload: the file's name and the other fields.
 
-    The name is None if the form contains no file.
+    The name is None if the form has no file.
     """
 
     filename: str | None
     fields: Mapping[str, str]
 
     def record(self, file_id: str, now: float, expiry_s: float, size: int) -> FileRecord:
-        """Return the stored record of an uploaded file.
+        """Return the record to store for an uploaded file.
 
         Raises GatewayError if the upload form is invalid.
         """
@@ -60,8 +58,9 @@ class FileForm(msgspec.Struct, frozen=True):
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
-    """The body of a request to create a batch; `window_s` is its completion window in seconds.
+    """The body of a request to create a batch.
 
+    window_s         its completion window in seconds
     output_expiry_s  seconds after which its files of results expire; None: the default
     """
 
@@ -90,10 +89,12 @@ _decode = msgspec.json.Decoder(_Body).decode
 
 
 def read_batch_request(raw: bytes, max_window_s: float, endpoints: Container[str]) -> BatchRequest:
-    """Read and check the body of a request to create a batch.
+    """Parse and check the body of a request to create a batch.
 
-    `max_window_s` is the longest completion window, `endpoints` has the paths that a batch may use.
-    Raises GatewayError that names what is invalid.
+    max_window_s  longest completion window in seconds
+    endpoints     API paths that the requests of a batch may use
+
+    Raises GatewayError with a message that names what is invalid.
     """
     try:
         body = _decode(raw)
@@ -101,7 +102,8 @@ def read_batch_request(raw: bytes, max_window_s: float, endpoints: Container[str
         raise _bad(f"The body is not a valid request to create a batch: {error}.", None) from None
     if body.endpoint not in endpoints:
         raise _bad(
-            f"The requests of a batch cannot use the endpoint '{body.endpoint[:64]}'.", "endpoint"
+            f"The requests of a batch cannot use the endpoint '{body.endpoint[:64]}'.",
+            "endpoint",
         )
     try:
         window_s = parse_duration(body.completion_window)
@@ -146,8 +148,9 @@ def check_purpose(file: FileRecord) -> None:
 
 
 class PageQuery(msgspec.Struct, frozen=True):
-    """The page of a list of files or batches that a client requests: at most `limit` items after
-    the one with id `after`.
+    """The requested page of a list of files or batches.
+
+    It has at most `limit` items, which come after the item with the id `after`.
     """
 
     limit: int
@@ -162,7 +165,7 @@ def read_page_query(
 
     query      the decoded query string
     max_limit  largest permitted page size
-    default    page size without `limit`
+    default    page size if the query has no `limit`
 
     Raises GatewayError for an invalid value.
     """

@@ -53,14 +53,15 @@ class InputChecker:
 
     lines     number of requests so far
     model     the model of all requests; "" before the first one
-    problems  the problems found, at most MAX_PROBLEMS
+    problems  the problems so far, at most MAX_PROBLEMS
     """
 
     def __init__(self, endpoint: str, max_lines: int, max_body: int) -> None:
-        """Initialize the check of a batch's input file, whose lines must all have the url
-        `endpoint`.
+        """Create a check of an input file.
 
-        At most `max_lines` lines are accepted, each with a body of at most `max_body` bytes.
+        endpoint   the url that every line must have
+        max_lines  maximum number of lines
+        max_body   maximum bytes of a line's body
         """
         self._endpoint, self._max_lines, self._max_body = endpoint, max_lines, max_body
         self._ids: set[str] = set()
@@ -70,13 +71,11 @@ class InputChecker:
 
     @property
     def is_full(self) -> bool:
-        """Return whether the maximum number of problems was found, so that the check of the input
-        file may stop.
-        """
+        """Return whether the check may stop, because it has found MAX_PROBLEMS problems."""
         return len(self.problems) >= MAX_PROBLEMS
 
     def check(self, raw: bytes) -> None:
-        """Check the next line of a batch's input file. The line must not be blank."""
+        """Check the next line of the input file. The line must not be blank."""
         self.lines += 1
         if self.lines > self._max_lines:
             message = f"The file has more than {self._max_lines} requests."

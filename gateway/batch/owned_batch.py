@@ -1,6 +1,6 @@
 """A batch that this process runs: its input file, its journal, and the order of its requests.
 
-Calls named load, check, flush and finish use the storage, in threads; everything else does not
+The methods load, check, flush and finish use the storage, in threads. All other methods do not
 block.
 """
 
@@ -53,7 +53,7 @@ REASONS = {
 
 
 class OwnedBatch:
-    """A batch of requests that this process owns and that has not finished yet.
+    """An unfinished batch whose lease this process has taken.
 
     running   attempts in progress, by the request's index
     tasks     the tasks of these attempts
@@ -67,7 +67,7 @@ class OwnedBatch:
     def __init__(
         self, storage: BatchStorage, claimed: ClaimedBatch, threads: StorageThreads
     ) -> None:
-        """Initialize; blocking calls of the storage run in `threads`."""
+        """Create the object. Blocking calls of the storage run in `threads`."""
         self._storage, self._claimed, self._threads = storage, claimed, threads
         self.running: dict[int, RequestAttempt] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
@@ -94,7 +94,7 @@ class OwnedBatch:
     # Input
 
     async def check(self, checker: InputChecker, max_line: int) -> None:
-        """Check every line of the batch's input file, and record where each line begins.
+        """Check every line of the input file, and store the offset at which each line begins.
 
         checker   the check of a single line
         max_line  maximum bytes of a line
@@ -102,7 +102,7 @@ class OwnedBatch:
         await self._scan(max_line, checker.check, lambda: checker.is_full)
 
     async def load(self, max_line: int) -> None:
-        """Read the batch's journal, and record where each line of its input file begins.
+        """Read the journal, and store the offset at which each line of the input file begins.
 
         The input file is known to be valid. `max_line` is the maximum length of a line in bytes.
         """
@@ -142,7 +142,7 @@ class OwnedBatch:
         return True
 
     async def read(self, number: int) -> InputLine:
-        """Read the request with this index from the batch's input file, and return it."""
+        """Read the request with this index from the input file."""
         span = self._spans[2 * number : 2 * number + 2]
         return decode_line(await self._threads.run(self._claimed.read_input, *span))
 
@@ -154,7 +154,7 @@ class OwnedBatch:
 
     @property
     def backlog(self) -> int:
-        """Return the number of requests of the batch that have no result yet."""
+        """Return the number of requests that have no result yet."""
         return self.total - self.progress.completed - self.progress.failed
 
     @property
@@ -162,11 +162,11 @@ class OwnedBatch:
         return not self.tasks and not self._unwritten and not self.backlog
 
     def demand(self, now: float, usual_s: float | None) -> WindowDemand:
-        """Return what the batch still needs before its completion window ends.
+        """Return how much work the batch needs before its completion window ends.
 
-        now      monotonic seconds
-        usual_s  expected seconds per request until the first request of the batch has ended; None
-                 if unknown
+        now      monotonic time in seconds
+        usual_s  expected seconds per request, used until the first request of the batch has ended;
+                 None if unknown
         """
         running = {number: now - run.started_at for number, run in self.running.items()}
         work_s, longest_s = self._times.estimate(self.backlog, running, usual_s)
@@ -175,10 +175,8 @@ class OwnedBatch:
         return WindowDemand(self.record.id, left_s, work_s, longest_s, is_known)
 
     def take_next(self, now: float) -> int | None:
-        """Return the index of the batch's next request to run at `now` (monotonic seconds), or
-        None.
-
-        Pre-empted requests come first, then those whose next attempt is due.
+        """Return the index of the request to run next at monotonic time `now`; None if none is due.
+        Interrupted requests come first, then those whose next attempt is due.
         """
         if self.is_blocked:
             return None
@@ -195,15 +193,13 @@ class OwnedBatch:
         return number
 
     def retry_at(self, number: int, due: float) -> None:
-        """Schedule another attempt at a request of the batch, not before `due` (monotonic
-        seconds).
-        """
+        """Schedule another attempt at a request, not before the monotonic time `due`."""
         heappush(self._retries, (due, number))
 
     def put_back(self, run: RequestAttempt, kept: KeptAnswer | None) -> None:
         """Schedule the request of an interrupted attempt to run next.
 
-        It continues the kept part of its answer, if there is any.
+        The next attempt continues the stored part of the answer, if there is one.
         """
         self._ready.append(run.number)
         self.end_attempt(run, kept)
@@ -211,8 +207,8 @@ class OwnedBatch:
     def end_attempt(self, run: RequestAttempt, kept: KeptAnswer | None) -> None:
         """Record an attempt that gave no result.
 
-        The next attempt continues from `kept`, the received part of the answer. With None, it
-        generates the answer from the beginning.
+        `kept` is the received part of the answer, which the next attempt continues. With None, the
+        next attempt generates the answer from the beginning.
         """
         number = run.number
         seconds = monotonic() - run.started_at
@@ -226,7 +222,7 @@ class OwnedBatch:
     # Results
 
     def add_result(self, run: RequestAttempt, result: LineResult) -> None:
-        """Append the result of one request to the batch's journal."""
+        """Append the result of one request to the journal."""
         response = (result.status, result.request_id, result.body)
         line = result_line(run.number, self.record.id, run.line.custom_id, response)
         self._write(JournalEntry(run.number, result.status == 200, line[:-1].decode()))
@@ -267,9 +263,7 @@ class OwnedBatch:
             await asyncio.sleep(0.02)
 
     async def flush(self) -> None:
-        """Wait until all entries are in the batch's journal, or until it cannot be written any
-        more.
-        """
+        """Wait until all entries are in the journal, or until the journal cannot be written to."""
         while self._unwritten and not self.is_blocked:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -284,16 +278,16 @@ class OwnedBatch:
     # Records
 
     async def save(self, record: BatchRecord) -> None:
-        """Store a changed record of the batch on disk.
+        """Store a changed record of the batch.
 
-        Raises LeaseLostError if another process now holds the batch's lease.
+        Raises LeaseLostError if another process has taken the lease.
         """
         await self._threads.run(self._claimed.save, record)
 
     async def save_progress(self) -> None:
-        """Store the batch's counts and schedule if they have changed.
+        """Store the counts and the schedule of the batch, if they have changed.
 
-        Raises LeaseLostError if another process now holds the batch's lease.
+        Raises LeaseLostError if another process has taken the lease.
         """
         record, schedule = self.record, self.schedule.value
         if (self.counts, schedule) != (record.counts, record.schedule):
@@ -302,18 +296,18 @@ class OwnedBatch:
             await self.save(msgspec.structs.replace(record, **changes, request_times_s=times_s))
 
     async def fail(self, record: BatchRecord) -> None:
-        """Store the record of a batch that was refused, and delete its copy of the input file."""
+        """Store the record of a refused batch, and delete its copy of the input file."""
         await self._threads.run(self._claimed.finish, record)
 
     def renew(self) -> None:
-        """Extend the lease on the batch. The call blocks; use it in a thread.
+        """Renew the lease on the batch. The call blocks; use it in a thread.
 
-        Raises LeaseLostError if another process now holds the batch's lease.
+        Raises LeaseLostError if another process has taken the lease.
         """
         self._claimed.renew()
 
     def release(self) -> None:
-        """End the lease on the batch, so that another process may take it.
+        """Release the lease on the batch, so that another process may take it.
 
         The call blocks; use it in a thread.
         """
@@ -324,13 +318,13 @@ class OwnedBatch:
         return RequestCounts(self.total, self.progress.completed, self.progress.failed)
 
     async def finish(self, state: BatchState, now: float, expiry_s: float) -> None:
-        """Write the output and error files of a batch, and put the batch into its final state.
+        """Write the output and error files of the batch, and put it into its final state.
 
         Requests without a result get an error that names `state`. The ids of both files are stored
-        before the files are written. After a restart, the next owner deletes these files and writes
-        its own, because an earlier owner that was only slow may still be writing.
+        before the files are written. If this process is stopped in between, the next owner deletes
+        these files and writes its own, because the stopped one may only have been slow.
 
-        now       Unix seconds
+        now       Unix time in seconds
         expiry_s  seconds after which both files expire, if the client has set no shorter time
         """
         record, run = self.record, self._threads.run

@@ -1,7 +1,7 @@
-"""Decides how many batch requests a pool may run now, so that its other requests are not slowed.
+"""Decides how many batch requests a pool may run, so that they do not delay other requests. No I/O.
 
-The number follows the pool's load: it grows slowly while nothing waits and other requests keep
-their latency targets, and shrinks at the first sign that they might not. No I/O.
+The number follows the pool's load. It grows slowly while no request waits and other requests meet
+their latency targets. It shrinks at the first sign that they might not.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FIRST_LIMIT = 4.0
 
 
 class PoolReading(msgspec.Struct, frozen=True):
-    """One reading of a pool's load. PoolPacer decides by it how many batch requests may run.
+    """One reading of a pool's load, from which PoolPacer computes the limit of batch requests.
 
     places   number of requests that the available endpoints may run at once
-    busy     number of requests that run there now, batch requests included
+    busy     number of requests that run there now, including batch requests
     waiting  number of other requests that wait to run
-    price    the admission price; 0 without overload
+    price    the price of admission, which rises with overload; 0 without overload
     missed   number of other requests that missed a latency target
     ttft_s   TTFT of batch requests in seconds; None while none was measured
     tpot_s   TPOT of batch requests in seconds; None while none was measured
@@ -41,7 +41,7 @@ class PoolReading(msgspec.Struct, frozen=True):
 
 
 class LatencyTargets(msgspec.Struct, frozen=True):
-    """The tightest latency targets of a pool's other requests (not of batches), in seconds."""
+    """The strictest latency targets of a pool's live requests (not of batches), in seconds."""
 
     ttft_s: float
     tpot_s: float
@@ -50,14 +50,14 @@ class LatencyTargets(msgspec.Struct, frozen=True):
 class PoolPacer:
     """Limits the number of batch requests that run concurrently in one pool.
 
-    limit  the present limit, before the pool's free places are considered
+    limit  the current limit, before the pool's free places are considered
     """
 
     def __init__(self, share: float, most: int) -> None:
-        """Initialize the limit; batch requests may use up to the share `share` of a pool's
-        capacity.
+        """Create the limit for one pool.
 
-        `most` is the maximum number of batch requests in the pool.
+        share  largest share of the pool's capacity that batch requests may use
+        most   maximum number of batch requests in the pool
         """
         self.share, self.most = share, most
         self.limit = min(FIRST_LIMIT, float(most))
@@ -75,11 +75,11 @@ class PoolPacer:
 
         reading   the pool's load since the previous call
         targets   latency targets of the other requests
-        running   number of batch requests that run at present; if the result is lower, the caller
-                  must pre-empt the difference
-        now       monotonic seconds
-        reserved  number of batch requests to permit whatever the load, because a completion window
-                  ends soon
+        running   number of batch requests that run now; if the result is lower, the caller must
+                  interrupt the difference
+        now       monotonic time in seconds
+        reserved  number of batch requests to permit at any load, because a completion window ends
+                  soon
         """
         self._adapt(running, now, is_pressed=_is_pressed(reading, targets))
         free = int(self.share * reading.places) - (reading.busy - running)
@@ -113,8 +113,8 @@ def choose_preempted(costs: Sequence[tuple[bool, int]], count: int) -> list[int]
     """Return the indexes of the `count` running batch requests that cost least to interrupt.
 
     `costs` has two values for each running request: whether its batch is short of time, and how
-    many tokens it would have to generate again. Among requests of equal cost, the newest (with the
-    highest index) is chosen.
+    many tokens it would have to generate again. Among requests of equal cost, the newest ones (with
+    the highest indexes) are chosen.
     """
     order = sorted(range(len(costs)), key=lambda index: (costs[index], -index))
     return order[:count]
@@ -124,10 +124,10 @@ def retry_delay_s(attempts: int, retry_after_s: float | None) -> float:
     """Return the seconds to wait before the next attempt at a failed batch request.
 
     attempts       number of failed attempts so far
-    retry_after_s  seconds of the Retry-After header of the refusal; None if it had none
+    retry_after_s  seconds in the Retry-After header of the refusal; None if it had none
 
-    A given time is limited to the range from 0.1 to 60 s. Without one, the wait begins with 0.5 s
-    and doubles with each attempt, up to 30 s.
+    A Retry-After is limited to 0.1 to 60 s. Without one, the wait is 0.5 s at first and doubles
+    with each attempt, up to 30 s.
     """
     if retry_after_s is not None:
         return min(60.0, max(0.1, retry_after_s))

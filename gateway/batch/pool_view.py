@@ -1,6 +1,4 @@
-"""Reads what the runner of batches needs from the gateway: pools, latency targets, and tenants'
-permissions.
-"""
+"""Reads what the runner of batches needs from the gateway: pools, latency targets, permissions."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ def batch_class(section: BatchApi, config: Config) -> str:
 def line_headers(section: BatchApi, snapshot: Snapshot, *, is_reserved: bool) -> HeaderFields:
     """Return the headers of a batch request, as if a client had sent them.
 
-    They give it the lowest service class and priority. With `is_reserved`, because its completion
-    window ends soon, the request enters its pool before all that wait.
+    They give it the lowest service class and priority. With `is_reserved`, the request does not
+    wait in its pool's queue, because its completion window ends soon.
     """
     name, levels = batch_class(section, snapshot.config), snapshot.service_classes
     fields = HeaderFields([(CLASS_HEADER, name), (PRIORITY_HEADER, str(-MAX_PRIORITY))])
@@ -54,16 +52,16 @@ def line_headers(section: BatchApi, snapshot: Snapshot, *, is_reserved: bool) ->
 
 
 def find_pool(snapshot: Snapshot, record: BatchRecord) -> str:
-    """Return the name of the pool that serves a batch, or NO_POOL if no pool serves its model."""
+    """Return the name of the pool that serves a batch; NO_POOL if no pool serves its model."""
     route = find(snapshot.routes, record.model)
     return NO_POOL if route is None else route.pool
 
 
 def refusal(snapshot: Snapshot, record: BatchRecord) -> GatewayError | None:
-    """Return the error for a batch that its tenant may no longer run, or None if it may.
+    """Return the error for a batch that its tenant may no longer run; None if it may.
 
-    Tenants and their permitted models change with the configuration, so this is checked again while
-    the batch runs. The API key of the batch is not stored.
+    Tenants and their permitted models change with the configuration. Therefore this is checked
+    again while the batch runs. The API key of the batch is not stored.
     """
     if record.tenant and record.tenant not in snapshot.tenants.values():
         return wrong_key()
@@ -81,16 +79,15 @@ def refusal(snapshot: Snapshot, record: BatchRecord) -> GatewayError | None:
 
 
 def scope_digest(key_digest: bytes) -> str:
-    """Return the value that is stored for an API key that is limited to some models.
+    """Return the value to store for an API key that is limited to some models.
 
-    `key_digest` is the SHA-256 of the key, which the result does not reveal.
+    `key_digest` is the SHA-256 of the key. The result does not reveal it.
     """
     return hashlib.sha256(b"batch scope:" + key_digest).hexdigest()[:32]
 
 
 class PoolView:
-    """Reads the load of one pool of endpoints, by which the number of its batch requests is
-    limited.
+    """Reads the load of one pool, from which the limit of its batch requests is computed.
 
     schedule   the plan for the pool's batches, by their completion windows
     _missed    number of other requests that missed a latency target in the newest window
@@ -116,10 +113,9 @@ class PoolView:
         return next((queue for queue in queues if queue.name == self._pool), None)
 
     def reserve(self, section: BatchApi) -> int:
-        """Return the largest number of batch requests that may run regardless of the pool's load.
-
-        They belong to batches whose completion window ends soon. `section` is the section `batch`
-        of the configuration, whose `reserve` is a share of the pool's capacity.
+        """Return how many batch requests may run at any load, as their completion windows end soon.
+        `section` is the section `batch` of the configuration, whose `reserve` is a share of the
+        pool's capacity.
         """
         queue = self._queue
         if queue is None or not section.reserve:
@@ -138,8 +134,8 @@ class PoolView:
 
         section  the section `batch` of the configuration
         runs     the running batch requests
-        running  their number
-        now      monotonic seconds
+        running  the number of running batch requests
+        now      monotonic time in seconds
         """
         queue = self._queue
         if queue is None:  # such requests end with an error at once

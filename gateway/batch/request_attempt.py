@@ -1,6 +1,6 @@
 """One attempt at one batch request, from its line of the input file to its result.
 
-The module prepares the request and reads the answer; gateway/serve.py serves the request.
+This module prepares the request and reads the answer. gateway/serve.py serves the request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class LineResult(msgspec.Struct, frozen=True):
 
     status, request_id, body  the response; the body is JSON
     is_retried                whether another attempt follows
-    retry_after_s             seconds until then, if the gateway named a time; else None
+    retry_after_s             seconds before the next attempt, if the gateway named a time; else
+                              None
     """
 
     status: int
@@ -59,9 +60,9 @@ class RequestAttempt:
 
     number      the request's index in the input file
     exchange    the gateway's record of the attempt
-    serving     the coroutine that serves it
-    failures    number of earlier attempts that engines failed
-    started_at  when the runner started the attempt, in monotonic seconds
+    serving     the coroutine that serves the request
+    failures    number of earlier attempts that failed at engines
+    started_at  monotonic time at which the runner started the attempt
     """
 
     def __init__(
@@ -96,19 +97,16 @@ class RequestAttempt:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the answer to the batch request is complete without any further
-        attempt.
-        """
+        """Return whether the answer is complete, so that no further attempt is needed."""
         answer = self._client.answer
         return answer is not None and answer.is_complete
 
     @property
     def lost_tokens(self) -> int:
-        """Return the number of generated tokens that would be lost if this batch request were
-        interrupted.
+        """Return how many generated tokens would be lost if this attempt were interrupted.
 
-        It is 0 if the request was not sent or its answer can be continued. It is MANY_TOKENS if the
-        answer is not streamed, so that its length is unknown.
+        It is 0 if the request was not sent, or if its answer can be continued. It is MANY_TOKENS if
+        the answer is not streamed, because its length is then unknown.
         """
         ledger = self.exchange.ledger
         if self.exchange.sent_at is None or (ledger is not None and not ledger.current_obstacle):
@@ -117,9 +115,7 @@ class RequestAttempt:
 
     @property
     def shown_tokens(self) -> int:
-        """Return the number of tokens that this attempt has received; 0 if another attempt could
-        not continue its answer.
-        """
+        """Return how many tokens this attempt has received; 0 if its answer cannot be continued."""
         ledger = self.exchange.ledger
         return 0 if ledger is None else len(ledger.shown_ids)
 
@@ -129,25 +125,25 @@ class RequestAttempt:
 
     @property
     def is_ending(self) -> bool:
-        """Return whether only the answer's last events are missing, so that stopping the request
-        would free nothing.
+        """Return whether only the last events of the answer are missing.
+
+        Then interrupting the request would free no capacity.
         """
         ledger = self.exchange.ledger
         return ledger is not None and ledger.is_complete
 
     def preempt(self) -> None:
-        """Mark this attempt at a batch request as interrupted for live traffic.
+        """Mark this attempt as interrupted in favour of live traffic.
 
-        Call it before cancelling the attempt's task.
+        Call this before cancelling the attempt's task.
         """
         self.is_preempted = True
         self.exchange.set_preempted()
 
     def keep(self) -> KeptAnswer | None:
-        """Return the part of the answer that can be continued if this attempt is cancelled now.
-
-        Returns None if there is none: the next attempt then generates the answer from the
-        beginning. Nothing is kept after the finish reason, because another engine would continue
+        """Return the part of the answer that another attempt can continue if this one is cancelled.
+        Returns None if there is none; the next attempt then generates the answer from the
+        beginning. There is none after the finish reason, because another engine would continue
         beyond the end.
         """
         ledger, answer = self.exchange.ledger, self._client.answer
@@ -159,15 +155,14 @@ class RequestAttempt:
 
     @property
     def new_tokens(self) -> int:
-        """Return the number of events that this attempt has received; each is about one token."""
+        """Return how many events this attempt has received. Each is about one token."""
         relay = self.exchange.relay
         return 0 if relay is None else relay.event_count
 
     def ttft_s(self, now: float) -> float | None:
-        """Return the seconds from sending a batch request to its first token, or until `now`
-        without one.
+        """Return the seconds from sending the request to its first token, or to `now` without one.
 
-        Return None if the request was not sent, or its answer is not streamed.
+        Returns None if the request was not sent, or if its answer is not streamed.
         """
         relay, sent_at = self.exchange.relay, self.exchange.sent_at
         if relay is None or sent_at is None or self._client.answer is None:
@@ -183,9 +178,9 @@ class RequestAttempt:
         return LineResult(error.status, self.exchange.id, error_body(error))
 
     def result(self) -> LineResult:
-        """Return the result of an attempt at a batch request.
+        """Return the result of the attempt.
 
-        Call it after the attempt's coroutine has ended.
+        Call this after the attempt's coroutine has ended.
         """
         client, request_id = self._client, self.exchange.id
         if not client.status and client.answer is not None and client.answer.is_complete:

@@ -1,8 +1,8 @@
-"""The journal of one batch: results so far, and the received parts of interrupted answers.
+"""The journal of one batch: the results so far, and received parts of interrupted answers. No I/O.
 
-An entry is one line of JSON, appended and synced to disk before the result counts. A process that
-was killed leaves at most one incomplete entry at the end, which the next owner cuts off. A write
-that failed, as on a full disk, leaves a damaged line in the middle, which is skipped. No I/O.
+An entry is one line of JSON. A result counts only after its entry was appended and synced to disk.
+After a crash, the last entry may be incomplete; the next owner cuts it off. A failed write, for
+example on a full disk, leaves a damaged line in the middle, which is skipped.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import msgspec
 
 
 class KeptAnswer(msgspec.Struct):
-    """The part of an answer to a batch request that was generated before the request was
-    interrupted.
+    """The part of an answer that was received before its batch request was interrupted.
 
     prompt         token ids of the prompt, as the engine rendered it
     tokens         ids of the tokens whose text is in `text`
     text           text of the answer so far
-    first          first chunk of the answer as raw JSON, which contains its id and time of creation
+    first          first chunk of the answer as raw JSON, which contains its id and creation time
     prompt_tokens  number of tokens of the original prompt
     """
 
@@ -36,8 +35,8 @@ class JournalEntry(msgspec.Struct, omit_defaults=True):
     number   index of the request in the input file, from 0
     is_good  whether the result belongs in the output file; otherwise it belongs in the errors file
     result   the line of that file, without its line feed; "" after an interruption
-    kept     the part of the answer that was received before an interruption. The next attempt
-             continues it. None: the next attempt starts again, and parts kept before are dropped
+    kept     the received part of an interrupted answer, which the next attempt continues. None: the
+             next attempt starts again, and earlier parts are dropped
     """
 
     number: int
@@ -51,18 +50,17 @@ _encode = msgspec.json.Encoder().encode
 
 
 def encode_entry(entry: JournalEntry) -> bytes:
-    """Return one event of a batch as a line of its journal, with its line feed."""
+    """Return one event of a batch as a line of the journal, with its line feed."""
     return _encode(entry) + b"\n"
 
 
 class JournalReader:
-    """Reads the journal of a batch line by line, and collects what a new owner needs to continue
-    the batch.
+    """Reads a journal line by line, and collects what a new owner needs to continue the batch.
 
     has_result  one byte for each request: 1 if its result is in the journal
     kept        received parts of interrupted answers, by the request's index
-    size        bytes up to the end of the last complete line. A crash may have left an incomplete
-                line behind it, which is cut off
+    size        number of bytes up to the end of the last complete line. An incomplete line after
+                it, left by a crash, is cut off
     """
 
     def __init__(self, total: int) -> None:
@@ -71,11 +69,10 @@ class JournalReader:
         self.completed = self.failed = self.size = 0
 
     def feed(self, line: bytes) -> JournalEntry | None:
-        """Read the next line of a batch's journal; return its entry if it is the first result of a
-        request.
+        """Read the next line of a journal; return its entry if it is the first result of a request.
 
-        Return None for any other line, such as the damaged line of a write that failed. A line
-        without its line feed ends the journal.
+        Returns None for all other lines, such as the damaged line of a failed write. A line without
+        its line feed ends the journal.
         """
         if not line.endswith(b"\n"):
             return None
@@ -104,7 +101,7 @@ class JournalReader:
         return True
 
     def missing(self) -> Iterator[int]:
-        """Yield the indexes of the batch's requests that have no result yet, in order."""
+        """Yield the indexes of the requests that have no result yet, in order."""
         at = self.has_result.find(0)
         while at >= 0:
             yield at

@@ -1,9 +1,9 @@
-"""A batch in S3 whose lease this process has taken, and its journal.
+"""A batch in S3 that this process owns (has leased), and the journal of its results.
 
-The record and the lease are one object. Every change of it is conditional on the entity tag of the
-previous change. The journal is a sequence of numbered objects, each of which is written only if it
-does not exist yet. A new owner writes the next number before it runs any request. An earlier owner
-that has lost its lease without knowing it can therefore change neither the record nor the journal.
+The record and the lease are one object. Each change of it requires the entity tag of the previous
+change. The journal is a sequence of numbered objects, each of which is written only if it does not
+exist yet. A new owner writes the next number before it runs any request. Therefore an earlier owner
+that does not know that it has lost its lease can change neither the record nor the journal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WRITER = "writer"
 class LeasedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The stored record of a batch, together with the lease on it.
 
-    owner    name of the process that holds the lease; "" if none does
+    owner    name of the process that has the lease; "" if none does
     lease_s  seconds without a renewal after which the lease ends
     version  number of changes by this owner, so that every renewal changes the entity tag
     """
@@ -70,7 +70,7 @@ class S3Batch:
     def take(self, owner: str, lease_s: float) -> None:
         """Take the lease on the batch for the process named `owner`, for `lease_s` seconds.
 
-        Raises LeaseLostError if another process was faster.
+        Raises LeaseLostError if another process has taken it first.
         """
         self._owner = owner
         with self._lock:
@@ -116,7 +116,8 @@ class S3Batch:
             self._stored = new
             return
         raise OSError(
-            "the batch's record in S3 was changed by other processes at every attempt to write it"
+            "the batch's record in S3 cannot be written; other processes changed it before "
+            "every attempt"
         )
 
     def _check_own(self, found: LeasedRecord) -> None:
@@ -147,9 +148,7 @@ class S3Batch:
 
 
 class S3Journal:
-    """The journal of one batch: objects with consecutive numbers, each with one or more whole
-    entries.
-    """
+    """The journal of one batch: numbered objects, each with one or more complete entries."""
 
     def __init__(self, bucket: S3Bucket, prefix: str) -> None:
         # Initialize; the keys of the objects are `prefix` and a number.
@@ -165,9 +164,7 @@ class S3Journal:
         return min(MAX_PAUSE_S, MIN_PAUSE_S + self._next / OBJECTS_PER_PAUSE_S)
 
     def open(self, reader: JournalReader, owner: str) -> None:
-        """Read the journal into `reader`, and prevent the previous owner's process from writing to
-        it further.
-        """
+        """Read the journal into `reader`. The previous owner cannot write to it afterwards."""
         line = msgspec.json.encode({"owner": owner}) + b"\n"
         while True:
             for entry in self._read_from(self._next):

@@ -1,7 +1,7 @@
 """One bucket of an S3-compatible storage: whole objects, ranges, lists and conditional writes.
 
-This is the only module that uses botocore (the extra `s3`). Its failures become OSError, with
-S3's error code but without headers or credentials. All calls block.
+Only this module uses botocore (the extra `s3`). Its errors become OSError, with S3's error code but
+without headers or credentials. All calls block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DELETED_AT_ONCE = 1000
 
 
 class ConditionError(OSError):
-    """Raised when the condition of a conditional write is not met; nothing was written."""
+    """Raised if the condition of a conditional write is not met. Nothing was written."""
 
 
 class StoredObject(msgspec.Struct, frozen=True):
@@ -42,12 +42,10 @@ class StoredObject(msgspec.Struct, frozen=True):
 
 
 class S3Bucket:
-    """The objects of one bucket whose keys begin with a prefix; keys are without the prefix."""
+    """The objects of one bucket whose keys begin with a prefix; methods take keys without it."""
 
     def __init__(self, section: BatchS3) -> None:
-        """Initialize the bucket from the section `batch.s3`; call connect() before anything
-        else.
-        """
+        """Create the bucket from the section `batch.s3`. Call connect() before any other method."""
         self.name = f"s3://{section.bucket}/{section.prefix}"
         self._bucket = section.bucket
         self._prefix = f"{section.prefix.strip('/')}/" if section.prefix.strip("/") else ""
@@ -61,17 +59,16 @@ class S3Bucket:
             self._client = _create_client(self._section)
 
     def read(self, key: str) -> tuple[bytes, str]:
-        """Return an object's content and its entity tag. Raises FileNotFoundError if it does not
-        exist.
+        """Return an object's content and its entity tag.
+
+        Raises FileNotFoundError if it does not exist.
         """
         with _as_os_error("GetObject"):
             answer = self._client.get_object(**self._at(key))
             return answer["Body"].read(), answer["ETag"]
 
     def read_range(self, key: str, offset: int, size: int) -> bytes:
-        """Return up to `size` bytes of an object from `offset` on; at least one byte must exist
-        there.
-        """
+        """Return at most `size` bytes of an object from `offset` on; at least one must exist."""
         last = offset + size - 1
         with _as_os_error("GetObject"):
             answer = self._client.get_object(**self._at(key), Range=f"bytes={offset}-{last}")
@@ -79,8 +76,9 @@ class S3Bucket:
             return data
 
     def describe(self, key: str) -> tuple[StoredObject, Mapping[str, str]]:
-        """Return the size and date of an object, and its metadata. Raises FileNotFoundError if it
-        does not exist.
+        """Return an object's size, date and metadata.
+
+        Raises FileNotFoundError if it does not exist.
         """
         with _as_os_error("HeadObject"):
             answer = self._client.head_object(**self._at(key))
@@ -93,7 +91,7 @@ class S3Bucket:
             self._client.put_object(**self._at(key), Body=data)
 
     def create(self, key: str, data: bytes, metadata: Mapping[str, str]) -> None:
-        """Write an object that must not exist yet. Raises ConditionError if it does."""
+        """Write an object that must not exist yet. Raises ConditionError if it exists."""
         with _as_os_error("PutObject"):
             self._client.put_object(
                 **self._at(key), Body=data, IfNoneMatch="*", Metadata=dict(metadata)
@@ -122,7 +120,7 @@ class S3Bucket:
                 yield StoredObject(key, item["ETag"], item["Size"], modified_at)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that do not exist are ignored."""
+        """Delete objects. Those that do not exist are ignored."""
         remaining = iter(keys)
         while some := list(islice(remaining, DELETED_AT_ONCE)):
             if len(some) == 1 or not self._delete_many(some):
@@ -174,9 +172,7 @@ class S3Bucket:
         return ObjectParts(self._client, self._at(key), answer["UploadId"])
 
     def abort_parts(self, before: float) -> None:
-        """Discard the parts of all unfinished objects that were started before the Unix time
-        `before`.
-        """
+        """Discard unfinished uploads in parts that were started before the Unix time `before`."""
         pages = self._client.get_paginator("list_multipart_uploads").paginate(
             Bucket=self._bucket, Prefix=self._prefix
         )
@@ -191,7 +187,7 @@ class S3Bucket:
 
 
 class ObjectParts:
-    """An object that is written in parts; it exists once complete() was called."""
+    """An object that is being written in parts. It exists after complete()."""
 
     def __init__(self, client: Any, place: dict[str, Any], upload_id: str) -> None:
         self._client = client
@@ -199,14 +195,14 @@ class ObjectParts:
         self._parts: list[dict[str, Any]] = []
 
     def write(self, data: bytes) -> None:
-        """Write the next part of the object. Every part but the last must have at least 5 MiB."""
+        """Write the next part of the object. Each part except the last must have 5 MiB or more."""
         number = len(self._parts) + 1
         with _as_os_error("UploadPart"):
             answer = self._client.upload_part(**self._upload, PartNumber=number, Body=data)
         self._parts.append({"PartNumber": number, "ETag": answer["ETag"]})
 
     def copy(self, origin: dict[str, str], span: str) -> None:
-        """Copy the next part of the object from the byte range `span` of another object."""
+        """Copy the byte range `span` of another object as the next part of this one."""
         number = len(self._parts) + 1
         with _as_os_error("UploadPartCopy"):
             answer = self._client.upload_part_copy(

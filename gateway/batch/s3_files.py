@@ -55,15 +55,13 @@ class _ObjectReader(RawIOBase):
 
 
 class ObjectWriter:
-    """Writes one object: a small one by one request, a larger one in parts.
+    """Writes one object: a small one with a single request, a larger one in parts.
 
-    size  bytes written so far
+    size  number of bytes written so far
     """
 
     def __init__(self, bucket: S3Bucket, key: str, most_bytes: int) -> None:
-        """Initialize the writer; the part size suits an object of at most about `most_bytes`
-        bytes.
-        """
+        """Create the writer; its parts suit an object of at most about `most_bytes` bytes."""
         self._bucket, self.key = bucket, key
         self._part_bytes = max(PART_BYTES, -(-most_bytes // MAX_PARTS))
         self._pending = bytearray()
@@ -80,7 +78,7 @@ class ObjectWriter:
             del self._pending[: self._part_bytes]
 
     def complete(self) -> None:
-        """Write the remaining bytes; the object exists from now on."""
+        """Write the remaining bytes. The object exists afterwards."""
         data, self._pending = bytes(self._pending), bytearray()
         if self._parts is None:
             self._bucket.write(self.key, data)
@@ -98,8 +96,9 @@ class ObjectWriter:
 
 
 def write_lines(writer: ObjectWriter, lines: Iterator[bytes]) -> int:
-    """Write lines as one object, and return its size in bytes. If there are no lines, no object is
-    written.
+    """Write lines as one object, and return its size in bytes.
+
+    If there are no lines, no object is written.
     """
     try:
         for line in lines:
@@ -113,7 +112,7 @@ def write_lines(writer: ObjectWriter, lines: Iterator[bytes]) -> int:
 
 
 class S3Upload:
-    """A file that is being received: commit_upload() makes it visible, close() discards it."""
+    """A file that is being received. commit_upload() makes it visible; close() discards it."""
 
     def __init__(
         self, file_id: str, writer: ObjectWriter, most_bytes: int, quota: StorageQuota
@@ -132,7 +131,7 @@ class S3Upload:
             self.writer.write(data)
 
     def complete(self) -> None:
-        """Write the remaining bytes; the file's content exists from now on."""
+        """Write the remaining bytes. The file's content exists afterwards."""
         with self._lock:
             self.writer.complete()
 

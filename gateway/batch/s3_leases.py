@@ -1,6 +1,4 @@
-"""Watches the leases of other processes for expiry, without comparing clocks between machines. No
-I/O.
-"""
+"""Detects expired leases of other processes, without comparing clocks between machines. No I/O."""
 
 from __future__ import annotations
 
@@ -18,32 +16,29 @@ class _Observation(msgspec.Struct):
 
 
 class LeaseWatch:
-    """Decides when a lease has expired: when it has not changed for its duration on this process's
-    clock.
+    """Decides when a lease has expired: if it stays unchanged for its duration.
 
-    An owner changes the entity tag of its lease with every renewal, so the clocks of several
-    machines need not agree. A process that has just started waits one whole duration before it
-    takes a lease.
+    The time is measured on this process's clock, so the clocks of several machines need not agree.
+    An owner changes the entity tag of its lease with every renewal. A process that has just started
+    has to wait for one whole duration before it can take a lease.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Initialize the watch; `clock` returns seconds and must not jump."""
+        """Create the watch. `clock` returns seconds and must not jump."""
         self._clock = clock
         self._seen: dict[str, _Observation] = {}
 
     def is_due(self, name: str) -> bool:
-        """Return whether it is time to read this lease from the storage again."""
+        """Return whether this lease has to be read from the storage again."""
         seen = self._seen.get(name)
         return seen is None or self._clock() >= seen.look_due
 
     def has_expired(self, name: str, etag: str, duration_s: float) -> bool:
-        """Record one reading of a lease, and return whether its owner has stopped renewing it.
+        """Record one reading of a lease; return whether its owner has stopped renewing it.
 
         name        name of the lease
-        etag        its present entity tag, which every renewal changes
+        etag        its current entity tag, which every renewal changes
         duration_s  seconds after which an unchanged lease has expired
-
-        Only this machine's clock is used, so the clocks of the gateways may differ.
         """
         now = self._clock()
         seen = self._seen.get(name)
@@ -54,5 +49,5 @@ class LeaseWatch:
         return now >= ends
 
     def forget_all_but(self, names: Iterable[str]) -> None:
-        """Forget the leases of all batches except `names`, because the other batches have ended."""
+        """Forget the leases of all batches except `names`, because those batches have ended."""
         self._seen = {name: self._seen[name] for name in names if name in self._seen}

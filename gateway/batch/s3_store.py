@@ -1,14 +1,15 @@
-"""Stores files and batches in an S3 bucket, as gateway/batch/storage.py describes.
+"""Stores files and batches in an S3 bucket (the interface is in storage.py).
 
     files/TENANT/ID.json, ID.data      a file's record and content
     batches/TENANT/ID/record.json      a batch's record together with its lease
-    batches/TENANT/ID/cancel           exists once cancellation was requested
+    batches/TENANT/ID/cancel           exists if cancellation was requested
     inputs/TENANT/ID                   the batch's own copy of its input file
     journals/TENANT/ID/NUMBER          entries of its journal, in the order of the numbers
     open/TIME-TENANT-ID                exists for each unfinished batch
     probe/NAME                         written at the start of a process, and deleted at once
 
-TENANT is a digest of the tenant's name. All gateways that use the bucket and prefix see the same.
+TENANT is a digest of the tenant's name. All gateways with the same bucket and prefix share this
+data.
 """
 
 from __future__ import annotations
@@ -62,16 +63,14 @@ _OPEN = re.compile(r"open/(\d{12})-([0-9a-f]{32})-(batch_[0-9a-f]{32})")
 
 
 class S3Store:
-    """The files and batches below one prefix of a bucket, as one gateway process sees them."""
+    """The files and batches below one prefix of a bucket, used by one gateway process."""
 
     janitor_s = 600.0
 
     def __init__(
         self, bucket: S3Bucket, lease_s: float, clock: Callable[[], float] = monotonic
     ) -> None:
-        """Initialize the store; a lease ends when it was not renewed for `lease_s` seconds of
-        `clock`.
-        """
+        """Create the store. A lease ends `lease_s` seconds after its last renewal, by `clock`."""
         self._bucket = bucket
         self.poll_s = min(MAX_POLL_S, lease_s / 6)
         self.owner, self._lease_s = secrets.token_hex(16), lease_s
@@ -82,8 +81,9 @@ class S3Store:
         self._committing = Lock()
 
     def open(self) -> None:
-        """Check that the bucket can be used and honours conditional writes. Raises OSError if it
-        does not.
+        """Check that the bucket can be used and supports conditional writes.
+
+        Raises OSError if it does not.
         """
         self._bucket.connect()
         key = f"probe/{self.owner}"
@@ -97,7 +97,7 @@ class S3Store:
             self._bucket.delete([key])
 
     def close(self) -> None:
-        """Do nothing: leases were released with their batches, or will expire."""
+        """Do nothing, because leases were released with their batches, or will expire."""
 
     # Files
 

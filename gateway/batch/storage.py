@@ -1,7 +1,9 @@
-"""The interface to the storage of files and batches, which a local disk and S3 implement.
+"""The interface of the storage of files and batches. A local disk and S3 implement it.
 
 All calls block; use them in threads. They raise OSError if the storage fails. Tenants are isolated:
 a call for one tenant never finds the files or batches of another.
+
+A lease on a batch is the exclusive right of one process to run it. It ends unless it is renewed.
 """
 
 from __future__ import annotations
@@ -20,21 +22,19 @@ STALE_UPLOAD_S = 3600.0  # age from which an incomplete upload is left over from
 
 
 class StorageFullError(Exception):
-    """Raised when a file would exceed a storage quota of its tenant; the message names the
-    quota.
-    """
+    """Raised if a file would exceed a storage quota of its tenant; the message names the quota."""
 
 
 class StorageUnreachableError(OSError):
-    """Raised when the storage cannot be reached or is out of order; it may work again later."""
+    """Raised if the storage cannot be reached or does not work now; it may work later."""
 
 
 class LeaseLostError(OSError):
-    """Raised when this process tries to change a batch whose lease another process has taken."""
+    """Raised if this process tries to change a batch whose lease another process has taken."""
 
 
 class StorageQuota(msgspec.Struct, frozen=True):
-    """The limits of one tenant's files: number of files, total bytes, and bytes of one file."""
+    """The limits of one tenant's files: their number, their total bytes, and bytes of one file."""
 
     files: int
     total_bytes: int
@@ -50,42 +50,40 @@ class OpenBatch(msgspec.Struct, frozen=True):
 
 
 class Upload(Protocol):
-    """A file that is being received; commit_upload() of the storage makes it visible.
+    """A file that is being received. The storage's commit_upload() makes it visible.
 
-    id    the id that the file gets
-    size  bytes received so far
+    id    the id that the file will have
+    size  number of bytes received so far
     """
 
     id: str
     size: int
 
     def write(self, data: bytes) -> None:
-        """Append bytes to the uploaded file.
+        """Append bytes to the file.
 
-        Raises StorageFullError when the tenant's quota is exceeded.
+        Raises StorageFullError if the tenant's quota is exceeded.
         """
 
     def close(self) -> None:
-        """Discard the upload unless it was committed. The call waits for a write in another thread
-        to end.
-        """
+        """Discard the upload unless it was committed. Waits for a write in another thread."""
 
 
 class BatchJournal(Protocol):
-    """The journal of one batch, which only the holder of the batch's lease may open.
+    """The journal of one batch. Only the process with the batch's lease may open it.
 
-    pause_s  seconds for which entries should be collected before the next append(), because each
-             append() has a fixed cost
+    pause_s  seconds for which to collect entries before the next append(), because each append()
+             has a fixed cost
     """
 
     @property
     def pause_s(self) -> float: ...
 
     def append(self, data: bytes) -> None:
-        """Append whole entries to the journal. They are stored durably when the call returns.
+        """Append complete entries to the journal. They are stored durably when the call returns.
 
-        Raises OSError if the storage fails; the call may then be repeated, with more entries added.
-        Raises LeaseLostError, and stores nothing, once another process has taken over the batch.
+        Raises OSError if the storage fails; the call may then be repeated, with more entries.
+        Raises LeaseLostError, and stores nothing, if another process has taken over the batch.
         """
 
     def close(self) -> None:
@@ -95,7 +93,8 @@ class BatchJournal(Protocol):
 class ClaimedBatch(Protocol):
     """The stored parts of a batch whose lease this process has taken.
 
-    Changes raise LeaseLostError, and change nothing, once another process has taken the lease.
+    A change raises LeaseLostError, and changes nothing, if another process has taken the lease
+    since.
 
     record  the batch as it was last stored
     """
@@ -104,18 +103,16 @@ class ClaimedBatch(Protocol):
     def record(self) -> BatchRecord: ...
 
     def renew(self) -> None:
-        """Extend this process's lease on the batch."""
+        """Renew this process's lease on the batch."""
 
     def save(self, record: BatchRecord) -> None:
         """Store the changed record of the batch."""
 
     def finish(self, record: BatchRecord) -> None:
-        """Store the record of a batch that has ended, and delete the data that only unfinished
-        batches need.
-        """
+        """Store the record of an ended batch, and delete what only unfinished batches need."""
 
     def release(self) -> None:
-        """End the lease on the batch, if this process holds it, so that another may take it."""
+        """Release this process's lease on the batch, so that another process may take it."""
 
     def open_input(self) -> BufferedReader:
         """Open the batch's own copy of its input file."""
@@ -125,11 +122,11 @@ class ClaimedBatch(Protocol):
     def open_journal(self, reader: JournalReader) -> BatchJournal:
         """Read the whole journal into `reader`, and open the journal for appending.
 
-        From then on, no earlier owner of the batch can append to it.
+        Afterwards, no earlier owner of the batch can append to it.
         """
 
     def journal_lines(self) -> Iterator[bytes]:
-        """Yield the lines of the journal, which this process has opened for appending before."""
+        """Yield the lines of the journal, which this process must have opened for appending."""
 
 
 class BatchStorage(Protocol):
@@ -143,43 +140,40 @@ class BatchStorage(Protocol):
     janitor_s: float
 
     def open(self) -> None:
-        """Prepare the storage of files and batches for this process. Call this before any other
-        method.
-        """
+        """Prepare the storage for this process. Call this before any other method."""
 
     def close(self) -> None:
-        """Release the resources of open(); other processes may take this one's batches at once."""
+        """Release what open() has taken; other processes may take this one's batches at once."""
 
     # Files
 
     def start_upload(self, tenant: str, quota: StorageQuota) -> Upload:
         """Start to receive a file of a tenant.
 
-        Raises StorageFullError when the tenant's quota is used up.
+        Raises StorageFullError if the tenant's quota is used up.
         """
 
     def commit_upload(self, tenant: str, upload: Upload, record: FileRecord) -> None:
-        """Make an uploaded file visible to its tenant; its record has the upload's id.
+        """Make an uploaded file visible to its tenant. Its record must have the upload's id.
 
-        Raises StorageFullError if other uploads have used up the tenant's quota meanwhile.
+        Raises StorageFullError if other uploads have used up the tenant's quota in the meantime.
         """
 
     def file(self, tenant: str, file_id: str) -> FileRecord | None:
-        """Return the record of a tenant's file, or None if the tenant has no such file."""
+        """Return the record of a tenant's file; None if the tenant has no such file."""
 
     def files(self, tenant: str) -> list[FileRecord]:
         """Return the records of a tenant's files, newest first."""
 
     def open_content(self, tenant: str, file_id: str) -> BufferedReader:
-        """Open the content of a tenant's file. Raises FileNotFoundError."""
+        """Open the content of a tenant's file. Raises FileNotFoundError if there is none."""
 
     def delete_file(self, tenant: str, file_id: str) -> None: ...
 
     def write_result_file(
         self, tenant: str, record: FileRecord, lines: Iterator[bytes], most_bytes: int
     ) -> int:
-        """Write a file of results, and return its size in bytes. Without any line, nothing is
-        written.
+        """Write a file of results, and return its size in bytes. Without lines, nothing is written.
 
         tenant      owner of the file
         record      the file's record
@@ -190,39 +184,41 @@ class BatchStorage(Protocol):
     # Batches
 
     def create_batch(self, record: BatchRecord) -> None:
-        """Store a new batch, with its own copy of the input file's content."""
+        """Store a new batch, with its own copy of the input file."""
 
     def batch(self, tenant: str, batch_id: str) -> BatchRecord | None:
-        """Return a tenant's batch as clients see it, or None if the tenant has no such batch.
+        """Return a tenant's batch as clients see it; None if the tenant has no such batch.
 
-        Its state is CANCELLING once cancellation was requested.
+        Its state is CANCELLING if cancellation was requested.
         """
 
     def batches(self, tenant: str) -> list[BatchRecord]:
         """Return a tenant's batches as clients see them, newest first."""
 
     def request_cancel(self, record: BatchRecord) -> None:
-        """Request that the owner of a batch cancel it; the request is stored."""
+        """Store a request to cancel the batch, which its owner will carry out."""
 
     def cancelled_at(self, record: BatchRecord) -> float | None:
-        """Return when a cancellation was requested (Unix seconds), or None if none was."""
+        """Return the Unix time at which a cancellation was requested; None if none was."""
 
     def open_batches(self) -> list[OpenBatch]:
         """Return the unfinished batches of all tenants, oldest first."""
 
     def claim(self, batch: OpenBatch) -> ClaimedBatch | None:
-        """Take the lease on an unfinished batch; return None while another process holds it."""
+        """Take the lease on an unfinished batch. Returns None if another process has it."""
 
     def delete_expired(self, now: float, batch_expiry_s: float) -> None:
-        """Delete expired files, batches that ended long ago, and the leftovers of killed processes.
+        """Delete expired files, batches that ended long ago, and what killed processes have left.
 
-        A batch that a killed process has created only in part is added to the unfinished ones.
-        `now` is in Unix seconds; finished batches are deleted after `batch_expiry_s` seconds.
+        A batch that a killed process has only partly created is added to the unfinished ones.
+
+        now             Unix time in seconds
+        batch_expiry_s  seconds after which finished batches are deleted
         """
 
 
 def tenant_digest(tenant: str) -> str:
-    """Return the name under which the storage keeps what belongs to a tenant."""
+    """Return the name under which the storage keeps a tenant's data."""
     return hashlib.sha256(b"tenant:" + tenant.encode()).hexdigest()[:32]
 
 

@@ -1,4 +1,4 @@
-"""Creates the storage of files and batches that the configuration names."""
+"""Creates the storage of files and batches that the configuration selects: a disk or S3."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from gateway.config import BatchApi
 
 
 def create_storage(section: BatchApi) -> BatchStorage:
-    """Create the storage that this section describes, without using it yet. Raises OSError if that
-    fails.
+    """Create the storage that this section describes, without using it yet.
+
+    Raises OSError if that fails.
     """
     if section.s3 is not None:
         return S3Store(S3Bucket(section.s3), section.lease)

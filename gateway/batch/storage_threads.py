@@ -1,7 +1,7 @@
 """Threads for the blocking calls of the storage of files and batches.
 
-They are separate from the event loop's default threads, so that a storage that hangs does not delay
-DNS lookups.
+They are separate from the event loop's default threads. Therefore a storage that hangs does not
+delay DNS lookups.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class StorageThreads:
     """A fixed number of threads for blocking calls; further calls wait until a thread is free."""
 
     def __init__(self, count: int) -> None:
-        """Initialize up to `count` threads, which start when they are needed."""
+        """Create a group of at most `count` threads, which start when they are needed."""
         self._executor = ThreadPoolExecutor(count, thread_name_prefix="batch storage")
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -29,7 +29,5 @@ class StorageThreads:
         return await loop.run_in_executor(self._executor, partial(call, *args, **kwargs))
 
     def close(self) -> None:
-        """Stop accepting calls, and let the threads end after their current calls, without waiting
-        for them.
-        """
+        """Accept no more calls. The threads end after their current calls; this does not wait."""
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Adds up the tokens that the requests of a batch used, from the results in its journal. No I/O."""
+"""Sums the tokens that the requests of a batch used, from the results in its journal. No I/O."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 class TokenUsage(msgspec.Struct, frozen=True):
     """The tokens of all answered requests of a batch, as engines reported them.
 
-    cached_tokens     the input tokens that engines had cached
-    reasoning_tokens  the output tokens of reasoning
+    cached_tokens     those of the input tokens that engines had cached
+    reasoning_tokens  those of the output tokens that the model used for reasoning
     """
 
     input_tokens: int = 0
@@ -70,7 +70,7 @@ class UsageSum:
         self._totals = [0, 0, 0, 0]
 
     def add(self, line: str) -> None:
-        """Add the usage of one line; an answer without usage counts nothing."""
+        """Add the usage in one line. An answer without usage adds nothing."""
         try:
             response = _decode(line).response
         except (msgspec.DecodeError, RecursionError):

@@ -1,1 +1,1 @@
-"""The command line: the commands of `penstock`."""
+"""The command line: the commands of `penstock`, such as `penstock serve`."""

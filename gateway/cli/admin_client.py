@@ -1,6 +1,6 @@
 """A client of a gateway's admin server: its command-line options, TLS settings, and requests.
 
-Every command that communicates with a running gateway uses this client.
+All commands that communicate with a running gateway use it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LAST_OPTIONS = ("key_file", "as_json")
 class AdminAddress(msgspec.Struct, frozen=True):
     """The URL of an admin server, and the TLS files for an https:// URL.
 
-    `is_insecure` accepts any certificate.
+    If `is_insecure` is True, any certificate is accepted.
     """
 
     url: str
@@ -61,7 +61,7 @@ class AdminAddress(msgspec.Struct, frozen=True):
 
 
 def with_admin_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command: replace its parameter `admin` with the options of `admin_address`.
+    """Decorate a command: replace its parameter `admin` with the options of admin_address().
 
     The decorated command receives the values of these options as one AdminAddress.
     """
@@ -128,9 +128,9 @@ def admin_address(
         ),
     ] = False,
 ) -> AdminAddress:
-    """Return the admin server options of a command as one value.
+    """Return a command's options about the admin server as one value.
 
-    Raises UsageError when they contradict each other.
+    Raises UsageError if they contradict each other.
     """
     if (cert is None) != (key is None):
         raise UsageError("--cert and --key must be given together")
@@ -140,17 +140,18 @@ def admin_address(
 
 
 class AdminServerError(Exception):
-    """Raised when the admin server does not respond or refuses a request.
+    """Raised if the admin server does not respond or refuses a request.
 
     The message is written for the operator.
     """
 
 
 class AdminClient:
-    """An HTTP client of one admin server; each request uses a connection of its own.
+    """An HTTP client of one admin server. Each request uses a new connection.
 
-    The path of the server's URL, as behind a reverse proxy, precedes the path of each request.
-    Commands call `request`, which ends the command on failure; other callers use `try_request`.
+    If the server's URL has a path, for example behind a reverse proxy, it precedes the path of each
+    request. Commands call `request`, which ends the command on failure. Other code calls
+    `try_request`.
     """
 
     def __init__(self, admin: AdminAddress, key_file: Path | None) -> None:
@@ -172,7 +173,7 @@ class AdminClient:
     def stream(self, path: str) -> Iterator[Any]:
         """Yield the JSON of each event of a server-sent stream, until the stream ends or breaks.
 
-        Raises AdminServerError when the server does not start the stream.
+        Raises AdminServerError if the server does not start the stream.
         """
         connection = self._connection()
         try:
@@ -194,7 +195,7 @@ class AdminClient:
     def request(self, method: str, path: str, body: bytes | None = None) -> Any:
         """Send a request and return the JSON body of the response, whatever its status.
 
-        Prints a message and exits with status 1 when there is no valid response.
+        If there is no valid response, prints a message and exits with status 1.
         """
         try:
             return self.try_request(method, path, body)
@@ -204,7 +205,7 @@ class AdminClient:
     def try_request(self, method: str, path: str, body: bytes | None = None) -> Any:
         """Send a request and return the JSON body of the response, whatever its status.
 
-        Raises AdminServerError when there is no valid response, or the server refused the request.
+        Raises AdminServerError if there is no valid response, or if the server refused the request.
         """
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         connection = self._connection()

@@ -67,7 +67,7 @@ def auto(
 
 
 def pool_lines(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines of text that describe the state of a pool with automatic policy selection."""
+    """Yield lines of text about the state of one pool with automatic policy selection."""
     mode = "pinned" if row["pinned"] else row["mode"]
     yield f"pool {row['pool']}: {row['policy']} (auto, {mode})"
     if row["held"]:

@@ -1,9 +1,8 @@
-"""The command `penstock chaos`: inject faults into mock TP groups and report how the gateway
-reacts.
+"""The command `penstock chaos`: inject faults into mock engines and report how the gateway reacts.
 
-This module maps actions to faults and prints the report; mockgpu implements the faults. A mock
+This module converts actions to faults and prints the report. mockgpu implements the faults. A mock
 accepts faults only on its fault injection server (`--chaos-port`), and only from its own machine.
-The address is the endpoint's `chaos` label and must be a loopback address.
+The endpoint's label `chaos` has the address of that server, which must be a loopback address.
 """
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ class ChaosAction(StrEnum):
 
 
 class Only(StrEnum):
-    """The kind of engine steps that the fault `slow` delays: those with prompt tokens, or those
-    without.
-    """
+    """Which engine steps the fault `slow` delays: those with prompt tokens, or those without."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -88,7 +85,7 @@ FactorOption = Annotated[
     Option(
         "--factor",
         min=0.01,
-        help="For the fault slow: how many times as long an engine step takes.",
+        help="For the fault slow: factor by which engine steps take longer, for example 10.",
     ),
 ]
 OnlyOption = Annotated[

@@ -131,7 +131,7 @@ documentation, so that the list of commands is printed without importing all of 
 
 
 def command_function(name: str) -> Callable[..., None]:
-    """Return the function of a command of COMMANDS."""
+    """Return the function that implements a command in COMMANDS."""
     module, _, function = COMMANDS[name][0].partition(":")
     command: Callable[..., None] = getattr(importlib.import_module(module), function)
     return command

@@ -1,4 +1,4 @@
-"""The command `penstock completion`: prints the code with which a shell completes commands."""
+"""The command `penstock completion`: prints the code that lets a shell complete commands."""
 
 from __future__ import annotations
 

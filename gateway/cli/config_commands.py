@@ -1,7 +1,7 @@
 """The commands reload, diff, rollback and history: changes of a running gateway's configuration.
 
-Each one sends requests to the admin server and prints the result. Exit codes: 0 success, 1 rejected
-or not reachable, 2 wrong usage.
+Each of them sends requests to the admin server and prints the result. Exit codes: 0 success, 1
+rejected or not reachable, 2 wrong usage.
 """
 
 from __future__ import annotations

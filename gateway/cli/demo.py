@@ -1,7 +1,7 @@
-"""The command `penstock demo`: start mock TP groups and the gateway, and print what to try next.
+"""The command `penstock demo`: start mock engines and the gateway, and print what to try next.
 
-The mocks run as subprocesses, because the gateway must not import mockgpu. They are in process
-groups of their own, so Ctrl-C reaches only this process, which then ends all of them.
+The mocks run as subprocesses, because the gateway must not import mockgpu. They have separate
+process groups. Therefore Ctrl-C reaches only this process, which then ends all of them.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ _FAULT_PORTS = 2  # at most: one for each process of mocks
 
 
 class DemoError(Exception):
-    """Raised when the demo cannot start or continue; the message says why and what to do."""
+    """Raised if the demo cannot start or continue; the message says why and what to do."""
 
 
 class DemoOptions(msgspec.Struct, frozen=True):
     """The options of the command `penstock demo`.
 
-    groups      number of mock TP groups
+    groups      number of mock TP groups (engines)
     policy      name of the routing policy
     port        port of the API
     admin_port  port of the admin server
     model       name of the model that the mocks serve
-    speed       speed of the mock TP groups relative to real time; with 2, they take half the time
+    speed       speed of the mocks relative to real time; with 2, they take half the time
     dialect     protocol by which engines hand over KV for split requests; None: requests are not
                 split
     """
@@ -72,14 +72,14 @@ class DemoOptions(msgspec.Struct, frozen=True):
 
     @property
     def prefill_groups(self) -> int:
-        """Return the number of mock TP groups that only prefill; 0 when requests are not split."""
+        """Return the number of mock TP groups that only prefill; 0 if requests are not split."""
         return self.groups // 2 if self.dialect is not None else 0
 
 
 def run_demo(demo: DemoOptions) -> int:
-    """Run the demo until Ctrl-C or SIGTERM and return the exit code.
+    """Run the demo until Ctrl-C or SIGTERM, and return the exit code.
 
-    Raises DemoError when it cannot start.
+    Raises DemoError if it cannot start.
     """
     try:
         return _run(demo)
@@ -188,7 +188,7 @@ def _find_free_ports(length: int) -> int:
             return port - length + 1
     raise DemoError(
         f"the mocks need {length} consecutive free ports between {_MOCK_PORTS.start} and "
-        f"{_MOCK_PORTS.stop - 1}, but so many are not free"
+        f"{_MOCK_PORTS.stop - 1}; end programs that use ports in this range"
     )
 
 

@@ -1,5 +1,4 @@
-"""The commands `penstock drain` and `penstock undrain`, which stop and resume routing to an
-endpoint.
+"""The commands `penstock drain` and `penstock undrain`: stop and resume routing to an endpoint.
 
 Both send a request to the admin server of a running gateway.
 """

@@ -1,4 +1,4 @@
-"""Finds out which kinds of engines answer at the URLs of `--engine`, because no file says it."""
+"""Detects the kinds of the engines at the URLs of `--engine`, as no file states them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ _KINDS_BY_OWNER: Mapping[str, EngineKind] = MappingProxyType(
 def config_with_kinds(
     urls: Sequence[str], build: Callable[[Mapping[str, str]], LoadedConfig]
 ) -> tuple[LoadedConfig, list[str]]:
-    """Find out the kinds of these engines (vLLM, SGLang, ...), and return a configuration with
-    them.
+    """Detect the kinds of these engines (vLLM, SGLang, ...), and return a configuration with them.
 
-    `build` is config_from_engines() with all arguments except `kinds`. The second result is a line
-    of text for each engine that is not vLLM, or may not be. Raises ConfigError.
+    build  config_from_engines() with all its arguments except `kinds`
+
+    The second result has a line of text for each engine that is not vLLM, or may not be. Raises
+    ConfigError.
     """
     loaded = build({})
     specs = [spec for pool in loaded.config.pools.values() for spec in pool.endpoints]

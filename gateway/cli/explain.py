@@ -1,7 +1,7 @@
 """The command `penstock explain`, which prints why a request was routed as it was.
 
-The data comes from GET /explain of a running gateway (telemetry/pick_explanation.py); this module
-only formats it.
+A running gateway computes the explanation (GET /explain, telemetry/pick_explanation.py); this
+module formats it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def explain(
         str,
         Argument(
             metavar="ID",
-            help="The x-request-id of the response whose request is to be explained; default: "
-            "the newest request.",
+            help="The x-request-id in the response to the request that is to be explained; "
+            "default: the newest request.",
         ),
     ] = NEWEST_REQUEST,
     as_json: JsonOption = False,

@@ -1,8 +1,8 @@
-"""The `penstock` command line: arguments, options and dispatch to the commands.
+"""The `penstock` command line: parses arguments and options, and runs the command.
 
-Exit codes: 0 success, 1 failure, 2 wrong usage. Each command is implemented in its own module.
-Modules that the gateway must not depend on (mockgpu, planner) and heavy modules are imported only
-when their command runs.
+Exit codes: 0 success, 1 failure, 2 wrong usage. Each command is implemented in its own module. Two
+kinds of modules are imported only when their command runs: those that the gateway must not depend
+on (mockgpu, planner), and slow ones.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def main() -> None:
 
 
 def run(words: Sequence[str]) -> None:
-    """Run the command that command-line words name.
+    """Run a command, given the words of a command line.
 
-    Raises SystemExit where it does not succeed, with status 2 for wrong words.
+    Raises SystemExit if it does not succeed, with status 2 for wrong usage.
     """
     name = words[0] if words else "--help"
     if name == "--version":

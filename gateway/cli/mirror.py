@@ -1,7 +1,7 @@
 """The command `penstock mirror`, which shows whether candidate engines answer as well as live ones.
 
-Exit status: 0 no mirror is worse than chance explains; 1 the gateway is not reachable; 2 wrong
-usage; 3 at least one mirror is worse.
+Exit codes: 0 no mirror is worse than chance explains, 1 the gateway is not reachable, 2 wrong
+usage, 3 at least one mirror is worse.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def mirror(admin: AdminAddress, as_json: JsonOption = False) -> None:
 
 
 def mirror_lines(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines of text that describe the results of one pool's mirror."""
+    """Yield lines of text about the results of one pool's mirror.
+
+    A mirror sends a share of live requests to candidate engines too, and compares the answers.
+    """
     counts = ", ".join(f"{count} {result}" for result, count in sorted(row["requests"].items()))
     yield f"pool {row['pool']} -> {row['to']}: {counts or 'no request yet'}; {row['tokens']} tokens"
     report = row["last"] or row["open"]

@@ -1,4 +1,4 @@
-"""Options of several commands: the admin server's URL and port, JSON, the policy, engine keys."""
+"""Options that several commands have: the admin server's address, JSON, policy, engine keys."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ EngineKeyOption = Annotated[
 
 
 def check_engine_key(config: Path | None, engine_key: str | None) -> None:
-    """Raise UsageError if a key for engines is given on the command line together with a
-    configuration file.
+    """Raise UsageError if the command line has both a key for engines and a configuration file.
 
-    The file contains keys of its own. A key in the environment is accepted, because it may be meant
-    for other commands.
+    The keys are then in the file. A key in the environment is accepted, because it may be meant for
+    other commands.
     """
     is_option = engine_key is not None and engine_key != os.environ.get("PENSTOCK_ENGINE_KEY")
     if config is not None and is_option:

@@ -1,7 +1,7 @@
 """The command `penstock status`: prints the state of a running gateway, from its admin server.
 
-It prints the configuration's version and problems, the number of available endpoints, shadow and
-canary policies, and drift. Exit codes: 0 success, 1 not reachable, 2 wrong usage.
+It prints the configuration's version and problems, the number of available endpoints, policies on
+trial, and workload drift. Exit codes: 0 success, 1 not reachable, 2 wrong usage.
 """
 
 from __future__ import annotations

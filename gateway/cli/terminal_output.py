@@ -10,7 +10,7 @@ from command_line import styled, write_line
 
 
 def exit_with_error(message: str) -> NoReturn:
-    """Print an error message in red on stderr and exit with status 1."""
+    """Print an error message in red on stderr, and exit with status 1."""
     print_line(message, style="red", err=True)
     raise SystemExit(1)
 
@@ -27,16 +27,16 @@ def sanitize(text: str) -> str:
 
 
 def print_line(text: str, *, style: str | None = None, err: bool = False) -> None:
-    """Print one line of plain text; `style` applies only on a terminal without NO_COLOR."""
+    """Print one line of plain text. `style` applies only on a terminal, and not with NO_COLOR."""
     stream = sys.stderr if err else sys.stdout
     write_line(styled(sanitize(text), style or "", stream), err=err)
 
 
 def is_utf8_output() -> bool:
-    """Return whether stdout can encode every character (a UTF encoding)."""
+    """Return whether stdout can encode every character, as UTF-8 can."""
     return (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
 
 
 def print_json(value: object) -> None:
-    """Print the value as indented JSON, ASCII-only if stdout cannot encode more."""
+    """Print the value as indented JSON. If stdout cannot encode all characters, escape them."""
     write_line(json.dumps(value, indent=2, ensure_ascii=not is_utf8_output()))

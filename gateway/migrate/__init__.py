@@ -1,8 +1,8 @@
 """Converts other routers' configurations to gateway.yaml, without I/O: text in, text and notes out.
 
-router_detection.py recognizes the kind of a text. There is one reader for each source; all of them
-write into a Draft, which also collects settings without a counterpart. The command is
-gateway/cli/migrate.py.
+router_detection.py detects the kind of a text. There is one reader for each router. The readers
+write into a Draft, which also collects settings that gateway.yaml has no equivalent of. The command
+is in gateway/cli/migrate.py.
 """
 
 from gateway.migrate.config_draft import Additions, Draft, MigrationError, MigrationNote

@@ -1,4 +1,4 @@
-"""Parses the command line of another router into options, and records which of them were read."""
+"""Parses the command line of another router into options, and records which of them were used."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ MAX_WORDS = 100_000
 
 
 def split_words(text: str) -> list[str]:
-    """Split the text of a shell command into words, with its quotes, comments and continued lines.
-
+    """Split a shell command into words; quotes, comments and continued lines are parsed.
     Raises MigrationError for an unclosed quote.
     """
     lexer = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars=";&|")
@@ -26,8 +25,7 @@ def split_words(text: str) -> list[str]:
 
 
 class CommandOptions:
-    """The options of a command line. Reading an option marks it, so that unread options can be
-    listed.
+    """The options of a command line. Those that no reader has read can be listed.
 
     All words up to the next option are values of an option, as in the routers' own parsers.
     """
@@ -40,7 +38,7 @@ class CommandOptions:
     def parse(cls, words: Sequence[str], prefix: str = "") -> CommandOptions:
         """Parse the words of a command line, `--name value ...` and `--name=value`.
 
-        `prefix` is a prefix that option names may have, and that is removed.
+        `prefix` is removed from option names that begin with it.
         """
         occurrences: list[tuple[str, list[str]]] = []
         for word in words:
@@ -56,27 +54,25 @@ class CommandOptions:
         return any(name == other for other, _ in self._occurrences)
 
     def values_by_occurrence(self, name: str) -> list[list[str]]:
-        """Return the values of every occurrence of an option as separate lists, and mark it as
-        read.
-        """
+        """Return the values of every occurrence of an option, as separate lists."""
         self._read.add(name)
         return [values for other, values in self._occurrences if other == name]
 
     def values(self, name: str) -> list[str]:
-        """Return the values of all occurrences of an option together, and mark it as read."""
+        """Return the values of all occurrences of an option together."""
         return [value for values in self.values_by_occurrence(name) for value in values]
 
     def last(self, name: str) -> str | None:
-        """Return the last value of an option, or None if it is absent or has no value."""
+        """Return the last value of an option; None if it is absent or has no value."""
         values = self.values(name)
         return values[-1] if values else None
 
     def flag(self, name: str) -> bool:
-        """Return whether an option without a value is set; `false` and `0` unset it."""
+        """Return whether an option is turned on. `false` and `0` as values turn it off."""
         occurrences = self.values_by_occurrence(name)
         return bool(occurrences) and occurrences[-1] not in (["false"], ["False"], ["0"])
 
     def unread_names(self) -> Iterator[str]:
-        """Yield each option of the other router's command line that has not been read, once."""
+        """Yield each option that has not been read, once."""
         names = dict.fromkeys(name for name, _ in self._occurrences)
         yield from (name for name in names if name not in self._read)

@@ -1,4 +1,4 @@
-"""A gateway.yaml under construction, with notes about everything that has no exact counterpart."""
+"""A gateway.yaml under construction, with notes about settings that have no exact equivalent."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SLUG = re.compile(r"[^a-z0-9]+")
 
 
 class MigrationError(ValueError):
-    """Raised when a configuration cannot be read, or lacks what a gateway.yaml must contain."""
+    """Raised if a configuration cannot be read, or lacks what a gateway.yaml must contain."""
 
 
 class NoteKind(StrEnum):
-    """The kind of a migration note: no counterpart, a difference, or something left to do."""
+    """The kind of a migration note: no equivalent, a difference, or something left to do."""
 
     DROPPED = "no counterpart"
     DIFFERS = "differs"
@@ -35,7 +35,7 @@ class NoteKind(StrEnum):
 class MigrationNote(msgspec.Struct, frozen=True):
     """A note for the operator about a migration.
 
-    item  the option or key of the source that the note is about
+    item  the option or key of the source that the note concerns
     """
 
     kind: NoteKind
@@ -47,8 +47,7 @@ class MigrationNote(msgspec.Struct, frozen=True):
 
 
 class Additions(msgspec.Struct, frozen=True):
-    """Values that the operator supplies for a migration, because the other router's configuration
-    lacks them.
+    """Values that the operator supplies for a migration, because the source lacks them.
 
     model    name of the model, as clients and engines use it
     engines  URLs of engines, for a source that only selects pods
@@ -72,31 +71,25 @@ class Draft:
         self._secrets: dict[str, str] = {}
 
     def set(self, value: object, *path: str) -> None:
-        """Set a value of the new configuration at a path of keys. Missing sections on the path are
-        created.
-        """
+        """Set a value of the new configuration at a path of keys; create missing sections."""
         section = self.data
         for key in path[:-1]:
             section = section.setdefault(key, {})
         section[path[-1]] = value
 
     def get(self, *path: str) -> Any:
-        """Return the value of the new configuration at a path of keys, or None if there is none."""
+        """Return the value of the new configuration at a path of keys; None if there is none."""
         section: Any = self.data
         for key in path:
             section = section.get(key) if isinstance(section, dict) else None
         return section
 
     def drop(self, item: str, reason: str) -> None:
-        """Note that an option or key of the source configuration has no counterpart in
-        gateway.yaml.
-        """
+        """Note that gateway.yaml has no equivalent of an option or key of the source."""
         self._note(NoteKind.DROPPED, item, reason)
 
     def differ(self, item: str, text: str) -> None:
-        """Note that the nearest counterpart of a source option behaves differently; the note says
-        how.
-        """
+        """Note how the nearest equivalent of a source option behaves differently."""
         self._note(NoteKind.DIFFERS, item, text)
 
     def do(self, item: str, text: str) -> None:
@@ -111,8 +104,8 @@ class Draft:
     def refer(self, secret: str, name: str, item: str) -> str:
         """Return a reference to a secret for gateway.yaml.
 
-        The result is the reference in the source or, for a secret in plain text, ${name}; a note
-        then asks the operator to set that variable.
+        If the source has a reference, it is returned in gateway.yaml's form. For a secret in plain
+        text, ${name} is returned, and a note asks the operator to set that variable.
         """
         text = with_references(secret)
         if _REFERENCE.fullmatch(text):
@@ -147,14 +140,12 @@ class Draft:
 
 
 def with_references(text: str) -> str:
-    """Return the text with its references to variables written in the form of gateway.yaml,
-    ${NAME}.
-    """
+    """Return the text with its references to variables in gateway.yaml's form, ${NAME}."""
     return _FOREIGN.sub(lambda match: f"${{{match[1] or match[2] or match[3]}}}", text)
 
 
 def variables(data: object) -> Iterator[str]:
-    """Yield the names of the variables to which references in plain data refer."""
+    """Yield the names of the variables to which plain data refers."""
     if isinstance(data, Mapping):
         for value in data.values():
             yield from variables(value)
@@ -166,7 +157,7 @@ def variables(data: object) -> Iterator[str]:
 
 
 def pool_name(model: str, taken: Mapping[str, object]) -> str:
-    """Return a short pool name made from a model's name, different from the names in `taken`."""
+    """Return a short pool name derived from a model's name, different from the names in `taken`."""
     short = _SLUG.sub("-", model.rsplit("/", 1)[-1].lower()).strip("-") or "engines"
     name, number = short, 2
     while name in taken:

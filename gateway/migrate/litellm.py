@@ -1,6 +1,4 @@
-"""Reads the config.yaml of the LiteLLM proxy, and converts the deployments that are inference
-engines.
-"""
+"""Reads the config.yaml of the LiteLLM proxy, and converts those deployments that are engines."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from gateway.migrate.config_draft import Draft, MigrationError, pool_name, with_
 class Provider(msgspec.Struct, frozen=True):
     """A provider of models that LiteLLM knows.
 
-    engine  its kind of engine in gateway.yaml
+    engine  the kind of engine for it in gateway.yaml
     url     its address
     key     name of the environment variable with its API key; "" if it needs none
     """

@@ -1,4 +1,4 @@
-"""Converts llm-d's EndpointPickerConfig: plugins, profiles, and how requests are split."""
+"""Converts llm-d's EndpointPickerConfig: plugins, profiles, and prefill/decode disaggregation."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Target(msgspec.Struct, frozen=True):
     labels     labels that select the pods; empty if the source does not contain them
     port       port of the engines in the pods
     engine     kind of engine in the pods
-    namespace  Kubernetes namespace of the pods; None: the gateway's own
+    namespace  Kubernetes namespace of the pods; None: that of the gateway
     """
 
     labels: Mapping[str, str] = {}
@@ -109,7 +109,9 @@ def convert(config: Mapping[str, Any], draft: Draft, target: Target) -> None:
 def _plugins(config: Mapping[str, Any]) -> dict[str, Plugin]:
     entries = config.get("plugins")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise MigrationError("the EndpointPickerConfig contains no plugins")
+        raise MigrationError(
+            "the EndpointPickerConfig contains no plugins, so there is nothing to convert"
+        )
     return {
         str(entry.get("name") or entry.get("type")): Plugin(
             str(entry.get("type")), entry.get("parameters") or {}
@@ -142,8 +144,8 @@ def _policy(weights: Mapping[str, float], plugins: Mapping[str, Plugin], draft: 
         plugin = plugins.get(name)
         if plugin is None:
             raise MigrationError(
-                f"schedulingProfiles refers to the plugin {name!r}, which the "
-                "list of plugins does not contain"
+                f"schedulingProfiles refers to the plugin {name!r}, which the list of plugins "
+                "does not contain"
             )
         if (family := _FAMILIES.get(plugin.kind)) is not None:
             families[family] = families.get(family, 0.0) + weight

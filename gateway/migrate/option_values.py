@@ -1,6 +1,4 @@
-"""Converts values of other routers' options to the form of gateway.yaml: numbers, durations,
-URLs.
-"""
+"""Converts option values of other routers to gateway.yaml's form: numbers, durations, URLs."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ MOST_ATTEMPTS = 16
 
 
 def text(value: str) -> str:
-    """Return a text in which references to variables have the form of gateway.yaml, ${NAME}."""
+    """Return a text with its references to variables in gateway.yaml's form, ${NAME}."""
     return with_references(value)
 
 
 def number(value: str) -> int | str:
-    """Return the whole number in another router's option, or a reference to a variable.
+    """Return an option's value as a whole number, or unchanged if it is a reference to a variable.
 
-    Raises MigrationError if the value is neither.
+    Raises MigrationError if it is neither.
     """
     value = with_references(value.strip())
     if "${" in value:
@@ -41,9 +39,9 @@ def number(value: str) -> int | str:
 
 
 def ratio(value: str) -> float | str:
-    """Return the number in another router's option, or a reference to a variable.
+    """Return an option's value as a number, or unchanged if it is a reference to a variable.
 
-    Raises MigrationError if the value is neither.
+    Raises MigrationError if it is neither.
     """
     value = with_references(value.strip())
     if "${" in value:
@@ -55,13 +53,13 @@ def ratio(value: str) -> float | str:
 
 
 def positive(value: str) -> int | str | None:
-    """Return a whole number above zero, a reference to a variable, or None for zero and less."""
+    """Return a whole number above zero, or a reference to a variable; None for zero and less."""
     count = number(value)
     return None if isinstance(count, int) and count < 1 else count
 
 
 def seconds(value: str) -> str | None:
-    """Return a duration such as "30s" from a number of seconds, or None for zero and less."""
+    """Return a number of seconds as a duration such as "30s"; None for zero and less."""
     duration = ratio(value)
     if isinstance(duration, str):
         return f"{duration}s"
@@ -69,7 +67,7 @@ def seconds(value: str) -> str | None:
 
 
 def size(value: str) -> str | None:
-    """Return a size such as "32MiB" from a number of bytes, or None for zero and less."""
+    """Return a number of bytes as a size such as "32MiB"; None for zero and less."""
     count = positive(value)
     if count is None or isinstance(count, str):
         return None if count is None else f"{count}B"
@@ -80,13 +78,13 @@ def size(value: str) -> str | None:
 
 
 def attempts(value: str) -> int | str:
-    """Return the number of attempts for a number of retries, within the gateway's limits."""
+    """Return the number of attempts that a number of retries means, within the gateway's limits."""
     retries = number(value)
     return retries if isinstance(retries, str) else max(1, min(MOST_ATTEMPTS, retries + 1))
 
 
 def log_level(value: str) -> str:
-    """Return the gateway's name for another router's log level."""
+    """Return the gateway's name of another router's log level."""
     names = {"warn": "warning", "critical": "error", "trace": "debug"}
     level = value.lower()
     return names.get(level, level)
@@ -110,14 +108,14 @@ def engine_url(value: str, item: str, draft: Draft) -> str | None:
 
 
 def host_of(url: str) -> str:
-    """Return the host of a URL, or "" if it has none."""
+    """Return the host of a URL; "" if it has none."""
     return urlsplit(url).hostname or ""
 
 
 def distinct(endpoints: list[dict[str, object]]) -> list[dict[str, object]]:
     """Return the list of endpoints without duplicates.
 
-    Of endpoints with equal URLs, only the first one stays.
+    Of several endpoints with equal URLs, the first one stays.
     """
     by_url: dict[object, dict[str, object]] = {}
     for endpoint in endpoints:

@@ -1,4 +1,4 @@
-"""The routing policies of other routers by name, each with the nearest policy of the gateway."""
+"""The routing policies of other routers, each with the nearest policy of the gateway."""
 
 from __future__ import annotations
 

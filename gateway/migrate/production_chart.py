@@ -1,4 +1,4 @@
-"""Converts the Helm values of the vLLM production stack, whose engines stay as they are."""
+"""Converts the Helm values of the vLLM production stack. Its engines stay as they are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LAYOUT: Mapping[str, str] = MappingProxyType(
 
 
 def convert_values(chart: Mapping[str, Any], draft: Draft) -> None:
-    """Write a chart's router, and the Services of its engines, into the draft of a gateway.yaml.
+    """Write a chart's router and the Services of its engines into the draft of a gateway.yaml.
 
     Raises MigrationError if they cannot be converted.
     """

@@ -123,8 +123,9 @@ def convert(options: CommandOptions, draft: Draft) -> None:
 
 
 def routing_policy(options: CommandOptions, draft: Draft) -> tuple[str, bool]:
-    """Return the routing policy for the router's --routing-logic, and whether requests are split
-    into prefill and decode.
+    """Return the routing policy for the router's --routing-logic.
+
+    The second result is whether requests are split into prefill and decode.
     """
     logic = options.last("routing-logic") or "roundrobin"
     counterpart = PRODUCTION_STACK.get(logic)

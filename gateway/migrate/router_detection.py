@@ -1,4 +1,4 @@
-"""Recognizes which router a configuration text or a command line belongs to, and converts it."""
+"""Detects to which router a configuration text or a command line belongs, and converts it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ _SHAPES = ("model_list", "routerSpec", "servingEngineSpec", "routing_logic", "se
 def convert_words(words: Sequence[str], source: str | None, additions: Additions) -> Draft:
     """Convert another router's command line to the draft of a gateway.yaml.
 
-    `source` names the router; None: the router is recognized by the program's name. Raises
-    MigrationError.
+    `source` names the router; None: it is detected from the program's name. Raises MigrationError.
     """
     program, options = _command(words)
     kind = source or program
@@ -68,7 +67,7 @@ def convert_words(words: Sequence[str], source: str | None, additions: Additions
 def convert_text(text: str, source: str | None, additions: Additions) -> Draft:
     """Convert another router's file (YAML, JSON, or shell commands) to the draft of a gateway.yaml.
 
-    `source` names the router; None: the router is recognized by the content. Raises MigrationError.
+    `source` names the router; None: it is detected from the content. Raises MigrationError.
     """
     try:
         documents = load_documents(text)

@@ -1,5 +1,6 @@
-"""The options of vllm-router, sglang-router and SMG: their counterparts, or the reason why there is
-none.
+"""The options of vllm-router, sglang-router and SMG, with their equivalents in gateway.yaml.
+
+An option without an equivalent has the reason instead.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ _POOL = ("pools", "engines")
 class Rule(msgspec.Struct, frozen=True):
     """How a router's option is migrated.
 
-    path     path of the counterpart in gateway.yaml
+    path     path of the equivalent in gateway.yaml
     convert  function that converts the option's value
-    differs  how the counterpart behaves differently; "" if it does not
+    differs  how the equivalent behaves differently; "" if it does not
     """
 
     path: tuple[str, ...]

@@ -1,6 +1,6 @@
 """Converts the command lines of vllm-router, and of sglang-router and its successor SMG.
 
-These routers come from one code base and share most of their options.
+These routers have a common code base and share most of their options.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def convert(options: CommandOptions, draft: Draft, kind: RouterKind) -> None:
 def apply_rules(
     options: CommandOptions, draft: Draft, rules: Mapping[str, vllm_sglang_options.Rule]
 ) -> None:
-    """Convert every router option that has exactly one counterpart in gateway.yaml."""
+    """Convert every router option that has exactly one equivalent in gateway.yaml."""
     for name, rule in rules.items():
         given = options.last(name)
         if given is None:
@@ -85,9 +85,9 @@ def apply_rules(
 
 
 def drop_unread(options: CommandOptions, draft: Draft, reasons: Mapping[str, str]) -> None:
-    """Add a note for every router option that was not read.
+    """Add a note for every router option that was not converted.
 
-    The entry in `reasons` with the longest matching prefix says why.
+    The entry in `reasons` with the longest matching prefix is the text of the note.
     """
     for name in options.unread_names():
         prefixes = [prefix for prefix in reasons if name.startswith(prefix)]

@@ -1,6 +1,4 @@
-"""Parses YAML files of other programs to plain data, with size limits and without custom
-objects.
-"""
+"""Parses YAML files of other programs to plain data, with limits and without custom objects."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ _MOST_ALIASES = 1000
 
 
 def load_documents(text: str) -> list[Any]:
-    """Return the YAML documents of a text as plain data. Raises MigrationError."""
+    """Return the YAML documents in a text as plain data. Raises MigrationError if it is invalid."""
     if len(text) > MAX_CHARS:
         raise MigrationError(f"the file is longer than {MAX_CHARS} characters")
     if text.count("*") > _MOST_ALIASES and text.count("&") > _MOST_ALIASES:

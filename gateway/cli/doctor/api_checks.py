@@ -11,7 +11,7 @@ from gateway.protocol.response_store_probe import shows_store
 
 
 def check_apis(responses: ProbeResult, name: str) -> Iterator[CheckFinding]:
-    """Yield findings about the APIs that the engine lists, and whether it stores responses."""
+    """Yield findings about the APIs that the engine lists, and about its store of responses."""
     paths = listed_paths(responses)
     if not paths:
         fix = "send each request that your clients use with curl"

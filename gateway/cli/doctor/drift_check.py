@@ -1,4 +1,7 @@
-"""The check of `penstock doctor` whether a running gateway reports drift from `sized_for`."""
+"""Checks for `penstock doctor` whether a running gateway reports workload drift.
+
+Workload drift means that requests no longer resemble the workload in a pool's `sized_for`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ TIMEOUT_S = 3.0
 
 
 def check_drift(config: Config) -> Iterator[CheckFinding]:
-    """Yield a finding for each pool with a `sized_for`, by asking the configured admin server."""
+    """Yield a finding for each pool with a `sized_for`, as the admin server reports its state."""
     if not config.sized_for:
         return
     try:

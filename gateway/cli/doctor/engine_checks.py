@@ -1,6 +1,4 @@
-"""Evaluates one engine's responses for `penstock doctor`: what works, what fails, and what cannot
-be observed.
-"""
+"""Evaluates an engine's responses for `penstock doctor`: what works, fails or is unknown."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ def check_engine(
     """Return the findings of `penstock doctor` about one endpoint.
 
     models     the name that the engine must list, by the name that clients send; empty if any model
-               will do
+               suffices
     split      whether requests for its models are split between prefill and decode
     elsewhere  names of models that other endpoints of its pool serve
     """
@@ -150,8 +148,9 @@ def _remedy(model: str, names: list[str]) -> str:
 
 
 def engine_kind_of(text: bytes) -> EngineKind | None:
-    """Return the kind of engine, such as vllm, to which the metric names in the text belong; None
-    if unknown.
+    """Return the kind of engine, such as vllm, that has the metric names in the text.
+
+    Returns None if the kind is unknown.
     """
     kinds = ((kind, ENGINE_TRAITS[kind].metric_prefix) for kind in EngineKind)
     return next((kind for kind, prefix in kinds if prefix and prefix in text), None)

@@ -1,6 +1,6 @@
 """Queries one engine: a few GET requests over one connection, and one request for a single token.
 
-The responses are kept unchanged; engine_checks.py evaluates them. The calls block and are meant for
+The responses are kept unchanged; engine_checks.py evaluates them. The calls block; use them in
 threads.
 """
 
@@ -33,9 +33,9 @@ class ProbeResponse(msgspec.Struct, frozen=True):
     """An HTTP response of an engine.
 
     status  the HTTP status
-    json    the body as JSON; None if it is no JSON
+    json    the body as JSON; None if it is not JSON
     text    the body as received
-    took_s  seconds from the request to the whole response
+    took_s  seconds from the request to the end of the response
     """
 
     status: int
@@ -45,14 +45,15 @@ class ProbeResponse(msgspec.Struct, frozen=True):
 
 
 class ProbeResult(msgspec.Struct):
-    """The responses of one engine to the requests of `penstock doctor`; None for a response that
-    did not arrive.
+    """The responses of one engine to the requests of `penstock doctor`.
+
+    A response that did not arrive is None.
 
     problem           why the engine could not be queried
     connection_count  connections opened for all GET requests: 1 with keep-alive
     skew_s            the engine's clock minus ours in seconds, from its Date header
     token             the response to a request for one token
-    store             the response to store_request(), which shows whether the engine keeps
+    store             the response to store_request(), which shows whether the engine stores
                       responses
     events            the response at the path that describes KV events
     """
@@ -81,7 +82,7 @@ class EncryptedConnection(http.client.HTTPSConnection):
         self._encryption = encryption
 
     def connect(self) -> None:
-        """Connect and complete the TLS handshake. Raises OSError."""
+        """Connect and complete the TLS handshake. Raises OSError if that fails."""
         address = self.host, self.port
         raw = socket.create_connection(address, self.timeout)
         try:
@@ -93,7 +94,7 @@ class EncryptedConnection(http.client.HTTPSConnection):
 
 
 class EngineConnection:
-    """A keep-alive connection to an engine, reopened when the engine has closed it."""
+    """A keep-alive connection to an engine. It is opened again if the engine has closed it."""
 
     def __init__(
         self,
@@ -116,8 +117,8 @@ class EngineConnection:
     def request(self, method: str, path: str, body: object = None) -> ProbeResponse:
         """Send one request and return the response. Raises OSError or HTTPException.
 
-        An engine may close an idle connection at any time. A request that fails on a reused
-        connection is therefore sent again on a new one.
+        An engine may close an idle connection at any time. Therefore a request that fails on a
+        reused connection is sent again on a new one.
         """
         reused = self._connection.sock is not None
         try:
@@ -178,7 +179,7 @@ def probe_engine(
     encryption   TLS settings
     events_path  path that describes KV events; "": it is not requested
 
-    Sets `problem` when the engine cannot be reached.
+    If the engine cannot be reached, `problem` of the result says why.
     """
     result, connection = ProbeResult(url), EngineConnection(url, key, encryption=encryption)
     try:
@@ -223,15 +224,16 @@ def token_request(model: str, tokens: int = 1) -> dict[str, Any]:
 
 
 def listed_paths(result: ProbeResult) -> frozenset[str]:
-    """Return the paths that the engine's OpenAPI page lists; empty if it has no such page."""
+    """Return the paths in the engine's OpenAPI page; empty if it has no such page."""
     page = result.schema.json if result.schema is not None and result.schema.status == 200 else None
     paths = page.get("paths") if isinstance(page, dict) else None
     return frozenset(paths) if isinstance(paths, dict) else frozenset()
 
 
 def listed_models(result: ProbeResult) -> dict[str, int | None]:
-    """Return the models that the engine lists, each with its context length in tokens, or None if
-    that is unknown.
+    """Return the models that the engine lists, each with its context length in tokens.
+
+    An unknown context length is None.
     """
     data = (
         result.models.json.get("data")
@@ -247,7 +249,7 @@ def listed_models(result: ProbeResult) -> dict[str, int | None]:
 def measure_decode_s(
     url: str, key: str | None, model: str, tokens: int = 32, encryption: Encryption | None = None
 ) -> float:
-    """Measure one request to an engine, and return the seconds per output token after the first.
+    """Measure one request to an engine; return the seconds per output token after the first one.
 
     Raises OSError or HTTPException.
     """

@@ -11,8 +11,8 @@ import msgspec
 class CheckVerdict(StrEnum):
     """The result of one check by `penstock doctor`.
 
-    UNKNOWN is not a failure: the answer cannot be determined from outside the engine, and `fix`
-    explains how to find out.
+    UNKNOWN is not a failure: the result cannot be determined from outside the engine. `fix` then
+    says how to find out.
     """
 
     PASS = "pass"  # not a password  # noqa: S105
@@ -43,14 +43,12 @@ def pass_finding(subject: str, check: str, seen: str) -> CheckFinding:
 
 
 def warn_finding(subject: str, check: str, seen: str, fix: str) -> CheckFinding:
-    """Return the finding of a `doctor` check that passed with a warning; `fix` is what to do about
-    it.
-    """
+    """Return the finding of a `doctor` check that passed with a warning; `fix` is what to do."""
     return CheckFinding(subject, check, CheckVerdict.WARN, seen, fix)
 
 
 def fail_finding(subject: str, check: str, seen: str, fix: str) -> CheckFinding:
-    """Return the finding of a `doctor` check that failed; `fix` is what to do about it."""
+    """Return the finding of a `doctor` check that failed; `fix` is what to do."""
     return CheckFinding(subject, check, CheckVerdict.FAIL, seen, fix)
 
 
@@ -65,8 +63,7 @@ _SEVERITY = (CheckVerdict.FAIL, CheckVerdict.WARN, CheckVerdict.UNKNOWN, CheckVe
 
 
 def group_findings(findings: Sequence[CheckFinding]) -> list[CheckFinding]:
-    """Merge equal findings about many subjects into one per check and verdict, worst verdicts
-    first.
+    """Merge equal findings about many subjects into one per check and verdict, worst ones first.
 
     With at most MAX_SUBJECTS subjects, the findings are returned unchanged.
     """

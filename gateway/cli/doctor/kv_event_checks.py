@@ -1,5 +1,6 @@
-"""Checks for `penstock doctor` whether an engine publishes KV events, which report what its prefix
-cache holds.
+"""Checks for `penstock doctor` whether an engine publishes KV events.
+
+KV events report every change of an engine's prefix cache.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _CHECK = "KV events"
 def description_path(engine: EngineKind, spec: KvEvents | None) -> str:
     """Return the path at which the engine describes its KV events.
 
-    `spec` is the endpoint's setting for KV events. Without it, the result is "": events are not
-    used.
+    `spec` is the endpoint's setting `kv_events`. Without it, the result is "", because events are
+    not used.
     """
     if spec is None:
         return ""
@@ -37,9 +38,7 @@ def description_path(engine: EngineKind, spec: KvEvents | None) -> str:
 def check_kv_events(
     responses: ProbeResult, endpoint: Endpoint, spec: KvEvents | None
 ) -> Iterator[CheckFinding]:
-    """Yield findings about an engine's KV events: which events the gateway would read, and which
-    settings are missing.
-    """
+    """Yield findings about an engine's KV events: what the gateway can read, what is missing."""
     name, response = endpoint.name, responses.events
     if spec is None or response is None:
         return

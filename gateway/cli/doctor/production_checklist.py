@@ -1,8 +1,9 @@
 """The production checklist: checks of all endpoints and the configuration, each with a verdict.
 
-An endpoint is a TP group, that is one engine. The checks follow a guide to tensor parallelism for
-inference: the smallest TP degree that fits, fast links within a group, decode speed at batch 1 and
-16, admission control, a smaller model as fallback, and failing fast. No I/O.
+An endpoint is one engine on one TP group (tensor parallelism). The checks follow a guide to tensor
+parallelism for inference. They cover the smallest TP degree that fits, fast links within a group,
+and decode speed at batch 1 and 16. They also cover admission control, a smaller model as fallback,
+and failing fast. No I/O.
 """
 
 from __future__ import annotations
@@ -44,25 +45,19 @@ class CheckedEndpoint(msgspec.Struct, frozen=True):
 
     @property
     def context_tokens(self) -> int | None:
-        """Return the length in tokens of the longest request that the engine accepts; None if
-        unknown.
-        """
+        """Return the most tokens that a request to the engine may have; None if unknown."""
         lengths = [length for length in listed_models(self.probe_result).values() if length]
         return max(lengths, default=None)
 
     @property
     def model(self) -> Llm | None:
-        """Return the built-in model shape of the model that the engine serves; None if there is
-        none.
-        """
+        """Return the built-in shape of the model that the engine serves; None if there is none."""
         names = (self.endpoint.served_model, *listed_models(self.probe_result))
         return next((MODELS[name.lower()] for name in names if name.lower() in MODELS), None)
 
     @property
     def gpu(self) -> Gpu | None:
-        """Return the GPU model that the endpoint's label `gpu` names; None if it is missing or
-        unknown.
-        """
+        """Return the GPU model in the endpoint's label `gpu`; None if it is missing or unknown."""
         return GPUS.get(self.endpoint.labels.get("gpu", "").lower())
 
     @property
@@ -92,9 +87,7 @@ class CheckedFleet(msgspec.Struct, frozen=True):
 
 
 def run_checklist(fleet: CheckedFleet) -> list[CheckFinding]:
-    """Return the findings of all checks for production, in the order of the guide that they
-    follow.
-    """
+    """Return the findings of all checks for production, in the order of the guide."""
     parts: tuple[Callable[[CheckedFleet], Iterator[CheckFinding]], ...] = (
         *(
             _fits,

@@ -1,4 +1,4 @@
-"""Checks that the configured Redis is usable: connect, PING, TIME."""
+"""Checks for `penstock doctor` that the configured Redis can be used: connect, PING, TIME."""
 
 from __future__ import annotations
 

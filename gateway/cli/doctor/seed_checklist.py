@@ -34,8 +34,8 @@ ITEM_OF_CHECK: Mapping[str, int] = MappingProxyType(
 def seed_findings(findings: Sequence[CheckFinding]) -> list[CheckFinding]:
     """Return the checklist's findings in the order of the items, each preceded by its number.
 
-    Problems of the file and of unreachable engines come first, because they are the reason why some
-    items have no result.
+    Problems of the file and of unreachable engines come first: because of them, some items have no
+    result.
     """
     numbered = [
         (ITEM_OF_CHECK[finding.check], finding)

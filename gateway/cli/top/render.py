@@ -1,6 +1,6 @@
 """Draws the live view with the library rich: totals, endpoints, KV flow, and the diagnosis.
 
-All functions are pure: they turn a view into rich renderables.
+All functions are pure: they convert a view to rich renderables.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ RIGHT_ALIGNED = frozenset(COLUMNS[4:12])
 
 
 def render_view(view: View) -> Group:
-    """Return the complete live view as a rich renderable, from the totals at the top to the
-    diagnosis.
-    """
+    """Return the complete live view as a rich renderable, from the totals to the diagnosis."""
     parts: list[Any] = [*render_heading(view), "", render_fleet(view["endpoints"])]
     if view["flow"]["pairs"]:
         parts += ["", render_flow(view["flow"])]
@@ -59,8 +57,9 @@ def render_view(view: View) -> Group:
 
 
 def render_heading(view: View) -> list[Text]:
-    """Return the heading of the live view: two lines of totals, and a line of SLO attainment if
-    there were requests.
+    """Return the heading of the live view: two lines of totals.
+
+    If there were requests, a third line shows how many met their latency targets (SLO attainment).
     """
     totals = view["totals"]
     config = view["config"]
@@ -130,9 +129,7 @@ def endpoint_cells(row: Mapping[str, Any]) -> list[Text]:
 
 
 def state_text(row: Mapping[str, Any]) -> str:
-    """Return an endpoint's state as text for the live view, such as `up` or `OUT 14s
-    connect_failed`.
-    """
+    """Return an endpoint's state as text, such as `up` or `OUT 14s connect_failed`."""
     state = STATE_NAMES.get(row["state"], row["state"])
     if row["state"] in ("up", "drained", "draining", "leaving") or row["since_s"] is None:
         return str(state)
@@ -186,7 +183,7 @@ def render_diagnosis(why: Sequence[Mapping[str, Any]]) -> list[Text]:
 
 
 def sparkline(values: Sequence[int]) -> str:
-    """Return a line of SPARK_WIDTH bar characters, each for the largest value of its interval."""
+    """Return a line of SPARK_WIDTH bars, each of which shows the largest value of its interval."""
     if not values:
         return ""
     width = max(1, len(values) // SPARK_WIDTH)
@@ -196,7 +193,7 @@ def sparkline(values: Sequence[int]) -> str:
 
 
 def percent_text(share: float | None) -> str:
-    """Return a ratio (0 to 1) as text, for example "61.3%"; a dash for None."""
+    """Return a ratio (0 to 1) as text, for example "61.3%"; None gives a dash."""
     return MISSING if share is None else f"{share * 100:.1f}%"
 
 
@@ -210,7 +207,7 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Return a duration in seconds as text: 0.85s, 12ms, or a dash for None."""
+    """Return a duration in seconds as text, for example 0.85s or 12ms; None gives a dash."""
     if seconds is None:
         return MISSING
     return f"{seconds * 1000:.0f}ms" if seconds < 0.9995 else f"{seconds:.2f}s"

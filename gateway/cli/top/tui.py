@@ -1,8 +1,7 @@
-"""The interactive version of `penstock top`, built on the library textual: the live view with a
-cursor and keys.
+"""The interactive version of `penstock top`: the live view with a cursor and keys.
 
-This module has the widgets and keys. render.py draws the view; AdminClient sends requests. It needs
-the extra `top`.
+This module has the widgets and keys, built on the library textual (the extra `top`). render.py
+draws the view, and AdminClient sends requests.
 """
 
 from __future__ import annotations
@@ -34,8 +33,9 @@ from gateway.cli.top.render import (
 
 
 class ViewSource(Protocol):
-    """The interface of a client that provides views and sends requests: AdminClient, or a fake in
-    tests.
+    """The interface of a client that provides views and sends requests.
+
+    AdminClient implements it, and so do fakes in tests.
     """
 
     def try_request(self, method: str, path: str) -> Any: ...
@@ -85,7 +85,7 @@ class ConfirmDialog(ModalScreen[bool]):
 class TopApp(App[None]):
     """The terminal application, which redraws the live view twice a second.
 
-    `current_view` is the view on the screen, empty before the first frame.
+    `current_view` is the view on the screen. It is empty before the first frame.
     """
 
     TITLE = "penstock"
