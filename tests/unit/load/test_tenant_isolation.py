@@ -14,7 +14,16 @@ from random import Random
 import pytest
 
 from bench.load import tenant_isolation
-from bench.load.tenant_isolation import Area, Figures, area, kept_stderr
+from bench.load.tenant_isolation import (
+    AnswerFacts,
+    Area,
+    Figures,
+    Scores,
+    area,
+    kept_stderr,
+    reorder,
+    run_probes,
+)
 from tests.e2e.processes import GatewayProcess, kill_leaked, run_process
 
 
@@ -44,11 +53,12 @@ async def test_the_probes_of_the_command_line_are_sent_and_judged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     guess, cached = Area(0.5, 0.49, 0.51), {"on": 0.48, "off": 0.48}
+    prefix, by_length = Scores(guess, guess), Scores(guess, Area(0.54, 0.52, 0.56))
 
     async def measure_mode(
         engines: Sequence[str], options: argparse.Namespace, isolate: str, probes_a_side: int
     ) -> Figures:
-        return Figures(isolate, probes_a_side, guess, guess, cached[isolate])
+        return Figures(isolate, probes_a_side, prefix, by_length, cached[isolate])
 
     monkeypatch.setattr(tenant_isolation, "measure_mode", measure_mode)
     monkeypatch.setattr(sys, "argv", ["tenant_isolation", "--probes", "600"])
@@ -59,6 +69,43 @@ async def test_the_probes_of_the_command_line_are_sent_and_judged(
     assert "isolate off: 60 probes per side" in printed
     cached["on"] = 0.46
     assert await tenant_isolation.run(options, []) == 1
+
+
+class EngineOfLengths:
+    """A client's view of an engine that answers a length sooner which it has seen before, and that
+    caches prompts if `is_shared`.
+    """
+
+    def __init__(self, *, is_shared: bool) -> None:
+        self._lengths, self._prompts = set[int](), set[str]()
+        self._is_shared, self._rng = is_shared, Random(7)
+
+    async def send(self, tenant: str, prompt: str) -> AnswerFacts:
+        length = len(prompt)
+        is_hit = self._is_shared and prompt in self._prompts
+        ttft_s = 0.030 - 0.010 * is_hit - 0.002 * (length in self._lengths)
+        self._lengths.add(length)
+        self._prompts.add(prompt)
+        cached = 128 if is_hit else 0
+        return AnswerFacts(ttft_s + self._rng.gauss(0.0, 0.002), cached, len(prompt))
+
+
+async def test_work_kept_by_length_is_told_apart_from_a_shared_prefix() -> None:
+    reordered, unrelated = await run_probes(EngineOfLengths(is_shared=False), 400, 60, Random(1))
+    assert reordered.is_a_guess
+    assert unrelated.by_usage.is_a_guess
+    assert not unrelated.by_ttft.is_a_guess
+    reordered, _ = await run_probes(EngineOfLengths(is_shared=True), 40, 60, Random(1))
+    assert reordered.by_usage.auc == 1.0
+    assert reordered.by_ttft.low > 0.55
+
+
+def test_a_reordered_prompt_has_the_same_words_and_the_same_first_one() -> None:
+    prompt = "a1 the water runs over the dam"
+    other = reorder(Random(2), prompt)
+    assert other != prompt
+    assert other.split()[0] == "a1"
+    assert sorted(other.split()) == sorted(prompt.split())
 
 
 def test_a_gateway_that_ran_too_long_is_named_and_its_stderr_is_kept(
