@@ -29,8 +29,18 @@ from tests.real.engines import (
     free_ports,
     penstock_connector,
 )
+from tests.real.fronts import gateway
+from tests.real.replies import send
 from tests.real.test_connector import handoff_of
 
+TENANTS = """
+models: [{{name: tiny, pool: main}}]
+pools: {{main: {{endpoints: [{{url: '{0}', max_concurrency: 8}}]}}}}
+cache: {{isolate: required, secret: a-secret-of-this-test}}
+tenants: [{{name: acme, key: sk-acme}}, {{name: zeta, key: sk-zeta}}]
+health: {{timeout: 5s, progress: 60s, interval: 500ms}}
+scrape: {{timeout: 5s, interval: 500ms}}
+"""
 WORDS = 1500  # of the longest prompts
 ROUNDS = 12
 WAIT_S = 30.0
@@ -212,6 +222,38 @@ async def test_another_tenant_never_gets_stored_blocks(
         answer = await ask(other.url, asked | ({"cache_salt": salt} if salt else {}))
         assert differences(answer, mine) == []
         assert await found(other) - before == wanted
+
+
+async def test_a_gateway_s_tenants_find_their_own_stored_blocks_and_no_others(
+    idle: tuple[Store, Engine, Engine], tmp_path: Path
+) -> None:
+    # Two gateways with one secret, each before one engine.
+    _, engine, other = idle
+    asked = body(prompt(400, seed=7251))
+
+    async def ask_as(tenant: str, url: str) -> dict[str, Any]:
+        headers = {"authorization": f"Bearer sk-{tenant}"}
+        reply = await send(url, "/v1/chat/completions", asked, headers=headers)
+        assert reply.status == 200, reply
+        answer: dict[str, Any] = reply.body
+        return answer
+
+    folders = tmp_path / "first", tmp_path / "second"
+    for folder in folders:
+        folder.mkdir()
+    with (
+        gateway(folders[0], TENANTS.format(engine.url)) as first,
+        gateway(folders[1], TENANTS.format(other.url)) as second,
+    ):
+        computed = await ask_as("acme", first.url)
+        stored = (computed["usage"]["prompt_tokens"] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        await forget_prompts(engine)
+        for tenant, wanted in (("zeta", 0), ("acme", stored)):
+            before = await found(other)
+            answer = await ask_as(tenant, second.url)
+            assert await found(other) - before == wanted
+            text = answer["choices"][0]["message"]["content"]
+            assert text == computed["choices"][0]["message"]["content"]
 
 
 async def test_a_restarted_engine_finds_what_it_had_stored(
