@@ -359,7 +359,7 @@ class Exchange:
         self.status, self.outcome, self.reason = 0, "preempted", None
 
     def set_cancelled(self) -> None:
-        """Record that the request's task was cancelled, by its client or by preempt()."""
+        """Record that the request's task was cancelled: by its client, or after set_preempted()."""
         if self.outcome != "preempted":
             self.set_client_gone()
 

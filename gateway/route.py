@@ -229,6 +229,7 @@ class Gateway:
 
     def offer_to_mirror(self, exchange: Exchange, pool: str, call: Call) -> None:
         """Let the pool's mirror, if there is one, decide whether to sample a parsed request.
+
         A mirror compares answers to sampled requests with those of candidate engines.
         """
         if self.mirrors is not None:

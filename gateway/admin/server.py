@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 def admin_application(target: GatewayInterface) -> web.Application:
     """Return the admin server's aiohttp application.
 
-    Only its pages of the configuration and its pages that drain an endpoint change anything.
+    It changes the gateway only through the pages of the configuration and those that drain an
+    endpoint.
     """
     server = web.Application(
         middlewares=[access_middleware(lambda: target.gateway.snapshot.config)],

@@ -376,7 +376,7 @@ class PoolQueue:
 
 
 def shed_error(shed: Shed) -> GatewayError:
-    """Return the error that the client receives for a rejected (shed) request."""
+    """Return the client's error for a request that the admission policy has refused (shed)."""
     if shed.reason == "no_capacity":
         return GatewayError(Failure.NO_CAPACITY, shed.detail, retry_after_s=1.0)
     failure = SHED_FAILURES.get(shed.reason, Failure.SHED)

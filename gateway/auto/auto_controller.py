@@ -235,6 +235,7 @@ class AutoPolicyController:
 
     async def set_pin(self, pool: str, *, is_pinned: bool) -> ChangeResult:
         """Pin the pool's routing policy, so that nothing changes it automatically, or unpin it.
+
         Raises UnknownPoolError for a pool without the section `auto`.
         """
         state, auto = self._states.get(pool), self._auto_pools().get(pool)

@@ -1,4 +1,5 @@
 """Starts the process that replays the access log with several policies, once per comparison.
+
 The process limits its CPU use (planner/auto/cpu_budget.py). It ends when its standard input closes,
 which also happens when the gateway is killed.
 """

@@ -1,4 +1,5 @@
 """Receives the answer to one request of a batch, and keeps the start of an interrupted answer.
+
 LineClient takes the place of a client's connection. If an answer can be continued token for token,
 it is requested as a stream. StreamedAnswer joins the events of the stream to the body of a whole
 answer. No I/O.
@@ -36,6 +37,7 @@ _encode = msgspec.json.Encoder().encode
 
 def streamed_body(body: bytes, api: Api) -> tuple[bytes, ContinuationTerms] | None:
     """Return the body of the same request as a stream, and how the stream can be continued.
+
     Returns None if the answer could not be continued exactly. Such a request is sent unchanged.
     """
     if not api.can_resume:

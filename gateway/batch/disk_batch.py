@@ -19,7 +19,7 @@ from gateway.batch.storage import LeaseLostError
 
 
 class DiskBatch:
-    """The folder of one batch; it implements ClaimedBatch of gateway/batch/storage.py."""
+    """A batch in a folder on disk. It implements ClaimedBatch (gateway/batch/storage.py)."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 
 
 def new_id(prefix: str) -> str:
-    """Return a new random id that cannot be guessed, with the given prefix."""
+    """Return a new random id with the given prefix. It cannot be guessed."""
     return prefix + secrets.token_hex(16)
 
 

@@ -138,7 +138,8 @@ class BatchPages:
                     value += piece
                     if len(value) > MAX_FIELD_BYTES:
                         raise _bad(
-                            f"The form field '{part.name[:64]}' is too long.", part.name[:64]
+                            f"The form field '{part.name[:64]}' exceeds {MAX_FIELD_BYTES} bytes.",
+                            part.name[:64],
                         )
                 fields[part.name] = value.decode("utf-8", "replace")
             else:

@@ -141,7 +141,7 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> None:
 
 
 def check_purpose(file: FileRecord) -> None:
-    """Raise GatewayError unless the file was uploaded as input of a batch."""
+    """Raise GatewayError if the file was not uploaded with the purpose `batch`."""
     if file.purpose != "batch":
         message = f"The file's purpose must be 'batch', not '{file.purpose}'."
         raise _bad(message, "input_file_id")

@@ -176,6 +176,7 @@ class OwnedBatch:
 
     def take_next(self, now: float) -> int | None:
         """Return the index of the request to run next at monotonic time `now`; None if none is due.
+
         Interrupted requests come first, then those whose next attempt is due.
         """
         if self.is_blocked:

@@ -114,6 +114,7 @@ class PoolView:
 
     def reserve(self, section: BatchApi) -> int:
         """Return how many batch requests may run at any load, as their completion windows end soon.
+
         `section` is the section `batch` of the configuration, whose `reserve` is a share of the
         pool's capacity.
         """

@@ -142,6 +142,7 @@ class RequestAttempt:
 
     def keep(self) -> KeptAnswer | None:
         """Return the part of the answer that another attempt can continue if this one is cancelled.
+
         Returns None if there is none; the next attempt then generates the answer from the
         beginning. There is none after the finish reason, because another engine would continue
         beyond the end.

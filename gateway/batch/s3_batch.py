@@ -45,7 +45,7 @@ class LeasedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class S3Batch:
-    """The objects of one batch; it implements ClaimedBatch of gateway/batch/storage.py."""
+    """A batch stored as objects in S3. It implements ClaimedBatch (gateway/batch/storage.py)."""
 
     def __init__(
         self,

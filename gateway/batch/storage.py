@@ -87,7 +87,7 @@ class BatchJournal(Protocol):
         """
 
     def close(self) -> None:
-        """Close the journal, once an append() in another thread has ended."""
+        """Close the journal. Waits until an append() in another thread has ended."""
 
 
 class ClaimedBatch(Protocol):

@@ -64,7 +64,7 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 
 class UsageSum:
-    """The sum of the usage in lines of a batch's output file."""
+    """Sums the usage in the lines of a batch's output file."""
 
     def __init__(self) -> None:
         self._totals = [0, 0, 0, 0]

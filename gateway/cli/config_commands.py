@@ -48,7 +48,7 @@ def diff(
     file: Annotated[
         Path | None,
         Argument(
-            help="Configuration file to compare with the one in force; default: the "
+            help="Configuration file to compare with the running one; default: the "
             "gateway's own file."
         ),
     ] = None,

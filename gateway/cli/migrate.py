@@ -68,7 +68,8 @@ def migrate(
 ) -> None:
     """Convert another router's command line or configuration file to a gateway.yaml.
 
-    Settings without a counterpart, and steps that remain to be done, are listed on stderr.
+    Settings that gateway.yaml has no equivalent of, and steps that remain to be done, are listed on
+    stderr.
     """
     if kind is not None and kind not in SOURCES:
         raise UsageError(f"--from: the kind of router must be one of {', '.join(SOURCES)}")

@@ -42,7 +42,7 @@ LastOption = Annotated[
     Option(
         "--last",
         metavar="TIME",
-        help="Length of the period, up to the end of the access log, whose requests are replayed.",
+        help="Length of the period to replay, at the end of the access log; for example 1h.",
     ),
 ]
 LogOption = Annotated[

@@ -176,8 +176,9 @@ def free_by_refuser(attempt: AttemptState) -> None:
     """Free the KV of a request that the decode engine refused as invalid.
 
     A release request makes the decode engine fetch the KV and discard it, and the prefill engine
-    then frees it. The release request is valid: the prefill engine accepted the same prompt, so the
-    refusal was about a member that only the decode request has, such as max_tokens or logprobs.
+    then frees it. The decode engine accepts this request: the prefill engine accepted the same
+    prompt, so the refusal must concern a member that only the decode request has, such as
+    max_tokens.
     """
     if attempt.handover is not None and _may_keep_kv(attempt):
         _release_kv(attempt, attempt.handover, attempt.decode_reservation, "refused")

@@ -185,7 +185,7 @@ class Handoffs:
                 return number
 
     def give_back_number(self, number: int) -> None:
-        """Make the number of a finished handoff available for new handoffs."""
+        """Release the number of a finished handoff, so that a new handoff may get it."""
         self._numbers.discard(number)
 
     @property

@@ -173,7 +173,7 @@ class LegRequests:
     def release(self) -> None:
         """Free the client's request body.
 
-        The Call does the same at the first token of the answer.
+        The Call also frees its body, at the first token of the answer.
         """
         self._members = {}
 

@@ -151,12 +151,14 @@ class SpeedMonitor:
     ) -> tuple[list[LiveEndpoint], list[LiveEndpoint]]:
         """Return two lists: endpoints with possibly late requests, and endpoints to throttle.
 
-        Requests may be late at two kinds of endpoints: where the current prefill step takes much
-        longer than at peers, and where the endpoint was late before or may be slow. Call this every
-        STALL_CHECK_S seconds. Each call looks at a part of the endpoints, COHORTS_AT_ONCE cohorts.
+        Requests may be late at two kinds of endpoints:
 
-        After a long pause between two calls, both lists are empty. The gateway itself was delayed
-        then, so the age of a step shows nothing.
+        - the current prefill step takes much longer than at peers
+        - the endpoint was late before or may be slow
+
+        Call this every STALL_CHECK_S seconds. Each call looks at a part of the endpoints,
+        COHORTS_AT_ONCE cohorts. After a long pause between two calls, both lists are empty: the
+        gateway itself was delayed then, so the age of a step shows nothing.
         """
         elapsed_s, self._checked_at = now - self._checked_at, now
         if elapsed_s > LATE_CHECKS * STALL_CHECK_S or not self.limits.factor:

@@ -429,7 +429,7 @@ class Hedger:
 def may_hedge(client: Client, route: HedgedRoute) -> bool:
     """Return whether a request may be sent to two endpoints at the same time.
 
-    It may not if the client has turned hedging off, or if its model resumes broken streams: the
-    tokens that the client has are recorded for one endpoint only.
+    It may not if the client has turned hedging off. It may not either if its model resumes broken
+    streams: the tokens that the client has are recorded for one endpoint only.
     """
     return route.resume is None and client.headers.get(HEDGE_HEADER) != "off"

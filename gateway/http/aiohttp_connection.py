@@ -5,8 +5,11 @@ AiohttpConnection takes over the connection. It serves requests to generate an a
 the parser, without aiohttp's Request, router and Response objects. All other requests go through
 aiohttp's application.
 
-It enforces limits that aiohttp lacks: timeouts for headers and body, the number of chunks of a
-body, and the refusal of large (413) or encoded bodies before they are received.
+It enforces limits that aiohttp lacks:
+
+- timeouts for headers and body
+- the number of chunks of a body
+- the refusal of large (413) or encoded bodies before they are received
 """
 
 from __future__ import annotations
@@ -204,6 +207,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
 
     def take_over(self, data: bytes, since: float | None) -> None:
         """Take over a connection from FastConnection, with the bytes that it has not served.
+
         `since` is the monotonic time at which an incomplete request head began; None if there is
         none.
         """

@@ -25,6 +25,7 @@ class CloseQueue:
 
     def defer_close(self, transport: asyncio.Transport | None) -> bool:
         """Queue a connection whose client has disconnected; return whether the queue closes it.
+
         If it returns False, the caller has to close it now, as the event loop does when
         eof_received() returns False. This is so for TLS connections, which the event loop closes in
         any case.

@@ -113,7 +113,7 @@ def limit_receive_buffers(listening: Iterable[socket.socket], memory_bytes: int)
     """Limit each accepted connection to `memory_bytes` of kernel memory for received, unread bytes.
 
     Without a limit, the kernel enlarges this buffer while the gateway reads, often to 32 MiB (the
-    maximum of tcp_rmem), and keeps what has arrived when reading is paused. The limit also caps the
+    maximum of tcp_rmem). When reading is paused, it keeps what has arrived. The limit also caps the
     speed of uploads. It can be set up to twice net.core.rmem_max.
     """
     for listener in listening:

@@ -140,6 +140,7 @@ class UpstreamConnection:
 
     def half_close(self) -> None:
         """Half-close the connection: the engine cancels the request, but can end its response.
+
         TLS has no half-close here. The engine notices the cancellation only when the caller closes
         the connection.
         """

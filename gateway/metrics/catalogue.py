@@ -130,6 +130,7 @@ class Metrics:
 
     def collect(self, unix_offset: float | None = None) -> Iterator[FamilyReading]:
         """Yield the metric families' values one by one, so that other work can run in between.
+
         unix_offset  Unix time minus monotonic time in seconds, for the times of exemplars; None
                      leaves exemplars out
         """

@@ -276,7 +276,7 @@ class MetricFamily(Generic[MetricT]):
             values.clear()
 
     def children(self) -> Iterator[tuple[tuple[str, ...], MetricT]]:
-        """Yield every child with its label values, in order of creation."""
+        """Yield each value object with its label values, in order of creation."""
         return iter(self._children.items())
 
     def _add(self, values: tuple[str, ...]) -> MetricT:

@@ -12,6 +12,7 @@ MAX_WORDS = 100_000
 
 def split_words(text: str) -> list[str]:
     """Split a shell command into words; quotes, comments and continued lines are parsed.
+
     Raises MigrationError for an unclosed quote.
     """
     lexer = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars=";&|")

@@ -130,7 +130,9 @@ def routing_policy(options: CommandOptions, draft: Draft) -> tuple[str, bool]:
     logic = options.last("routing-logic") or "roundrobin"
     counterpart = PRODUCTION_STACK.get(logic)
     if counterpart is None:
-        raise MigrationError(f"--routing-logic: the value {logic!r} is unknown")
+        raise MigrationError(
+            f"--routing-logic: {logic!r} is unknown; known are {', '.join(PRODUCTION_STACK)}"
+        )
     if counterpart.differs:
         draft.differ(f"--routing-logic {logic}", f"{counterpart.policy}: {counterpart.differs}")
     key = options.last("session-key")

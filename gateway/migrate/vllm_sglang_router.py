@@ -100,7 +100,7 @@ def _policy(options: CommandOptions, draft: Draft) -> object:
     name = options.last("prefill-policy") or default
     counterpart = ROUTERS.get(name)
     if counterpart is None:
-        raise MigrationError(f"--policy: {name!r} is not a policy of this router")
+        raise MigrationError(f"--policy: {name!r} is unknown; known are {', '.join(ROUTERS)}")
     if counterpart.differs:
         draft.differ(f"--policy {name}", f"{counterpart.policy}: {counterpart.differs}")
     if (decode := options.last("decode-policy")) is not None:

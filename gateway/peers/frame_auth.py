@@ -131,7 +131,7 @@ class FrameAuth:
             del self._last_counts[next(iter(self._last_counts))]
 
     def digest(self, name: str) -> int:
-        """Return the 64-bit number for a name, equal in all gateways with the same secret."""
+        """Return a 64-bit keyed hash of a name, equal in all gateways with the same secret."""
         return _digest(name, self._name_key)
 
     def digests(self, name: str) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
 """Ids of stored responses that show the gateway which engine stores them, without a table.
+
 An id consists of three parts:
 
 - A number. Its first half is that of the previous response, so all responses of a conversation

@@ -132,7 +132,7 @@ class Accounting:
         self._children: dict[tuple[str, str, int, str], _MetricChildren] = {}
 
     def configure(self, config: Observability) -> None:
-        """Apply the observability settings of a new configuration."""
+        """Apply a new section `observability`: tenant labels, traces and kept explanations."""
         self.slo_tracker.set_tenant_labels(config.tenants)
         self._traces.configure(config.traces)
         self.tracer = self._traces.active

@@ -1,9 +1,14 @@
 """Mirrors: a share of live requests is also sent to candidate engines, to compare the answers.
 
-When the client of a sampled request has its whole answer, three copies are sent one after another,
-at temperature 0: to the engine that served it, to a candidate, and to the first engine again. The
-difference between the first engine's two answers is the noise floor. The answers are compared as in
-`penstock golden run` (policies/golden).
+When the client of a sampled request has its whole answer, three copies of the request are sent one
+after another, at temperature 0:
+
+- to the engine that served it
+- to a candidate engine
+- to the first engine again
+
+The difference between the first engine's two answers is the noise floor. The answers are compared
+as in `penstock golden run` (policies/golden).
 
 Copies bypass admission control, reserve no capacity, and are not counted in usage, quotas or SLOs.
 Prompts and answers are dropped after their comparison.

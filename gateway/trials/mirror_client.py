@@ -39,6 +39,7 @@ class MirrorClient:
         salt: bytes,
     ) -> MirroredAnswer:
         """Return an endpoint's answer at temperature 0, with token probabilities if available.
+
         model  the engine's name of the model; None or an unlisted name: the first model that the
                engine lists
         salt   the client's cache salt, for engines that accept one

@@ -1,4 +1,4 @@
-"""URLs from a host and a port."""
+"""Builds URLs from a host and a port."""
 
 from __future__ import annotations
 

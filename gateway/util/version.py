@@ -31,7 +31,7 @@ def is_compiled() -> bool:
 
 
 def version_facts() -> dict[str, str | bool]:
-    """Return what `penstock version --json` prints."""
+    """Return the output of `penstock version --json`: versions, and whether code is compiled."""
     return {
         "penstock": program_version(),
         "python": platform.python_version(),
@@ -40,5 +40,5 @@ def version_facts() -> dict[str, str | bool]:
 
 
 def version_line() -> str:
-    """Return the line that `penstock version` prints."""
+    """Return the line that `penstock version` prints: versions, and how the hot path runs."""
     return f"penstock {program_version()} (Python {platform.python_version()}, {build_kind()})"

@@ -91,7 +91,7 @@ def _shadow(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def merge_mirrors(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mirrors of the only worker that has mirrors."""
+    """Return the results of the mirrors, which only one of the workers has."""
     return {"mirrors": [row for page in pages for row in page["mirrors"]]}
 
 

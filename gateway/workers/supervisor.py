@@ -237,8 +237,7 @@ class Supervisor:
             workers += await asyncio.gather(*(self._start_worker(slot) for slot in others))
         if not all(workers):
             raise RuntimeError(
-                "a worker process did not become ready; the messages that it has logged above "
-                "give the reason"
+                "a worker process did not become ready; its log messages above give the reason"
             )
 
     async def stop_being_ready(self) -> None:

@@ -83,20 +83,27 @@ def doctor(
     ] = None,
     engine_key: EngineKeyOption = None,
     measure: Annotated[
-        bool, Option("--measure", help="Also measure decode speed at batch 1 and 16.")
+        bool,
+        Option(
+            "--measure", help="Also measure each engine's decode speed, at batch sizes 1 and 16."
+        ),
     ] = False,
     quiet: Annotated[
         bool,
         Option("--quiet", help="Do not send a test request for one token to the engines."),
     ] = False,
     every: Annotated[
-        bool, Option("--all", help="Print one row per engine, even for many engines.")
+        bool,
+        Option(
+            "--all",
+            help="Print one row per engine; by default, equal rows of many engines are merged.",
+        ),
     ] = False,
     seeds: Annotated[
         bool,
         Option(
             "--seeds",
-            help="Print only the production checklist (items 86 to 97 of `penstock seeds`).",
+            help="Print only the checklist for production (items 86 to 97 of `penstock seeds`).",
         ),
     ] = False,
     as_json: JsonOption = False,

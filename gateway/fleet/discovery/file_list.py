@@ -112,7 +112,7 @@ class FileSource:
     def _parse_item(self, index: int, item: Any) -> EndpointSpec:
         own = {"url": item} if isinstance(item, str) else item
         if not isinstance(own, dict):
-            raise ValueError("an item of the file is neither a URL nor a mapping with a url")
+            raise ValueError(f"entry {index + 1} must be a URL or a mapping with a url")
         shared = {name: getattr(self._traits, name) for name in self._traits.model_fields_set}
         try:
             return EndpointSpec.model_validate(

@@ -2,8 +2,10 @@
 
 It calls the HTTP API of Kubernetes with the pod's service account, which needs the permissions
 `list` and `watch` for endpointslices. When a watch ends, the next one continues at the last version
-seen. The slices are listed again in two cases: after status 410 (the API server no longer has the
-changes since that version), and after two failures in a row without an event.
+seen. The slices are listed again in two cases:
+
+- The response is 410: the API server no longer has all changes since that version.
+- Two watches in a row have failed without an event.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class ExactPrefixes:
         self._lora_names: frozenset[str] = frozenset()
 
     def new_source(self, *, has_replay: bool) -> EventSource:
-        """Return a new source of KV events, whose reported blocks enter this index."""
+        """Create a source of KV events for one engine rank, whose blocks enter this index."""
         return EventSource(self.cached, has_replay=has_replay)
 
     def remove(self, slot: int) -> None:

@@ -62,9 +62,9 @@ def new_cache_salts(config: Config) -> CacheSalts:
 
 
 def group_by_domain(tenants: Sequence[Tenant]) -> dict[bytes, list[Tenant]]:
-    """Return which tenants share cached prompts, as lists of tenants by the name of the group.
+    """Group the tenants that share cached prompts.
 
-    A tenant without a cache group is the only member of a group with its name.
+    The key is `group NAME` for tenants with a cache group, else `tenant NAME`, as bytes.
     """
     groups: dict[bytes, list[Tenant]] = {}
     for tenant in tenants:

@@ -78,7 +78,7 @@ def edit_form(body: bytes, model: str, drop: Set[str] = frozenset()) -> bytes:
 
 
 def form_type(body: bytes) -> bytes:
-    """Return the value of the Content-Type header for a form."""
+    """Return the Content-Type header for a form with this body. It names the form's boundary."""
     return b'multipart/form-data; boundary="%b"' % body[2 : 2 + _boundary_length(body)]
 
 

@@ -41,7 +41,7 @@ ONE_PROMPT = Prompts()
 def read_prompts(members: Mapping[str, msgspec.Raw], name: str, most: int) -> Prompts:
     """Count the prompts in the member `name` of a request.
 
-    Raises GatewayError if there are more than `most`.
+    Raises GatewayError if there are more than `most` prompts.
     """
     prompts = _read(members[name], name, most)
     embeds = members.get(EMBEDS_MEMBER)

@@ -83,8 +83,7 @@ def parse_head(head: bytes) -> ResponseHead:
     fields, once = dict(pairs), [name for name, _ in pairs if name in _ONCE]
     if len(set(once)) != len(once):
         raise FramingError(
-            "the engine's response has the same header twice, one that determines where the "
-            "body ends"
+            "the engine's response has Content-Length, Content-Encoding or Transfer-Encoding twice"
         )
     length, coding = fields.get(b"content-length"), fields.get(b"transfer-encoding")
     if coding is not None and (coding != b"chunked" or length is not None):

@@ -1,4 +1,5 @@
 """Limits how much of a response is processed at once, so that other requests do not wait. No I/O.
+
 A few bytes of an engine may cause much work. An example is the last event of a translated stream,
 which repeats the whole answer. Such work is done in steps of at most about a millisecond.
 """

@@ -58,7 +58,7 @@ def echo(request: bytes) -> dict[str, Any]:
 def from_chat(body: bytes | bytearray, model: str, echoed: Mapping[str, Any]) -> Iterator[bytes]:
     """Translate a chat completion to a response of `model`; return its JSON in pieces.
 
-    `echoed` is what echo() returned. Raises TranslationError if the completion is malformed.
+    `echoed` is the result of echo(). Raises TranslationError if the completion is malformed.
     """
     answer = read_answer(body)
     if not answer.choices:
@@ -86,7 +86,8 @@ def from_chat(body: bytes | bytearray, model: str, echoed: Mapping[str, Any]) ->
 def response_head(key: str, model: str, created: int, echoed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the object of a response in progress, without any output.
 
-    `key` is the engine's id of the completion, `created` is in Unix seconds.
+    key      the engine's id of the completion
+    created  Unix time in seconds
     """
     return {
         "id": f"resp_{key}",
@@ -181,7 +182,7 @@ def call_item(
 ) -> dict[str, Any]:
     """Return a function call as an output item, with the arguments received so far.
 
-    `names` is what function_names() returned.
+    `names` is the result of function_names().
     """
     name = call.function.name or ""
     return {
