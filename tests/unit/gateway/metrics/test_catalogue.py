@@ -141,7 +141,7 @@ def test_a_removed_endpoint_leaves_no_series_and_frees_its_place() -> None:
 
 def test_a_wrong_number_of_label_values_is_rejected() -> None:
     family: MetricFamily[object] = Metrics().ttft_seconds  # type: ignore[assignment, type-var]
-    with pytest.raises(ValueError, match="has 2 labels, but 1 label values"):
+    with pytest.raises(ValueError, match="needs values for 2 labels, but 1 were given"):
         family.labels("m")
 
 
