@@ -284,8 +284,9 @@ class HealthSpec(Section):
     progress: Duration = setting(
         "5s",
         "Time without output, while requests are in progress, after which an engine counts as "
-        "stalled. It is longer while long prompts are computed. Only engines that generate a test "
-        "token beside running requests are checked: vllm, sglang, trtllm and tgi.",
+        "stalled. It is longer while long prompts are computed, and for engines without metrics. "
+        "Only engines that generate a test token beside running requests are checked: vllm, "
+        "sglang, trtllm and tgi.",
     )
 
     @model_validator(mode="after")

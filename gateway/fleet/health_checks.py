@@ -29,6 +29,7 @@ from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import OUT_OF_ROTATION, EndpointTable
 from gateway.fleet.model_list_changes import ModelListNews
 from gateway.fleet.poll_schedule import PollPlan, least_probe_s
+from gateway.fleet.silences import Silences
 from gateway.fleet.speed_recovery import SpeedRecovery, is_ejected_as_slow
 from gateway.http.connect_errors import is_local_error
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
@@ -76,6 +77,7 @@ class HealthChecker:
         self._progress_task: asyncio.Task[None] | None = None
         self._progress_checks: dict[LiveEndpoint, asyncio.Task[None]] = {}
         self._recoveries: dict[LiveEndpoint, asyncio.Task[None]] = {}
+        self._silences = Silences()
         self._speed_recovery = SpeedRecovery(endpoints, self._complete)
         self._checks: dict[LiveEndpoint, asyncio.Task[bool | None]] = {}
         self._listings: dict[LiveEndpoint, asyncio.Task[None]] = {}
@@ -127,6 +129,7 @@ class HealthChecker:
             if task is not None:
                 task.cancel()
         self._speed_recovery.forget(live)
+        self._silences.forget(live)
         self._plans.pop(live, None)
         client = self._clients.pop(live, None)
         if client is not None:
@@ -162,11 +165,12 @@ class HealthChecker:
             await asyncio.sleep(self._config.health.progress / 10)
             now = monotonic()
             for live in self._endpoints.all():
+                silence_s = self._silences.observe(live, now)
                 if (
                     live.load.is_available
                     and not live.is_leaving
                     and live not in self._progress_checks
-                    and self._is_silent(live, now)
+                    and self._is_silent(live, silence_s)
                 ):
                     check = self._log_errors(self._check_progress, live)
                     name = f"check progress of {live.endpoint.name}"
@@ -177,14 +181,14 @@ class HealthChecker:
         if self._progress_checks.get(live) is task:
             del self._progress_checks[live]
 
-    def _is_silent(self, live: LiveEndpoint, now: float) -> bool:
+    def _is_silent(self, live: LiveEndpoint, silence_s: float) -> bool:
         # Return whether requests wait while the engine is silent for half its permitted time.
-        #
-        # The silence of an engine that lets a test request wait as well shows nothing.
-        if not ENGINE_TRAITS[live.endpoint.engine].can_be_asked:
-            return False
-        silence_s = live.upstream.silence_duration_s(now)
-        return bool(silence_s) and silence_s >= self._endpoints.silence_limit_s(live) / 2
+        return bool(silence_s) and silence_s >= self._silence_limit_s(live) / 2
+
+    def _silence_limit_s(self, live: LiveEndpoint) -> float:
+        pool = live.endpoint.pool
+        peers = (peer for peer in self._endpoints.all() if peer.endpoint.pool == pool)
+        return self._silences.limit_s(live, peers, self._endpoints.silence_limit_s(live))
 
     async def _log_errors(
         self, action: Callable[[LiveEndpoint], Awaitable[None]], live: LiveEndpoint
@@ -313,10 +317,12 @@ class HealthChecker:
         # Request one token from an endpoint that has been silent too long.
         #
         # If none arrives, the endpoint is reported as stalled.
-        limit_s = self._endpoints.silence_limit_s(live)
+        limit_s = self._silence_limit_s(live)
         silence_s = live.upstream.silence_duration_s(monotonic())
         timeout_s = max(self._config.health.timeout, limit_s - silence_s)
         if await self._generates(live, timeout_s):
+            if live.upstream.silence_duration_s(monotonic()) > silence_s:
+                self._silences.on_test_token(live)
             self._endpoints.on_progress(live)
         elif live.upstream.silence_duration_s(monotonic()) > silence_s:
             # No client request has received a byte in the meantime either.

@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from bench.clients.threaded_server import threaded_server
-from tests.e2e.processes import GatewayProcess, gateway_process
+from tests.e2e.processes import PATIENCE, GatewayProcess, gateway_process
 from tests.scraped import total
 
 MODEL = "demo"
@@ -90,8 +91,12 @@ def _response(body: bytes) -> bytes:
 
 
 @contextmanager
-def whole_engine(*, cut: int = 0, wait_s: float = 0.0) -> Iterator[str]:
+def whole_engine(*, cut: int = 0, wait_s: float = 0.0, is_serial: bool = False) -> Iterator[str]:
     # Run an engine that answers with JSON, without its last `cut` bytes, whatever was asked for.
+    #
+    # is_serial  whether it computes one request at a time
+    slots = asyncio.Semaphore(1 if is_serial else 1000)
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
@@ -103,7 +108,8 @@ def whole_engine(*, cut: int = 0, wait_s: float = 0.0) -> Iterator[str]:
                 lines = head.lower().split(b"\r\n")
                 length = next(line for line in lines if line.startswith(b"content-length:"))
                 await reader.readexactly(int(length[15:]))
-                await asyncio.sleep(wait_s)
+                async with slots:
+                    await asyncio.sleep(wait_s)
                 body = json.dumps(ANSWERS[path]).encode()
                 writer.write(_response(body[: len(body) - cut]))
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
@@ -114,10 +120,10 @@ def whole_engine(*, cut: int = 0, wait_s: float = 0.0) -> Iterator[str]:
 
 
 @contextmanager
-def gateway(folder: Path, *urls: str) -> Iterator[GatewayProcess]:
+def gateway(folder: Path, *urls: str, patience: str = PATIENCE) -> Iterator[GatewayProcess]:
     endpoints = "".join(f"\n      - {{url: '{url}'}}" for url in urls)
     config = f"models:\n  - {{name: {MODEL}, pool: main}}\npools:\n  main:\n    endpoints:"
-    with gateway_process(folder, config + endpoints + "\n") as running:
+    with gateway_process(folder, config + endpoints + "\n", patience) as running:
         yield running
         assert "Traceback" not in running.stderr_text, running.stderr_text
 
@@ -228,3 +234,20 @@ def test_cut_answers_alone_are_a_502_in_the_api_s_own_shape(
     assert status == 502
     assert "malformed" in answer["error"]["message"]
     assert answer.get("type") == ("error" if path == "/v1/messages" else None)
+
+
+def test_an_engine_that_computes_one_request_at_a_time_is_not_taken_for_stalled(
+    tmp_path: Path,
+) -> None:
+    # Its kind is not declared: it counts as vLLM. The gateway's test tokens wait in its queue.
+    patience = "health: {progress: 300ms, timeout: 300ms}\n"
+    with (
+        whole_engine(wait_s=1.5, is_serial=True) as slow,
+        gateway(tmp_path, slow, patience=patience) as running,
+        ThreadPoolExecutor() as threads,
+    ):
+        url = running.url
+        answers = list(threads.map(lambda _: post(url, "/v1/completions"), range(4)))
+        assert [status for status, _, _ in answers] == [200] * 4
+        assert "stalled" not in running.stderr_text
+        assert "ejected" not in running.stderr_text

@@ -7,7 +7,6 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from time import monotonic
 
 import pytest
 from aiohttp import web
@@ -19,7 +18,6 @@ from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.engine_metrics import ScrapedLoad
 from gateway.fleet.health_checks import HealthChecker
 from gateway.http.poll_client import ConnectError
-from gateway.http.upstream import ConnectionPool
 from policies.routing_types import EngineKind
 from tests.unit.gateway.fleet.tables import table_of
 
@@ -146,14 +144,14 @@ async def test_apis_are_tried_once_on_an_engine_that_does_not_list_them(page: st
 
 @pytest.mark.parametrize("kind", EngineKind)
 async def test_an_engine_that_lets_a_test_token_wait_is_not_found_stalled_by_its_silence(
-    monkeypatch: pytest.MonkeyPatch, kind: EngineKind
+    kind: EngineKind,
 ) -> None:
     table, _, config = table_of(["http://127.0.0.1:1"])
     (live,) = table.all()
     live.endpoint = replace(live.endpoint, engine=kind)
-    monkeypatch.setattr(ConnectionPool, "silence_duration_s", lambda pool, now: 100.0)
+    live.progress = (1, 0.5)
     checker = HealthChecker(config, table, lambda: None)
-    asks = checker._is_silent(live, monotonic())
+    asks = checker._is_silent(live, 100.0)
     assert asks is (kind in ("vllm", "sglang", "trtllm", "tgi"))
 
 

@@ -1,0 +1,93 @@
+"""Learns how long each endpoint's engine is silent while requests wait, without being stalled.
+
+The gateway asks a silent engine for one token. An engine that computes one request at a time lets
+that token wait as well, whatever kind it is declared to be. So a missing token proves a stall only
+of an engine that is known to compute requests side by side. For any other engine, the silences that
+its pool has ended by answers before say how long one may last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.engine_metrics import UNKNOWN_PROGRESS
+from policies.engine_kinds import ENGINE_TRAITS
+
+SILENCE_MARGIN = 3.0
+"""How many times as long as the longest earlier silence of the pool a silence must last to count as
+a stall, at an engine that may compute one request at a time."""
+
+LEAST_FACTOR = 1.8
+"""Least time for such a silence, as a multiple of the time for engines known to batch requests.
+
+With the default of 5 s a stall is still found within 10 s.
+"""
+
+
+class _Silence:
+    # What is known about the silences of one endpoint.
+    #
+    # current_s  length of the silence at the last look
+    # body_at    when the engine had last sent a byte of a body, at the last look
+    # longest_s  the longest silence that ended with output
+    # batches    whether it generated a test token while an earlier request kept waiting
+
+    __slots__ = ("batches", "body_at", "current_s", "longest_s")
+
+    def __init__(self) -> None:
+        self.current_s = self.body_at = self.longest_s = 0.0
+        self.batches = False
+
+
+class Silences:
+    """The silences of all endpoints, which are looked at several times a second."""
+
+    __slots__ = ("_by_endpoint",)
+
+    def __init__(self) -> None:
+        self._by_endpoint: dict[LiveEndpoint, _Silence] = {}
+
+    def observe(self, live: LiveEndpoint, now: float) -> float:
+        """Return for how many seconds the endpoint has been silent while requests wait.
+
+        A silence that the engine's output has ended since the last call is remembered. `now` is in
+        monotonic seconds.
+        """
+        silence = self._of(live)
+        if live.upstream.last_body_at != silence.body_at:
+            silence.body_at = live.upstream.last_body_at
+            silence.longest_s = max(silence.longest_s, silence.current_s)
+        silence.current_s = live.upstream.silence_duration_s(now)
+        return silence.current_s
+
+    def on_test_token(self, live: LiveEndpoint) -> None:
+        """Record that the engine generated a test token while earlier requests kept waiting."""
+        self._of(live).batches = True
+
+    def forget(self, live: LiveEndpoint) -> None:
+        """Forget an endpoint that is no longer polled."""
+        self._by_endpoint.pop(live, None)
+
+    def limit_s(self, live: LiveEndpoint, peers: Iterable[LiveEndpoint], limit_s: float) -> float:
+        """Return after how many seconds of silence the endpoint counts as stalled; inf if never.
+
+        peers    the endpoints of its pool, itself included
+        limit_s  the time for an engine that computes requests side by side
+        """
+        if not ENGINE_TRAITS[live.endpoint.engine].can_be_asked:
+            return inf
+        if live.progress != UNKNOWN_PROGRESS or self._of(live).batches:
+            return limit_s
+        known = [self._of(peer) for peer in peers if peer.upstream.last_body_at]
+        if not known:
+            return inf
+        longest_s = max(silence.longest_s for silence in known)
+        return max(LEAST_FACTOR * limit_s, SILENCE_MARGIN * longest_s)
+
+    def _of(self, live: LiveEndpoint) -> _Silence:
+        silence = self._by_endpoint.get(live)
+        if silence is None:
+            silence = self._by_endpoint[live] = _Silence()
+        return silence
