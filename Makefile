@@ -62,7 +62,7 @@ e2e: $(VENV)/.dev ## run tests of whole processes
 	$(PY) -m pytest tests/e2e
 
 rdma: $(VENV)/.dev build/rdma/initrd.gz ## test KV transfer over RDMA verbs in a guest with soft-RoCE (Debian 12; no KVM, no hardware)
-	sh deploy/rdma/test.sh $(PY) $(RDMA_TESTS)
+	sh deploy/rdma/run_tests.sh $(PY) $(RDMA_TESTS)
 
 kv-trials: $(VENV)/.dev ## run 10,000 seeded faults of KV transfer on all transports (TRIALS="--trials 500 --seed 7")
 	$(PY) -m tests.chaos.kv_trials $(or $(TRIALS),--trials 10000 --transport inproc$(comma)shm$(comma)tcp$(comma)tcp-python$(comma)lanes$(comma)batches)
@@ -252,5 +252,5 @@ $(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime | $(VENV)/.pump
 	@touch $@
 
 # The guest's boot image: Debian's kernel and a few modules.
-build/rdma/initrd.gz: deploy/rdma/build.sh deploy/rdma/init
-	@sh deploy/rdma/build.sh build/rdma
+build/rdma/initrd.gz: deploy/rdma/build_boot_image.sh deploy/rdma/guest_init.sh
+	@sh deploy/rdma/build_boot_image.sh build/rdma

@@ -65,7 +65,8 @@ from gateway.reload.reloader import Reloader
 from gateway.reload.snapshot import build_plan
 from gateway.reload.swap import Swap, attach_metrics
 from gateway.restart.channel import BoundListener, bound_listeners
-from gateway.restart.start_options import StartOptions, WorkerSettings
+from gateway.restart.start_options import StartOptions
+from gateway.restart.worker_launch_settings import WorkerSettings
 from gateway.route import Gateway
 from gateway.serve import create_request_factory
 from gateway.telemetry.access_log import AccessLog

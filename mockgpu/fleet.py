@@ -100,7 +100,7 @@ class FleetGroup:
             for rank, group in enumerate(self.ranks):
                 events = spec.kv_events.of_rank(rank, spec.ranks)
                 group.kv_events = _publisher(group, events, host)
-                group.kv_events.stream.strikes = self.faults.strikes_events
+                group.kv_events.stream.delivery.strikes = self.faults.strikes_events
                 if self.kv_store is not None:
                     self.kv_store.announce_on(group.kv_events.stream)
         self.server = MockServer(self.group, self.faults, self.pd_role)
@@ -160,8 +160,7 @@ def _half(group: TpGroup, transfer: TransferSpec, host: str, wire: ProcessWire |
 
 def _store(group: TpGroup, spec: StoreSpec) -> StoreTier:
     # Let a group use a store of KV. Raises ValueError if there is none that fits.
-    from mockgpu.kv_contents import scaled_layout
-    from mockgpu.kv_memory import KvMemory
+    from mockgpu.kv_bytes import KvMemory, scaled_layout
     from mockgpu.kv_store import StoreTier
 
     model = group.spec.model

@@ -11,7 +11,7 @@ from mockgpu.split_legs import DecodeLeg, OfferedKv, PrefillLeg
 from mockgpu.timing.roofline import StepWork
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.kv_contents import Words
+    from mockgpu.kv_bytes import Words
 
 
 class JobState(Enum):
@@ -38,7 +38,7 @@ class Content(Protocol):
     def states(self, start: int, end: int) -> Words:
         """Return the KV of tokens `start` to `end` - 1 of prompt and answer, one word per token.
 
-        mockgpu/kv_contents.py defines the words.
+        mockgpu/kv_bytes.py defines the words.
         """
         ...
 

@@ -34,8 +34,7 @@ from mockgpu.handoff.sglang import BOOTSTRAP_S, SglangDialect
 from mockgpu.handoff.trtllm import HOLD_S, TrtllmDialect
 from mockgpu.handoff.vllm_nixl import VllmNixlDialect
 from mockgpu.handoff.vllm_push import REGISTRATION_S, VllmPushDialect
-from mockgpu.kv_contents import scaled_layout
-from mockgpu.kv_memory import KvMemory
+from mockgpu.kv_bytes import KvMemory, scaled_layout
 from mockgpu.kv_options import TransferSpec
 from mockgpu.request_parser import MalformedHandoffError, ParsedHandoff, RequestBody
 from mockgpu.split_legs import DecodeLeg

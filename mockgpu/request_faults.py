@@ -15,7 +15,7 @@ from mockgpu.job import Job, StepPlan
 from mockgpu.scheduler import Scheduler
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.kv_memory import KvMemory
+    from mockgpu.kv_bytes import KvMemory
 
 WATCH_S = 0.0005
 

@@ -40,8 +40,8 @@ from policies.sizing.model_shapes import Llm
 from policies.sizing.parallel_layout import Layout
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
+    from mockgpu.kv_bytes import KvMemory
     from mockgpu.kv_events.zmq_publisher import KvPublisher
-    from mockgpu.kv_memory import KvMemory
     from mockgpu.kv_store import StoreTier
 
 

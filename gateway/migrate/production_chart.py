@@ -9,6 +9,7 @@ from typing import Any
 from gateway.migrate import option_values
 from gateway.migrate.command_options import CommandOptions
 from gateway.migrate.config_draft import Draft, MigrationError, pool_name
+from gateway.migrate.option_rules import apply_rules, drop_unread
 from gateway.migrate.production_stack import (
     REASONS,
     RULES,
@@ -16,7 +17,6 @@ from gateway.migrate.production_stack import (
     routing_policy,
     split_model,
 )
-from gateway.migrate.vllm_sglang_router import apply_rules, drop_unread
 
 _OPTIONS: Mapping[str, str] = MappingProxyType(
     {

@@ -9,9 +9,8 @@ from typing import Any
 from gateway.migrate import option_values
 from gateway.migrate.command_options import CommandOptions
 from gateway.migrate.config_draft import Draft, MigrationError, pool_name
+from gateway.migrate.option_rules import Rule, apply_rules, drop_unread
 from gateway.migrate.policy_names import PRODUCTION_STACK, SESSION_HEADER
-from gateway.migrate.vllm_sglang_options import Rule
-from gateway.migrate.vllm_sglang_router import apply_rules, drop_unread
 
 DIALECT = "vllm_nixl"
 _LMCACHE = "the gateway asks engines alone, not LMCache"

@@ -10,9 +10,11 @@ from types import MappingProxyType
 
 import msgspec
 
-from gateway.migrate import option_values, vllm_sglang_options
+from gateway.migrate import option_values
 from gateway.migrate.command_options import CommandOptions
 from gateway.migrate.config_draft import Draft, MigrationError
+from gateway.migrate.option_rules import Rule, apply_rules, drop_unread
+from gateway.migrate.option_values import Converter
 from gateway.migrate.policy_names import ROUTERS
 
 POOL = "engines"
@@ -41,6 +43,103 @@ _BACKENDS: Mapping[str, str] = MappingProxyType(
 )
 _CONNECTORS: Mapping[str, str] = MappingProxyType({"nixl": "vllm_nixl", "mooncake": "mooncake"})
 
+_POOL = ("pools", POOL)
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "max-payload-size": Rule(("limits", "body"), option_values.size),
+        "request-timeout-secs": Rule(
+            ("timeouts", "first_byte"),
+            option_values.seconds,
+            "timeouts.first_byte ends at the first byte; a stream may last longer",
+        ),
+        "queue-size": Rule((*_POOL, "waiting_room", "size"), option_values.number),
+        "queue-timeout-secs": Rule((*_POOL, "waiting_room", "timeout"), option_values.seconds),
+        "retry-max-retries": Rule(
+            ("retries", "attempts"),
+            option_values.attempts,
+            "each attempt goes to another endpoint, 16 at most, and counts towards retries.budget",
+        ),
+        "health-check-timeout-secs": Rule(("health", "timeout"), option_values.seconds),
+        "health-check-interval-secs": Rule(("health", "interval"), option_values.seconds),
+        "health-check-endpoint": Rule(("health", "path"), option_values.text),
+        "log-level": Rule(("observability", "log", "level"), option_values.log_level),
+        "shutdown-grace-period-secs": Rule(("timeouts", "shutdown"), option_values.seconds),
+    }
+)
+
+THRESHOLDS: Mapping[str, Converter] = MappingProxyType(
+    {
+        "cache-threshold": option_values.ratio,
+        "balance-abs-threshold": option_values.number,
+        "balance-rel-threshold": option_values.ratio,
+    }
+)
+"""Parameters of the router policy cache_aware."""
+
+_NOT_STORED = "answers and conversations are not stored by the gateway"
+_NOT_TOKENIZED = "prompts are not tokenized by the gateway"
+_ENGINES_OWN = "this is an option of the engine itself"
+_AGING = "the prefix index ages like the engines' caches; its memory is prefix.index"
+_BACKOFF = "a retry goes to another endpoint at once, without a pause"
+_NO_REGISTRATION = "engines do not register themselves; list them, or use discover"
+_STARTUP = "the gateway starts without engines and uses each one as soon as a probe succeeds"
+_CONTROL = "changes need admin.key; there are no users or roles"
+_EJECTION = "an endpoint returns after one successful probe, with few requests at first"
+
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "bootstrap-port-annotation": "discover.endpoint.bootstrap sets the port of all endpoints",
+        "bucket-": "the policy least_loaded has no buckets of loads",
+        "assignment-mode": "a hash assigns sessions",
+        "max-idle-secs": "sessions are assigned by a hash, so they do not expire",
+        "cb-success-threshold": _EJECTION,
+        "cb-window-duration-secs": "consecutive failures are counted, not those of a window",
+        "disable-circuit-breaker": "the ejection of failing endpoints cannot be turned off",
+        "disable-health-check": "health probes of endpoints cannot be turned off",
+        "health-success-threshold": _EJECTION,
+        "chat-template": _NOT_TOKENIZED,
+        "model-path": _NOT_TOKENIZED,
+        "tokenizer-": _NOT_TOKENIZED,
+        "served-model-name": "models are named as engines list them; models[].aliases adds names",
+        "control-plane-": _CONTROL,
+        "jwt-": _CONTROL,
+        "cors-": "a proxy in front of the gateway adds CORS headers",
+        "decode-selector": "discovery was off: --service-discovery is missing",
+        "prefill-selector": "discovery was off: --service-discovery is missing",
+        "selector": "discovery was off: --service-discovery is missing",
+        "service-discovery-": "discovery was off: --service-discovery is missing",
+        "decode": "disaggregation was off",
+        "dp-aware": "an engine with data parallelism is one endpoint and balances its own ranks",
+        "enable-igw": "several models need one pool each, with a model that names it",
+        "eviction-interval": _AGING,
+        "max-tree-size": _AGING,
+        "history-backend": _NOT_STORED,
+        "oracle-": _NOT_STORED,
+        "postgres-": _NOT_STORED,
+        "redis-": _NOT_STORED,
+        "storage-hook": _NOT_STORED,
+        "kv-connector": "disaggregation was off",
+        "load-monitor-interval": "loads are reserved at once, and scrape.interval is 1 s",
+        "log-dir": "the log goes to stderr; observability.access_log may be a file",
+        "max-concurrent-requests": "requests are limited per endpoint (max_concurrency) and tenant",
+        "rate-limit-tokens-per-second": "rates are limited per tenant (tenants[].limits)",
+        "mcp-config-path": "the client calls tools, not the gateway",
+        "mini-lb": "the gateway has no separate balancer for these requests",
+        "profile": "engines are profiled through their own API",
+        "program-scheduling-config-json": "session_pause has parameters of its own",
+        "prometheus-duration-buckets": "the buckets of the gateway's histograms are fixed",
+        "reasoning-parser": _ENGINES_OWN,
+        "tool-call-parser": _ENGINES_OWN,
+        "request-id-headers": "x-request-id is read from trusted proxies; traceparent is passed on",
+        "retry-": _BACKOFF,
+        "vllm-discovery-address": _NO_REGISTRATION,
+        "worker-startup-": _STARTUP,
+        "worker-urls": "disaggregation or discovery was on, so the router ignored them",
+    }
+)
+"""Why options have no counterpart, by prefix of the option's name."""
+
 
 def convert(options: CommandOptions, draft: Draft, kind: RouterKind) -> None:
     """Write the command line of vllm-router or sglang-router into the draft of a gateway.yaml.
@@ -52,7 +151,7 @@ def convert(options: CommandOptions, draft: Draft, kind: RouterKind) -> None:
     draft.set({"policy": _policy(options, draft)}, "pools", POOL)
     _engines(options, draft, kind)
     _unset_tls_of_plain_engines(draft)
-    apply_rules(options, draft, vllm_sglang_options.RULES)
+    apply_rules(options, draft, RULES)
     _health(options, draft)
     _listeners(options, draft)
     _traces(options, draft)
@@ -61,38 +160,7 @@ def convert(options: CommandOptions, draft: Draft, kind: RouterKind) -> None:
     if options.flag("enable-program-scheduling"):
         draft.set("session_pause", "pools", POOL, "admission")
         draft.differ("--enable-program-scheduling", "admission session_pause, by its own defaults")
-    drop_unread(options, draft, vllm_sglang_options.REASONS)
-
-
-def apply_rules(
-    options: CommandOptions, draft: Draft, rules: Mapping[str, vllm_sglang_options.Rule]
-) -> None:
-    """Convert every router option that has exactly one equivalent in gateway.yaml."""
-    for name, rule in rules.items():
-        given = options.last(name)
-        if given is None:
-            continue
-        try:
-            value = rule.convert(given)
-        except MigrationError as error:
-            raise MigrationError(f"--{name}: {error}") from None
-        if value is None:
-            draft.drop(f"--{name} {given}", "only a value above zero has a counterpart")
-            continue
-        draft.set(value, *rule.path)
-        if rule.differs:
-            draft.differ(f"--{name}", rule.differs)
-
-
-def drop_unread(options: CommandOptions, draft: Draft, reasons: Mapping[str, str]) -> None:
-    """Add a note for every router option that was not converted.
-
-    The entry in `reasons` with the longest matching prefix is the text of the note.
-    """
-    for name in options.unread_names():
-        prefixes = [prefix for prefix in reasons if name.startswith(prefix)]
-        reason = reasons[max(prefixes, key=len)] if prefixes else "the option is not known"
-        draft.drop(f"--{name}", reason)
+    drop_unread(options, draft, REASONS)
 
 
 def _policy(options: CommandOptions, draft: Draft) -> object:
@@ -107,7 +175,7 @@ def _policy(options: CommandOptions, draft: Draft) -> object:
         draft.drop(f"--decode-policy {decode}", "the least decode load, near the prefill endpoint")
     thresholds = {
         key.replace("-", "_"): convert_one(given)
-        for key, convert_one in vllm_sglang_options.THRESHOLDS.items()
+        for key, convert_one in THRESHOLDS.items()
         if (given := options.last(key)) is not None
     }
     if counterpart.policy == "sglang_cache_aware" and thresholds:

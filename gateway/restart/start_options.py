@@ -1,4 +1,7 @@
-"""The options with which a gateway process starts: configuration, sockets, and worker settings."""
+"""The options with which a gateway process starts: configuration, files, sockets, predecessor.
+
+The values that distinguish one of several workers are in worker_launch_settings.py.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from gateway.config import LoadedConfig
 from gateway.http.listener_sockets import NO_SOCKETS, SocketsByName
 from gateway.reload.reloader import ReportLine
 from gateway.restart.predecessor import Predecessor
+from gateway.restart.worker_launch_settings import WorkerSettings
 
 log = logging.getLogger("penstock")
 
@@ -19,28 +23,6 @@ log = logging.getLogger("penstock")
 def log_reload(line: str, is_error: bool) -> None:
     """Log the outcome of a reload for the operator; as an error if `is_error` is true."""
     log.log(logging.ERROR if is_error else logging.INFO, "%s", line)
-
-
-class WorkerSettings(msgspec.Struct, frozen=True):
-    """The settings of a worker, one of several gateway processes on this machine.
-
-    hub      path of the unix socket over which the workers exchange state
-    secret   secret key that all workers share
-    number   number of the worker, from 0; only worker 0 writes the version history to disk
-    admin    path of the unix socket of its admin server
-    version  number of the current configuration version; None in the first worker
-    drained  names of the endpoints that an operator has drained
-    """
-
-    hub: str
-    secret: bytes
-    number: int
-    admin: str
-    version: int | None
-    drained: tuple[str, ...]
-
-    def __repr__(self) -> str:
-        return f"WorkerSettings({self.number})"
 
 
 class StartOptions(msgspec.Struct, frozen=True):

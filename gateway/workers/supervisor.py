@@ -44,13 +44,13 @@ from gateway.reload.file_watcher import FileWatcher
 from gateway.reload.reloader import ReportLine
 from gateway.restart import systemd_notify
 from gateway.restart.predecessor import Predecessor
+from gateway.restart.worker_launch_settings import WorkerLaunchSettings, WorkerSettings
 from gateway.util.addresses import http_url
 from gateway.workers import admin_server
 from gateway.workers.auto_config_access import WorkersConfigAccess
 from gateway.workers.auto_rollback import WorkersRollbackTarget
 from gateway.workers.config_rollout import ConfigRollout
 from gateway.workers.drift_collector import DriftCollector
-from gateway.workers.launch_settings import WorkerLaunchSettings
 from gateway.workers.supervisor_metrics import SupervisorMetrics
 from gateway.workers.worker_process import Worker, make_inheritable, new_listener
 
@@ -347,17 +347,20 @@ class Supervisor:
         # A caller that is cancelled meanwhile leaves no process behind.
         running, file = self.config_rollout.running, self.config_rollout.file
         self._started += 1
-        settings = WorkerLaunchSettings(
+        own_values = WorkerSettings(
+            str(self._path("hub")),
+            self._secret,
             slot.number,
+            str(self._path(f"admin-{self._started}")),
+            None if finds_version else self.config_rollout.version,
+            await self._drained(),
+        )
+        settings = WorkerLaunchSettings(
+            own_values,
             running.file,
             running.text,
             slot.listener.fileno(),
-            str(self._path("hub")),
-            str(self._path(f"admin-{self._started}")),
-            self._secret,
             None if file is None else str(file),
-            None if finds_version else self.config_rollout.version,
-            await self._drained(),
         )
         try:
             worker = await Worker.start(settings, slot.listener)

@@ -17,14 +17,14 @@ from gateway.app import App
 from gateway.config import ConfigError, OperatorLog, load_text
 from gateway.http.listener_sockets import API
 from gateway.process_lifecycle import run_gateway
-from gateway.restart.start_options import StartOptions, WorkerSettings
-from gateway.telemetry import operator_log
-from gateway.workers.launch_settings import (
+from gateway.restart.start_options import StartOptions
+from gateway.restart.worker_launch_settings import (
     LENGTH,
     MAX_SETTINGS_BYTES,
     WorkerLaunchSettings,
     unpack_settings,
 )
+from gateway.telemetry import operator_log
 
 log = logging.getLogger("penstock")
 
@@ -42,17 +42,11 @@ def main() -> int:
         for problem in error.problems:
             log.error("%s", problem)
         return 2
-    operator_log.configure_log(loaded.config.observability.log, settings.number)
-    local = WorkerSettings(
-        settings.hub,
-        settings.secret,
-        settings.number,
-        settings.admin,
-        settings.version,
-        settings.drained,
-    )
+    operator_log.configure_log(loaded.config.observability.log, settings.worker.number)
     sockets = {API: (socket.socket(fileno=settings.listener),)}
-    origin = StartOptions(loaded, settings.reload_path, os.environ, _no_report, local, sockets)
+    origin = StartOptions(
+        loaded, settings.reload_path, os.environ, _no_report, settings.worker, sockets
+    )
     return run_gateway(origin, ready=_stop_with_supervisor, hangup_reloads=False)
 
 

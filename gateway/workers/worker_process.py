@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from gateway.http.listener_sockets import bind
-from gateway.workers.launch_settings import WorkerLaunchSettings, pack_settings
+from gateway.restart.worker_launch_settings import WorkerLaunchSettings, pack_settings
 
 READY_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 30.0
@@ -34,12 +34,14 @@ class Worker:
     """A worker process that was started. `ready_at` is None until it accepts connections."""
 
     def __init__(self, settings: WorkerLaunchSettings, process: asyncio.subprocess.Process) -> None:
-        self.number = settings.number
+        self.number = settings.worker.number
         self.process = process
         self.started_at = monotonic()
         self.ready_at: float | None = None
-        self._admin = Path(settings.admin)
-        self._session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(settings.admin))
+        self._admin = Path(settings.worker.admin)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(settings.worker.admin)
+        )
 
     @classmethod
     async def start(cls, settings: WorkerLaunchSettings, listener: socket.socket) -> Worker:

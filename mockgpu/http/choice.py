@@ -28,7 +28,7 @@ from mockgpu.request_parser import ParsedRequest
 from mockgpu.split_legs import DecodeLeg, PrefillLeg
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.kv_contents import Words
+    from mockgpu.kv_bytes import Words
 
 
 class Choice(msgspec.Struct, eq=False):
@@ -77,9 +77,9 @@ class Choice(msgspec.Struct, eq=False):
     def states(self, start: int, end: int) -> Words:
         """Return the simulated KV of tokens [start, end) of the prompt and answer.
 
-        It is one 64-bit word per token, called the token's state (mockgpu/kv_contents.py).
+        It is one 64-bit word per token, called the token's state (mockgpu/kv_bytes.py).
         """
-        from mockgpu.kv_contents import token_states
+        from mockgpu.kv_bytes import token_states
 
         if self.prompt_states is None:
             self.prompt_states = token_states(self.prompt, self.keys)

@@ -2,8 +2,8 @@
 
 The scheduler reports the changes, and this module returns the messages to publish. In vLLM's
 format, consecutive blocks of a request are one event; in SGLang's, each block is one event.
-Injected faults lose, delay, repeat or reorder messages. This module does no I/O; the sockets are in
-mockgpu/kv_events/zmq_publisher.py.
+delivery_faults.py loses, delays, repeats or reorders messages if such faults are injected. This
+module does no I/O; the sockets are in zmq_publisher.py.
 """
 
 from __future__ import annotations
@@ -11,18 +11,13 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from mockgpu.fault_grammar import FaultKind
 from mockgpu.job import Job
-
-Message: TypeAlias = tuple[int, bytes]
-"""A message: the number of its batch of events, and the encoded payload."""
-
-LATE_S = 0.2
-"""Seconds by which the fault of late messages delays a message, so that newer ones overtake it."""
+from mockgpu.kv_events.delivery_faults import FaultyDelivery, Message
 
 FORMS = ("map", "array", "sglang")
 """The formats of KV events.
@@ -69,7 +64,7 @@ class KvEventSpec(msgspec.Struct, frozen=True):
 
 
 class KvEventStream:
-    """Collects KV events, numbers them in batches, and injects delivery faults."""
+    """Collects KV events and numbers them in batches, which are delivered with injected faults."""
 
     def __init__(
         self, spec: KvEventSpec, block_tokens: int, strikes: Callable[[FaultKind], bool]
@@ -80,12 +75,10 @@ class KvEventStream:
         """
         self._spec = spec
         self._block_tokens = block_tokens
-        self.strikes = strikes
+        self.delivery = FaultyDelivery(strikes)
         self._events: list[Any] = []
         self._run: tuple[Job, int, int, str] | None = None
         self._buffer: deque[Message] = deque(maxlen=spec.buffer_steps)
-        self._late: deque[tuple[float, Message]] = deque()
-        self._swapped: Message | None = None
         self.next_number = 0
         self.clears = 0  # how often subscribers were made to forget all blocks
 
@@ -168,29 +161,14 @@ class KvEventStream:
         now     monotonic time in seconds
         """
         self._end_run()
-        ready = []
-        while self._late and self._late[0][0] <= now:
-            ready.append(self._late.popleft()[1])
+        ready = self.delivery.due(now)
         if not self._events:
             return ready
         message = self.next_number, _encode([wall_s, self._events, self._spec.rank])
         self._events = []
         self.next_number += 1
         self._buffer.append(message)
-        return self._deliver(message, now) + ready
-
-    def _deliver(self, message: Message, now: float) -> list[Message]:
-        if self.strikes(FaultKind.EVENTS_LOST):
-            return []
-        if self.strikes(FaultKind.EVENTS_LATE):
-            self._late.append((now + LATE_S, message))
-            return []
-        copies = [message, message] if self.strikes(FaultKind.EVENTS_DOUBLED) else [message]
-        if self._swapped is not None:
-            copies, self._swapped = [*copies, self._swapped], None
-        elif self.strikes(FaultKind.EVENTS_REORDERED):
-            copies, self._swapped = [], message
-        return copies
+        return self.delivery.deliver(message, now) + ready
 
     def replay(self, start: int) -> list[Message]:
         """Return the buffered messages whose number is `start` or higher."""
@@ -201,6 +179,5 @@ class KvEventStream:
         self._events, self._run = [], None
         self.clears += 1
         self._buffer.clear()
-        self._late.clear()
-        self._swapped = None
+        self.delivery.clear()
         self.next_number = 0

@@ -69,7 +69,7 @@ class KvPublisher:
 
     def flush(self) -> None:
         """Publish the KV events recorded since the last call."""
-        if self.stream.has_events and self.stream.strikes(FaultKind.EVENTS_RESTARTED):
+        if self.stream.has_events and self.stream.delivery.strikes(FaultKind.EVENTS_RESTARTED):
             self._scheduler.pool.clear_prefix_cache()
             self.restart()
         messages = self.stream.flush(time.time(), self._loop.time())

@@ -19,10 +19,9 @@ from kvtransfer.store.store_options import StoreOptions
 from kvtransfer.store.unix_socket_server import StoreService
 from mockgpu.http.choice import Choice
 from mockgpu.job import Job
-from mockgpu.kv_contents import scaled_layout
+from mockgpu.kv_bytes import KvMemory, scaled_layout
 from mockgpu.kv_events.event_batches import KvEventSpec, KvEventStream
 from mockgpu.kv_events.store_announcer import StoreAnnouncer
-from mockgpu.kv_memory import KvMemory
 from mockgpu.kv_options import StoreSpec
 from mockgpu.kv_store import StoreTier
 from mockgpu.mock_tokenizer import block_keys, generate, salt_keys, token_count

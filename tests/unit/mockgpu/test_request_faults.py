@@ -16,8 +16,7 @@ from mockgpu.fault_grammar import FaultKind, InjectedFault
 from mockgpu.handoff.kv_handoff import KvHandoff
 from mockgpu.handoff.link_speed import PacedLink
 from mockgpu.job import Job
-from mockgpu.kv_contents import scaled_layout
-from mockgpu.kv_memory import KvMemory
+from mockgpu.kv_bytes import KvMemory, scaled_layout
 from mockgpu.paged_kv_cache import BLOCK_TOKENS
 from mockgpu.request_parser import ApiError
 from mockgpu.split_legs import AgentPeer, DecodeLeg

@@ -28,7 +28,8 @@ from gateway.reload.auto_rollback import (
 from gateway.reload.file_watcher import FileWatcher
 from gateway.reload.history import MAX_VERSIONS, VersionHistory, create_version
 from gateway.reload.snapshot_gc import SnapshotGc
-from gateway.restart.start_options import StartOptions, WorkerSettings
+from gateway.restart.start_options import StartOptions
+from gateway.restart.worker_launch_settings import WorkerSettings
 from gateway.route import Snapshot
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running

@@ -10,7 +10,8 @@ import pytest
 
 from mockgpu.fault_grammar import FaultKind
 from mockgpu.job import Job
-from mockgpu.kv_events.event_batches import LATE_S, KvEventSpec, KvEventStream
+from mockgpu.kv_events.delivery_faults import LATE_S
+from mockgpu.kv_events.event_batches import KvEventSpec, KvEventStream
 from mockgpu.paged_kv_cache import BlockPool
 from mockgpu.scheduler import Scheduler
 

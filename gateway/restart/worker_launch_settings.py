@@ -1,4 +1,4 @@
-"""The settings that a supervisor sends to a new worker process through a pipe.
+"""The values that each worker process gets at its launch, from its supervisor through a pipe.
 
 A pipe keeps the shared secret out of the environment and the command line.
 """
@@ -14,34 +14,46 @@ LENGTH = Struct("<I")
 MAX_SETTINGS_BYTES = 16 << 20
 
 
-class WorkerLaunchSettings(msgspec.Struct, frozen=True):
-    """The settings with which a supervisor starts a worker.
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """The settings of a worker, one of several gateway processes on this machine.
 
-    number       number of the worker among all workers
-    file         name of the configuration file, for messages about problems
-    text         the configuration's text
-    listener     file descriptor of the inherited API socket
-    hub          path of the unix socket over which the workers exchange state
-    admin        path of the unix socket of the worker's admin server
-    secret       secret key that all workers share
-    reload_file  the file that a reload reads; None if there is none
-    version      number of the configuration version; None for the first worker, which determines it
-    drained      names of endpoints that an operator has drained
+    hub      path of the unix socket over which the workers exchange state
+    secret   secret key that all workers share
+    number   number of the worker, from 0; only worker 0 writes the version history to disk
+    admin    path of the unix socket of its admin server
+    version  number of the current configuration version; None in the first worker
+    drained  names of the endpoints that an operator has drained
     """
 
-    number: int
-    file: str
-    text: bytes
-    listener: int
     hub: str
-    admin: str
     secret: bytes
-    reload_file: str | None
+    number: int
+    admin: str
     version: int | None
     drained: tuple[str, ...]
 
     def __repr__(self) -> str:
-        return f"Settings(worker {self.number})"
+        return f"WorkerSettings({self.number})"
+
+
+class WorkerLaunchSettings(msgspec.Struct, frozen=True):
+    """The settings with which a supervisor starts a worker.
+
+    worker       the values that distinguish this worker, or that all workers share
+    file         name of the configuration file, for messages about problems
+    text         the configuration's text
+    listener     file descriptor of the inherited API socket
+    reload_file  the file that a reload reads; None if there is none
+    """
+
+    worker: WorkerSettings
+    file: str
+    text: bytes
+    listener: int
+    reload_file: str | None
+
+    def __repr__(self) -> str:
+        return f"Settings(worker {self.worker.number})"
 
     @property
     def reload_path(self) -> Path | None:

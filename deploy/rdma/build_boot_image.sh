@@ -1,6 +1,7 @@
 #!/bin/sh
-# Build the guest's boot image: build.sh FOLDER writes vmlinuz and initrd.gz there. The kernel is
-# the newest Debian kernel 6.1 (the cloud flavour has no soft-RoCE). It is unpacked, not installed.
+# Build the guest's boot image: build_boot_image.sh FOLDER writes vmlinuz and initrd.gz there. The
+# kernel is the newest Debian kernel 6.1 (the cloud flavour has no soft-RoCE). It is unpacked, not
+# installed.
 # No KVM is needed.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -17,7 +18,7 @@ newest() {
     apt-cache search --names-only '^linux-image-6\.1\.[0-9.]+-[0-9]+-amd64$' | cut -d' ' -f1 | sort -V | tail -n 1
 }
 
-sh "$here/packages.sh"
+sh "$here/install_packages.sh"
 image=$(newest)
 if [ -z "$image" ] && [ "$(id -u)" = 0 ]; then
     apt-get update -qq
@@ -38,7 +39,7 @@ depmod -b "$work/kernel" "$version"
 root=$work/root
 mkdir -p "$root/bin" "$root/modules"
 cp "$(command -v busybox)" "$root/bin/busybox"
-cp "$here/init" "$root/init"
+cp "$here/guest_init.sh" "$root/init"
 chmod 755 "$root/init"
 for module in $modules; do
     modprobe -d "$work/kernel" -S "$version" --show-depends "$module" >>"$work/found" || fail "$image has no $module"

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Run a command in the guest: guest.sh FOLDER SECONDS COMMAND... with the FOLDER of build.sh. The
-# guest sees this machine's files read-only and works in the current folder; its own writes are lost
-# at its end. It has no network. The exit status is the command's; 124 when time is up, 125 when the
+# Run a command in the guest: run_in_guest.sh FOLDER SECONDS COMMAND... with the FOLDER of
+# build_boot_image.sh. The guest sees this machine's files read-only and works in the current
+# folder; its own writes are lost at its end. It has no network. The exit status is the command's; 124 when time is up, 125 when the
 # guest panics or ends without a status.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -14,7 +14,7 @@ trap 'rm -rf "$exchange"' EXIT
 quoted=$(for word in "$@"; do printf " '%s'" "$(printf %s "$word" | sed "s/'/'\\\\''/g")"; done)
 cat >"$exchange/script" <<SCRIPT
 cd '$PWD' && export HOME=/tmp PYTHONDONTWRITEBYTECODE=1 PYTHONPATH='${PYTHONPATH:-}' &&
-    sh '$here/inside.sh'$quoted </dev/null
+    sh '$here/guest_network.sh'$quoted </dev/null
 echo \$? >/run/penstock/status.new && mv /run/penstock/status.new /run/penstock/status
 SCRIPT
 
