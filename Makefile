@@ -68,7 +68,7 @@ kv-trials: $(VENV)/.dev ## run 10,000 seeded faults of KV transfer on all transp
 	$(PY) -m tests.chaos.kv_trials $(or $(TRIALS),--trials 10000 --transport inproc$(comma)shm$(comma)tcp$(comma)tcp-python$(comma)lanes$(comma)batches)
 
 bench: $(VENV)/.dev ## compare this gateway with its peers under the same load (docs/performance.md)
-	$(PY) bench/peers.py
+	$(PY) bench/compare_routers.py
 
 compiled: $(VENV)/.dev ## compile the request path with Cython, as in the wheels, into build/compiled (needs cc; 3 minutes)
 	$(PY) -m tools.compile.compile build/compiled
@@ -134,7 +134,7 @@ bench-kv: $(VENV)/.dev ## compare our KV transfers with NIXL, Mooncake, raw TCP 
 	$(PY) bench/kv/bench_kv.py
 
 bench-split: $(VENV)/.dev ## compare the gateway's CPU for split requests with that for whole ones
-	$(PY) bench/split.py
+	$(PY) bench/split_cpu.py
 
 goodput: $(VENV)/.dev ## measure the goodput of every policy, into docs/goodput.md (TRACES=FOLDER; GOODPUT="--quick")
 	@test -n "$(TRACES)" || { echo "make goodput needs the recorded traces: make goodput TRACES=FOLDER" >&2; exit 1; }
@@ -154,9 +154,9 @@ observe: $(VENV)/.dev ## test dashboards and rules with a real Prometheus (Debia
 
 real: $(VENV)/.dev ## test the gateway with two real vLLM engines, without a GPU (3.5 GB; docs/real-engines.md)
 	@sh deploy/real/install.sh $(PYTHON) build/real
-	@test -f build/real/model/model.safetensors || build/real/venv/bin/python deploy/real/model.py build/real/model
-	@test -f build/real/deep/model.safetensors || build/real/venv/bin/python deploy/real/model.py build/real/deep deep
-	@test -f build/real/encoders/classifier/model.safetensors || build/real/venv/bin/python deploy/real/encoders.py build/real/encoders
+	@test -f build/real/model/model.safetensors || build/real/venv/bin/python deploy/real/random_llama.py build/real/model
+	@test -f build/real/deep/model.safetensors || build/real/venv/bin/python deploy/real/random_llama.py build/real/deep deep
+	@test -f build/real/encoders/classifier/model.safetensors || build/real/venv/bin/python deploy/real/random_berts.py build/real/encoders
 	$(PY) -m pytest tests/real --ignore=tests/real/others
 
 real-others: $(VENV)/.dev ## test the gateway with llama.cpp's server, transformers serve and SeaweedFS, without a GPU (1.6 GB)
@@ -177,7 +177,7 @@ web: $(VENV)/.dev ## test the live page in headless Chromium (Debian's; screensh
 	$(PY) -m pytest tests/web
 
 load: $(VENV)/.dev ## run locust against mock TP groups and a gateway
-	$(PY) -m bench.load.run
+	$(PY) -m bench.load.locust_run
 
 policies: $(VENV)/.dev ## replay the Mooncake trace through every policy over HTTP (nine minutes)
 	$(PY) -m bench.load.policies_live
@@ -211,10 +211,10 @@ isolation: $(VENV)/.dev ## test whether a tenant can detect another's prompts (I
 	$(PY) -m bench.load.tenant_isolation $(ISOLATION)
 
 events: $(VENV)/.dev ## compare the index by KV events with the block pools of two real engines (12 minutes; EVENTS="--seconds 60")
-	$(PY) -m bench.kv_events_real $(EVENTS)
+	$(PY) -m bench.kv_index_exactness_real $(EVENTS)
 
 clocks: $(VENV)/.dev ## compare a live run of the trace with its replay on the virtual clock (docs/replay.md)
-	$(PY) -m bench.load.two_clocks
+	$(PY) -m bench.load.replay_accuracy
 
 planned: $(VENV)/.dev ## compare replays of three plans with live mock fleets from their emitted files (docs/sizing.md)
 	$(PY) -m bench.load.planned_fleets

@@ -25,8 +25,8 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from compared_systems import ROOT, backend, backend_urls, build_tools, free_base
 from paired import sources
-from systems import ROOT, backend, backend_urls, build_tools, free_base
 
 FEW, MANY = 60, 360
 """Numbers of requests in two runs.

@@ -37,7 +37,7 @@ from random import Random  # noqa: E402
 from typing import NamedTuple  # noqa: E402
 
 from bench.virtual_fleet import VirtualFleet  # noqa: E402
-from bench.virtual_peers import VirtualClients  # noqa: E402
+from bench.virtual_traffic import VirtualClients  # noqa: E402
 from gateway.app import App  # noqa: E402
 from policies.admission.adaptive_session_limit import SessionGate  # noqa: E402
 

@@ -25,8 +25,7 @@ from types import FrameType
 from typing import Any
 
 import uvloop
-from cells import chat_body, paced, prompt_tree
-from systems import (
+from compared_systems import (
     BACKENDS,
     ROOT,
     backend,
@@ -35,6 +34,7 @@ from systems import (
     free_base,
     penstock_command,
 )
+from traffic_cells import chat_body, paced, prompt_tree
 
 sys.path.insert(0, str(ROOT))
 

@@ -26,9 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from cells import Measure, Pace, cpu_per_request, long_prompts, paced, streams
-from intervals import median_interval
-from systems import (
+from compared_systems import (
     ROOT,
     Running,
     System,
@@ -39,6 +37,8 @@ from systems import (
     penstock_command,
     start,
 )
+from intervals import median_interval
+from traffic_cells import Measure, Pace, cpu_per_request, long_prompts, paced, streams
 
 
 @dataclass(frozen=True)

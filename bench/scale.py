@@ -31,9 +31,7 @@ from statistics import median
 from typing import Any
 
 import uvloop
-from cells import Pace, chat_body, drive, prompt_tree, rss_per_stream_kib, write_bodies
-from intervals import median_interval
-from systems import (
+from compared_systems import (
     ADMIN,
     ROOT,
     Running,
@@ -48,6 +46,8 @@ from systems import (
     rss_bytes,
     start,
 )
+from intervals import median_interval
+from traffic_cells import Pace, chat_body, drive, prompt_tree, rss_per_stream_kib, write_bodies
 
 sys.path.insert(0, str(ROOT))
 

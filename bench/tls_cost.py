@@ -29,9 +29,7 @@ from pathlib import Path
 from statistics import median
 
 import trustme
-from cells import Measure, Pace, cpu_per_request, paced, streams
-from intervals import median_interval
-from systems import (
+from compared_systems import (
     COMPILED,
     LOAD_CORE,
     ROOT,
@@ -49,6 +47,8 @@ from systems import (
     pinned,
     start,
 )
+from intervals import median_interval
+from traffic_cells import Measure, Pace, cpu_per_request, paced, streams
 
 PLAIN, TLS = ("penstock", "nginx"), ("penstock TLS", "nginx TLS")
 KEPT, NEW = 200, 300

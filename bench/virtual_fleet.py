@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from bench.virtual_peers import VirtualEngine
+from bench.virtual_traffic import VirtualEngine
 from gateway.app import App
 from gateway.config.loader import load_with_warnings
 from gateway.restart.start_options import StartOptions

@@ -54,7 +54,7 @@ from gateway.metrics.catalogue import Metrics
 from gateway.metrics.runtime_gauges import pool_by_label
 from gateway.peers.bus_choice import create_bus
 from gateway.peers.frame_auth import FrameAuth, create_frame_auth, fingerprint_secret
-from gateway.peers.peer_view import PeerView
+from gateway.peers.state_exchange import PeerView
 from gateway.peers.sync_loop import SyncLoop
 from gateway.protocol.cors import new_cors_rule
 from gateway.protocol.request.forwarded_headers import TrustedProxies
@@ -74,9 +74,9 @@ from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.cost_counter import LiveCost
 from gateway.telemetry.span_exporter import SpanExporter
 from gateway.trials.mirror import Mirrors
-from gateway.util.addresses import http_url
 from gateway.util.client_networks import Networks
 from gateway.util.gc_control import GcSchedule
+from gateway.util.urls import http_url
 
 log = logging.getLogger("penstock")
 

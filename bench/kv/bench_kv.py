@@ -175,7 +175,7 @@ def _write_docs(table: str, rounds: int) -> None:
             "is written; add them"
         )
     sys.path.insert(0, str(HERE.parent))
-    from table import cpu_name
+    from compare_routers_table import cpu_name
 
     machine = (
         f"Python {platform.python_version()}, {os.cpu_count()} cores of {cpu_name()}, "

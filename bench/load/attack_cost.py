@@ -44,8 +44,7 @@ from tests.e2e.process_cost import sockstat_bytes
 BENCH = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(BENCH))
 
-from cells import chat_body, write_bodies  # noqa: E402
-from systems import (  # noqa: E402
+from compared_systems import (  # noqa: E402
     BIN,
     GATEWAY_CORE,
     LOAD_CORE,
@@ -55,6 +54,7 @@ from systems import (  # noqa: E402
     build_tools,
     free_base,
 )
+from traffic_cells import chat_body, write_bodies  # noqa: E402
 
 MIB = 2**20
 MOST_RATIO, MOST_ADDED_S = 2.0, 0.005

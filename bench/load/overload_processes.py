@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from bench.compared_systems import pinned
 from bench.load.overload_figures import Refusal
 from bench.load.overload_load import (
     GRACE_S,
@@ -31,7 +32,6 @@ from bench.load.overload_load import (
     Stream,
 )
 from bench.load.overload_plan import GROUP, SLO, SPEED, Plan
-from bench.systems import pinned
 from tests.e2e import processes
 from tests.e2e.processes import ENV, GatewayProcess
 from tests.scraped import total

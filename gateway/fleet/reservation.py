@@ -13,7 +13,7 @@ from typing import Protocol
 from gateway.fleet.endpoint_registry import INITIAL_HEALTH, LiveEndpoint
 from gateway.fleet.kv_events.event_trust import CacheExpectation
 from gateway.http.upstream import ConnectionPool
-from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
 from policies import load_ledger
 from policies.endpoint_load import EndpointLoad

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from types import MappingProxyType
 
-from gateway.util.addresses import http_url
+from gateway.util.urls import http_url
 
 BACKLOG = 4096
 FIRST_FD = 3  # sd_listen_fds(3)

@@ -15,7 +15,7 @@ from time import monotonic, perf_counter
 
 from gateway.metrics.catalogue import Metrics
 from gateway.peers.bus import FRAME_CAP_BYTES, Bus
-from gateway.peers.peer_view import PeerView
+from gateway.peers.state_exchange import PeerView
 
 log = logging.getLogger("penstock")
 

@@ -15,7 +15,7 @@ from operator import attrgetter
 import msgspec
 
 from gateway.exchange import Exchange
-from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.response.usage_and_error_search import TokenUsage
 from policies.endpoint_load import LOAD_FIELDS, EndpointLoad
 from policies.policy_types import Policy, PriceTermsFunction
 from policies.routing_types import Candidate, Pick, RoutingQuery

@@ -12,7 +12,7 @@ import msgspec
 
 from gateway.exchange import Exchange
 from gateway.protocol.response.relay import Relay
-from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.response.usage_and_error_search import TokenUsage
 from policies.sizing.workload_drift import request_tokens
 
 MAX_IDS = 1 << 17

@@ -45,7 +45,7 @@ from gateway.reload.reloader import ReportLine
 from gateway.restart import systemd_notify
 from gateway.restart.predecessor import Predecessor
 from gateway.restart.worker_launch_settings import WorkerLaunchSettings, WorkerSettings
-from gateway.util.addresses import http_url
+from gateway.util.urls import http_url
 from gateway.workers import admin_server
 from gateway.workers.auto_config_access import WorkersConfigAccess
 from gateway.workers.auto_rollback import WorkersRollbackTarget

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from planner.replay.fleet_spec import FleetError, FleetSpec, GroupKind, validate
-from planner.replay.options import ReplayOptions
+from planner.replay.replay_options import ReplayOptions
 from planner.text_generator import BYTES_PER_TOKEN
 from policies import admission_registry, policy_registry
 from policies.admission.admission_policy import Admission, WaitQueueLimits

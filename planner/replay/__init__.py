@@ -5,14 +5,14 @@ Readers of recorded traffic are in planner/traces.
 
 from planner.replay.fleet_sim import replay
 from planner.replay.fleet_spec import FleetError, FleetSpec, GroupKind, preset, read_fleet
-from planner.replay.options import (
+from planner.replay.record import ReplayRecord, ReplayRun, RequestEnd
+from planner.replay.replay_options import (
     CacheView,
     ClientBehaviour,
     GroupFault,
     GroupFaultKind,
     ReplayOptions,
 )
-from planner.replay.record import ReplayRecord, ReplayRun, RequestEnd
 from planner.replay.traffic import ClosedLoop, Traffic, traffic, users
 
 __all__ = [

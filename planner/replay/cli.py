@@ -15,11 +15,11 @@ import msgspec
 from command_line import Argument, Option, UsageError, write_line
 from planner.output_files import check_writable
 from planner.progress import progress_bar
-from planner.replay import arguments
+from planner.replay import argument_parsing
 from planner.replay.fleet_spec import FleetError, FleetSpec, preset, read_fleet
 from planner.replay.html_report import HEADS, cells_of, page
-from planner.replay.options import ClientBehaviour, ReplayOptions
 from planner.replay.record import RequestEnd
+from planner.replay.replay_options import ClientBehaviour, ReplayOptions
 from planner.replay.sweep import Comparison, ComparisonResult, UnknownCapacity, compare
 from planner.replay.terminal_tables import figure_tables, table
 from planner.traces import READERS, TraceError, TraceRequest, read_trace, slice_span
@@ -85,7 +85,7 @@ Slos = Annotated[
     ),
 ]
 Faults = Annotated[
-    str, Option("--faults", help=f"Faults to simulate, comma-separated: {arguments.FAULTS}.")
+    str, Option("--faults", help=f"Faults to simulate, comma-separated: {argument_parsing.FAULTS}.")
 ]
 Format = Annotated[
     str | None,
@@ -180,26 +180,26 @@ def replay(
 ) -> None:
     """Compare routing policies on recorded traffic, with simulated TP groups on a virtual clock."""
     try:
-        patience_s = None if patience is None else arguments.parse_seconds(patience)
+        patience_s = None if patience is None else argument_parsing.parse_seconds(patience)
         clients = ClientBehaviour(retries, not ignore_retry_after, patience_s)
         options = ReplayOptions(seed, expected_output=expected_output, clients=clients)
         options = _with_times(options, slo, for_, has_users=users is not None)
-        spec, options = arguments.apply_faults(faults, _fleet(fleet), options)
+        spec, options = argument_parsing.apply_faults(faults, _fleet(fleet), options)
         comparison = Comparison(
             fleet=spec,
             requests=_requests(trace, format_, from_, to),
             policies=_policy_names(policy),
             admission=None if admission == "none" else admission,
-            loads=tuple(arguments.parse_loads(users or rate or "1")),
+            loads=tuple(argument_parsing.parse_loads(users or rate or "1")),
             by_users=users is not None,
-            targets=tuple(target / 100 for target in arguments.parse_loads(capacity))
+            targets=tuple(target / 100 for target in argument_parsing.parse_loads(capacity))
             if capacity
             else (),
-            warmup_s=arguments.parse_seconds(warmup),
+            warmup_s=argument_parsing.parse_seconds(warmup),
             options=options,
         )
         _check(comparison, both=users is not None and rate is not None)
-    except (arguments.ArgumentError, FleetError, PolicyConfigError) as error:
+    except (argument_parsing.ArgumentError, FleetError, PolicyConfigError) as error:
         raise UsageError(str(error)) from None
     except TraceError as error:
         write_line(f"penstock replay: {error}", err=True)
@@ -221,10 +221,10 @@ def _with_times(
     # Return the options with the service classes and the end of the replay.
     #
     # Closed loops have an end by default.
-    standard, classes = arguments.parse_classes(slo)
+    standard, classes = argument_parsing.parse_classes(slo)
     horizon_s = 1200.0 if has_users else None
     if for_ is not None:
-        horizon_s = arguments.parse_seconds(for_)
+        horizon_s = argument_parsing.parse_seconds(for_)
     return msgspec.structs.replace(options, standard=standard, classes=classes, horizon_s=horizon_s)
 
 
@@ -234,7 +234,10 @@ def _fleet(text: str) -> FleetSpec:
 
 
 def _requests(trace: Path, kind: str | None, from_: str, to: str | None) -> list[TraceRequest]:
-    span = arguments.parse_seconds(from_), None if to is None else arguments.parse_seconds(to)
+    span = (
+        argument_parsing.parse_seconds(from_),
+        None if to is None else argument_parsing.parse_seconds(to),
+    )
     requests = slice_span(read_trace(trace, kind), *span)
     if not requests:
         raise TraceError(f"{trace}: no request from {from_} to {to or 'the end'}")
@@ -246,17 +249,17 @@ def _policy_names(text: str) -> tuple[str, ...]:
     for name in names:
         policy_registry.build(name, {})
     if not names:
-        raise arguments.ArgumentError("--policy needs at least one name")
+        raise argument_parsing.ArgumentError("--policy needs at least one name")
     return names
 
 
 def _check(comparison: Comparison, both: bool) -> None:
     if both:
-        raise arguments.ArgumentError(
+        raise argument_parsing.ArgumentError(
             "--rate (open loop) and --users (closed loop) exclude each other"
         )
     if any(target >= 1 for target in comparison.targets):
-        raise arguments.ArgumentError("--capacity takes percentages below 100")
+        raise argument_parsing.ArgumentError("--capacity takes percentages below 100")
     if comparison.admission is not None:
         build_admission(comparison.admission, {})
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from planner.replay.engine_sim import EngineMetrics
 from planner.replay.fleet_port import FleetPort
 from planner.replay.group_sim import ReplayGroup
-from planner.replay.options import GroupFault, GroupFaultKind
+from planner.replay.replay_options import GroupFault, GroupFaultKind
 from policies import load_ledger
 from policies.health.slow_start import soft_cap
 

@@ -12,8 +12,8 @@ from mockgpu.job import Job
 from planner.replay.gateway_sim import GatewaySim
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
-from planner.replay.options import ReplayOptions
 from planner.replay.record import RequestEnd
+from planner.replay.replay_options import ReplayOptions
 from policies.routing_types import Pick, RoutingQuery
 
 

@@ -27,8 +27,8 @@ from planner.replay.gateway_sim import GatewaySim
 from planner.replay.group_sim import ReplayGroup, build_engines
 from planner.replay.hedge_sim import Hedges
 from planner.replay.inflight import InflightRequest
-from planner.replay.options import CacheView, ReplayOptions
 from planner.replay.record import ReplayRecord, ReplayRun, RequestEnd
+from planner.replay.replay_options import CacheView, ReplayOptions
 from planner.replay.speed_monitor_sim import SpeedMonitorSim
 from planner.replay.traffic import Traffic
 from planner.traces.recorded_request import TraceRequest

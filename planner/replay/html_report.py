@@ -12,8 +12,8 @@ from planner.replay.svg_chart import Axis, Series, bars, chart, legend
 from planner.replay.sweep import Comparison, ComparisonPoint, ComparisonResult, UnknownCapacity
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #d9dee6; --ground:
-#ffffff; --card: #f6f8fa } @media (prefers-color-scheme: dark) {
+:root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #d9dee6; --ground: #ffffff; --card: #f6f8fa }
+@media (prefers-color-scheme: dark) {
   :root { --ink: #e4e9f0; --soft: #9aa6b5; --line: #333c48; --ground: #14181e; --card: #1b2129 } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground);
   max-width: 1180px; margin: 2rem auto; padding: 0 1.2rem }
@@ -23,14 +23,16 @@ p.lead { color: var(--soft); margin: .3rem 0 0 }
 .legend span { white-space: nowrap }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(430px, 1fr)); gap: 1rem }
 figure svg { width: 100%; max-width: 600px }
-figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 8px;
-padding: .8rem } figcaption { font-weight: 600; margin-bottom: .3rem } svg text { font-size: 12px;
-fill: var(--soft) } svg .axis { fill: var(--ink) } svg .grid { stroke: var(--line); stroke-width: 1
-} svg line.rule { stroke: var(--soft); stroke-dasharray: 4 4 } .wide { overflow-x: auto } table {
-border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100% } th, td { padding: .3rem
-.6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap } th {
-font-weight: 600; color: var(--soft); vertical-align: bottom } th:first-child, td:first-child {
-text-align: left } td.best { font-weight: 700 }
+figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .8rem }
+figcaption { font-weight: 600; margin-bottom: .3rem }
+svg text { font-size: 12px; fill: var(--soft) } svg .axis { fill: var(--ink) }
+svg .grid { stroke: var(--line); stroke-width: 1 }
+svg line.rule { stroke: var(--soft); stroke-dasharray: 4 4 }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100% }
+th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap }
+th { font-weight: 600; color: var(--soft); vertical-align: bottom } th:first-child, td:first-child { text-align: left }
+td.best { font-weight: 700 }
 """
 
 HEADS = (

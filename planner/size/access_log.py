@@ -9,7 +9,7 @@ from typing import Any
 from planner.plan.pool_case import Assumptions, cases
 from planner.process_map import available_cores
 from planner.progress import progress_rows
-from planner.replay.arguments import ArgumentError, parse_seconds
+from planner.replay.argument_parsing import ArgumentError, parse_seconds
 from planner.size.emit import POOL, Emission, emit
 from planner.size.finalist import Finalist
 from planner.size.finalist_replays import known_model, replay_finalists

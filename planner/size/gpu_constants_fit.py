@@ -17,7 +17,7 @@ from statistics import median
 import msgspec
 
 from mockgpu.timing.roofline import PROFILES, Roofline, StepWork
-from planner.replay.arguments import ArgumentError, parse_seconds
+from planner.replay.argument_parsing import ArgumentError, parse_seconds
 from planner.size.plan_draft import SizingError
 from planner.size.recorded_work import DecodePhase, PrefillPhase, phases_of, read_answers
 from planner.size.units import ms

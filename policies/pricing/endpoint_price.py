@@ -1,8 +1,9 @@
 """The price of serving a request at an endpoint: the expected loss in SLO attainment.
 
 Contains the terms of the price, the policy `priced` that picks the cheapest endpoint, and prices of
-single phases, which splitting adds up (split.py). Time estimates are in expected_latency.py and
-engine_timeline.py. docs/how-the-price-works.md explains the price without code.
+single phases, which splitting adds up (split_decision.py). Time estimates are in
+expected_latency.py and engine_timeline.py. docs/how-the-price-works.md explains the price without
+code.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_vllm_reads_every_flag_of_an_emitted_command_as_meant() -> None:
         pytest.fail("the real engines are not installed; `make real` does it")
     commands = [shlex.split(vllm_command(launch).replace("\\\n", " "))[2:] for launch in LAUNCHES]
     done = subprocess.run(
-        [REAL / "venv" / "bin" / "python", ROOT / "deploy" / "real" / "parse_flags.py"],
+        [REAL / "venv" / "bin" / "python", ROOT / "deploy" / "real" / "vllm_flags.py"],
         input=json.dumps(commands),
         text=True,
         capture_output=True,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.kv_events_real import missed_goals, run
+from bench.kv_index_exactness_real import missed_goals, run
 from tests.real.engines import REAL
 
 SECONDS, SEED = 60.0, 2

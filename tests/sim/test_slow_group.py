@@ -15,8 +15,8 @@ import pytest
 
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, traffic
 from planner.replay.fleet_sim import Fleet
-from planner.replay.options import GroupFault, GroupFaultKind
 from planner.replay.record import ReplayRun
+from planner.replay.replay_options import GroupFault, GroupFaultKind
 from planner.traces import TraceRequest
 from policies import policy_registry
 

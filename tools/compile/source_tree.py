@@ -51,7 +51,7 @@ OFF_PATH = (
     "policies/sizing",
     *_modules("gateway/disagg", "failure_actions pairing state_machine"),
     *_modules("gateway/fleet", "engine_model_names model_lookup speed_recovery"),
-    *_modules("gateway/fleet/kv_events", "addresses event_metrics event_reader_start"),
+    *_modules("gateway/fleet/kv_events", "event_metrics event_reader_start zmq_addresses"),
     *_modules("gateway/fleet/kv_events", "prompt_learner tokenization zmq_subscription"),
     *_modules("gateway/http", "aiohttp_connection client_interface connect_errors head_errors"),
     *_modules("gateway/http", "health_api"),

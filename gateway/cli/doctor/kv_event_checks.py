@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from gateway.cli.doctor.engine_probe import ProbeResult, listed_paths
 from gateway.cli.doctor.findings import CheckFinding, pass_finding, unknown_finding, warn_finding
 from gateway.config.kv_event_sections import KvEvents
-from gateway.fleet.kv_events.addresses import (
+from gateway.fleet.kv_events.tokenization import TOKENIZE_PATH
+from gateway.fleet.kv_events.zmq_addresses import (
     SGLANG_PATH,
     VLLM_PATH,
     SourceError,
@@ -18,7 +19,6 @@ from gateway.fleet.kv_events.addresses import (
     described_by_sglang,
     described_by_vllm,
 )
-from gateway.fleet.kv_events.tokenization import TOKENIZE_PATH
 from policies.routing_types import Endpoint, EngineKind
 
 _CHECK = "KV events"

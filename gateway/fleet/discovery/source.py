@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
 from gateway.config.endpoint_sections import EndpointSpec, EndpointTraits
-from gateway.util.addresses import http_url
+from gateway.util.urls import http_url
 
 log = logging.getLogger("penstock")
 

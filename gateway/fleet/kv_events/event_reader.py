@@ -15,7 +15,10 @@ import zmq
 from gateway.config.kv_event_sections import KvEvents
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.kv_events.addresses import (
+from gateway.fleet.kv_events.event_metrics import copy_counts
+from gateway.fleet.kv_events.event_trust import EndpointEvents
+from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
+from gateway.fleet.kv_events.zmq_addresses import (
     SGLANG_PATH,
     VLLM_PATH,
     SourceAddress,
@@ -25,9 +28,6 @@ from gateway.fleet.kv_events.addresses import (
     described_by_vllm,
     of_rank,
 )
-from gateway.fleet.kv_events.event_metrics import copy_counts
-from gateway.fleet.kv_events.event_trust import EndpointEvents
-from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.kv_events.zmq_subscription import Subscription
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.metrics.catalogue import Metrics

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from gateway.fleet.kv_events.addresses import SourceAddress
 from gateway.fleet.kv_events.event_decoder import MAX_BATCH_BYTES
 from gateway.fleet.kv_events.rank_event_stream import EventSource
+from gateway.fleet.kv_events.zmq_addresses import SourceAddress
 
 MAX_QUEUED = 10_000
 """Maximum number of messages that ZeroMQ queues; it drops further ones, which then appear as a

@@ -3,7 +3,7 @@
 An EventGrammar has patterns for the events that begin, continue, end or break an answer, and a
 function that reads token counts. The patterns match the `event:` line, because the member `type`
 may be anywhere in the event's data. Streams of chat completions have no such lines;
-gateway/protocol/response/stream_search.py reads them.
+gateway/protocol/response/usage_and_error_search.py reads them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from gateway.protocol.response.stream_search import USAGE, TokenUsage
+from gateway.protocol.response.usage_and_error_search import USAGE, TokenUsage
 
 _COUNT = rb'"%b":\s*(\d{1,15})(?!\d)'
 _CODE = re.compile(rb'"code":\s*(4\d\d)(?!\d)')

@@ -17,7 +17,7 @@ from gateway.protocol.response.payload_scan import TAIL_BYTES
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.retryable_start import HeldNamedEvents, RetryableStart
 from gateway.protocol.response.rewrite import ModelNameRewriter
-from gateway.protocol.response.stream_search import EVENT_ENDS, USAGE, TokenUsage
+from gateway.protocol.response.usage_and_error_search import EVENT_ENDS, USAGE, TokenUsage
 
 _ERROR_DATA = re.compile(rb"(?:^|\n)event: ?error\r?\ndata: ?([^\r\n]*)")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from gateway.protocol.python_byte_scan import ERROR_NAME, EVENT_MARKER
 from gateway.protocol.response.long_event import first_event_length
-from gateway.protocol.response.stream_search import (
+from gateway.protocol.response.usage_and_error_search import (
     DONE_MARKER,
     ERROR_EVENT_PATTERN,
     EVENT_ENDS,

@@ -34,7 +34,7 @@ from gateway.protocol.response.payload_scan import PayloadScan
 from gateway.protocol.response.relay_state import BEHIND, DONE, FLOWING, HEAD, HELD, REFUSED
 from gateway.protocol.response.retryable_start import HeldChunks, PartialHead, RetryableStart
 from gateway.protocol.response.rewrite import ModelNameRewriter
-from gateway.protocol.response.stream_search import (
+from gateway.protocol.response.usage_and_error_search import (
     DONE_MARKER,
     MAX_REFUSAL_BYTES,
     client_error_status,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gateway.protocol.response.relay import Relay
-from gateway.protocol.response.stream_search import TokenUsage
 from gateway.protocol.response.token_ledger import LedgerRecorder
+from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
 
 _DONE = b"[DONE]"

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 from gateway.protocol.response.event_grammar import EventGrammar
 from gateway.protocol.response.http_framing import HEAD_END, LAST_CHUNK, MAX_HEAD_BYTES
-from gateway.protocol.response.stream_search import (
+from gateway.protocol.response.usage_and_error_search import (
     DONE_MARKER,
     ERROR_EVENT_PATTERN,
     EVENT_ENDS,

@@ -20,7 +20,7 @@ import msgspec
 from gateway.protocol.response.long_event import LONG_EVENT, LongEvent, first_event_length
 from gateway.protocol.response.resume_eligibility import ContinuationTerms
 from gateway.protocol.response.rewrite import ModelNameRewriter, whole_events_length
-from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
 
 _SEAM = 2  # bytes at the end of a read that may be the first part of an event's end

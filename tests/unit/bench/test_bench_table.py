@@ -13,11 +13,11 @@ BENCH = Path(__file__).parents[3] / "bench"
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(BENCH))
-    import cells
-    import table
+    import compare_routers_table
+    import traffic_cells
 
-    yield cells, table
-    for name in ("cells", "table", "systems", "intervals"):
+    yield traffic_cells, compare_routers_table
+    for name in ("traffic_cells", "compare_routers_table", "compared_systems", "intervals"):
         sys.modules.pop(name, None)
 
 

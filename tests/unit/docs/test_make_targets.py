@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.load.run import LOCUSTFILE
+from bench.load.locust_run import LOCUSTFILE
 
 ROOT = Path(__file__).parents[3]
 RECIPES = [

@@ -22,7 +22,7 @@ from gateway.fleet.reservation import Reservation
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.response.relay import UpstreamError
-from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.response.usage_and_error_search import TokenUsage
 from policies.health.endpoint_health import HealthEvent, is_unreachable
 from policies.routing_types import Candidate, Pick, Request
 

@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.protocol import python_byte_scan as python_form
-from gateway.protocol.response import http_framing, stream_search
-from gateway.protocol.response.stream_search import (
+from gateway.protocol.response import http_framing, usage_and_error_search
+from gateway.protocol.response.usage_and_error_search import (
     EVENT_ENDS,
     FINISH_REASON,
     SPACED_FINISH_REASON,
@@ -88,7 +88,7 @@ def using(form: ModuleType) -> Iterator[None]:
     """Let the modules of responses use one of the forms."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("finish_reason", "usage_counts"):
-            patch.setattr(stream_search, name, getattr(form, name))
+            patch.setattr(usage_and_error_search, name, getattr(form, name))
         for name in ("body_span", "count_events"):
             patch.setattr(http_framing, name, getattr(form, name))
         yield

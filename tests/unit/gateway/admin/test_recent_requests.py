@@ -18,7 +18,7 @@ from gateway.admin.recent_requests import (
 )
 from gateway.exchange import Exchange
 from gateway.protocol import api_table
-from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.telemetry.pick_explanation import RecentExchanges
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 

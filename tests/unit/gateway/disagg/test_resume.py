@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gateway.protocol.response.stream_search import MAX_HELD_BYTES
+from gateway.protocol.response.usage_and_error_search import MAX_HELD_BYTES
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     OBJECT,

@@ -17,7 +17,7 @@ from gateway.config import load_text
 from gateway.drift.monitor import DriftMonitor
 from gateway.exchange import Exchange
 from gateway.protocol.response.relay import Relay
-from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.telemetry import request_shapes
 from gateway.telemetry.request_shapes import ShapeRecord, ShapeRecorder
 from planner.drift.log import read_log

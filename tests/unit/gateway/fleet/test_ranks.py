@@ -9,7 +9,7 @@ import pytest
 from gateway.config import Config
 from gateway.fleet.endpoint_registry import EndpointRegistry, to_endpoint
 from gateway.fleet.engine_metrics import parse_scrape
-from gateway.fleet.kv_events.addresses import SourceAddress, SourceError, of_rank
+from gateway.fleet.kv_events.zmq_addresses import SourceAddress, SourceError, of_rank
 from gateway.http.write_queue import WriteQueue
 from policies.routing_types import EngineKind
 from tests.replaced import stand_in

@@ -6,7 +6,7 @@ import msgspec
 
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.reservation import Reservation
-from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.response.usage_and_error_search import TokenUsage
 from policies.health.speed_samples import Measure
 from policies.routing_types import Pick, Request
 from tests.unit.gateway.fleet.tables import table_of

@@ -22,7 +22,7 @@ from gateway.http.write_queue import WriteQueue
 from gateway.protocol.response.http_framing import encode_chunk
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.relay_state import RelayState
-from gateway.protocol.response.stream_search import MAX_FIRST_EVENT
+from gateway.protocol.response.usage_and_error_search import MAX_FIRST_EVENT
 from tests.fair_time import PATIENCE_S
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"

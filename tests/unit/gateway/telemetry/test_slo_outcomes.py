@@ -15,7 +15,7 @@ from gateway.metrics.catalogue import Metrics
 from gateway.protocol import api_table
 from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.relay import Relay
-from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.pick_explanation import RecentExchanges, runner_up, snapshot_pick

@@ -13,7 +13,7 @@ import pytest
 from mockgpu.timing.roofline import PROFILES, Roofline, StepTimes, StepWork
 from planner.replay.fleet_sim import replay
 from planner.replay.fleet_spec import FleetSpec, GroupKind
-from planner.replay.options import ReplayOptions
+from planner.replay.replay_options import ReplayOptions
 from planner.replay.traffic import traffic
 from planner.size.cli import size
 from planner.size.gpu_constants_fit import calibrate, least_squares

@@ -19,7 +19,7 @@ from gateway.protocol.response.event_relay import EventRelay
 from gateway.protocol.response.http_framing import encode_chunk
 from gateway.protocol.response.relay import DONE, Relay
 from gateway.protocol.response.rewrite import ModelNameRewriter
-from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

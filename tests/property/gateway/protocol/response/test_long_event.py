@@ -17,7 +17,7 @@ from gateway.protocol.response.event_relay import EventRelay
 from gateway.protocol.response.payload_scan import MAX_PARTIAL_EVENT, MAX_RESCAN
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.retryable_start import HeldChunks, HeldNamedEvents, RetryableStart
-from gateway.protocol.response.stream_search import TokenUsage
+from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
 from tests.property.gateway.protocol.response.relay_feed import HEAD, ROLE, delta
 

@@ -13,7 +13,7 @@ from gateway.protocol.errors import Failure
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.relay_state import RelayState
 from gateway.protocol.response.rewrite import ModelNameRewriter
-from gateway.protocol.response.stream_search import (
+from gateway.protocol.response.usage_and_error_search import (
     TokenUsage,
     last_event_end,
 )

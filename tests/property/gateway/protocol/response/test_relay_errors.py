@@ -13,7 +13,7 @@ from gateway.protocol.errors import Failure
 from gateway.protocol.response.relay import MAX_ERROR_BYTES, Relay, UpstreamError
 from gateway.protocol.response.relay_state import BEHIND, RelayState
 from gateway.protocol.response.rewrite import ModelNameRewriter
-from gateway.protocol.response.stream_search import (
+from gateway.protocol.response.usage_and_error_search import (
     MAX_FIRST_EVENT,
     MAX_REFUSAL_BYTES,
 )

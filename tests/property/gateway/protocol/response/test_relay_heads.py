@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.relay_state import RelayState
-from gateway.protocol.response.stream_search import (
+from gateway.protocol.response.usage_and_error_search import (
     TokenUsage,
 )
 from tests.property.gateway.protocol.response.relay_feed import (

@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from gateway.protocol.response.stream_search import MAX_FIRST_EVENT
+from gateway.protocol.response.usage_and_error_search import MAX_FIRST_EVENT
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,

@@ -1,6 +1,6 @@
 """`make events`: measures how well the gateway knows the caches of two real vLLM engines.
 
-    python -m bench.kv_events_real [--seconds 600] [--seed 1]
+    python -m bench.kv_index_exactness_real [--seconds 600] [--seed 1]
 
 Engines report cached blocks to the gateway as KV events. Clients ask about documents that need at
 least three times the cache memory of both engines. During pauses in the traffic, the gateway's
@@ -29,7 +29,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.kv_events import Predictions
+from bench.kv_index_exactness import Predictions
 from gateway.app import App
 from gateway.config import Config
 from tests.real.engines import BLOCKS, MODEL, REAL, ROOT, Engine, free_ports, penstock_connector

@@ -1,7 +1,7 @@
 """Writes a small Llama with random weights as a GGUF file, for tests with llama.cpp.
 
-Run `gguf_model.py FILE`. The model has two layers and a vocabulary of bytes and common words; the
-file has 0.5 MB. It needs the packages numpy and gguf.
+Run `random_llama_gguf.py FILE`. The model has two layers and a vocabulary of bytes and common
+words; the file has 0.5 MB. It needs the packages numpy and gguf.
 """
 
 from __future__ import annotations

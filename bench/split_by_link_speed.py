@@ -1,6 +1,6 @@
 """Compares three ways of serving on links of different speeds: whole, split, or chosen by cost.
 
-    python -m bench.links [--links 0.125,0.5,1.25,3.125,12.5,50] [--seeds 3,4] [--out FILE]
+    python -m bench.split_by_link_speed [--links 0.125,0.5,12.5] [--seeds 3,4] [--out FILE]
 
 A split request computes its prompt (prefill) on one engine and its answer (decode) on another one;
 the link between them carries the KV cache. Four engines of Llama 3.1 70B FP8 serve prompts with a

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from systems import (
+from compared_systems import (
     BIN,
     DEFAULT,
     GATEWAY_CORE,

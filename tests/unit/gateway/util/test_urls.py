@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.util.addresses import http_url
+from gateway.util.urls import http_url
 
 
 def test_an_ipv6_address_is_written_in_brackets() -> None:

@@ -1,7 +1,7 @@
 """The gateways that the benchmark compares: how to install, configure and start them.
 
-Each gateway runs on a core of its own and listens on 127.0.0.1. Measurements are in bench/cells.py,
-tables in bench/table.py.
+Each gateway runs on a core of its own and listens on 127.0.0.1. Measurements are in
+bench/traffic_cells.py, tables in bench/compare_routers_table.py.
 """
 
 from __future__ import annotations

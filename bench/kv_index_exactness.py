@@ -1,6 +1,6 @@
 """Measures how well the gateway knows the caches of engines while engines and messages fail.
 
-    python -m bench.kv_events --seconds 120
+    python -m bench.kv_index_exactness --seconds 120
 
 Engines report cached blocks to the gateway as KV events, over ZeroMQ. Here messages are lost,
 delayed, repeated or reordered, and engines restart. The gateway and the mock engines run in this

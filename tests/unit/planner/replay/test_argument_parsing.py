@@ -17,7 +17,7 @@ from planner.replay import (
     preset,
     read_fleet,
 )
-from planner.replay.arguments import (
+from planner.replay.argument_parsing import (
     ArgumentError,
     apply_faults,
     parse_classes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.load.two_clocks import prediction_errors
+from bench.load.replay_accuracy import prediction_errors
 
 LOG = """
 {"id":"a","picked_us":1000,"first_token_us":101000,"predicted_ttft_us":90000}

@@ -1,6 +1,6 @@
 """`make bench-split`: compares the gateway's CPU time for split requests and for whole requests.
 
-    python bench/split.py --rounds 3 --window-ms 800
+    python bench/split_cpu.py --rounds 3 --window-ms 800
 
 A split request computes its prompt (prefill) on one engine and its answer (decode) on another one.
 One gateway serves two models on the same engines (bench/backend.c). Requests for one model are
@@ -25,9 +25,7 @@ from statistics import median
 from typing import Any
 
 import uvloop
-from cells import Pace, drive, write_bodies
-from opcodes import median_call
-from systems import (
+from compared_systems import (
     ADMIN,
     MODEL,
     NotMeasurable,
@@ -39,6 +37,8 @@ from systems import (
     free_base,
     start,
 )
+from opcodes import median_call
+from traffic_cells import Pace, drive, write_bodies
 
 GOAL = 2.2
 SPLIT = "bench-split"

@@ -9,7 +9,11 @@ import re
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.protocol.response.stream_search import TokenUsage, find_finish_reason, find_usage
+from gateway.protocol.response.usage_and_error_search import (
+    TokenUsage,
+    find_finish_reason,
+    find_usage,
+)
 
 _COUNTS = {
     name: re.compile(rb'"%b":\s*(\d{1,15})(?!\d)' % name.encode())

@@ -1,6 +1,6 @@
 """Creates random BERT models for the tests with real engines: embedding, reranker and classifier.
 
-Run `encoders.py FOLDER` with the Python interpreter of the engines. It writes three models:
+Run `random_berts.py FOLDER` with the Python interpreter of the engines. It writes three models:
 
 FOLDER/embedding   an encoder, for embeddings
 FOLDER/reranker    a cross-encoder with one score per pair of texts

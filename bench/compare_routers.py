@@ -1,6 +1,6 @@
 """`make bench`: compares Penstock with nginx and three LLM routers under the same load.
 
-    python bench/peers.py [--quick] [--rounds N] [--systems a,b] [--cells TEXT] [--rate R]
+    python bench/compare_routers.py [--quick] [--rounds N] [--systems a,b] [--cells TEXT] [--rate R]
                           [--seed S] [--sources-only] [--json] [--out FILE] [--write-docs] [--check]
 
 The routers are sglang-router, its successor SMG, and vllm-router. Penstock is measured twice:
@@ -23,8 +23,8 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from cells import Cell, Pace, all_cells, find_half_load_rate
-from systems import (
+from compare_routers_table import Results, as_json, markdown, verdicts, write_docs
+from compared_systems import (
     OURS,
     ROOT,
     SOURCES,
@@ -42,7 +42,7 @@ from systems import (
     start,
     start_second,
 )
-from table import Results, as_json, markdown, verdicts, write_docs
+from traffic_cells import Cell, Pace, all_cells, find_half_load_rate
 
 
 def main() -> int:
@@ -166,7 +166,8 @@ def _report(results: Results, options: argparse.Namespace) -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="peers.py", description="Compare penstock with other gateways on this machine."
+        prog="compare_routers.py",
+        description="Compare penstock with other gateways on this machine.",
     )
     parser.add_argument(
         "--quick", action="store_true", help="measure only three rounds with short periods"

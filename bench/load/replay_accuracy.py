@@ -1,6 +1,6 @@
 """`make clocks`: checks that the simulator predicts a live run of a recorded trace.
 
-    python -m bench.load.two_clocks [--seconds 300] [--speed 1] [--policy prefix_aware]
+    python -m bench.load.replay_accuracy [--seconds 300] [--speed 1] [--policy prefix_aware]
                                     [--within 0.05]
 
 The live run has four mock engines, a gateway and a client on 127.0.0.1, whose engines are `speed`
@@ -166,7 +166,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench.load.two_clocks",
+        prog="bench.load.replay_accuracy",
         description="Compare a live run over HTTP with a replay in virtual time.",
     )
     parser.add_argument(

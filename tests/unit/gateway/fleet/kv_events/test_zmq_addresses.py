@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.config.kv_event_sections import KvEvents
-from gateway.fleet.kv_events.addresses import (
+from gateway.fleet.kv_events.zmq_addresses import (
     SourceAddress,
     SourceError,
     configured_addresses,

@@ -1,7 +1,7 @@
 """Creates the model for the tests with real engines: a small Llama with random weights.
 
-Run `model.py FOLDER [deep]` with an interpreter that has torch and transformers. The tokenizer is
-trained on the pages of this project's documentation. Nothing is downloaded.
+Run `random_llama.py FOLDER [deep]` with an interpreter that has torch and transformers. The
+tokenizer is trained on the pages of this project's documentation. Nothing is downloaded.
 
 The deep model has 16 layers and a large KV cache: 6.6 MB per layer for 1,100 tokens.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from planner.replay.fleet_spec import FleetSpec
-from planner.replay.options import CacheView, GroupFault, GroupFaultKind, ReplayOptions
+from planner.replay.replay_options import CacheView, GroupFault, GroupFaultKind, ReplayOptions
 from policies.routing_types import STANDARD, Slo
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")

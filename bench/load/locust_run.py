@@ -1,7 +1,7 @@
 """`make load`: runs the load generator locust against a gateway for a limited time.
 
-    python -m bench.load.run [--users 20] [--time 20s] [--groups 4] [--speed 4] [--policy NAME]
-    python -m bench.load.run --host http://127.0.0.1:8080        # use a running gateway
+    python -m bench.load.locust_run [--users 20] [--time 20s] [--groups 4] [--speed 4] [--policy P]
+    python -m bench.load.locust_run --host http://127.0.0.1:8080        # use a running gateway
 
 Without --host, a gateway and mock engines are started on 127.0.0.1. The exit status is that of
 locust: 0 if no request failed.
@@ -123,7 +123,8 @@ def await_models(process: subprocess.Popen[bytes], url: str) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench.load.run", description="Run Locust against a gateway with mock TP groups."
+        prog="bench.load.locust_run",
+        description="Run Locust against a gateway with mock TP groups.",
     )
     parser.add_argument("--host", help="URL of a running gateway to use instead of starting one")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Measures how much a second worker process increases the gateway's request rate, on two cores.
 
-    python bench/workers.py [--rounds 5]
+    python bench/second_worker.py [--rounds 5]
 
 A gateway with one process alternates with a gateway with two workers and a supervisor. The single
 process has the first core alone. The two workers use both cores, and share the second one with the
@@ -24,8 +24,7 @@ from random import Random
 from statistics import median
 from typing import Any, NamedTuple
 
-from cells import Pace, drive, write_bodies
-from systems import (
+from compared_systems import (
     ADMIN,
     GATEWAY_CORE,
     LOAD_CORE,
@@ -39,6 +38,7 @@ from systems import (
     free_base,
     start,
 )
+from traffic_cells import Pace, drive, write_bodies
 
 GOAL = 1.7
 CORES = (GATEWAY_CORE, LOAD_CORE)

@@ -1,7 +1,7 @@
 """Formats the results of `make bench`: medians, ratios to other gateways, and whether goals are
 met.
 
-The measurements are in bench/cells.py.
+The measurements are in bench/traffic_cells.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cells import Row
+from compared_systems import OURS, SOURCES
 from intervals import median_interval
-from systems import OURS, SOURCES
+from traffic_cells import Row
 
 COLUMNS = (OURS, SOURCES, "sglang-router", "vllm-router", "smg", "nginx", "direct")
 MAX_OTHERS = 0.05
