@@ -1,7 +1,7 @@
-"""Turns a whole answer into the events of a stream, for clients that asked for a stream.
+"""Converts a whole JSON answer to the events of a stream that the client requested. No I/O.
 
 Some engines answer a request for a stream with one JSON document, for example because a feature
-such as tools excludes streaming there. SDKs would read no event from it. No I/O.
+such as tools excludes streaming there. The SDKs of clients would read no event from it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ EventWriter = Callable[[dict[str, Any]], Iterator[bytes]]
 
 
 def as_stream(held: HeldAnswer, write: EventWriter) -> tuple[ResponseHead, bytes] | None:
-    """Return the head and the chunked body of a stream that says what a whole answer says.
+    """Return a stream with the content of a whole answer: its head and its chunked body.
 
-    Returns None if the answer is not one of the API whose events `write` yields.
+    `write` yields the events of one API. Returns None if the answer does not belong to that API.
     """
     events = _write_events(held.payload, write)
     if not events:

@@ -1,7 +1,7 @@
-"""Whole JSON answers of engines, held back until they are known to be complete. No I/O.
+"""Holds back an engine's whole JSON answer until it is known to be complete. No I/O.
 
-A client can use no part of a JSON document, so nothing is lost by waiting for its end. Until then
-another endpoint can serve the request.
+The client loses nothing by the wait, because it cannot use a part of a JSON document. Until the
+end, another endpoint can serve the request instead.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _BLANKS = b" \t\r\n"
 def check_json(text: bytes | bytearray) -> None:
     """Raise UpstreamError if a complete answer is not JSON, for example because it was cut off.
 
-    What the standard library's parser accepts passes too, such as NaN, lone surrogates and control
-    characters in strings: clients in Python can read them.
+    Everything that Python's standard parser accepts is permitted, such as NaN, lone surrogates, and
+    control characters in strings, because clients in Python can read it.
     """
     try:
         _skim(text)
@@ -51,18 +51,18 @@ def malformed() -> UpstreamError:
 
 
 class HeldAnswer:
-    """A whole answer that is arriving, with its HTTP framing removed.
+    """A whole answer of an engine that is being received, with its HTTP framing removed.
 
-    head           the response's head
-    data           the received bytes, as they arrived
-    payload        the payload in them
+    head           the head of the response
+    data           the received bytes, with the framing
+    payload        the received bytes, without the framing
     surplus_bytes  number of bytes received after the end
     """
 
     __slots__ = ("_body", "_may_begin_blank", "data", "head", "payload")
 
     def __init__(self, head: ResponseHead, *, may_begin_blank: bool) -> None:
-        """Initialize the answer with this head.
+        """Create an empty answer with this head.
 
         may_begin_blank  whether blanks before the JSON are held back too. Providers send them to
                          keep the connection alive while they compute

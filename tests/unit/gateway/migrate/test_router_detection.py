@@ -246,7 +246,7 @@ def test_different_secrets_get_different_variables() -> None:
     [
         ("echo hello", "name the router with --from: vllm-router"),
         ("just: yaml", "name the router with --from: vllm-router"),
-        ("vllm-router --policy nothing --worker-urls http://e:1", "not a policy"),
+        ("vllm-router --policy nothing --worker-urls http://e:1", "is unknown; known are"),
         ("vllm-router --port x --worker-urls http://e:1", "whole number"),
         ("vllm-router --policy random", "no engines"),
         ("vllm-router --worker-urls grpc://e:1", "no engines"),

@@ -101,10 +101,10 @@ async def test_an_invalid_discovery_section_is_rejected_with_its_place(tmp_path:
             ("{dns: 'a:1', file: b}", "one of dns, file and kubernetes"),
             ("{dns: nowhere}", "host:port"),
             ("{kubernetes: {service: UPPER}}", "service"),
-            ("{dns: 'a:1', endpoint: {bootstrap: 'a:8998'}}", "write ':8998' for this port"),
+            ("{dns: 'a:1', endpoint: {bootstrap: 'a:8998'}}", "write ':8998' to use this port"),
             (
                 "{kubernetes: {service: a}, endpoint: {bootstrap: 'a:8998'}}",
-                "write ':8998' for this port",
+                "write ':8998' to use this port",
             ),
             ("{file: a, endpoint: {bootstrap: ':port'}}", "host:port"),
         ):
