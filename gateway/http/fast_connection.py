@@ -187,11 +187,11 @@ class FastConnection(ClientConnection, asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         phase, head = self.phase, self._head
-        if phase is IDLE and head is not None and (extent := head.body_span(data, 0)) is not None:
-            start, end = extent
+        if phase is IDLE and head is not None:
+            body = head.whole_body(data)
             # The usual case: exactly one whole request.
-            if end == len(data) and end - start <= self._limits.body:
-                self._begin(head, data[start:], end - start)
+            if body is not None and len(body) <= self._limits.body:
+                self._begin(head, body, len(body))
                 return
         if phase is BODY:
             self._receive_body(data)

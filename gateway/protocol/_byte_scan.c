@@ -1,8 +1,8 @@
 /* Searches the bytes of HTTP messages for byte_scan.py, which does the same in Python.
  *
- * Every function has a counterpart there, with the same name and the same results, except that one
- * here may return None for what is unusual: then byte_scan.py searches itself. The functions are
- * pure: they keep no state, and do no I/O. */
+ * Every function has a counterpart in python_byte_scan.py, with the same name and the same results,
+ * except that finish_reason() and usage_counts() leave more to their callers there. The functions
+ * are pure: they keep no state, and do no I/O. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -43,29 +43,48 @@ static int starts_with(const char *at, const char *end, const char *text, Py_ssi
     return end - at >= length && !memcmp(at, text, length);
 }
 
+/* Read a message's head: `before`, the digits of its Content-Length, and `after`. Return where its
+ * body begins, or NULL. */
+static const char *read_head(
+    const char *at, const char *end, PyObject *before, PyObject *after, Py_ssize_t *length
+) {
+    Py_ssize_t digits = 0;
+    if (!starts_with(at, end, PyBytes_AS_STRING(before), PyBytes_GET_SIZE(before))) return NULL;
+    at += PyBytes_GET_SIZE(before);
+    Py_ssize_t most = at < end && *at == '0' ? 1 : MAX_LENGTH_DIGITS;
+    for (*length = 0; at < end && *at >= '0' && *at <= '9' && digits < most; at++, digits++)
+        *length = *length * 10 + (*at - '0');
+    if (!digits) return NULL;
+    if (!starts_with(at, end, PyBytes_AS_STRING(after), PyBytes_GET_SIZE(after))) return NULL;
+    return at + PyBytes_GET_SIZE(after);
+}
+
 static PyObject *body_span(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    Py_ssize_t length = 0, digits = 0;
+    Py_ssize_t length;
     if (!check(args, count, 4, 0xd)) return NULL;
     Py_ssize_t offset = PyLong_AsSsize_t(args[1]), size = PyBytes_GET_SIZE(args[0]);
     if (offset < 0 || offset > size) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "the offset is outside the text");
         return NULL;
     }
-    const char *start = PyBytes_AS_STRING(args[0]), *at = start + offset, *end = start + size;
-    if (!starts_with(at, end, PyBytes_AS_STRING(args[2]), PyBytes_GET_SIZE(args[2]))) Py_RETURN_NONE;
-    at += PyBytes_GET_SIZE(args[2]);
-    Py_ssize_t most = at < end && *at == '0' ? 1 : MAX_LENGTH_DIGITS;
-    for (; at < end && *at >= '0' && *at <= '9' && digits < most; at++, digits++)
-        length = length * 10 + (*at - '0');
-    if (!digits) Py_RETURN_NONE;
-    if (!starts_with(at, end, PyBytes_AS_STRING(args[3]), PyBytes_GET_SIZE(args[3]))) Py_RETURN_NONE;
-    at += PyBytes_GET_SIZE(args[3]);
+    const char *start = PyBytes_AS_STRING(args[0]);
+    const char *at = read_head(start + offset, start + size, args[2], args[3], &length);
+    if (at == NULL) Py_RETURN_NONE;
     PyObject *first = PyLong_FromSsize_t(at - start);
     PyObject *last = PyLong_FromSsize_t(at - start + length);
     PyObject *span = first == NULL || last == NULL ? NULL : PyTuple_Pack(2, first, last);
     Py_XDECREF(first);
     Py_XDECREF(last);
     return span;
+}
+
+static PyObject *whole_body(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Py_ssize_t length;
+    if (!check(args, count, 3, 0x7)) return NULL;
+    const char *start = PyBytes_AS_STRING(args[0]), *end = start + PyBytes_GET_SIZE(args[0]);
+    const char *at = read_head(start, end, args[1], args[2], &length);
+    if (at == NULL || end - at != length) Py_RETURN_NONE;
+    return PyBytes_FromStringAndSize(at, length);
 }
 
 /* What is found where one of the searched texts may begin: another event, or a text that makes the
@@ -232,6 +251,7 @@ static PyObject *usage_counts(PyObject *self, PyObject *const *args, Py_ssize_t 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 static PyMethodDef functions[] = {
     FUNCTION(body_span), FUNCTION(count_events), FUNCTION(finish_reason), FUNCTION(usage_counts),
+    FUNCTION(whole_body),
     {NULL, NULL, 0, NULL}
 };
 

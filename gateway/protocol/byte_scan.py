@@ -8,13 +8,31 @@ parser.
 from __future__ import annotations
 
 try:
-    from gateway.protocol._byte_scan import body_span, count_events, finish_reason, usage_counts
+    from gateway.protocol._byte_scan import (
+        body_span,
+        count_events,
+        finish_reason,
+        usage_counts,
+        whole_body,
+    )
+
+    IS_C_FORM = True
 except ImportError:
     from gateway.protocol.python_byte_scan import (
         body_span,
         count_events,
         finish_reason,
         usage_counts,
+        whole_body,
     )
 
-__all__ = ["body_span", "count_events", "finish_reason", "usage_counts"]
+    IS_C_FORM = False  # finish_reason() and usage_counts() always leave the search to the caller
+
+__all__ = [
+    "IS_C_FORM",
+    "body_span",
+    "count_events",
+    "finish_reason",
+    "usage_counts",
+    "whole_body",
+]

@@ -15,6 +15,8 @@ SIZE_LINES = {len(line) + size + 4: line + b"\r\n" for line, size in CHUNK_SIZES
 
 _DIGITS = re.compile(rb"0|[1-9][0-9]{0,8}")
 _CHUNK_ENDS = (b"\n\n\r\n", b"\r\n\r\n\r\n")
+_EVENT_STARTS = {length: line + b"data:" for length, line in SIZE_LINES.items()}
+"""The first bytes of HTTP chunks that begin with an event, by the length of the whole chunk."""
 
 
 def body_span(data: bytes, offset: int, before: bytes, after: bytes) -> tuple[int, int] | None:
@@ -36,6 +38,16 @@ def body_span(data: bytes, offset: int, before: bytes, after: bytes) -> tuple[in
     return start, start + int(digits[0])
 
 
+def whole_body(data: bytes, before: bytes, after: bytes) -> bytes | None:
+    """Return the body of a message if `data` is exactly that message, with the given head.
+
+    `before` and `after` are the parts of a whole head, as for body_span(). Returns None for another
+    head, for a part of a message, and for bytes beyond its end.
+    """
+    head, _, body = data.partition(after)
+    return body if head == b"%b%d" % (before, len(body)) else None
+
+
 def count_events(data: bytes, finish_reason: bytes) -> int:
     """Return the number of server-sent events in `data` if they need no further parsing, else 0.
 
@@ -46,12 +58,11 @@ def count_events(data: bytes, finish_reason: bytes) -> int:
 
     The C form also accepts several chunks.
     """
-    line = SIZE_LINES.get(len(data))
+    start = _EVENT_STARTS.get(len(data))
     if (
-        line is None
-        or not data.startswith(line)
+        start is None
+        or not data.startswith(start)
         or not data.endswith(_CHUNK_ENDS)
-        or not data.startswith(b"data:", len(line))
         # find(), because `in` first tries bytes as an int, at the cost of an exception
         or data.find(USAGE) >= 0
         or data.find(finish_reason) >= 0

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from gateway.protocol.api_table import API_PATHS, Api
-from gateway.protocol.byte_scan import body_span
+from gateway.protocol.byte_scan import body_span, whole_body
 from gateway.protocol.request.service_level_headers import HeaderFields
 
 MAX_HEAD_BYTES = 8 * 1024  # bytes; the full parser handles, and if necessary refuses, longer ones
@@ -71,6 +71,13 @@ class RequestHead:
         Returns None if a different head begins at `offset`. The body may extend beyond `data`.
         """
         return body_span(data, offset, self._before, self._after)
+
+    def whole_body(self, data: bytes) -> bytes | None:
+        """Return the request's body if `data` is exactly one request with this head, else None.
+
+        The length of the body may differ from that of the parsed request.
+        """
+        return whole_body(data, self._before, self._after)
 
 
 def is_partial_head(data: bytes) -> bool:

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-from gateway.protocol.byte_scan import body_span, count_events
+from gateway.protocol.byte_scan import body_span, whole_body
 from gateway.protocol.python_byte_scan import CHUNK_SIZES, SIZE_LINES
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -140,6 +140,18 @@ class ResponseHeadReader:
         self._head: ResponseHead | None = None
         self._before = self._after = b""
 
+    def read_whole(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
+        """Return the head and the payload if `data` is exactly one response that is plain and has
+        the newest head, except for its length; else None.
+
+        The returned head may still have the length of an earlier response.
+        """
+        head = self._head
+        if head is None or not head.is_plain:
+            return None
+        payload = whole_body(data, self._before, self._after)
+        return (head, payload) if payload else None
+
     def read(self, data: bytes, offset: int) -> tuple[ResponseHead, int] | None:
         """Return the response head at `offset`, and the offset of its body; None if it is
         incomplete.
@@ -212,12 +224,15 @@ class ResponseBody(Protocol):
 
 
 class ChunkedBody:
-    """An HTTP body with Transfer-Encoding: chunked. It may arrive in pieces of any size."""
+    """An HTTP body with Transfer-Encoding: chunked. It may arrive in pieces of any size.
+
+    expects_size  whether the size line of a chunk comes next
+    """
 
     __slots__ = (
         "_expects_crlf",
-        "_expects_size",
         "_missing",
+        "expects_size",
         "has_trailers",
         "is_complete",
         "last_chunk_offset",
@@ -231,7 +246,7 @@ class ChunkedBody:
         self.was_at_boundary = True
         self.surplus_bytes = 0
         self.last_chunk_offset = -1
-        self._expects_size = True  # a size line comes next: none of the following three is pending
+        self.expects_size = True  # none of the following three is pending
         self._missing = 0  # payload bytes missing from the current chunk
         self._expects_crlf = False
         self.partial = b""
@@ -253,20 +268,12 @@ class ChunkedBody:
         line = SIZE_LINES.get(len(data))
         if (
             line is not None
-            and self._expects_size
+            and self.expects_size
             and data.startswith(line)
             and data.endswith(b"\r\n")
         ):
             return data[len(line) : -2]
         return b""
-
-    def count_events(self, data: bytes, finish_reason: bytes) -> int:
-        """Return the number of events in `data` if they need no further parsing, else 0.
-
-        `data` must be complete HTTP chunks of complete events. The state of the body does not
-        change. See gateway/protocol/python_byte_scan.py.
-        """
-        return count_events(data, finish_reason) if self._expects_size else 0
 
     def _feed(self, data: bytes) -> bytes:
         pieces: list[bytes] = []
@@ -287,7 +294,7 @@ class ChunkedBody:
                 if offset < end:
                     offset = self._parse_size_line(data, offset)
         self.surplus_bytes = end - offset if self.is_complete else 0
-        self._expects_size = not (self._missing or self._expects_crlf or self.partial)
+        self.expects_size = not (self._missing or self._expects_crlf or self.partial)
         self.was_at_boundary = self.at_chunk_boundary
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from gateway.metrics.metric_types import Histogram
+from gateway.protocol.byte_scan import count_events
 from gateway.protocol.errors import Failure, error_event
 from gateway.protocol.response.answer_events import EventWriter, as_stream
 from gateway.protocol.response.held_answer import HeldAnswer, check_end, check_json
@@ -52,7 +53,8 @@ MAX_ERROR_BYTES = 64 * 1024 * 1024  # bytes of an error body; engines repeat a b
 
 _CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 _CLOSED = b"connection: close\r\n\r\n"
-read_head = ResponseHeadReader().read  # one for all relays: engines of a kind send equal heads
+_heads = ResponseHeadReader()  # one for all relays: engines of a kind send equal heads
+read_head, read_whole = _heads.read, _heads.read_whole
 
 
 class Relay(PayloadScan):
@@ -86,33 +88,11 @@ class Relay(PayloadScan):
     """
 
     __slots__ = (
-        "_body",
-        "_event_chunks",
-        "_has_named_events",
-        "_held_size_line",
-        "_held_start",
-        "_is_torn",
-        "_must_reframe",
-        "_partial_head",
-        "_refusal",
-        "_refusal_bytes",
-        "_unprocessed",
-        "bytes_sent",
-        "chunk_gaps",
-        "event_writer",
-        "first_byte_at",
-        "head",
-        "hold_until_token",
-        "is_committed",
-        "is_converted",
-        "is_http_1_0",
-        "is_refused",
-        "last_data_at",
-        "own_headers",
-        "refusal_body",
-        "rewriter",
-        "state",
-        "status",
+        *("_body", "_event_chunks", "_has_named_events", "_held_size_line", "_held_start"),
+        *("_is_torn", "_must_reframe", "_partial_head", "_refusal", "_refusal_bytes"),
+        *("_unprocessed", "bytes_sent", "chunk_gaps", "event_writer", "first_byte_at", "head"),
+        *("hold_until_token", "is_committed", "is_converted", "is_http_1_0", "is_refused"),
+        *("last_data_at", "own_headers", "refusal_body", "rewriter", "state", "status"),
         "translator",
     )
 
@@ -207,12 +187,15 @@ class Relay(PayloadScan):
 
     def _scan_whole_chunks(self, chunks: ChunkedBody, data: bytes, now: float) -> bool:
         # Scan `data` if it consists of whole chunks, in the usual form; return whether it does.
-        if self.first_token_at is not None and not (self._partial_event or self._has_named_events):
-            count = chunks.count_events(data, self._reason_marker)
-            if count:
-                self.event_count += count
-                self._last_payload = data
-                return True
+        if (
+            self.first_token_at is not None
+            and chunks.expects_size
+            and not (self._partial_event or self._has_named_events)
+            and (count := count_events(data, self._reason_marker))
+        ):
+            self.event_count += count
+            self._last_payload = data
+            return True
         payload = chunks.match_whole_chunk(data)
         if payload:
             self._scan_events(payload, now)
@@ -277,6 +260,17 @@ class Relay(PayloadScan):
         return self._has_done_marker
 
     def _begin(self, data: bytes, now: float) -> bytes:
+        is_start = self.head is None and self._partial_head is None
+        if is_start and self.rewriter is None and self.translator is None:
+            whole = read_whole(data)  # the usual answer that is not streamed
+            if whole is not None and find_error_body(whole[1]) is None:
+                return self._relay_whole(whole[0], whole[1], now)
+        return self._read_start(data, now, is_copied)
+
+    def _read_start(self, data: bytes, now: float, is_copied: bool) -> bytes:
+        # Process the head and the first bytes of the body, whatever their form.
+        #
+        # `is_copied` if the payload of a whole answer is forwarded as it is.
         if self._held_start is not None:
             return self._hold_or_commit(self._held_start, data, now)
         if self._partial_head is not None:
@@ -296,11 +290,9 @@ class Relay(PayloadScan):
                 return b""
             head, offset = read
             if (
-                head.is_plain
+                is_copied
+                and head.is_plain
                 and head.length == len(data) - offset
-                and self.rewriter is None
-                and self.translator is None
-                and self.event_writer is None
                 and find_error_body(data, offset) is None
             ):
                 return self._relay_whole(head, data[offset:], now)
@@ -505,14 +497,9 @@ class Relay(PayloadScan):
         on_first, self.on_first_token = self.on_first_token, None  # see _notify_first_token()
         if on_first is not None:
             on_first()
-        out = b"".join(
-            (
-                head.head_start,
-                self.own_headers,
-                _CLOSED if self.is_http_1_0 else head.length_line,
-                payload,
-            )
-        )
+        # The head may have the length of an earlier response.
+        framing = _CLOSED if self.is_http_1_0 else b"content-length: %d\r\n\r\n" % len(payload)
+        out = b"".join((head.head_start, self.own_headers, framing, payload))
         self.bytes_sent = len(out)
         return out
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from gateway.protocol.byte_scan import finish_reason, usage_counts
+from gateway.protocol.byte_scan import IS_C_FORM, finish_reason, usage_counts
 from gateway.protocol.python_byte_scan import DONE_MARKER as DONE_MARKER
 from gateway.protocol.python_byte_scan import USAGE as USAGE
 
@@ -109,8 +109,7 @@ _read_usage = msgspec.json.Decoder(TokenUsage).decode
 
 def find_usage(text: bytes) -> TokenUsage:
     """Return the token counts in the last `usage` member in `text`."""
-    counts = usage_counts(text)
-    if counts is not None:
+    if IS_C_FORM and (counts := usage_counts(text)) is not None:
         prompt_tokens, completion_tokens, cached_tokens = counts
         return TokenUsage(prompt_tokens, completion_tokens, cached_tokens)
     # partition() takes half as long as find(), whose offsets are parsed like a format string.
@@ -133,8 +132,7 @@ def find_usage(text: bytes) -> TokenUsage:
 
 def find_finish_reason(text: bytes) -> str | None:
     """Return the last finish reason in `text` as the engine wrote it; None if there is none."""
-    usual = finish_reason(text)
-    if usual is not None:
+    if IS_C_FORM and (usual := finish_reason(text)) is not None:
         return usual
     _, found, value = text.rpartition(_FINISH_NAME)
     if found and value and value[0] == _QUOTE:

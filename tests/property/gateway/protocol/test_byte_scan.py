@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.protocol import python_byte_scan as python_form
-from gateway.protocol.response import http_framing, usage_and_error_search
+from gateway.protocol.response import http_framing, relay, usage_and_error_search
 from gateway.protocol.response.usage_and_error_search import (
     EVENT_ENDS,
     FINISH_REASON,
@@ -89,8 +89,10 @@ def using(form: ModuleType) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("finish_reason", "usage_counts"):
             patch.setattr(usage_and_error_search, name, getattr(form, name))
-        for name in ("body_span", "count_events"):
+        patch.setattr(usage_and_error_search, "IS_C_FORM", True)
+        for name in ("body_span", "whole_body"):
             patch.setattr(http_framing, name, getattr(form, name))
+        patch.setattr(relay, "count_events", form.count_events)
         yield
 
 
@@ -145,6 +147,46 @@ def test_the_span_of_a_body_is_found_alike(
     if not cut and digits in (b"0", b"7", b"123456789") and not after[:1].isdigit():
         start = len(data) - 4
         assert expected == (start, start + int(digits))
+
+
+HEAD_LINES = st.lists(
+    st.sampled_from([b"Host: a\r\n", b"Content-Length: 7\r\n", b"X: 12\r\n"]), max_size=3
+).map(b"".join)
+
+
+@given(
+    HEAD_LINES,
+    HEAD_LINES,
+    st.sampled_from([b"", b"a", b"seven b", b"\r\n\r\n", b"\r\n\r\n12345678"]),
+    st.sampled_from([b"%d", b"0%d", b"%d0", b"+%d", b" %d", b"x%d"]),
+    st.integers(-2, 2),
+)
+def test_a_whole_body_is_found_alike(
+    first: bytes, last: bytes, body: bytes, digits: bytes, more: int
+) -> None:
+    before, after = b"POST / HTTP/1.1\r\n" + first + b"Content-Length: ", b"\r\n" + last + b"\r\n"
+    announced = max(0, len(body) + more)
+    data = before + digits % announced + after + body
+    expected = body if announced == len(body) and digits == b"%d" else None
+    assert python_form.whole_body(data, before, after) == expected
+    assert c_form().whole_body(data, before, after) == expected
+    span = python_form.body_span(data, 0, before, after)
+    if expected is not None:
+        assert span == (len(data) - len(body), len(data))
+    else:
+        assert span is None or span[1] != len(data)
+
+
+def test_a_body_is_whole_only_below_its_own_head() -> None:
+    before, after = b"POST / HTTP/1.1\r\nContent-Length: ", b"\r\nHost: a\r\n\r\n"
+    data = before + b"4" + after + b"body"
+    for form in (python_form, c_form()):
+        assert form.whole_body(data, before, after) == b"body"
+        assert form.whole_body(data, b"X" + before, after) is None
+        assert form.whole_body(data, before, b"X" + after) is None
+        for cut in range(len(data)):
+            assert form.whole_body(data[:cut], before, after) is None
+        assert form.whole_body(data + b"P", before, after) is None
 
 
 def test_an_offset_outside_the_text_is_an_error() -> None:
