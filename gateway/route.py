@@ -227,14 +227,6 @@ class Gateway:
         self.mirrors: Mirrors | None = None  # None while no pool has one
         self.hedger = Hedger(endpoints, gate, accounts, snapshot.config.retries.hedge)
 
-    def offer_to_mirror(self, exchange: Exchange, pool: str, call: Call) -> None:
-        """Let the pool's mirror, if there is one, decide whether to sample a parsed request.
-
-        A mirror compares answers to sampled requests with those of candidate engines.
-        """
-        if self.mirrors is not None:
-            self.mirrors.offer(exchange, pool, call)
-
     def count_unsent(self, exchange: Exchange, problem: UpstreamError) -> bool:
         """Count a failed attempt whose request was never sent; return whether it was counted.
 

@@ -82,7 +82,9 @@ class RequestFactory:
     def serve(self, client: Client, api: Api) -> Coroutine[Any, Any, None]:
         """Return the coroutine that serves a request whose head has been parsed."""
         self._count = count = self._count + 1
-        exchange = Exchange(self._new_id(), api, client.address, monotonic())
+        ids = self._ids
+        request_id = ids.pop() if ids else self._new_id()
+        exchange = Exchange(request_id, api, client.address, monotonic())
         proxies = self._proxies
         if proxies is not None and proxies.is_proxy(client.address):
             exchange.client = proxies.client_address(client.headers, client.address)
@@ -194,7 +196,8 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     if route.canary is not None:
         route = route.canary.choose(exchange, call.request, route)
     exchange.model = route.name
-    gateway.offer_to_mirror(exchange, route.pool, call)
+    if gateway.mirrors is not None:
+        gateway.mirrors.offer(exchange, route.pool, call)
     exchange.parsed_at = admitted_at = monotonic()
     if not exchange.api.is_admitted:
         await _serve_uncounted(gateway, exchange, client, route, call)

@@ -61,11 +61,8 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     status: int
     outcome: str
     done_us: int
-    reason: str | None = None
-    tenant: str = ""
     model: str = ""
     endpoint: str = ""
-    stream: bool = False
     received_us: int | None = None
     parsed_us: int | None = None
     admitted_us: int | None = None
@@ -76,7 +73,6 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     last_us: int | None = None
     body_bytes: int = 0
     bytes_out: int = 0
-    events: int = 0
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
@@ -85,9 +81,13 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     pick_reason: str | None = None
     pick_score: float | None = None
     candidates: int | None = None
-    retries: list[str] = []
     slo: str = ""
     slo_outcome: str = ""
+    reason: str | None = None
+    tenant: str = ""
+    stream: bool = False
+    events: int = 0
+    retries: list[str] = []
     predicted_ttft_us: int | None = None
     split_reason: str = ""
     prefill: str = ""

@@ -186,27 +186,29 @@ class Accounting:
             self._metrics.client_disconnects_total.labels(exchange.stage).inc()
         if exchange.canary_arm is not None:
             exchange.canary_arm.count(exchange)
-        has_log_ids = self._log.is_enabled and self._log.has_blocks
-        is_recorded = exchange.pick is not None and bool(self.shapes.pools)
-        blocks, session = self._ids(exchange) if has_log_ids or is_recorded else ([], 0)
-        if is_recorded:
-            self.shapes.add(exchange, relay, usage, unix_offset + now, blocks, session)
-        if self._log.is_enabled:
-            line = _line(exchange, relay, usage, now, unix_offset)
-            if has_log_ids:
+        log, is_recorded = self._log, bool(self.shapes.pools) and exchange.pick is not None
+        line = _line(exchange, relay, usage, now, unix_offset) if log.is_enabled else None
+        if log.has_blocks or is_recorded:
+            blocks, session = self._ids(exchange)
+            if is_recorded:
+                self.shapes.add(exchange, relay, usage, unix_offset + now, blocks, session)
+            if line is not None and log.has_blocks:
                 line.blocks, line.session_id = blocks, session
-            self._log.write(line)
+        if line is not None:
+            log.write(line)
         if exchange.trace is not None:
             self._traces.add_request(exchange, exchange.trace, now)
         self.recent_exchanges.add(exchange, usage, relay.event_count, now)
 
     def _ids(self, exchange: Exchange) -> tuple[list[int], int]:
         # Return the ids of the prompt's blocks and of the session.
-        call, fingerprint = exchange.call, exchange.fingerprint
+        call, fingerprint, session = exchange.call, exchange.fingerprint, 0
         blocks: list[int] = []
         if fingerprint is not None:
             blocks = self._block_ids.ids(fingerprint, exchange.tenant)
-        return blocks, 0 if call is None else self._block_ids.session_id(call.request.session)
+        if call is not None and call.request.session:
+            session = self._block_ids.session_id(call.request.session)
+        return blocks, session
 
     def forget_endpoint(self, endpoint: str) -> None:
         """Drop the cached metrics of an endpoint, after its label values have been removed."""
@@ -300,39 +302,62 @@ class Accounting:
 def _stage_times(exchange: Exchange, relay: Relay) -> StageTimes:
     # Return the stages from `received_us` to `last_us` of an access log line.
     #
-    # Compiled, `seconds` is a machine number. Stages without a wait between them share one time
-    # object, which is converted once.
-    received_us = parsed_us = admitted_us = picked_us = sent_us = None
-    first_us = token_us = last_us = None
-    start, parsed, first = exchange.accepted_at, exchange.parsed_at, relay.first_byte_at
-    if (stamp := exchange.received_at) is not None:
-        seconds: float = stamp - start
-        received_us = int(seconds * 1e6)
-    if parsed is not None:
-        seconds = parsed - start
-        parsed_us = admitted_us = int(seconds * 1e6)
-    if (stamp := exchange.admitted_at) is not parsed:
-        admitted_us = None if stamp is None else ((stamp - start) * 1e6).__trunc__()
-    if (stamp := exchange.picked_at) is not None:
-        seconds = stamp - start
-        picked_us = int(seconds * 1e6)
-    if (stamp := exchange.sent_at) is not None:
-        seconds = stamp - start
-        sent_us = int(seconds * 1e6)
-    if first is not None:
-        seconds = first - start
-        first_us = token_us = last_us = int(seconds * 1e6)
-    if (stamp := relay.first_token_at) is not first:
-        token_us = None if stamp is None else ((stamp - start) * 1e6).__trunc__()
-    if (stamp := relay.last_data_at) is not first:
-        last_us = None if stamp is None else ((stamp - start) * 1e6).__trunc__()
-    return received_us, parsed_us, admitted_us, picked_us, sent_us, first_us, token_us, last_us
+    # Stages without a wait between them share one time object, which is converted once. Compiled,
+    # `seconds` is a machine number.
+    start, received, parsed = exchange.accepted_at, exchange.received_at, exchange.parsed_at
+    picked, sent, first = exchange.picked_at, exchange.sent_at, relay.first_byte_at
+    if received is None or parsed is None or picked is None or sent is None or first is None:
+        return _times_of_reached_stages(exchange, relay)
+    seconds: float = received - start
+    received_us = int(seconds * 1e6)
+    seconds = parsed - start
+    parsed_us = int(seconds * 1e6)
+    seconds = picked - start
+    picked_us = int(seconds * 1e6)
+    seconds = sent - start
+    sent_us = int(seconds * 1e6)
+    seconds = first - start
+    first_us = int(seconds * 1e6)
+    admitted, token, last = exchange.admitted_at, relay.first_token_at, relay.last_data_at
+    return (
+        received_us,
+        parsed_us,
+        parsed_us if admitted is parsed else _microseconds(admitted, start),
+        picked_us,
+        sent_us,
+        first_us,
+        first_us if token is first else _microseconds(token, start),
+        first_us if last is first else _microseconds(last, start),
+    )
+
+
+def _times_of_reached_stages(exchange: Exchange, relay: Relay) -> StageTimes:
+    # Do the same for a request that did not reach every stage.
+    start = exchange.accepted_at
+    return (
+        _microseconds(exchange.received_at, start),
+        _microseconds(exchange.parsed_at, start),
+        _microseconds(exchange.admitted_at, start),
+        _microseconds(exchange.picked_at, start),
+        _microseconds(exchange.sent_at, start),
+        _microseconds(relay.first_byte_at, start),
+        _microseconds(relay.first_token_at, start),
+        _microseconds(relay.last_data_at, start),
+    )
+
+
+def _microseconds(stamp: float | None, start: float) -> int | None:
+    # Return the time from `start` to `stamp` in microseconds.
+    return None if stamp is None else int((stamp - start) * 1e6)
 
 
 def _line(
     exchange: Exchange, relay: Relay, usage: TokenUsage, now: float, unix_offset: float
 ) -> AccessLine:
-    # Return the access log line of a request; keyword arguments would take twice as long.
+    # Return the access log line of a request.
+    #
+    # Keyword arguments would take twice as long, and so would more than 30 arguments: CPython puts
+    # those into a list and a tuple first.
     start, call, pick = exchange.accepted_at, exchange.call, exchange.pick
     received_us, parsed_us, admitted_us, picked_us, sent_us, first_us, token_us, last_us = (
         _stage_times(exchange, relay)
@@ -345,11 +370,8 @@ def _line(
         exchange.status,
         exchange.outcome,
         ((now - start) * 1e6).__trunc__(),
-        exchange.reason,
-        exchange.tenant,
         exchange.model,
         "" if pick is None else pick.candidate.endpoint.name,
-        call is not None and call.request.stream,
         received_us,
         parsed_us,
         admitted_us,
@@ -360,7 +382,6 @@ def _line(
         last_us,
         exchange.body_bytes,
         relay.bytes_sent,
-        relay.event_count,
         usage.prompt_tokens,
         usage.completion_tokens,
         usage.cached_tokens,
@@ -369,11 +390,17 @@ def _line(
         None if pick is None else pick.reason,
         None if pick is None else pick.score,
         None if pick is None else pick.candidate_count,
-        exchange.retries,
         "" if call is None else call.request.slo.name,
         exchange.slo_outcome,
-        None if (seconds := exchange.predicted_ttft_s) is None else int(seconds * 1e6),
     )
+    if exchange.reason is not None:
+        line.reason = exchange.reason
+    if exchange.tenant:
+        line.tenant = exchange.tenant
+    if relay.event_count:
+        line.events = relay.event_count
+    if exchange.retries:
+        line.retries = exchange.retries
     _fill_optional_fields(line, exchange, relay)
     return line
 
@@ -381,10 +408,16 @@ def _line(
 def _fill_optional_fields(line: AccessLine, exchange: Exchange, relay: Relay) -> None:
     # Set those fields of an access log line that do not apply to most requests.
     call = exchange.call
-    if exchange.tier and call is not None:
-        line.requested_model = call.requested_model
-    if call is not None and call.request.session:
-        line.session = call.request.session_source
+    if call is not None:
+        request = call.request
+        if request.stream:
+            line.stream = True
+        if request.session:
+            line.session = request.session_source
+        if exchange.tier:
+            line.requested_model = call.requested_model
+    if exchange.predicted_ttft_s is not None:
+        line.predicted_ttft_us = int(exchange.predicted_ttft_s * 1e6)
     if exchange.client_request_id and exchange.client_request_id != exchange.proxy_request_id:
         line.client_request_id = exchange.client_request_id
     if exchange.proxy_request_id:
@@ -403,8 +436,8 @@ def _fill_split_fields(line: AccessLine, split: SplitRecord, relay: Relay, start
     line.split_reason, line.prefill = split.reason, split.prefill
     line.dialect, line.transport = split.dialect, split.transport
     prefilled, handed_over = split.prefilled_at, split.handed_over_at
-    line.prefilled_us = None if prefilled is None else int((prefilled - start) * 1e6)
-    line.decode_sent_us = None if handed_over is None else int((handed_over - start) * 1e6)
+    line.prefilled_us = _microseconds(prefilled, start)
+    line.decode_sent_us = _microseconds(handed_over, start)
     first_token = relay.first_token_at
     if first_token is not None and prefilled is not None:
         line.handoff_us = int(max(0.0, first_token - prefilled) * 1e6)

@@ -226,28 +226,27 @@ class SloTracker:
         first, last, events = relay.first_token_at, relay.last_data_at, relay.event_count
         assert call is not None
         request = call.request
-        slo, output_tokens = request.slo, usage.completion_tokens or 0
+        slo, output_tokens, slo_outcome = request.slo, usage.completion_tokens or 0, ""
         if first is not None and last is not None:
             tokens = output_tokens or events - 2
             ttft_s = exchange.ttft_s = first - received
             if events:
                 tpot_s = exchange.tpot_s = (last - first) / (tokens - 1) if tokens > 1 else None
-                exchange.slo_outcome = stream_outcome(slo, ttft_s, tpot_s)
+                slo_outcome = stream_outcome(slo, ttft_s, tpot_s)
                 self._observe_error(exchange, first)
             else:
-                exchange.slo_outcome = whole_outcome(slo, ttft_s, tokens)
+                slo_outcome = whole_outcome(slo, ttft_s, tokens)
         has_media = call.media_size.parts > 0
         key = request.model, exchange.tenant, slo.name, has_media
         kind = self._kinds.get(key) or self._add(key)
         if exchange.outcome != "served":
-            exchange.slo_outcome = FAILED if exchange.outcome == "interrupted" else ""
+            slo_outcome = FAILED if exchange.outcome == "interrupted" else ""
         elif output_tokens and relay.finish_reason not in TRUNCATED_REASONS:
             kind.outputs += 1
             kind.output_tokens += output_tokens // request.choices
-        if exchange.slo_outcome:
-            counter = kind.goodput.get(exchange.slo_outcome) or self._counter(
-                kind, exchange.slo_outcome
-            )
+        if slo_outcome:
+            exchange.slo_outcome = slo_outcome
+            counter = kind.goodput.get(slo_outcome) or self._counter(kind, slo_outcome)
             counter.value += 1.0
         prompt_tokens, estimated_tokens = usage.prompt_tokens or 0, call.estimated_tokens
         # A prompt of text that is longer than text can be refers to an image or file.

@@ -49,7 +49,7 @@ def decode_members(body: bytes) -> dict[str, msgspec.Raw]:
     Raises GatewayError (400) if the body is not a JSON object.
     """
     try:
-        members = decode_object(body)
+        members = _decode(body) if len(body) <= SMALL_BODY_BYTES else _decode_large(body)
         if not body.isascii():
             # The scan does not validate the encoding of raw values, and engines would fail on it.
             body.decode()

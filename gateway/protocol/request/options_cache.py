@@ -34,6 +34,7 @@ MAX_PREFIX_BYTES = 256
 
 CONVERSATION = "messages"
 _NAME = b'"messages":'
+_NAME_BYTES = len(_NAME)
 
 ShapeKey = tuple[bytes, bytes]
 """A cache key: the body's bytes before the conversation's value, and those after it."""
@@ -47,7 +48,7 @@ def shape_key(body: bytes, members: Mapping[str, msgspec.Raw]) -> ShapeKey | Non
     name = body.find(_NAME, 0, MAX_PREFIX_BYTES)
     if conversation is None or name < 0:
         return None
-    start = name + len(_NAME)
+    start = name + _NAME_BYTES
     length = len(conversation)
     if len(body) - length > MAX_SHAPE_BYTES:
         return None

@@ -80,14 +80,16 @@ class PayloadScan:
         The counts are parsed at the first access.
         """
         if self._usage_result is None:
-            self._scan_rest()
+            if self._unscanned:
+                self._scan_rest()
             self._usage_result = find_usage(self._usage_payload)
         return self._usage_result
 
     @property
     def finish_reason(self) -> str | None:
         """Return the engine's reason for the end of the answer; None if it gave none."""
-        self._scan_rest()
+        if self._unscanned:
+            self._scan_rest()
         if self._finish_payload:
             self._finish_reason = find_finish_reason(self._finish_payload)
             self._finish_payload = b""

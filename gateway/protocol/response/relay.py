@@ -261,7 +261,8 @@ class Relay(PayloadScan):
 
     def _begin(self, data: bytes, now: float) -> bytes:
         is_start = self.head is None and self._partial_head is None
-        if is_start and self.rewriter is None and self.translator is None:
+        is_copied = self.rewriter is None and self.translator is None and self.event_writer is None
+        if is_start and is_copied:
             whole = read_whole(data)  # the usual answer that is not streamed
             if whole is not None and find_error_body(whole[1]) is None:
                 return self._relay_whole(whole[0], whole[1], now)
