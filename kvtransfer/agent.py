@@ -1,9 +1,12 @@
-"""The transfer agent that an engine embeds to offer its KV blocks to peers and to fetch theirs.
+"""The transfer agent, which an engine embeds to offer KV blocks to other engines and to fetch
+theirs.
 
-Agent connects the logic of both sides of a transfer, the links, the clock and the event loop under
-one lock. Events come in from any thread, and the resulting commands are executed in order.
-transfer/source.py and transfer/sink.py decide about a transfer, protocol/session.py about the trust
-of a link.
+Agent connects the parts of a transfer under one lock: the logic of both sides, the connections
+(links), the clock and the event loop. Events arrive on any thread. The commands that follow from
+them are executed in order.
+
+transfer/source.py and transfer/sink.py decide what happens in a transfer. protocol/session.py
+decides whether another agent is trusted.
 """
 
 from __future__ import annotations
@@ -69,18 +72,17 @@ _FENCES_S = 5.0
 
 
 class Agent:
-    """The agent that performs all KV transfers of one engine's tensor-parallel group, or of one
-    rank.
+    """The agent that performs the KV transfers of one engine (all of its GPUs), or of one rank.
 
-    layout      the group's KV layout
+    layout      layout of the engine's KV cache
     regions     the KV memory of each rank; it must exist for longer than the agent
     key         the fleet's shared secret, at least 16 bytes; peers without it are refused
-    transports  the first transport defines `address` and connects to peers; two agents then switch
-                to the best transport that both have
+    transports  the first one defines `address` and connects to peers; two agents then switch to
+                the best transport that both have
     clock       the source of time and timers; None: the agent starts a thread for them
     rank        the only rank that this agent serves, with one region; None: it serves all ranks
-    group       only if `rank` is set: a name that is equal at the agents of all ranks of the group,
-                and at no other agent
+    group       only if `rank` is set: a name that is equal at the agents of all ranks of this
+                engine, and at no other agent
     """
 
     def __init__(
@@ -137,8 +139,7 @@ class Agent:
     # ---- API of the engine
 
     async def start(self) -> None:
-        """Start to listen for other agents; handles of transfers can then be awaited on the running
-        event loop.
+        """Start to listen for other agents, and let transfers be awaited on the running event loop.
 
         Raises TransportError if the first transport does not start.
         """
@@ -153,10 +154,10 @@ class Agent:
     def open(self, listener: HandleListener | None = None) -> None:
         """Start to listen for other agents without an event loop.
 
-        Transfer handles can then be read but not awaited, and `listener` is notified of every
-        change. A transport other than the first that fails to start is logged and dropped. Raises
-        TransportError if the first fails; the others are then closed and stay dropped for a later
-        call.
+        Transfers can then be read but not awaited. `listener` is called on every change of one.
+
+        Raises TransportError if the first transport does not start. Another transport that does not
+        start is logged and left out.
         """
         self._listener = listener
         first_name, *other_names = self._transports
@@ -189,7 +190,7 @@ class Agent:
     async def close(self) -> None:
         """End every KV transfer, wait until no peer can write to this memory, and stop listening.
 
-        When this returns, all blocks belong to the engine again. The method may be called twice.
+        Afterwards all blocks belong to the engine again. The method may be called twice.
         """
         self.begin_close()
         ends = [
@@ -204,8 +205,9 @@ class Agent:
         await asyncio.gather(*ends)
 
     def begin_close(self) -> None:
-        """Refuse new KV transfers, and begin to end the current ones; a call of `finish_close` must
-        follow.
+        """Refuse new KV transfers, and begin to end the current ones.
+
+        Call `finish_close` afterwards.
         """
         with self._lock:
             self._closed = True
@@ -214,9 +216,9 @@ class Agent:
             self._run_commands(self._sink.close(now) + self._source.close(now))
 
     def finish_close(self) -> None:
-        """Close all connections to other agents and stop listening; call `begin_close` first.
+        """Close all connections to other agents and stop listening. Call `begin_close` first.
 
-        Transfers that have not ended yet end with their transports.
+        Transfers that have not ended yet end with their connections.
         """
         with self._lock:
             if self._next_timer is not None:
@@ -241,15 +243,15 @@ class Agent:
         public: bool = False,
         nonce: bytes | None = None,
     ) -> Offer:
-        """Let one sink (receiving agent) fetch the KV of `tokens` tokens in `blocks`.
+        """Let one receiving agent (sink) fetch the KV of `tokens` tokens in `blocks`.
 
-        The lease lasts `ttl_s` seconds; an active sink renews it. The blocks must stay unchanged
-        until the offer has ended. The offer ends at once, as CANCELLED, if its sink waited for it
-        and gave up.
+        The blocks must stay unchanged until the offer has ended. It ends when the KV has been
+        fetched, or after `ttl_s` seconds unless a sink is fetching it. It ends at once, as
+        CANCELLED, if its sink had waited for it and gave up.
 
-        name          unique among the live offers; preferably never reused
+        name          a name that no other open offer has; preferably never reused
         ready_layers  number of layers computed so far; None: all
-        sink          the only agent that may fetch the offer, with or without a ticket; None: any
+        sink          the only agent that may fetch the KV, with or without a ticket; None: any
                       agent with a ticket
         public        whether any agent that knows the name may fetch it; use names that cannot be
                       guessed
@@ -284,13 +286,13 @@ class Agent:
     ) -> Landing:
         """Fetch the KV of tokens [skip_tokens, tokens) from another agent's offer into `blocks`.
 
-        Returns at once with the handle of the transfer. The blocks belong to the transfer until it
-        has ended.
+        Returns at once with an object that represents the transfer. The blocks belong to the
+        transfer until it has ended.
 
-        ticket     the offer's ticket; None: match by name an offer that is public or for this
-                   agent, and that may come later
+        ticket     the offer's ticket (permission); None: fetch by name an offer that is public or
+                   made for this agent. It may be made later than this call
         timeout_s  seconds after which the transfer fails
-        priority   interactive, bulk or migration
+        priority   "interactive", "bulk" or "migration"
 
         Raises ValueError for invalid arguments.
         """
@@ -312,10 +314,11 @@ class Agent:
         return landing
 
     def join_group(self, addresses: Sequence[str]) -> None:
-        """Watch the agents of the group's other ranks at these addresses.
+        """Watch the agents of this engine's other ranks, at these addresses.
 
-        If one cannot be reached or ends, all offers of this agent end as RANK_LOST, and so do later
-        ones until the next call. The KV of a group is of use only as a whole.
+        If one of them cannot be reached or ends, all offers of this agent end as RANK_LOST, because
+        the KV of an engine is useful only as a whole. New offers end in the same way until the next
+        call of this method.
         """
         with self._lock:
             self._source.join_group()
@@ -327,26 +330,25 @@ class Agent:
 
     @property
     def epoch(self) -> bytes:
-        """Return the random id of this run of the agent, 16 bytes.
+        """Return 16 random bytes that identify this run of the agent.
 
-        Tickets that the agent issued before a restart contain another one and are therefore
-        refused.
+        A ticket contains them, so that tickets from before a restart are refused.
         """
         return self._card.epoch
 
     def decline(self, name: str, detail: str = "") -> None:
-        """Tell agents that wait for an offer of this name that it will not be made.
+        """Inform agents that wait for an offer of this name that it will not be made.
 
-        Agents that ask within the next seconds get the same answer. `detail` is the reason, for
-        their logs.
+        Agents that ask within the next seconds get the same answer. `detail` is a reason for their
+        logs.
         """
         with self._lock:
             self._run_commands(self._source.decline(name, detail, self._clock.now()))
 
     def stats(self) -> dict[str, Any]:
-        """Return the agent's counters since its start and its current state, by name.
+        """Return the agent's counters since its start and its present state, by name.
 
-        AgentStats.as_dict() describes the counters.
+        They are described in AgentStats.as_dict().
         """
         with self._lock:
             return {
@@ -410,7 +412,7 @@ class Agent:
             self._run_commands(self._sink.on_landed(link, head, verdict, self._clock.now()))
 
     def on_sent(self, link: Link, head: WindowHead) -> None:
-        """Do nothing: the send credit of these bytes is returned by messages of the receiver."""
+        """Do nothing. Sent bytes count as in flight until the receiver reports them as received."""
 
     def on_fenced(self, link: Link, transfer: int) -> None:
         with self._lock:
@@ -557,7 +559,8 @@ def _check_arguments(
         )
     if rank is not None and not (0 <= rank < layout.ranks and group):
         raise ValueError(
-            f"an agent with only rank {rank} of {layout.ranks} needs the name of its group"
+            f"an agent that serves only rank {rank} of {layout.ranks} needs a `group`: a name "
+            "that all ranks of its engine share"
         )
     _all_sealed_or_none(transports)
     _check_regions(layout, ranks, regions, transports)
@@ -580,8 +583,8 @@ def _check_regions(
     for transport in transports:
         if transport.name in ("rdma", "shm") and not layout.order.is_block_outermost:
             raise ValueError(
-                f"the transport {transport.name} locates blocks by their offset, which the "
-                f"memory order {layout.order} does not allow"
+                f"the transport {transport.name} needs memory in which blocks are the "
+                f"outermost dimension, but the layout has the memory order {layout.order}"
             )
 
 

@@ -1,7 +1,7 @@
-"""The handoff between prefill and decode requests that each engine expects, as pure functions.
+"""How each kind of engine passes KV from a prefill to a decode request: one module per protocol.
 
-This is the gateway's side. There is one module per dialect, each with a frozen Dialect; dialect.py
-has the common types. No module here does I/O or knows the endpoints.
+A dialect is the protocol of one kind of engine. It says which JSON members the gateway adds to the
+two requests. All of it is data and pure functions, without I/O; dialect.py has the types.
 """
 
 from kvtransfer.dialects.catalogue import DIALECTS, get_dialect, known_members, standalone_members

@@ -1,4 +1,4 @@
-"""The catalogue of all handoff protocols (dialects) by name.
+"""Lists all dialects (protocols by which engines pass KV to each other) by name.
 
 To add one, write a module for it and add a line here.
 """
@@ -25,7 +25,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
 
 
 def get_dialect(name: str) -> Dialect:
-    """Return the handoff protocol (dialect) of this name. Raises KeyError for an unknown name."""
+    """Return the dialect (handoff protocol) of this name. Raises KeyError for an unknown name."""
     return DIALECTS[name]
 
 
@@ -40,8 +40,9 @@ def known_members(engine: str, *, chat: bool) -> frozenset[str] | None:
 
 
 def standalone_members(engine: str) -> Mapping[str, str | int]:
-    """Return the JSON members that let an engine serve a request which belongs to no handoff, such
-    as a probe.
+    """Return the JSON members that this kind of engine needs in a request without a handoff.
+
+    A health probe is such a request.
     """
     return next(
         (

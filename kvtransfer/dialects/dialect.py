@@ -1,10 +1,10 @@
-"""The types of a handoff protocol (dialect), which edits the prefill and the decode request of one
-handoff.
+"""The types of a dialect: the protocol by which two engines hand over the KV of one request.
 
-A handoff sends a prefill request and a decode request, its two legs. A dialect is data and pure
-functions. It defines which JSON members both requests get, and which parts of a prefill response
-are valid. The gateway handles sending, deadlines and blame for failures. Sources: reference
-engines.md B, D, E (vLLM 0.11 to 0.33, SGLang 0.5.23, TensorRT-LLM mid-2026).
+A handoff consists of a prefill request to one engine and a decode request to another one. A dialect
+defines which JSON members each request gets, and which prefill responses are usable. It is data and
+pure functions; the gateway sends the requests and handles failures.
+
+Sources: reference engines.md B, D, E (vLLM 0.11 to 0.33, SGLang 0.5.23, TensorRT-LLM mid-2026).
 """
 
 from __future__ import annotations
@@ -19,18 +19,14 @@ NULL = msgspec.Raw(b"null")
 
 
 class LegOrder(StrEnum):
-    """Whether the prefill and the decode request of a handoff are sent one after the other, or both
-    at once.
-    """
+    """Whether the two requests of a handoff are sent one after the other or at the same time."""
 
     SEQUENTIAL = "sequential"
     CONCURRENT = "concurrent"
 
 
 class Prerequisite(StrEnum):
-    """What the gateway must know about a prefill endpoint before it can send both requests of a
-    handoff at once.
-    """
+    """What the gateway must know about a prefill engine to send both requests at the same time."""
 
     NOTHING = "nothing"
     ADDRESS = "address"  # address of its bootstrap server, from the configuration
@@ -39,7 +35,7 @@ class Prerequisite(StrEnum):
 
 
 class BootstrapAddress(msgspec.Struct, frozen=True):
-    """The address of a prefill engine's bootstrap server, as decode engines reach it."""
+    """The address of a prefill engine's bootstrap server, which decode engines ask for its KV."""
 
     host: str
     port: int
@@ -50,15 +46,15 @@ class BootstrapAddress(msgspec.Struct, frozen=True):
 
 
 class PrefillIdentity(msgspec.Struct, frozen=True):
-    """The identity of a prefill engine, by which decode engines find it.
+    """The identity of a prefill engine, by which decode engines find it. None means unknown.
 
-    engine_id  id of the engine, new at every start
-    host       host of its side channel; None: unknown
-    port       port of its side channel; None: unknown
-    tp_size    number of tensor-parallel ranks; None: unknown
-    pp_size    number of pipeline stages; None: unknown
-    rank       data-parallel rank; None: unknown
-    card       signed text that describes the engine to others, from PenstockConnector; None: none
+    engine_id  identifier of the engine, new at every start
+    host       host that decode engines connect to
+    port       port that decode engines connect to
+    tp_size    number of tensor-parallel ranks
+    pp_size    number of pipeline stages
+    rank       data-parallel rank
+    card       signed text with the engine's addresses and KV layout, from PenstockConnector
     """
 
     engine_id: str
@@ -91,10 +87,10 @@ class HandoffTerms(msgspec.Struct, frozen=True):
 
 
 class RequestEdits(msgspec.Struct, frozen=True):
-    """Changes to the client's request before it is sent to an engine.
+    """Changes to a client's request before it is sent to an engine.
 
-    put      JSON members to add, as returned by encode_members(); the client's members of these
-             names must be removed first
+    put      JSON members to add, as returned by encode_members(). The client's own members of
+             these names must be removed first
     drop     members of the client's request to remove
     keep     the only members of the client's request to send; None: all
     headers  header lines to add
@@ -107,12 +103,11 @@ class RequestEdits(msgspec.Struct, frozen=True):
 
 
 class DecodeRequest(msgspec.Struct, frozen=True):
-    """The edits of a handoff's decode request, and how to read the token usage in the response to
-    it.
+    """The changes for the decode request of a handoff, and how to read usage in its response.
 
-    reports_own_cache  True: the decode engine reports the prefill engine's cache hits as cached
-                       tokens. False: it reports all transferred tokens as cached
-    transport          name of the KV transport, if the prefill response states it
+    reports_own_cache  True if the decode engine reports the prefill engine's cache hits as cached
+                       tokens; False if it reports all transferred tokens as cached
+    transport          name of the KV transport, if the prefill response has it
     """
 
     edits: RequestEdits
@@ -121,8 +116,7 @@ class DecodeRequest(msgspec.Struct, frozen=True):
 
 
 class UnusableResponse(msgspec.Struct, frozen=True):
-    """A prefill response that a decode engine cannot use, so that it must compute the prompt
-    itself.
+    """A prefill response without usable KV, so that the decode engine must compute the prompt.
 
     reason  text for logs
     """
@@ -131,17 +125,14 @@ class UnusableResponse(msgspec.Struct, frozen=True):
 
 
 class FinishedResponse(msgspec.Struct, frozen=True):
-    """A prefill response that is already the complete answer, with `body` as JSON for the
-    client.
-    """
+    """A prefill response that is already the complete answer. `body` is the JSON for the client."""
 
     body: bytes
 
 
 class PrefillResponse(msgspec.Struct, frozen=True):
-    """A prefill response, parsed as far as the handoff protocols need it.
-
-    Raw members that are absent are `null`.
+    """The parts of a prefill response that dialects need. Raw JSON members that are absent are
+    `null`.
     """
 
     body: bytes
@@ -156,25 +147,24 @@ class PrefillResponse(msgspec.Struct, frozen=True):
 class Dialect(msgspec.Struct, frozen=True):
     """The handoff protocol of one kind of engine, described by data and functions.
 
-    engine              the kind of engine that uses the protocol, as named in the configuration
+    engine              kind of engine, as named in the configuration
     order               whether the prefill and the decode request are sent at the same time
-    needs               the identities of engines that must be known before a handoff. Until they
-                        are known, handoffs are sequential (FIRST_ANSWER) or impossible
+    needs               engine identities that must be known before a handoff. Until then, handoffs
+                        are sequential (FIRST_ANSWER) or impossible
     reads_answer        whether the prefill response is parsed; False: only its end matters
-    can_decode_alone    whether a decode endpoint can serve a whole request
-    abort_frees         whether the prefill engine frees the KV when the connection of the prefill
-                        request is closed; False: only the decode engine can free the KV
-    cache_salt_member   the JSON member whose value separates a decode request's cached blocks from
-                        those of all other requests. With it, a second decode engine may be asked
-                        for KV that may no longer exist; None: only one decode engine may be asked
+    can_decode_alone    whether a decode engine can serve a whole request
+    abort_frees         whether a prefill engine frees the KV when the connection of its request is
+                        closed; False: only the decode engine can free it
+    cache_salt_member   JSON member that separates a decode request's cached blocks from those of
+                        all other requests. With it, a second decode engine may be asked for KV that
+                        may be gone; None: only one decode engine may be asked
     standalone_members  JSON members for a request without a handoff, such as a probe
-    prefill             function: terms -> edits of the prefill request
-    decode              function: terms, prefill response -> decode request. The response is None if
-                        both requests are sent at the same time
-    identify            function: a prefill response, or the bootstrap server's page -> identities
-                        by rank
-    check               function, only for the order CONCURRENT: prefill response -> the reason why
-                        the KV is not kept for the decode engine
+    prefill             function: chosen values -> changes of the prefill request
+    decode              function: chosen values, prefill response -> decode request. The response is
+                        None if both requests are sent at the same time
+    identify            function: prefill response or bootstrap page -> identities by rank
+    check               function for the order CONCURRENT: prefill response -> the reason why its KV
+                        is not kept for the decode engine
     """
 
     name: str
@@ -225,8 +215,8 @@ _NO_USAGE = _Usage()
 def parse_response(body: bytes) -> PrefillResponse | UnusableResponse:
     """Parse the response to a prefill request.
 
-    Everything except a completion with one choice becomes an UnusableResponse. So does invalid
-    UTF-8, because members of the response are copied into the decode request.
+    Returns an UnusableResponse unless it is a completion with one choice. Invalid UTF-8 is unusable
+    too, because parts of the response are copied into the decode request.
     """
     try:
         if not body.isascii():

@@ -1,7 +1,7 @@
-"""Functions of the dialects whose prefill engines identify themselves in their first response.
+"""Helpers for dialects whose prefill engines identify themselves in their first response.
 
-`read` is the dialect's own function: it returns the identity in a prefill response, or None if the
-response promises no transfer.
+Their parameter `read` is a function of the dialect. It returns the identity in a prefill response,
+or None if the response offers no KV.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ ReadIdentity = Callable[[PrefillResponse], PrefillIdentity | None]
 def find_identity(
     read: ReadIdentity, terms: HandoffTerms, answer: PrefillResponse | None
 ) -> PrefillIdentity | None:
-    """Return the prefill engine's identity, learnt earlier or from `answer`; None if unknown."""
+    """Return the prefill engine's identity, known earlier or from its response; None if unknown."""
     if terms.identity is not None or answer is None:
         return terms.identity
     return read(answer)
 
 
 def identify(read: ReadIdentity, body: bytes) -> tuple[PrefillIdentity, ...]:
-    """Return the identity in a prefill response's body in a tuple, which is empty without one."""
+    """Return a tuple with the identity in a prefill response, or () if it has none."""
     answer = parse_response(body)
     identity = None if isinstance(answer, UnusableResponse) else read(answer)
     return () if identity is None else (identity,)

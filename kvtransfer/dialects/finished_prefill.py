@@ -1,5 +1,6 @@
-"""Converts a complete response to server-sent events, for a prefill that has finished the whole
-request.
+"""Converts a complete JSON response to a stream of server-sent events.
+
+It is needed if the prefill engine has already finished the request, and the client wants a stream.
 """
 
 from __future__ import annotations

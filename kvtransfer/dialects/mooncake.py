@@ -1,7 +1,8 @@
-"""Handoff dialect of vLLM's MooncakeConnector: both requests at once, matched by a transfer id.
+"""Dialect of vLLM's MooncakeConnector: both requests at once, matched by a transfer identifier.
 
-Source: engines.md B.4. The bootstrap server beside each prefill engine lists its ranks. The page is
-cached, and read again after a request failed there, because engine ids change with a restart.
+The bootstrap server beside each prefill engine lists the engine's ranks. The gateway caches this
+page, and reads it again after a request failed there, because identifiers change with a restart.
+Source: engines.md B.4.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Handoff dialect of PenstockConnector: both requests at once, matched by a transfer id.
+"""Dialect of PenstockConnector, our plug-in for vLLM: both requests at once, matched by an
+identifier.
 
-The decode engine reserves its blocks first and waits for the KV, which the prefill engine sends
-layer by layer while it computes the prompt (docs/vllm-connector.md). The decode request contains
-the prefill engine's card, which is learnt from the first response of each prefill endpoint, so its
-first handoff is sequential. The card changes with a restart; it is forgotten when a request fails.
+The decode engine reserves blocks first. The prefill engine then sends the KV layer by layer while
+it computes the prompt (docs/vllm-connector.md).
+
+The decode request must contain the prefill engine's card, a text with its addresses and KV layout.
+The gateway takes the card from the engine's first response, so the first handoff is sequential. It
+forgets the card if a request fails, because a restart changes it.
 """
 
 from __future__ import annotations

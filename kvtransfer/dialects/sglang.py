@@ -1,9 +1,10 @@
-"""Handoff dialect of SGLang: the same body is sent to both servers at once, matched by a room
-number.
+"""Dialect of SGLang: the same body is sent to both engines at once, matched by a room number.
 
-The room belongs to the prefill engine's bootstrap server. The prefill engine limits generation
-itself. Its response is discarded; it ends when the KV has been fetched, and closing it drops the
-KV. Both kinds of server answer 400 to a request without a room, so neither serves whole requests.
+The room is a number at the prefill engine's bootstrap server. The prefill engine limits its
+generation by itself. Its response ends when the KV has been fetched, and is discarded; closing it
+earlier drops the KV.
+
+Both kinds of engine answer 400 to a request without a room, so neither serves whole requests.
 Source: engines.md D.
 """
 
@@ -37,7 +38,10 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
     Raises ValueError without a bootstrap address; the configuration guarantees one.
     """
     if terms.bootstrap is None:
-        raise ValueError("a prefill endpoint of SGLang needs a bootstrap address")
+        raise ValueError(
+            "a prefill endpoint of SGLang needs the address of its bootstrap server; set it "
+            "in the configuration"
+        )
     put = {
         "bootstrap_host": encode_json(terms.bootstrap.host),
         "bootstrap_port": encode_json(terms.bootstrap.port),

@@ -1,8 +1,8 @@
-"""Handoff dialect of TensorRT-LLM: a context server returns the first token, then another server
+"""Dialect of TensorRT-LLM: a context server computes the prompt and one token, then another
 decodes.
 
-Its request models refuse unknown members, so only known ones are sent. If the context server's
-token ends the response, its response is the complete one. Source: engines.md E.
+These servers refuse unknown JSON members, so only known ones are sent. If the first token ends the
+answer, the context server's response is the complete answer. Source: engines.md E.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ _any = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def prefill(terms: HandoffTerms) -> RequestEdits:
-    """Return the edits of a context-only request for TensorRT-LLM, without members that it does not
+    """Return the changes of a context-only request, without members that TensorRT-LLM does not
     know.
 
     The member max_tokens stays unchanged.
@@ -131,10 +131,9 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
 def decode(
     terms: HandoffTerms, answer: PrefillResponse | None
 ) -> DecodeRequest | UnusableResponse | FinishedResponse:
-    """Return the decode request for TensorRT-LLM, with the context server's parameters and prompt
-    tokens.
+    """Return the decode request, with the context server's parameters and prompt tokens.
 
-    Return a FinishedResponse if the context server's response is the complete one.
+    Returns a FinishedResponse if the context server's response is already the complete answer.
     """
     if answer is None:
         return UnusableResponse("there is no answer of the context (prefill) server")

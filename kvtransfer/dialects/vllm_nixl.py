@@ -1,9 +1,9 @@
-"""Handoff dialect of vLLM's NixlConnector: prefill first, then decode, which pulls the KV.
+"""Dialect of vLLM's NixlConnector: prefill first, then decode, which reads the KV from the prefill.
 
-Source: engines.md B.1. The prefill response's object (kv_transfer_params) is copied to the decode
-request. It is validated first: an empty block list ends the decoder's process, and a missing name
-makes the request wait for ever (engines.md B.0). A loopback address in it is replaced by the host
-of the prefill URL.
+The object kv_transfer_params in the prefill response says where the KV is. It is copied to the
+decode request, after checks: an empty list of blocks ends the decode engine's process, and a
+missing name makes the request wait for ever. A loopback address in it is replaced by the host of
+the prefill URL. Source: engines.md B.0, B.1.
 """
 
 from __future__ import annotations
@@ -79,15 +79,17 @@ _PREFILL = RequestEdits(ONE_TOKEN + encode_members({"kv_transfer_params": _ASKS}
 
 
 def prefill(terms: HandoffTerms) -> RequestEdits:
-    """Return the edits of a prefill request for NixlConnector: one token, with the KV kept for a
-    decode engine.
+    """Return the changes of a prefill request for NixlConnector.
+
+    The request generates one token and keeps its KV for a decode engine.
     """
     return _PREFILL
 
 
 def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
-    """Return the decode request for NixlConnector, with the prefill engine's object if a decode
-    engine can use it.
+    """Return the decode request for NixlConnector.
+
+    It has the prefill engine's kv_transfer_params, if a decode engine can use them.
     """
     if answer is None:
         return UnusableResponse("there is no prefill answer")
@@ -105,7 +107,7 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
 
 
 def validate(raw: bytes) -> HandoffObject | UnusableResponse:
-    """Parse kv_transfer_params, the member with which a prefill engine says where its KV is.
+    """Parse kv_transfer_params, the JSON member by which a prefill engine says where its KV is.
 
     Returns an UnusableResponse if a required member is missing or implausible.
     """
@@ -138,9 +140,7 @@ def _blocks(ids: list[int | list[int]]) -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether this host name is a loopback address, at which a decode engine on another host
-    reaches only itself.
-    """
+    """Return whether a host name is a loopback address, which is useless to an engine elsewhere."""
     bare = host.strip("[]").lower()
     return bare in ("localhost", "::1") or bare.startswith("127.")
 

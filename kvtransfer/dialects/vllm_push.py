@@ -1,8 +1,9 @@
-"""Handoff dialect of vLLM's NixlPushConnector: both requests at once, matched by X-Request-Id.
+"""Dialect of vLLM's NixlPushConnector (vLLM 0.24 and later): both requests at once, same
+X-Request-Id.
 
-Source: engines.md B.3; for vLLM 0.24 and later. The decode request must name the engine that will
-write to it. That is learnt from the first response of each prefill endpoint, so its first handoff
-is sequential. It is forgotten when a request fails there, because engine ids change with a restart.
+The decode request must name the engine that will write the KV to it. The gateway takes this name
+from the first response of each prefill engine, so the first handoff is sequential. It forgets the
+name if a request fails there, because a restart changes it. Source: engines.md B.3.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ _decode_params = msgspec.json.Decoder(_EngineParams).decode
 
 
 def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
-    """Return the decode request for NixlPushConnector, which names the engine that will write KV
-    and the request's id there.
+    """Return the decode request for NixlPushConnector.
+
+    It names the engine that will write the KV, and the identifier of the request there.
     """
     identity = engine_identity.find_identity(_identity, terms, answer)
     if identity is None or identity.host is None:

@@ -1,1 +1,1 @@
-"""Connectors that embed a KV transfer agent in a real engine, one package per engine."""
+"""Plug-ins that embed a KV transfer agent in a real engine, one package per engine."""

@@ -1,12 +1,11 @@
-"""BlockReport: reports to tests which blocks an engine has cached, from the engine's own block
-pool.
+"""BlockReport: tells tests which blocks an engine has cached, read from the engine's block pool.
 
-KV events also report what an engine has cached; a test of KV events needs another source. A thread
-answers every connection to a Unix socket with one JSON object and closes the connection:
+Tests of KV events need it, because KV events also report what is cached. A thread answers each
+connection to a Unix socket with one JSON object, then closes the connection:
 
-    {"cached": [names of cached blocks, as KV events name them], "free": blocks not in use}
+    {"cached": [names of cached blocks, as in KV events], "free": number of unused blocks}
 
-A name occurs as often as the pool has the block. The answer is exact while the engine is idle.
+A block that is cached twice is listed twice. The answer is exact while the engine is idle.
 """
 
 from __future__ import annotations
@@ -32,9 +31,10 @@ class PoolState(msgspec.Struct, frozen=True):
 
 
 class BlockReport:
-    """Serves the state of a block pool on a Unix socket at `path`, until `close` is called.
+    """Serves the state of a block pool on the Unix socket `path`, until `close` is called.
 
-    Every connection is answered with what `read` returns, as JSON. Only this user can connect.
+    `read` returns the state, which is sent as JSON. Only processes of the same user can connect.
+
     Raises OSError if the socket cannot be created.
     """
 

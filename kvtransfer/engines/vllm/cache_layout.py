@@ -1,8 +1,8 @@
-"""The layout of vLLM's KV cache, derived from facts that a worker can read.
+"""Derives the layout of vLLM's KV cache from facts that a worker can read.
 
-vLLM 0.32 stores every cache as [L, B, H, N, C] in one of six orders (layers, blocks, heads, tokens,
-content). The arrangement inside C depends on the attention backend. A cache that this module cannot
-describe is refused; nothing is guessed. connector.py reads the facts.
+vLLM 0.32 stores each cache as [L, B, H, N, C] in one of six orders: layers, blocks, heads, tokens
+and content. The attention backend decides how keys and values are arranged inside C. A cache that
+cannot be described exactly is refused; nothing is guessed. connector.py reads the facts.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class UnsupportedCache(Exception):
 class CacheFacts(msgspec.Struct, frozen=True):
     """The facts about its KV cache that a vLLM worker can read.
 
-    backend       name of the attention backend, such as CPU_ATTN
-    order         resolved layout, such as LBHNC
-    dtype         cache type, such as float32 or fp8_per_token_head
-    kv_heads      key/value heads of the model
+    backend       name of the attention backend, such as "CPU_ATTN"
+    order         order of the dimensions, such as "LBHNC"
+    dtype         data type of the cache, such as "float32" or "fp8_per_token_head"
+    kv_heads      number of the model's key/value heads
     cell_bytes    bytes of one head and token (C)
-    latent        multi-head latent attention: one row per token instead of keys and values
-    page_format   for CPU_ATTN: the instruction set that its kernels use, which decides how they
-                  arrange a page
+    latent        True for multi-head latent attention: one row per token instead of keys and values
+    page_format   for CPU_ATTN: the instruction set of its kernels, which decides how they arrange
+                  a page
     """
 
     backend: str
@@ -96,7 +96,7 @@ class LayerView(NamedTuple):
 def describe_cache(facts: CacheFacts) -> KvLayout:
     """Return the KvLayout of a vLLM worker's cache.
 
-    Raises UnsupportedCache if the cache is of no known kind.
+    Raises UnsupportedCache if the layout of this kind of cache is not known.
     """
     contents = _LATENT_CONTENTS if facts.latent else _CONTENTS
     content = contents.get(facts.backend)
@@ -140,13 +140,13 @@ def describe_cache(facts: CacheFacts) -> KvLayout:
 
 
 def find_memory(layout: KvLayout, views: Sequence[LayerView]) -> int:
-    """Return the address of a rank's KV memory.
+    """Return the address of a rank's KV memory, after a check that its tensors are where expected.
 
     layout  the layout that the memory must have
     views   the tensor of each layer, in the order of the layers
 
-    Raises UnsupportedCache if the tensors lie elsewhere than the layout says, as with padded pages
-    or caches that vLLM allocated separately.
+    Raises UnsupportedCache if a tensor is elsewhere, for example because of padded pages or
+    separately allocated caches.
     """
     if len(views) != layout.layers:
         raise UnsupportedCache(

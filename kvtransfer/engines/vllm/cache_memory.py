@@ -1,6 +1,6 @@
-"""Reads vLLM's KV cache: the facts that describe it, and its memory as a Region.
+"""Reads vLLM's KV cache: the facts that describe its layout, and its memory as a Region.
 
-cache_layout.py, without vLLM, decides which caches are supported.
+geometry.py decides which caches are supported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvtransfer.layout.memory_regions import Region
 def read_facts(config: Any, caches: Any) -> CacheFacts:
     """Return the facts that describe the KV cache, from vLLM's VllmConfig and KVCacheConfig.
 
-    Raises UnsupportedCache for several kinds of cache.
+    Raises UnsupportedCache for a kind of cache that cannot be transferred.
     """
     groups = [group for group in caches.kv_cache_groups if group.enable_kv_transfer]
     if len(groups) != 1 or len(caches.kv_cache_tensors) != 1:
@@ -77,7 +77,10 @@ def _page_format(config: Any, spec: Any) -> str:
 
 
 def cache_region(layout: KvLayout, tensors: Sequence[Any], name: str) -> Region:
-    """Return a Region over the memory of the layers' tensors. Raises UnsupportedCache."""
+    """Return a Region over the memory of the layers' tensors.
+
+    Raises UnsupportedCache if the memory is not on the host, or not contiguous.
+    """
     views = []
     for tensor in tensors:
         if tensor.device.type != "cpu":

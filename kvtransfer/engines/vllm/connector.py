@@ -1,11 +1,11 @@
-"""PenstockConnector: moves KV between vLLM engines by Penstock's transfer agents.
+"""PenstockConnector: the KV connector for vLLM, which moves KV between engines by transfer agents.
 
     --kv-transfer-config '{"kv_connector": "PenstockConnector", "kv_role": "kv_both",
       "kv_connector_module_path": "penstock_kv.vllm",
       "kv_load_failure_policy": "recompute",
       "kv_connector_extra_config": {"key_file": "/etc/penstock/kv.key"}}'
 
-It translates vLLM's objects and callbacks. Decisions are in the other modules of this package.
+This module converts vLLM's objects and callbacks. The other modules of the package decide.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ if not vllm.__version__.startswith(SUPPORTED):
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """The orders for KV transfers of one engine step, sent from vLLM's scheduler to its workers."""
+    """The KV transfers to begin and end in one engine step, sent from vLLM's scheduler to
+    workers.
+    """
 
     orders: StepOrders
     store: StoreOrders
@@ -96,12 +98,12 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """What a worker measured of its use of the store, sent to vLLM's scheduler."""
+    """How long a worker needed to load KV from the host's store, sent to vLLM's scheduler."""
 
     report: StoreReport
 
     def aggregate(self, other: Any) -> ReportMetadata:
-        """Return one report of two ranks: for each load and for the step, the longer time."""
+        """Combine the reports of two ranks: the longer time of each load, and of the step."""
         return ReportMetadata(self.report.merged(other.report))
 
 
@@ -243,7 +245,7 @@ class PenstockConnector(KVConnectorBase_V1):
         return StoreConnection(self._options.store, n_bytes, timeout_s, log.warning)
 
     def on_change(self, handle: TransferHandle) -> None:
-        """Wake an engine step that waits for a KV transfer. It is called on the agent's threads."""
+        """Wake an engine step that waits for a KV transfer. The agent calls this on its threads."""
         self._changed.set()
         if self._trace is not None and isinstance(handle, Landing):
             end = None if handle.outcome is None else handle.outcome.kind
@@ -261,7 +263,7 @@ class PenstockConnector(KVConnectorBase_V1):
         self._step_began_s = time.perf_counter()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Begin and end offers: vLLM calls this method before a step writes to the cache."""
+        """Begin and end offers of KV. vLLM calls this method before a step writes to the cache."""
         assert self._worker is not None
         self._worker.prepare(kv_connector_metadata.orders)
 
@@ -287,7 +289,10 @@ class PenstockConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Let a layer be sent that is computed. KV is sent from vLLM's own blocks, not copied."""
+        """Allow a layer to be sent, because it has been computed.
+
+        KV is sent from vLLM's own blocks, without a copy.
+        """
         layer = self._layers.get(layer_name)
         if layer is None or self._worker is None:
             return
@@ -296,8 +301,9 @@ class PenstockConnector(KVConnectorBase_V1):
         self._worker.mark_computed(layer)
 
     def wait_for_save(self) -> None:
-        """Let all layers be sent. vLLM keeps the blocks until `get_transfer_results` reports the
-        end of their offers.
+        """Allow all layers to be sent, because the step has been computed.
+
+        vLLM keeps the blocks until `get_transfer_results` reports the end of their offers.
         """
         assert self._worker is not None
         if self._dump is not None:
@@ -309,7 +315,10 @@ class PenstockConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return whether layers are sent one by one; `save_kv_layer` is not called in a graph."""
+        """Return whether layers are sent one by one.
+
+        This is impossible in a CUDA graph, where vLLM does not call `save_kv_layer`.
+        """
         return bool(extra_config.get("layerwise", True))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -349,9 +358,7 @@ class PenstockConnector(KVConnectorBase_V1):
         return ReportMetadata(report) if report != StoreReport() else None
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """Return the KV transfer counters of this process since the last call; None if there are
-        none.
-        """
+        """Return this process's KV transfer counters since the last call, or None without any."""
         parts = (
             (self._scheduler, self._store_scheduler)
             if self._worker is None
@@ -374,8 +381,9 @@ class PenstockConnector(KVConnectorBase_V1):
         return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """End all KV transfers, wait until no peer can write to this memory, and stop the agent and
-        the report of blocks.
+        """End all KV transfers and stop the agent, and the report of cached blocks.
+
+        It waits until no other agent can write to this engine's memory.
         """
         agent, self._agent = self._agent, None
         store, self._store_worker = self._store_worker, None
@@ -391,7 +399,7 @@ class PenstockConnector(KVConnectorBase_V1):
     # ---- scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Let a test read the blocks of the scheduler's pool, if the option `block_report` is
+        """Let tests read the blocks of the scheduler's pool, if the option `block_report` is
         set.
         """
         path = self._options.block_report
@@ -466,10 +474,10 @@ class PenstockConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the KV of a finished prefill request, and end the transfers of any other request.
+        """Offer the KV of a finished prefill request, or end the transfers of another request.
 
-        With a store, save the KV of a request that was not aborted. Returns whether the blocks must
-        be kept, and the kv_transfer_params of the response.
+        With a store, the KV of a request that was not aborted is saved. Returns whether vLLM must
+        keep the blocks, and the kv_transfer_params of the response.
         """
         prompt = _prompt_of(request)
         self._scheduler.forget(request.request_id)

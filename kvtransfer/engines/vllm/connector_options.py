@@ -10,20 +10,19 @@ class ConnectorOptions:
     """The members of kv_connector_extra_config.
 
     key_file      path of the file with the fleet's key, which is the same at every engine
-    host          address to listen on; engines on other hosts connect to it
-    lease_s       seconds for which a finished prefill is kept for its decode engine
-    timeout_s     seconds for which a decode engine waits for KV
-    store         path of the Unix socket of the host's store of KV (kvtransfer/store); none by
-                  default
+    host          address to listen on, to which other engines connect; 127.0.0.1 by default
+    lease_s       seconds for which the KV of a finished prefill is kept for a decode engine (30)
+    timeout_s     seconds for which a decode engine waits for KV (30)
+    store         path of the Unix socket of the host's KV store (kvtransfer/store)
     layerwise     whether KV is sent layer by layer while it is computed; True by default
-    trace         path of a file that gets a line per computed or arrived layer, for tests
-                  (transfer_trace.py); none by default
-    dump          path of a folder to which offered and received KV is written, for tests
-                  (kv_dump.py); none by default
-    block_report  path of a Unix socket for tests (block_report.py); none by default
+    trace         for tests: file that gets a line per computed or arrived layer
+    dump          for tests: folder to which offered and received KV is written
+    block_report  for tests: path of a Unix socket (block_report.py)
 
-    `failure_policy` is vLLM's kv_load_failure_policy. Raises ValueError for a missing or unknown
-    member, and for a store with another policy than recompute.
+    Options without a stated default are off unless they are set.
+
+    Raises ValueError if key_file is missing or a member is unknown, and if a store is used although
+    vLLM's kv_load_failure_policy (`failure_policy`) is not "recompute".
     """
 
     def __init__(self, members: dict[str, Any], failure_policy: str) -> None:
@@ -31,7 +30,8 @@ class ConnectorOptions:
         path = values.pop("key_file", None)
         if not path:
             raise ValueError(
-                "kv_connector_extra_config must contain key_file, the path of the fleet's key"
+                "kv_connector_extra_config has no member key_file; set it to the path of the "
+                "file with the fleet's key"
             )
         self.key = Path(path).read_bytes().strip()
         self.host = str(values.pop("host", "127.0.0.1"))
@@ -48,8 +48,9 @@ class ConnectorOptions:
             )
         if self.store is not None and failure_policy != "recompute":
             raise ValueError(
-                "with a store, kv_load_failure_policy must be recompute: a block may leave the "
-                f"store before it is loaded, and the policy {failure_policy} fails its request"
+                f"kv_load_failure_policy is {failure_policy!r}, but a store needs "
+                "'recompute': a block can leave the store before it is loaded, and then the "
+                "request would fail"
             )
 
 

@@ -1,9 +1,12 @@
-"""What a prefill engine gives to a decode engine in kv_transfer_params: a handoff, or its card.
+"""The texts that a prefill engine passes to a decode engine in kv_transfer_params: handoff and
+card.
 
-A handoff contains the name of an offer, the hash of the prompt and the workers that hold the KV,
-with a ticket for each. A decode engine uses a handoff only for the prompt for which it was made.
-The workers check the tickets (kvtransfer/protocol/ticket.py). A card names an engine's workers and
-its layout, for prompts whose KV is offered in parts (prefill_parts.py). An HMAC covers all of both.
+handoff   for KV that is complete: the name of its offer, a hash of the prompt, and for each rank an
+          address and a ticket (permission to fetch). It is valid only for this prompt
+card      for KV that is still being computed: the engine's addresses and its KV layout. The KV is
+          offered in parts (prefill_parts.py)
+
+An HMAC with the fleet's key protects both. Workers check the tickets (protocol/ticket.py).
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ _MAX_CHARS = 1 << 20
 
 
 class HandoffRefused(Exception):
-    """Raised for a KV handoff that is malformed or forged; the message never quotes the handoff."""
+    """Raised for a malformed or forged handoff or card. The message does not contain its text."""
 
 
 class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -45,7 +48,7 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankSource(msgspec.Struct, frozen=True, array_like=True):
-    """The address of the agent that holds the KV of one rank, and the ticket to fetch that KV.
+    """Where to fetch one rank's KV: the address of its agent, and the ticket (permission).
 
     Without a ticket, the KV is fetched by name.
     """
@@ -55,15 +58,14 @@ class RankSource(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Handoff(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A handoff: the KV of one prompt that is ready at a prefill engine.
+    """A handoff: describes where a decode engine can fetch the KV of one prompt.
 
     name     name of the offer, the same at every rank
     prompt   `digest_prompt` of the tokens
     tokens   number of prompt tokens whose KV is offered
     layout   KV layout of the prefill engine's cache
-    family   string that must also be equal at both engines: model, weights, quantisation, engine
-             version
-    sources  one source per rank of the prefill engine
+    family   text that must be equal at both engines: model, weights, quantisation, version
+    sources  where to fetch the KV of each rank of the prefill engine
     """
 
     name: str
@@ -75,12 +77,12 @@ class Handoff(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class EngineCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a decode engine must know of a prefill engine to fetch KV while it is computed.
+    """The card of a prefill engine: what a decode engine needs to fetch KV that is being computed.
 
     addresses    addresses of the agents of all ranks, in order
     layout       KV layout of the prefill engine's cache
-    family       as in Handoff
-    part_tokens  minimum number of tokens of a part (prefill_parts.py)
+    family       text that must be equal at both engines: model, weights, quantisation, version
+    part_tokens  minimum number of tokens in each part of an offer (prefill_parts.py)
     """
 
     addresses: list[str]
@@ -97,7 +99,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 def digest_prompt(tokens: Sequence[int], variant: str = "") -> bytes:
     """Return a 16-byte hash of a prompt: of its tokens, and of everything else that changes its KV.
 
-    tokens   the prompt's token ids
+    tokens   the prompt's token identifiers
     variant  text with the adapter's name, the identities of images, or similar facts
     """
     state = hashlib.blake2b(digest_size=16, person=b"kv-prompt")
@@ -107,7 +109,7 @@ def digest_prompt(tokens: Sequence[int], variant: str = "") -> bytes:
 
 
 def seal_handoff(key: bytes, handoff: Handoff) -> str:
-    """Return the handoff as signed text, whose origin a holder of the key can verify."""
+    """Return the handoff as signed text, which other holders of the key can verify."""
     return _seal(key, _DOMAIN, handoff)
 
 
@@ -139,7 +141,9 @@ def _open(key: bytes, domain: bytes, text: object, decoder: msgspec.msgpack.Deco
     except ValueError as error:
         raise HandoffRefused("the handoff is not base64url text") from error
     if not hmac.compare_digest(_mac(key, domain, data[_MAC_BYTES:]), data[:_MAC_BYTES]):
-        raise HandoffRefused("the handoff was not made with this fleet's key")
+        raise HandoffRefused(
+            "the signature of the handoff is invalid: it was made with another key, or altered"
+        )
     try:
         return decoder.decode(data[_MAC_BYTES:])
     except (msgspec.DecodeError, ValueError) as error:

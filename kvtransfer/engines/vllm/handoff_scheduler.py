@@ -1,9 +1,11 @@
-"""Decisions about KV handoffs in vLLM's scheduler process, without vLLM's objects.
+"""Decides about KV handoffs in vLLM's scheduler process, without vLLM's objects.
 
-HandoffScheduler makes handoffs of finished prefills, checks those of incoming requests, and gives
-the workers orders for each step. A prompt whose request names a transfer is offered in parts while
-it is computed (prefill_parts.py). connector.py converts vLLM's objects, and handoff_worker.py
-executes the orders.
+A handoff is a text that lets a decode engine fetch the KV of a prompt. HandoffScheduler makes
+handoffs for finished prefills, checks those of incoming requests, and tells the workers in each
+step which transfers to begin and end. If a request names a transfer, its KV is offered in parts
+while it is computed (prefill_parts.py).
+
+connector.py converts vLLM's objects, and worker.py does the transfers.
 """
 
 from __future__ import annotations
@@ -49,14 +51,14 @@ _MAX_TRANSFER_CHARS = 512
 
 
 class LoadOrder(msgspec.Struct, frozen=True):
-    """An order to vLLM's workers to fetch the KV of one offer into blocks of this engine.
+    """An instruction to vLLM's workers to fetch the KV of one offer into blocks of this engine.
 
-    A request whose KV is offered in parts has an order for each part.
+    A request whose KV is offered in parts has one instruction for each part.
 
-    request  id of the request
+    request  identifier of the request
     name     name of the offer
     blocks   numbers of the request's blocks
-    tokens   number of prompt tokens that the offer has
+    tokens   number of prompt tokens whose KV is offered
     skip     number of tokens at the start that are not fetched
     layout   KV layout of the prefill engine
     sources  where to fetch the KV of each rank
@@ -72,16 +74,16 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
 
 class StepOrders(msgspec.Struct):
-    """The orders of vLLM's scheduler to all workers for the KV transfers of one engine step.
+    """The instructions of vLLM's scheduler to all workers for the KV transfers of one step.
 
-    revokes   requests whose offers are to end before the step
+    revokes   requests whose offers must end before the step
     declines  names of offers that will not be made
-    offers    KV to be offered: of completed prefills, or computed by this step
-    ends      ended requests that have offers; their blocks are free when the offers have ended
+    offers    KV to offer: of completed prefills, or computed by this step
+    ends      ended requests with offers; their blocks are free when the offers have ended
     loads     handoffs whose KV is to be fetched
     cancels   requests whose fetches are to be cancelled
     unused    handoffs that will not be fetched
-    members   the addresses of all ranks' agents; sent only once
+    members   addresses of the agents of all ranks; sent only once
     has_work  whether the engine computes something in this step
     """
 
@@ -118,13 +120,13 @@ class HandoffScheduler:
     """Manages the KV handoffs of one engine, in vLLM's scheduler process.
 
     key          the fleet's shared secret
-    engine       the engine's id
-    family       string that must be equal at both engines of a handoff (model, weights, version)
-    lease_s      seconds for which an offer is kept for its decode engine
+    engine       identifier of the engine
+    family       text that must be equal at both engines of a handoff (model, weights, version)
+    lease_s      seconds for which offered KV is kept for a decode engine
     clock        the monotonic clock of this host
-    warn         function that is called with one sentence for every handoff that is refused
-    part_tokens  minimum number of tokens of a part; best the most that a step computes
-    layerwise    whether KV with a transfer id is offered while it is computed; False: afterwards
+    warn         function called with one sentence for each refused handoff
+    part_tokens  minimum number of tokens in a part; the number that a step computes is best
+    layerwise    whether KV is offered in parts while it is computed; False: afterwards
     """
 
     def __init__(
@@ -169,19 +171,16 @@ class HandoffScheduler:
 
     @property
     def has_pending_work(self) -> bool:
-        """Return whether KV blocks depend on a transfer, so that the engine must continue to run
-        steps.
-        """
+        """Return whether blocks are in use by transfers, so that the engine must run more steps."""
         orders = self._orders
         waiting = (orders.offers, orders.declines, orders.revokes, orders.loads, orders.unused)
         return bool(self._sending or self._loading or any(waiting))
 
     def loadable_tokens(self, request: PromptRequest, computed: int) -> int:
-        """Return the number of tokens beyond `computed` for which the request's handoff provides
-        KV.
+        """Return how many tokens after the first `computed` ones a request's handoff provides.
 
-        A handoff provides none if it was used, forged, made for another prompt, or made by an
-        engine of another kind. The engine then computes the prompt.
+        A handoff provides none if it was already used, forged, made for another prompt, or made by
+        an engine with another model. The engine then computes the prompt.
         """
         if not request.params.keys() & {MEMBER, CARD} or request.id in self._used:
             return 0
@@ -238,9 +237,10 @@ class HandoffScheduler:
             raise HandoffRefused(mismatch)
 
     def begin_load(self, request: str, blocks: Sequence[int], tokens: int) -> None:
-        """Order the workers to load the KV of the last `tokens` tokens of a handoff into `blocks`.
+        """Instruct the workers to load the KV of the last `tokens` tokens of a handoff into
+        `blocks`.
 
-        With 0 tokens, the KV is not needed. Does nothing for a request without a handoff, or when
+        With 0 tokens, the KV is not needed. Does nothing for a request without a handoff, or if
         called again for the same request.
         """
         handoff = self._accepted.pop(request, None)
@@ -260,10 +260,10 @@ class HandoffScheduler:
     def finish_prefill(
         self, request: PromptRequest, blocks: Sequence[int], tokens: int
     ) -> dict[str, object]:
-        """Order the workers to offer a finished prefill's KV, and return its kv_transfer_params.
+        """Instruct the workers to offer a finished prefill's KV, and return its kv_transfer_params.
 
-        The blocks belong to the offer until every worker reports its end. The other members are
-        those of vLLM's own connectors, which gateways check.
+        The blocks are in use until every worker reports the end of the offer. The result also has
+        the members of vLLM's own connectors, because gateways check them.
         """
         assert self._layout is not None
         name = f"{request.id[:200]}/{secrets.token_hex(8)}"
@@ -299,7 +299,9 @@ class HandoffScheduler:
         }
 
     def begin_prefill(self, request: PromptRequest) -> None:
-        """Offer the KV of a new request in parts while it is computed, if it names a transfer."""
+        """Offer the KV of a new request in parts while it is computed, if the request names a
+        transfer.
+        """
         if self._prefills is None or request.params.get("do_remote_decode") is not True:
             return
         assert self._layout is not None
@@ -310,10 +312,10 @@ class HandoffScheduler:
     def on_step(
         self, chunks: Sequence[PromptChunk], blocks_of: Callable[[str], Sequence[int]]
     ) -> None:
-        """Order the workers to offer the parts that a step completes.
+        """Instruct the workers to offer the parts that a step completes.
 
         chunks     what the step computes
-        blocks_of  function that returns the numbers of a request's blocks now
+        blocks_of  function that returns the present block numbers of a request
         """
         if self._prefills is not None:
             self._add_offers(self._prefills.on_step(chunks, blocks_of))
@@ -328,8 +330,9 @@ class HandoffScheduler:
     ) -> tuple[bool, dict[str, object]] | None:
         """End a request whose KV is offered in parts. Returns None for any other request.
 
-        Returns whether its blocks belong to offers until every worker reports their end, and its
-        kv_transfer_params. `is_whole` is False for an aborted request, whose offers end at once.
+        Returns whether its blocks are still in use by offers, and its kv_transfer_params. They are
+        in use until every worker reports the end. If `is_whole` is False, the request was aborted
+        and its offers end at once.
         """
         if self._prefills is None:
             return None
@@ -351,9 +354,7 @@ class HandoffScheduler:
         }
 
     def forget(self, request: str) -> None:
-        """End a request: cancel the load of its KV, or release a handoff that the request did not
-        use.
-        """
+        """End a request: cancel the fetch of its KV, or give up a handoff that it did not use."""
         if request in self._accepted:
             self.begin_load(request, [], 0)
         if request in self._loading:
@@ -361,7 +362,7 @@ class HandoffScheduler:
         self._used.discard(request)
 
     def on_ended(self, sent: Sequence[str], received: Sequence[str]) -> None:
-        """Record that KV transfers have ended, so that their blocks belong to the engine again.
+        """Record that KV transfers have ended, so that the engine may reuse their blocks.
 
         sent      requests whose offers have ended
         received  requests whose fetches have ended
@@ -370,9 +371,9 @@ class HandoffScheduler:
         self._loading.difference_update(received)
 
     def take_orders(self, has_work: bool) -> StepOrders:
-        """Return the orders for KV transfers that were collected since the last engine step.
+        """Return the instructions for the workers that were collected since the last engine step.
 
-        `has_work` says whether the step computes something.
+        has_work  whether the step computes something
         """
         orders, self._orders = self._orders, StepOrders()
         orders.has_work = has_work

@@ -1,7 +1,7 @@
-"""The KV transfers of one vLLM worker, as ordered by the scheduler process.
+"""Does the KV transfers of one vLLM worker, as instructed by the scheduler process.
 
-TransferWorker keeps the transfer handles of an Agent by request and reports when they end.
-connector.py converts vLLM's objects, and handoff_scheduler.py decides what is transferred.
+TransferWorker keeps the transfers of its agent by request, and reports when they end. connector.py
+converts vLLM's objects, and scheduler.py decides what is transferred.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _UNUSED_BLOCKS, _UNUSED_TOKENS = (0,), 1
 
 
 class FinishedTransfers(msgspec.Struct):
-    """Requests whose KV transfers have ended since the last report. The engine owns their blocks
-    again.
+    """Requests whose KV transfers have ended since the last report.
+
+    The engine may reuse their blocks.
 
     sent      requests whose offers have ended
     received  requests whose fetches have ended
@@ -41,10 +42,10 @@ class FinishedTransfers(msgspec.Struct):
 
 
 class TransferWorker:
-    """The KV transfers of one vLLM rank; all methods are called on one thread.
+    """The KV transfers of one vLLM rank. All methods must be called on one thread.
 
-    In each step of the engine come `prepare`, then `mark_computed` per layer and `finish_step`, and
-    then `execute`. The last three may come in any order after the computation.
+    In each engine step, `prepare` is called before the computation. Afterwards `mark_computed` for
+    each layer, `finish_step` and `execute` follow, in any order.
     """
 
     def __init__(self, agent: Agent, layout: KvLayout, rank: int, timeout_s: float) -> None:
@@ -66,10 +67,9 @@ class TransferWorker:
         return request in self._offers
 
     def prepare(self, orders: StepOrders) -> None:
-        """Execute the orders for offers; call this before the step writes to the cache.
+        """Begin and end offers. Call this before the step writes to the cache.
 
-        The offers of requests that have lost their blocks end before another request's KV is
-        written there.
+        Offers of requests that have lost their blocks must end before other KV is written there.
         """
         if len(orders.members) > 1:
             own = self._agent.address
@@ -91,9 +91,9 @@ class TransferWorker:
             self._count_offers(self._offers.pop(request, []))
 
     def mark_computed(self, layer: int) -> None:
-        """Let the KV of a layer be sent that the step has computed, in order of the layers.
+        """Allow a layer to be sent, because the step has computed it. Layers must come in order.
 
-        A layer out of order, such as one of a draft model, is ignored until the end of the step.
+        A layer out of order, such as one of a draft model, is not sent before the end of the step.
         """
         if layer != self._computed_layers:
             return
@@ -102,7 +102,7 @@ class TransferWorker:
             offer.mark_ready(self._computed_layers)
 
     def finish_step(self) -> None:
-        """Let all KV be sent that the step has computed."""
+        """Allow all layers to be sent that the step has computed."""
         for offer in self._computing:
             offer.mark_ready(self._layout.layers)
         self._computing = []

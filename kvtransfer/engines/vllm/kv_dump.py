@@ -1,4 +1,4 @@
-"""KvDump: writes offered and received KV to files, so that tests can compare them head by head."""
+"""KvDump: writes offered and received KV to files, so that tests can compare them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvtransfer.layout.kv_layout import KvContent, KvLayout
 
 
 class KvDump:
-    """Writes KV of one rank to .npy files in a folder: uint8 [layers, blocks, heads, bytes].
+    """Writes one rank's KV to .npy files in a folder, as uint8 arrays [layer, block, head, byte].
 
-    The last axis has all bytes of one head of one block. Raises ValueError for a layout in which
+    The last axis has all bytes of one head in one block. Raises ValueError for a layout in which
     they are not contiguous.
     """
 
@@ -34,6 +34,9 @@ class KvDump:
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, side: str, offer: str, blocks: Sequence[int]) -> None:
-        """Write these blocks to FOLDER/SIDE-OFFER-RANK.npy; the offer's name is percent-encoded."""
+        """Write these blocks to the file FOLDER/SIDE-OFFER-RANK.npy.
+
+        The name of the offer is percent-encoded.
+        """
         path = self._folder / f"{side}-{quote(offer, safe='')}-{self._rank}.npy"
         np.save(path, self._pages[:, list(blocks)])

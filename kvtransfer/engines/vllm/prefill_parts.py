@@ -1,10 +1,10 @@
-"""Prefills whose KV is offered in parts while the engine still computes them. No I/O, no vLLM.
+"""Offers the KV of a prompt in parts while the prompt is still being computed. No I/O, no vLLM.
 
-A part is a range of the prompt's tokens. It is an offer of its own, made in the step that computes
-its last token; its layers are sent one by one as the step computes them. Both engines know the
-prompt and the prefill engine's card, so both compute the same parts and the same names. Only a
-holder of the fleet's key can compute a name, and only for the prompt that it covers, so a part is
-fetched by name, without a ticket.
+A part is a range of the prompt's tokens, with an offer of its own. The offer is made in the engine
+step that computes the part's last token. Its layers are sent one by one, as they are computed.
+
+A part is fetched by its name, without a ticket. Both engines compute the same names from the prompt
+and the prefill engine's card. This needs the fleet's key, so other agents cannot guess a name.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _DOMAIN = b"penstock vllm part 1\0"
 class OfferOrder(msgspec.Struct, frozen=True):
     """An instruction to vLLM's workers to offer KV to other engines.
 
-    ttl_s        duration of the offer's lease in seconds
-    nonces       random identifiers of the tickets, one per rank; empty: the KV is fetched by name
-    is_computed  whether all layers are computed already; False: the step computes them
+    ttl_s        seconds for which the KV is kept
+    nonces       random identifiers of the tickets, one per rank; (): the KV is fetched by name
+    is_computed  whether all layers are already computed; False: this step computes them
     """
 
     request: str
@@ -74,12 +74,12 @@ def _name(key: bytes, transfer: str, prompt: bytes, index: int) -> str:
 
 
 class StepOffers(msgspec.Struct):
-    """What follows from a step of the engine, or from the end of a request.
+    """What the workers must do after an engine step, or after the end of a request.
 
     offers    parts to offer
     revokes   requests whose offers must end before the step, because they have lost their blocks
     declines  names of parts that will not be offered
-    is_kept   whether offers of the ended request remain, to which its blocks belong
+    is_kept   whether blocks of the ended request are still in use by its offers
     """
 
     offers: list[OfferOrder] = []
@@ -111,7 +111,7 @@ class PrefillParts:
     """The prompts that one engine computes for other engines, in vLLM's scheduler process.
 
     block_tokens  tokens per block
-    lease_s       seconds for which a part is kept for its decode engine
+    lease_s       seconds for which a part's KV is kept for a decode engine
     layerwise     whether parts are offered while they are computed; False: at the prompt's end
     """
 
@@ -120,16 +120,16 @@ class PrefillParts:
         self._prefills: dict[str, _Prefill] = {}
 
     def begin(self, request: str, parts: list[PromptPart]) -> None:
-        """Offer the prompt of a new request in these parts, while it is computed."""
+        """Offer the prompt of a new request in these parts, as they are computed."""
         self._prefills[request] = _Prefill(parts)
 
     def on_step(
         self, chunks: Sequence[PromptChunk], blocks_of: Callable[[str], Sequence[int]]
     ) -> StepOffers:
-        """Return the parts that a step completes, and the requests that were preempted before it.
+        """Return the parts to offer in a step, and the requests that lost their blocks before it.
 
         chunks     what the step computes
-        blocks_of  function that returns the numbers of a request's blocks now
+        blocks_of  function that returns the present block numbers of a request
         """
         step = StepOffers()
         if not self._layerwise or not self._prefills:
@@ -171,7 +171,7 @@ class PrefillParts:
         )
 
     def end(self, request: str, blocks: Sequence[int], *, is_whole: bool) -> StepOffers | None:
-        """End a request; return what follows, or None if no part of it is offered.
+        """End a request, and return what the workers must do; None if no part of it is offered.
 
         blocks    its blocks
         is_whole  whether its prompt was computed; False: the request was aborted

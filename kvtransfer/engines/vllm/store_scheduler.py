@@ -1,8 +1,8 @@
-"""Decisions about a host's store of KV in vLLM's scheduler process, without vLLM's objects.
+"""Decides in vLLM's scheduler process which KV blocks to load from and save to the host's store.
 
-StoreScheduler looks up the blocks of prompts, chooses how many are loaded, and orders the workers
-to load them and to save the blocks of ended requests. connector.py converts vLLM's objects, and
-store_worker.py executes the orders.
+StoreScheduler looks up the blocks of prompts in the store, chooses how many to load, and instructs
+the workers to load them. It also instructs them to save the blocks of ended requests. connector.py
+converts vLLM's objects, and store_worker.py copies the blocks.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ A save keeps the blocks of an ended request until they are copied to the store.
 
 
 class StoredRequest(msgspec.Struct, frozen=True):
-    """A request as the store's scheduler sees it.
+    """A request, as far as the store needs it.
 
-    tokens   ids of all its tokens so far, four bytes each, little-endian
+    tokens   identifiers of all of its tokens so far, four bytes each, little-endian
     salt     its cache salt, which separates tenants
-    variant  text with everything else that changes its KV: the adapter's name, the identities of
-             images
+    variant  text with everything else that changes its KV, such as the adapter's name and the
+             identities of images
     """
 
     id: str
@@ -49,10 +49,10 @@ class StoredRequest(msgspec.Struct, frozen=True):
 
 
 class BlockOrder(msgspec.Struct, frozen=True):
-    """An order to vLLM's workers to load a request's blocks from the store, or to save them.
+    """An instruction to vLLM's workers to load a request's blocks from the store, or to save them.
 
-    keys     one key per block, the same for all ranks (`rank_keys` makes those of a rank)
-    blocks   the numbers of the engine's blocks
+    keys     one key per block, the same for all ranks (`rank_keys` derives those of a rank)
+    blocks   numbers of the engine's blocks
     """
 
     request: str
@@ -72,7 +72,7 @@ class StepWork(msgspec.Struct, frozen=True):
 
 
 class StoreOrders(msgspec.Struct):
-    """The store's orders of one engine step.
+    """The instructions for the store in one engine step.
 
     loads  blocks to load
     saves  blocks to save
@@ -85,9 +85,9 @@ class StoreOrders(msgspec.Struct):
 
 
 class StoreReport(msgspec.Struct):
-    """A worker's measurements of its loads and of one step; merged, those of the slowest worker.
+    """A worker's measured times; of several workers, those of the slowest.
 
-    loads   seconds of each load by request, without time in which it waited for others
+    loads   seconds of each load by request, without waiting for other loads
     work    what the measured step computed; None: no step was measured
     step_s  duration of that step
     """
@@ -109,10 +109,10 @@ class ChosenLoad(msgspec.Struct, frozen=True):
     """The result of a lookup: which blocks of a request to load from the store.
 
     at_s      time of the lookup
-    computed  tokens that the engine had when it asked
-    tokens    tokens of the request
+    computed  number of tokens whose KV the engine had then
+    tokens    number of tokens of the request
     keys      keys of the request's further blocks
-    places    one byte per key: the bits of the tiers that have the block
+    places    one byte per key: bits for the tiers (memory, disk) that have the block
     count     number of blocks to load
     """
 
@@ -125,11 +125,11 @@ class ChosenLoad(msgspec.Struct, frozen=True):
 
 
 class StoreScheduler:
-    """Manages one engine's use of its host's store, in vLLM's scheduler process.
+    """Manages one engine's use of its host's KV store, in vLLM's scheduler process.
 
     store          connection to the store, for lookups
-    compatibility  text with what KV depends on besides the layout: model, weights, quantisation,
-                   version
+    compatibility  text with everything that KV depends on besides the layout: model, weights,
+                   quantisation, version
     layout         layout of the engine's cache
     step_tokens    maximum number of prompt tokens that a step of the engine computes
     clock          the monotonic clock of this host
@@ -158,14 +158,16 @@ class StoreScheduler:
 
     @property
     def has_pending_work(self) -> bool:
-        """Return whether blocks depend on the store, so that the engine must run more steps."""
+        """Return whether blocks are in use by loads or saves, so that the engine must run more
+        steps.
+        """
         orders = self._orders
         return bool(self._loading or self._saving or orders.loads or orders.saves)
 
     def loadable_tokens(self, request: StoredRequest, computed: int) -> int:
-        """Return the number of tokens beyond `computed` to load from the store.
+        """Return how many tokens after the first `computed` ones to load from the store.
 
-        `computed` is a multiple of the block size. A request is loaded once.
+        `computed` must be a multiple of the block size. A request is loaded only once.
         """
         if request.id in self._used:
             return 0
@@ -208,11 +210,11 @@ class StoreScheduler:
         return chain_root(f"{self._compatibility}/{request.variant}", request.salt)
 
     def begin_load(self, request: str, blocks: Sequence[int], tokens: int) -> None:
-        """Order the workers to load the request's next `tokens` tokens from the store.
+        """Instruct the workers to load the request's next `tokens` tokens from the store.
 
-        blocks  numbers of all the request's blocks; those that are loaded follow the computed ones
+        blocks  numbers of all blocks of the request; those to load follow the computed ones
 
-        Does nothing for a request that has nothing to load.
+        Does nothing if the request has nothing to load.
         """
         chosen = self._chosen.pop(request, None)
         if chosen is None:
@@ -229,11 +231,11 @@ class StoreScheduler:
         self._orders.loads.append(order)
 
     def save(self, request: StoredRequest, blocks: Sequence[int]) -> bool:
-        """Order the workers to save the full blocks of an ended request; return whether there are
+        """Instruct the workers to save the full blocks of an ended request, and return if there are
         any.
 
         The blocks must not be reused until every worker reports the end of its save. The KV of the
-        last token is not computed, so a block that ends with that token is not full.
+        last token is not computed, so a block that ends with this token is not full.
         """
         tokens = len(request.tokens) // TOKEN_BYTES
         count = min((tokens - 1) // self._layout.block_tokens, len(blocks))

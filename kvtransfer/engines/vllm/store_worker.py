@@ -1,6 +1,7 @@
-"""The loads and saves of one vLLM worker from and to its host's store, as ordered by the scheduler.
+"""Loads and saves KV blocks of one vLLM worker from and to its host's store.
 
-StoreWorker copies on two threads of its own, so that a load does not wait for saves.
+The scheduler decides which blocks. StoreWorker copies them on two threads of its own, so that loads
+do not wait for saves.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class CopyResult(msgspec.Struct, frozen=True):
 
 
 class CopyThread:
-    """Copies blocks of one rank between the engine's memory and a store, one order at a time."""
+    """Copies blocks of one rank between the engine's memory and a store, in order of
+    instructions.
+    """
 
     def __init__(
         self,
@@ -78,12 +81,12 @@ class CopyThread:
         return CopyResult(max(0, blocks), self._clock() - began_s, blocks < 0)
 
     def take_ended(self) -> dict[str, CopyResult]:
-        """Return the orders that have ended since the last call, by request."""
+        """Return the loads and saves that have ended since the last call, by request."""
         ended = [request for request, future in self._results.items() if future.done()]
         return {request: self._results.pop(request).result() for request in ended}
 
     def close(self) -> None:
-        """Wait for the running copy, drop the orders that have not begun, and disconnect from the
+        """Stop: wait for the running copy, drop what has not begun, and disconnect from the
         store.
         """
         self._thread.shutdown(cancel_futures=True)
@@ -131,7 +134,10 @@ class StoreWorker:
         return request in self._saves
 
     def execute(self, orders: StoreOrders, step_s: float) -> None:
-        """Begin what the scheduler ordered; `step_s` is how long the step's computation took."""
+        """Begin the loads and saves that the scheduler requested.
+
+        step_s  duration of the step's computation in seconds
+        """
         for order in orders.loads:
             self._wanted[order.request] = len(order.blocks)
             self._loads.start(order)
@@ -161,7 +167,7 @@ class StoreWorker:
         return finished
 
     def take_report(self) -> StoreReport:
-        """Return what was measured since the last call: seconds of loads and of a step."""
+        """Return the times measured since the last call: seconds of loads and of a step."""
         report, self._report = self._report, StoreReport()
         return report
 

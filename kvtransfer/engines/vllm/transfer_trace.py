@@ -10,7 +10,7 @@ import msgspec
 
 
 class TransferTrace:
-    """Appends a JSON object per line to a file; each has `t`, the host's monotonic time in seconds.
+    """Appends lines of JSON to a file; each has `t`, the host's monotonic time in seconds.
 
     Raises OSError if the file cannot be opened.
     """

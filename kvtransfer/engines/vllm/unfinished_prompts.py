@@ -1,7 +1,7 @@
 """The prompts that an engine has begun and not finished, as vLLM's scheduler process sees them.
 
-A new prompt waits for them, so a fetch of its KV meanwhile costs no time. vLLM computes prompts in
-the order of their arrival, and does not tell a connector which others wait behind.
+vLLM computes prompts in order of arrival. A new prompt waits for these, so fetching its KV in the
+meantime costs no time. vLLM does not show a connector which other prompts still wait.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import msgspec
 class PromptChunk(msgspec.Struct, frozen=True):
     """The part of one request that one step of the engine computes.
 
-    request        vLLM's id of the request
+    request        vLLM's identifier of the request
     computed       number of its tokens whose KV existed before the step
     tokens         number of its tokens that the step computes; 1 means that it decodes
-    prompt_tokens  number of tokens of its prompt; 0 if the request began in an earlier step, since
-                   vLLM states the length only in the first
+    prompt_tokens  length of its prompt in tokens; 0 after the request's first step, because vLLM
+                   states the length only there
     """
 
     request: str
@@ -28,7 +28,7 @@ class PromptChunk(msgspec.Struct, frozen=True):
 
 
 class PromptWork:
-    """The prompts that an engine has begun and not finished. Without I/O; not thread-safe."""
+    """The prompts that an engine has begun and not finished. No I/O; not thread-safe."""
 
     def __init__(self) -> None:
         self._left: dict[str, tuple[int, int]] = {}
@@ -53,5 +53,7 @@ class PromptWork:
         self._left.pop(request, None)
 
     def others(self, request: str) -> Iterator[tuple[int, int]]:
-        """Yield (computed tokens, prompt tokens) of every unfinished prompt but `request`'s."""
+        """Yield (computed tokens, prompt tokens) of every unfinished prompt except that of
+        `request`.
+        """
         return (left for name, left in self._left.items() if name != request)

@@ -1,4 +1,4 @@
-"""The identity of an engine's weights, for names of stored KV that outlive the engine."""
+"""Computes an identity of an engine's weights, which becomes part of the keys of stored KV."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json")
 
 
 def identify_weights(model: str, facts: Sequence[object]) -> str:
-    """Return a hash of 16 hex digits that is different for different weights.
+    """Return a hash of 16 hex digits that differs for different weights.
 
-    model  name of a model, or path of its folder or file. Of local files, names, sizes and
-           modification times are hashed, so a model that is trained further gets another identity
-    facts  everything else that determines the weights, such as a revision, or how they are made
+    model  name of a model, or path of its folder or file. For local files, their names, sizes and
+           modification times are hashed, so that changed weights get another hash
+    facts  everything else that determines the weights, such as a revision
     """
     path = Path(model)
     files = [path] if path.is_file() else [f for each in _PATTERNS for f in path.rglob(each)]

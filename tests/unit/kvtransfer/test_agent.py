@@ -92,7 +92,9 @@ def test_an_agent_refuses_memory_that_its_layout_or_a_transport_cannot_describe(
         Agent("p", replace(layers_first, blocks=7), regions(), key=KEY, transports=[way])
     for name in ("rdma", "shm"):
         way.name = name
-        with pytest.raises(ValueError, match=f"{name} locates blocks by their offset"):
+        with pytest.raises(
+            ValueError, match=f"{name} needs memory in which blocks are the outermost dimension"
+        ):
             Agent("p", layers_first, regions(), key=KEY, transports=[way])
 
 

@@ -100,7 +100,7 @@ def test_a_handoff_replayed_with_another_prompt_is_computed(
 
 def test_a_handoff_of_another_fleet_or_another_model_is_computed() -> None:
     for source, reason in (
-        (scheduler(key=b"x" * 32), "not made with this fleet's key"),
+        (scheduler(key=b"x" * 32), "signature of the handoff is invalid"),
         (scheduler(family="g"), "it is of g, and this is f"),
     ):
         warnings: list[str] = []
@@ -257,7 +257,7 @@ def test_without_a_valid_transfer_id_nothing_is_offered_or_loaded(transfer: obje
 
 def test_a_card_of_another_fleet_or_another_model_is_refused() -> None:
     for source, reason in (
-        (parts_scheduler(key=b"x" * 32), "not made with this fleet's key"),
+        (parts_scheduler(key=b"x" * 32), "signature of the handoff is invalid"),
         (parts_scheduler(family="g"), "it is of g, and this is f"),
     ):
         warnings: list[str] = []
