@@ -1,7 +1,8 @@
-"""Build script of penstock-kv: finds its packages in this folder and compiles the native pump.
+"""Builds the package penstock-kv, with the pump: C code that moves KV bytes without the Python
+lock.
 
-Where the pump does not compile, and with PENSTOCK_KV_PUMP=off, it is left out: KV then moves by the
-same functions in Python (transports/iovec.py).
+If the pump cannot be compiled, or if PENSTOCK_KV_PUMP=off is set, it is left out. Python code then
+moves the bytes (transports/iovec.py).
 """
 
 import os

@@ -1,7 +1,7 @@
-"""The interface of KV transports: links that carry ordered messages and KV bytes between agents.
+"""The interface of KV transports: connections (links) that carry messages and KV between agents.
 
 KV is sent in windows, pieces of a transfer that are acknowledged one by one. A transport moves
-bytes and stops moving them; LinkOwner, which owns a link, decides who may move what. Concrete
+bytes and stops moving them. LinkOwner, the interface of its user, decides what may be moved. The
 transports are in kvtransfer/transports.
 """
 
@@ -23,16 +23,14 @@ MAX_UNPROVEN_BYTES = 24 << 10
 
 
 class TransportError(Exception):
-    """Raised when another agent cannot be reached over a transport; the message gives the
-    reason.
-    """
+    """Raised if another agent cannot be reached over a transport. The message has the reason."""
 
 
 class WindowVerdict(StrEnum):
     """Whether the bytes of a window (a piece of a KV transfer) arrived intact.
 
-    OK       they did
-    STALE    the source's blocks changed owner while they were read
+    OK       they are intact
+    STALE    the source's blocks got a new owner while they were read
     CORRUPT  the bytes differ from those that were sent
     """
 
@@ -42,17 +40,17 @@ class WindowVerdict(StrEnum):
 
 
 class WindowHead(msgspec.Struct, frozen=True, array_like=True):
-    """The header of a window (piece of a KV transfer), which names the byte ranges in the window.
+    """The header of a window (piece of a KV transfer), which says what the window contains.
 
     transfer  number of the transfer
-    group     number of the layer group (some layers that are sent together)
+    group     number of the layer group (layers that are sent together)
     pair      number of the pair of source rank and sink rank
-    first     number of the first byte range (run) in the plan of that group and pair
+    first     number of the first byte range in the plan of that group and pair
     count     number of byte ranges
     n_bytes   sum of their lengths
 
-    The header contains no addresses: both ends have computed the same plan, and look up their own
-    offsets in it.
+    It contains no addresses. Source and sink have computed the same plan, from which each takes its
+    own addresses.
     """
 
     transfer: int
@@ -64,15 +62,14 @@ class WindowHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WindowSlice(msgspec.Struct, frozen=True):
-    """A window (a piece of a KV transfer) as one end sees it.
+    """The memory of a window (a piece of a KV transfer) at one of the two agents.
 
     runs        the window's byte ranges
-    region      this end's memory to read from or write to
-    src_rank    the source's rank: index of a region in its agent, which may have only one rank
-    dst_rank    the sink's rank
-    is_current  function that returns whether the source's blocks still have the promised
-                generations; None on a sink. A transport calls it right before and right after it
-                reads the source's memory, on whichever side that happens
+    region      the memory to read from or to write to
+    src_rank    rank of the source, as an index of its agent's regions
+    dst_rank    rank of the sink, as an index of its agent's regions
+    is_current  function that returns whether the source's blocks still have the same owner; None at
+                a sink. A transport calls it right before and right after the blocks are read
     """
 
     runs: ByteRuns
@@ -83,11 +80,11 @@ class WindowSlice(msgspec.Struct, frozen=True):
 
 
 class Link(Protocol):
-    """A connection between two KV agents; the agent that opened it is always the sink (receiver).
+    """A connection between two KV agents. The agent that opened it is the sink (receiver of KV).
 
     All methods may be called from any thread, also with the owner's lock held. They do not block,
-    and never call the owner before they return. On a closed or lost link, all but `fence` do
-    nothing.
+    and call no method of the owner before they return. On a closed or lost link, all methods except
+    `fence` do nothing.
     """
 
     transport: str
@@ -107,9 +104,9 @@ class Link(Protocol):
 
     @property
     def received_bytes(self) -> int:
-        """Return the total bytes received from the peer.
+        """Return the number of bytes received from the other agent.
 
-        While this number grows, the peer counts as alive.
+        While it grows, the other agent counts as alive.
         """
         ...
 
@@ -121,55 +118,53 @@ class Link(Protocol):
         ...
 
     def put(self, head: WindowHead, window: WindowSlice) -> None:
-        """Queue a window (a piece of a KV transfer) to be sent by the source.
+        """Queue a window (a piece of a KV transfer) to be sent. Only the source calls this.
 
-        Then `on_landed` is called at the receiver and `on_sent` at the source.
+        `on_sent` is called at the source when its memory has been read, and `on_landed` at the sink
+        when the window has arrived.
         """
         ...
 
     def drop(self, transfer: int) -> None:
-        """Remove the windows (pieces of KV) of a transfer from the send queue; only a source calls
-        this.
+        """Drop the queued windows (pieces) of a KV transfer. Only the source calls this.
 
-        A window whose sending has begun ends as STALE.
+        A window that has already been sent in part ends as STALE.
         """
         ...
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """Let the other agent write to these blocks of KV, and return data for the invitation; only
-        a sink calls this.
+        """Permit writes to these blocks, and return data for the invitation. Only the sink calls
+        this.
 
-        For rdma the data are memory keys. The method is called once per transfer. After the
-        transfer's fence it grants nothing and returns b"".
+        For rdma, the data are memory keys. Call this once per transfer. After the transfer's fence,
+        it permits nothing and returns b"".
         """
         ...
 
     def accept(self, transfer: int, grant: bytes) -> None:
-        """Use the permission that the sink has granted to write to its memory; only a source calls
-        this.
+        """Use the permission to write to the sink's memory. Only the source calls this.
 
         transfer  number of the transfer
-        grant     the data that the sink's `grant` returned
+        grant     the data that the sink's method `grant` returned
 
-        For shared memory (shm), the call also shares the source's memory with the sink.
+        For shared memory, this also lets the sink read the source's memory.
         """
         ...
 
     def fence(self, transfer: int) -> None:
-        """Stop all writes into the transfer's blocks, whatever the other agent does; only a sink
-        calls this.
+        """Stop all writes to a transfer's blocks, whatever the other agent does. Only the sink
+        calls it.
 
-        `on_fenced` always follows, also on a closed or lost link and for a transfer without a
-        grant, because no other event returns the blocks. `on_landed` does not follow for windows
-        that the fence stopped.
+        `on_fenced` always follows, even on a lost link and without a permission, because no other
+        event returns the blocks. `on_landed` does not follow for windows that were stopped.
         """
         ...
 
     def secure(self, window_key: bytes) -> None:
-        """Set the key with which a transport encrypts KV, before the first KV bytes.
+        """Set the key with which KV is encrypted, before the first KV is sent.
 
-        Both ends derive the same 32 bytes when they prove their identity. A transport without
-        encryption ignores the key. Control messages are authenticated by the agents
+        Both agents derive the same 32 bytes when they prove their identity. A transport without
+        encryption ignores the key. Control messages are signed by the agents themselves
         (kvtransfer/protocol/session.py).
         """
         ...
@@ -181,9 +176,7 @@ class Link(Protocol):
 
 @runtime_checkable
 class MultiLaneLink(Protocol):
-    """A connection to another agent that can share its KV traffic with parallel connections (lanes)
-    to the same agent.
-    """
+    """A connection to another agent that can share its KV with parallel connections (lanes)."""
 
     lanes: int
     """The number of parallel links wanted, including this one. The end that opened the connection
@@ -195,23 +188,24 @@ class MultiLaneLink(Protocol):
     """
 
     def add_lane(self, lane: Link) -> None:
-        """Let `lane`, a further connection to the same agent, carry KV for this link.
+        """Let a parallel connection (lane) to the same agent carry KV for this link.
 
-        The lane must be proven and secured. It reports the windows as this link's windows; its
-        messages and its end remain its own. Called on the lane's thread.
+        The other agent must have proven its identity on the lane. The lane reports windows as those
+        of this link. Its messages and its end remain its own. Call this on the lane's thread.
         """
         ...
 
 
 class LinkOwner(Protocol):
-    """The interface of the object that receives the events of connections between KV agents.
+    """The interface for the user of links, which receives their events.
 
-    Called on the transport's thread, one call at a time per link and, for windows, per lane. The
-    transport must hold no lock then, because an owner calls links with its own lock held.
+    Methods are called on a thread of the transport, one at a time per link. Windows are reported
+    one at a time per parallel connection (lane). The transport must hold no lock at that time,
+    because an owner calls links with its own lock held.
     """
 
     def on_linked(self, link: Link) -> None:
-        """Record a connection that another agent has just opened; that agent has not proven its
+        """Add a connection that another agent has just opened, without a proof of its
         identity yet.
         """
         ...
@@ -219,24 +213,22 @@ class LinkOwner(Protocol):
     def on_message(self, link: Link, data: bytes) -> None: ...
 
     def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
-        """Return where to write an arriving window (piece of a KV transfer); only called at a sink.
+        """Return where to write an arriving window (piece of a KV transfer), or None to discard it.
 
-        None means that the window is not expected, or has arrived before. Its bytes are read and
-        discarded, and no further call follows for it.
+        Called at a sink only. A window is discarded if it is not expected or has arrived before.
+        Nothing further is reported about it.
         """
         ...
 
     def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
-        """Record that a window (a piece of a KV transfer) has arrived.
+        """Record that a window (piece of a KV transfer) has arrived.
 
-        Its bytes may only be used if `verdict` is OK.
+        Its bytes may be used only if `verdict` is OK.
         """
         ...
 
     def on_sent(self, link: Link, head: WindowHead) -> None:
-        """Record that the bytes of a queued window (piece of a KV transfer) have been read from the
-        source's memory.
-        """
+        """Record that a queued window (piece of KV) has been read from the source's memory."""
         ...
 
     def on_fenced(self, link: Link, transfer: int) -> None: ...
@@ -246,7 +238,7 @@ class LinkOwner(Protocol):
 
 @runtime_checkable
 class WindowForecaster(Protocol):
-    """The interface of a LinkOwner that knows which windows (pieces of KV) will arrive next."""
+    """A LinkOwner that can predict which windows (pieces of KV) will arrive next."""
 
     def following_windows(
         self, link: Link, head: WindowHead, most: int
@@ -254,35 +246,34 @@ class WindowForecaster(Protocol):
         """Return at most `most` windows that will probably follow the one with this header, in
         order.
 
-        `place_window` has returned a place for that one, and not for any of the others. A transport
-        may write the bytes of a window with exactly such a header before it calls `place_window`
-        for it. If that then returns None, the rest of the bytes is discarded. As for any window,
-        `on_fenced` follows only when nothing is written any more.
+        The given window has begun; none of the returned ones has. A transport may write the bytes
+        of a window with exactly such a header before it calls `place_window` for it. If that call
+        then returns None, the remaining bytes are discarded. `on_fenced` is still called only when
+        nothing is written any more.
         """
         ...
 
 
 class Transport(Protocol):
-    """One way to reach peers, such as TCP or shared memory.
+    """A way to reach other agents, such as TCP or shared memory.
 
-    is_sealed  whether KV leaves this host encrypted; None: it does not leave the host
+    is_sealed  whether KV is encrypted when it leaves this host; None: it does not leave the host
     """
 
     name: str
     is_sealed: bool | None
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-        """Listen for other agents, if the transport can, and return the address for them.
+        """Listen for other agents, if the transport can, and return this agent's address.
 
-        There is one region of KV memory per local rank.
+        regions  the KV memory of each local rank
         """
         ...
 
     def dial(self, address: str) -> Link:
-        """Listen for other agents, if the transport can, and return the address at which they reach
-        it.
+        """Listen for other agents, if the transport can, and return this agent's address.
 
-        There is one region of KV memory per local rank.
+        regions  the KV memory of each local rank
         """
         ...
 

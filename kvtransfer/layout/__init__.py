@@ -1,1 +1,3 @@
-"""How KV lies in memory, and which bytes of one group are copied where in another group."""
+"""How KV lies in the memory of an engine's GPUs, and which bytes go where in another engine's
+memory.
+"""

@@ -1,7 +1,7 @@
-"""BlockPieces: the contiguous pieces of a rank's memory that hold one KV block, in a fixed order.
+"""BlockPieces: the contiguous pieces of memory that hold one KV block of a rank, in a fixed order.
 
-A store of KV keeps a block as the bytes of its pieces, one after another, and knows no layout. Two
-ranks with equal layouts have equal pieces in an equal order, however many blocks each has.
+A KV store keeps a block as the bytes of its pieces, one after another, and does not know the
+layout. Two ranks with equal layouts have equal pieces, however many blocks each has.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from kvtransfer.layout.kv_layout import KvLayout
 
 
 class BlockPieces:
-    """Where the bytes of a block lie in the memory of one rank of a group.
+    """Where the bytes of one block lie in a rank's memory.
 
-    piece_bytes  bytes of each contiguous piece
-    offsets      bytes from the start of a block to the start of each of its pieces
+    piece_bytes  size in bytes of every piece, a contiguous range of memory
+    offsets      distance in bytes from the start of the block to each of its pieces
     """
 
     def __init__(self, layout: KvLayout, rank: int) -> None:
@@ -37,14 +37,14 @@ class BlockPieces:
         ]
 
     def of(self, memory: memoryview, block: int) -> Sequence[memoryview]:
-        """Return the pieces of a block in the rank's memory, in the order of their places."""
+        """Return the pieces of a block in a rank's memory, in the order of `offsets`."""
         place, size = block * self._block_step, self.piece_bytes
         return [memory[place + offset : place + offset + size] for offset in self.offsets]
 
 
 def block_format(layout: KvLayout) -> str:
-    """Return a name for the order of a block's bytes on each rank; equal orders have equal names.
+    """Return a text that is equal for two layouts whose blocks have the same bytes on each rank.
 
-    It covers everything that a layout states, apart from the number of blocks.
+    It contains everything that a layout states, except the number of blocks.
     """
     return replace(layout, blocks=1).fingerprint()

@@ -1,8 +1,9 @@
-"""Computes the mapping of the bytes of the source's KV blocks to the bytes of the sink's blocks.
+"""Computes which byte ranges of the sender's KV blocks are copied to which ranges of the
+receiver's.
 
-For some heads of some layers of a token range, it derives the strides of both layouts through a
-block, and the runs (byte ranges) in which both advance without a gap. All computation is arithmetic
-on numpy arrays. reshard.py decides which ranks, layers and tokens belong together.
+The result are runs: ranges that are contiguous in the memory of both sides. They follow from the
+strides of both layouts, by arithmetic on numpy arrays. reshard.py decides which ranks, layers and
+tokens are copied between each other.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _MOST_CACHED_RUNS = 1024  # of one cache entry, which then has at most 24 KiB
 class ByteRuns(msgspec.Struct, frozen=True):
     """Byte ranges (runs) to copy, in order, as int64 arrays of equal length.
 
-    src     offsets in bytes in the source rank's memory
-    dst     offsets in bytes in the sink rank's memory
+    src     offsets in bytes in the sending rank's memory
+    dst     offsets in bytes in the receiving rank's memory
     length  lengths in bytes
     """
 
@@ -61,14 +62,14 @@ class ByteRuns(msgspec.Struct, frozen=True):
 
 
 class RankPair(NamedTuple):
-    """A source rank and a sink rank between which KV bytes of a group of layers move."""
+    """A sending (source) and a receiving (sink) rank that exchange bytes of a group of layers."""
 
     src_rank: int
     dst_rank: int
 
 
 class PairShare(NamedTuple):
-    """The layers and heads that one pair of ranks moves in one layer group.
+    """The layers and heads of which one pair of ranks copies the KV, in one group of layers.
 
     They are numbered as in the model.
     """
@@ -79,15 +80,15 @@ class PairShare(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Token ranges that each lie within one KV block at both ends of a transfer.
+    """Ranges of tokens, each of which lies within one KV block at the source and one at the sink.
 
     The attributes are arrays of equal length, with one element per range.
 
     src_block  number of the source's block
-    src_token  position of the range's first token within that block
+    src_token  position of the range's first token in that block
     dst_block  number of the sink's block
-    dst_token  position of the range's first token within that block
-    tokens     number of tokens of the range
+    dst_token  position of the range's first token in that block
+    tokens     number of tokens in the range
     """
 
     src_block: Offsets
@@ -98,10 +99,10 @@ class Segments(NamedTuple):
 
 
 class SegmentPlace(NamedTuple):
-    """Where a range of tokens lies that is within one block at both ends of a transfer.
+    """Where a range of tokens lies that is within one block at the source and one at the sink.
 
     src_index  index of the block in the source's list of blocks
-    dst_index  the same at the sink
+    dst_index  index of the block in the sink's list of blocks
     src_token  position of the first token in the source's block
     dst_token  position of the first token in the sink's block
     tokens     number of tokens
@@ -115,7 +116,9 @@ class SegmentPlace(NamedTuple):
 
     @classmethod
     def of(cls, src: KvLayout, dst: KvLayout, covered: range) -> SegmentPlace | None:
-        """Return the place of these tokens; None if they need several blocks at one end."""
+        """Return where these tokens lie, or None if they need several blocks at the source or
+        sink.
+        """
         p, d = src.block_tokens, dst.block_tokens
         first, last = covered.start, covered.stop - 1
         if first // p != last // p or first // d != last // d:
@@ -123,15 +126,15 @@ class SegmentPlace(NamedTuple):
         return cls(first // p, first // d, first % p, first % d, len(covered))
 
     def blocks(self, src_blocks: Offsets, dst_blocks: Offsets) -> tuple[int, int]:
-        """Return the numbers of the blocks that have these tokens at both ends.
+        """Return the numbers of the two blocks that contain these tokens, as (source, sink).
 
-        src_blocks  the blocks of the transfer at the source, in order of their tokens
-        dst_blocks  its blocks at the destination
+        src_blocks  the source's blocks of the transfer, in order of their tokens
+        dst_blocks  the sink's blocks of the transfer, in order of their tokens
         """
         return src_blocks.item(self.src_index), dst_blocks.item(self.dst_index)
 
     def segment(self, blocks: tuple[int, int]) -> Segments:
-        """Return these tokens as the only range of a transfer between these two blocks."""
+        """Return these tokens as the only range of a transfer between the two blocks."""
         numbers = (blocks[0], self.src_token, blocks[1], self.dst_token, self.tokens)
         return Segments(*(np.array([number], np.int64) for number in numbers))
 
@@ -139,7 +142,7 @@ class SegmentPlace(NamedTuple):
 def sorted_distinct(numbers: Offsets) -> Offsets:
     """Return the distinct numbers in ascending order.
 
-    It is much faster than np.unique, which matters because callers may hold a lock.
+    This is much faster than np.unique, which matters because callers may hold a lock.
     """
     if numbers.size == 1:
         return numbers
@@ -150,10 +153,10 @@ def sorted_distinct(numbers: Offsets) -> Offsets:
 def split_segments(
     src: KvLayout, dst: KvLayout, src_blocks: Offsets, dst_blocks: Offsets, covered: range
 ) -> Segments:
-    """Split the covered tokens into ranges that each lie within one block at both ends.
+    """Split tokens into ranges that each lie within one block at the source and one at the sink.
 
     src_blocks  the request's blocks at the source, in token order
-    dst_blocks  the same at the sink
+    dst_blocks  the request's blocks at the sink, in token order
     covered     numbers of the tokens
     """
     place = SegmentPlace.of(src, dst, covered)
@@ -173,12 +176,12 @@ def split_segments(
 def max_runs(
     src: KvLayout, dst: KvLayout, share: PairShare, tokens: int, most_run_bytes: int
 ) -> int:
-    """Return an upper bound of the number of byte ranges (runs) that a token range is copied in.
+    """Return the maximum number of byte ranges (runs) in which a range of tokens is copied.
 
     src, dst        layouts of source and sink
-    share           the heads and layers that the two ranks have in common
-    tokens          number of tokens of the range, which lies within one block at both ends
-    most_run_bytes  maximum bytes of one run
+    share           the heads and layers that both ranks hold
+    tokens          number of tokens, which lie within one block at both ends
+    most_run_bytes  maximum length of one byte range
     """
     axes, n_bytes = _axes(src, dst, share, tokens)
     return prod(axis.size for axis in axes) * -(-n_bytes // most_run_bytes)
@@ -187,15 +190,16 @@ def max_runs(
 def build_runs(
     src: KvLayout, dst: KvLayout, segments: Segments, share: PairShare, most_run_bytes: int
 ) -> ByteRuns:
-    """Return the byte ranges (runs) to copy for some token ranges.
+    """Return the byte ranges (runs) in which ranges of tokens are copied.
 
     src, dst        layouts of source and sink
-    segments        the token ranges
-    share           the heads and layers that the two ranks have in common
-    most_run_bytes  maximum bytes of one run
+    segments        the ranges of tokens
+    share           the heads and layers that both ranks hold
+    most_run_bytes  maximum length of one byte range
 
-    Contiguous runs are joined. If blocks are not the outermost axis on either side, runs are in the
-    order of the sink's memory, where the blocks of one layer or head are neighbours.
+    Adjacent byte ranges are joined. They are in the order of the sink's memory if neither layout
+    has blocks as its outermost dimension, because then the blocks of a layer or head are
+    neighbours.
     """
     return _join_and_split(src, dst, _pieces(src, dst, segments, share), most_run_bytes)
 
@@ -208,9 +212,9 @@ def runs_between_blocks(
     share: PairShare,
     most_run_bytes: int,
 ) -> ByteRuns:
-    """Return what `build_runs` returns for tokens of one block at both ends, from a cache.
+    """Return the result of `build_runs` for tokens of one block at both ends, using a cache.
 
-    blocks  the numbers of the source's and of the sink's block
+    blocks  numbers of the source's and of the sink's block
     """
     cached = _runs_in_block(src, dst, share, place, most_run_bytes)
     if cached is None:

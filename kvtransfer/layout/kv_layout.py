@@ -1,6 +1,7 @@
-"""Description of how a tensor-parallel group lays out the KV cache of one model.
+"""Describes how an engine's tensor-parallel ranks arrange the KV cache of a model in their memory.
 
-The main class is KvLayout. It contains no KV; reshard.py derives which bytes go where.
+The main class is KvLayout. It contains no KV. reshard.py derives from two layouts which bytes are
+copied where.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MAX_FORMAT_CHARS = 64
 
 
 class KvDtype(StrEnum):
-    """The data type of one cached scalar."""
+    """The data type of one number in a KV cache."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -48,10 +49,10 @@ _SCALAR_BYTES = MappingProxyType({KvDtype.FP32: 4, KvDtype.BF16: 2, KvDtype.FP16
 
 
 class KvOrder(StrEnum):
-    """The order in memory of layers, blocks, heads and tokens, from the outermost to the innermost.
+    """The order of dimensions in memory, from the outermost to the innermost, as in vLLM 0.32.
 
-    The letters are those of vLLM 0.32: L layers, B blocks, H heads, N tokens of a block, C the
-    content of one token and head. KvContent says where keys and values lie.
+    L: layers, B: blocks, H: heads, N: tokens of a block, C: content of one token and head (its key
+    and value; see KvContent)
     """
 
     LBHNC = "lbhnc"
@@ -63,18 +64,18 @@ class KvOrder(StrEnum):
 
     @property
     def is_block_outermost(self) -> bool:
-        """Return whether the bytes of a KV block are contiguous over all layers."""
+        """Return whether the bytes of one block, with all its layers, are contiguous."""
         return self.value[0] == "b"
 
 
 class KvContent(StrEnum):
-    """Where the keys and the values lie, which the engine's attention backend decides.
+    """How keys and values are placed, which depends on the engine's attention backend.
 
-    PLANES   the keys of all heads and tokens of a layer of a block, then the values
-    HEADS    for each head the keys of the block's tokens, then the values
-    TOKENS   for each token and head its key, then its value (vLLM's FlashAttention and Triton)
-    PAGES    for each head one page of the block's tokens in a format of the backend's own, in which
-             a token has no place of its own (vLLM's CPU backend). Only whole pages move
+    PLANES   first the keys of all heads and tokens of a block in a layer, then the values
+    HEADS    for each head, first the keys of the block's tokens, then the values
+    TOKENS   for each token and head, first the key, then the value (vLLM's FlashAttention, Triton)
+    PAGES    one page per head and block, in a format of the backend, in which single tokens cannot
+             be located (vLLM's CPU backend). Only whole pages can be copied
     """
 
     PLANES = "planes"
@@ -86,7 +87,7 @@ class KvContent(StrEnum):
 class KvSteps(NamedTuple):
     """The strides of a rank's memory: bytes from one layer, block, head or token to the next.
 
-    part  bytes from the keys to the values
+    part  distance in bytes from the keys to the values
     """
 
     layer: int
@@ -97,30 +98,30 @@ class KvSteps(NamedTuple):
 
 
 class KvLayout(msgspec.Struct, frozen=True):
-    """The shape of a group's KV cache, and the position of each scalar in its memory.
+    """The shape of an engine's KV cache, and the place of each number in memory.
 
     layers        number of transformer layers with a cache
     kv_heads      key/value heads of the model (not of a rank); 1 with MLA
-    head_dim      scalars per head. With MLA: of one token and layer (kv_lora_rank + rope
-                  dimensions)
-    dtype         type of one scalar
-    block_tokens  tokens per block of the paged cache
+    head_dim      numbers per head; with MLA: per token and layer (kv_lora_rank + rope dimensions)
+    dtype         data type of one number
+    block_tokens  tokens per block
     tp            number of tensor-parallel ranks. The heads are divided among them; with more ranks
                   than heads, several ranks hold the same head
-    mla           whether every tensor-parallel rank holds one latent vector per token instead of
+    mla           whether each tensor-parallel rank holds one latent vector per token instead of
                   keys and values (multi-head latent attention)
     order         order of layers, blocks, heads and tokens in a rank's memory
     pp            number of pipeline stages; stage s holds the layers from s * layers // pp on
-    content       where keys and values lie; with MLA there is only one possibility
-    blocks        number of blocks of every rank's memory; 0: unknown, allowed if blocks are the
-                  first axis of `order`
-    scale_bytes   bytes of the quantisation scale that follows the scalars of each row (one head of
-                  one token's keys or values); 0: none
+    content       how keys and values are placed; only one way is possible with MLA
+    blocks        number of blocks in each rank's memory; 0 means unknown, which is allowed if
+                  blocks are the outermost dimension
+    scale_bytes   bytes of the quantisation scale after each row (keys or values of one token and
+                  head); 0 means none
     page_format   name of the pages' format if `content` is PAGES
 
-    The rank (stage, tp rank) has the number stage * tp + tp rank. Its memory has no gaps. Raises
-    ValueError for an impossible shape. The upper bounds ensure that plans for a peer's layout can
-    be computed.
+    The rank (stage, tp rank) has the number stage * tp + tp rank. Its memory has no gaps.
+
+    Raises ValueError for an impossible shape. Numbers are limited, so that a plan for a layout that
+    another agent sends can always be computed.
     """
 
     layers: int
@@ -157,11 +158,14 @@ class KvLayout(msgspec.Struct, frozen=True):
     def _check_memory(self) -> None:
         if not 0 <= self.blocks <= _MAX_BLOCKS or not 0 <= self.scale_bytes <= _MAX_SCALE_BYTES:
             raise ValueError(
-                f"the KV layout's blocks ({self.blocks}) or scale_bytes ({self.scale_bytes}) is "
-                "out of range"
+                f"the KV layout's blocks ({self.blocks}) or scale_bytes ({self.scale_bytes}) "
+                "is negative or too large"
             )
         if not (self.blocks or self.order.is_block_outermost):
-            raise ValueError(f"the memory order {self.order} requires the number of blocks")
+            raise ValueError(
+                f"the memory order {self.order} requires the number of blocks; set blocks to "
+                "at least 1"
+            )
         has_pages = self.content is KvContent.PAGES
         if has_pages != bool(self.page_format) or len(self.page_format) > _MAX_FORMAT_CHARS:
             raise ValueError(
@@ -183,15 +187,15 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> int:
-        """Return the number of rows per layer, head and token: 2 for key and value, 1 for the
-        latent of MLA.
+        """Return the rows per layer, head and token: 2 for key and value, 1 for the latent of
+        MLA.
         """
         return 1 if self.mla else 2
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of one row, the smallest unit that moves: one head of one token's keys
-        in one layer.
+        """Return the bytes of one row: the key, or the value, of one head and token in one
+        layer.
         """
         return self.head_dim * self.dtype.n_bytes + self.scale_bytes
 
@@ -201,7 +205,9 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the bytes of one token's KV in the whole model, with every head counted once."""
+        """Return the bytes of one token's KV in the whole model. Heads on several ranks count
+        once.
+        """
         return self.layers * self.parts * self.kv_heads * self.row_bytes
 
     @property
@@ -221,7 +227,7 @@ class KvLayout(msgspec.Struct, frozen=True):
         return range(stage * self.layers // self.pp, (stage + 1) * self.layers // self.pp)
 
     def heads_of(self, tp_rank: int) -> range:
-        """Return the heads that a tensor-parallel rank holds, in every stage.
+        """Return the heads that a tensor-parallel rank holds; they are the same in every stage.
 
         Raises IndexError for a rank that does not exist.
         """
@@ -254,7 +260,8 @@ class KvLayout(msgspec.Struct, frozen=True):
         return axes[:place] + "p" + axes[place:]
 
     def has_same_blocks(self, other: KvLayout) -> bool:
-        """Return whether one layer of a KV block has the same bytes on a rank of either layout.
+        """Return whether one layer of a block is a single byte range with equal bytes in both
+        layouts.
 
         Neighbouring layers can then be copied as one byte range.
         """
@@ -264,18 +271,19 @@ class KvLayout(msgspec.Struct, frozen=True):
         )
 
     def fingerprint(self) -> str:
-        """Return a hash of 16 hex digits that is equal exactly for equal KV layouts.
+        """Return a hash of 16 hex digits, which is equal for equal layouts and different for
+        others.
 
         It is the same in all processes and Python versions.
         """
         return _fingerprint(self)
 
     def mismatch(self, other: KvLayout) -> str | None:
-        """Return why a cache of layout `other` cannot be converted to this layout; None if it can.
+        """Return why KV of the layout `other` cannot be copied into this layout; None if it can.
 
-        Ranks, stages, block size, order and the places of keys and values may differ; resharding
-        converts them. Shape and type must be equal, because bytes of another type would be decoded
-        as garbage without an error. The content of pages must be equal too.
+        Ranks, stages, block size, memory order and the places of keys and values may differ. The
+        model's shape and the data type must be equal, because bytes of another type would be read
+        as garbage without an error. Pages can only be copied to pages of the same format.
         """
         names = ["mla", "layers", "kv_heads", "head_dim", "dtype", "scale_bytes"]
         if KvContent.PAGES in (self.content, other.content):
@@ -295,8 +303,8 @@ def _fingerprint(layout: KvLayout) -> str:
 
 @lru_cache(64)
 def pair_fingerprint(src: KvLayout, dst: KvLayout) -> str:
-    """Return a fingerprint of the KV layouts of source and sink, as text.
+    """Return a text that identifies the layouts of source and sink.
 
-    Both ends of a transfer compare it, so that they compute the same plan.
+    Both agents compare it, to be sure that they compute the same transfer plan.
     """
     return f"{src.fingerprint()}-{dst.fingerprint()}"

@@ -1,7 +1,8 @@
-"""KV memory in memory files (memfd) that peers on the same host can map.
+"""KV memory in memory files (memfd), which other agents on the same host can map.
 
-A file contains the blocks and, from the next memory page on, the generations of the blocks
-(counters of owner changes). A peer that maps the file sees changes of both.
+A file contains the blocks and, from the next memory page on, one counter per block. The counter
+(generation) is incremented when the block changes owner. An agent that maps the file sees changes
+of both.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ _PAGE = 4096
 class MemoryFileRegion(Region):
     """KV memory of one rank in a sealed memory file.
 
-    The seals fix the file's size. No other mapping can write to it, not even through the
-    descriptor.
+    The seals fix the file's size, and allow no other mapping or descriptor to write to it.
     """
 
     __slots__ = ()
@@ -32,9 +32,9 @@ class MemoryFileRegion(Region):
     def create(
         cls, blocks: int, block_bytes: int, *, name: str, populate: bool = False
     ) -> MemoryFileRegion:
-        """Allocate zeroed memory in a new memory file.
+        """Allocate zeroed KV memory in a new memory file.
 
-        `populate` maps all pages now, so that no transfer waits for page faults.
+        populate  whether all pages are mapped now, so that transfers do not wait for page faults
         """
         size = _file_bytes(blocks, block_bytes)
         fd, memory = create_sealed_file(name, size, populate=populate)
@@ -42,9 +42,9 @@ class MemoryFileRegion(Region):
 
     @classmethod
     def attach(cls, fd: int, blocks: int, block_bytes: int, *, name: str) -> MemoryFileRegion:
-        """Map a peer's KV memory read-only, and take ownership of `fd`.
+        """Map another agent's KV memory read-only, and take ownership of the descriptor `fd`.
 
-        Raises RegionError, and closes `fd`, unless the file has this size and all seals.
+        Raises RegionError and closes `fd` if the file has another size or lacks a seal.
         """
         try:
             size = _file_bytes(blocks, block_bytes)
@@ -56,11 +56,9 @@ class MemoryFileRegion(Region):
         return cls(*_views(memory, blocks, block_bytes), block_bytes, name, fd)
 
     def close(self) -> None:
-        """Close the memory file.
+        """Close the memory file. May be called twice.
 
-        The memory is unmapped once no view of it is left.
-
-        May be called twice.
+        The memory stays mapped until the last view of it is gone.
         """
         super().close()
         if self.fd is not None:
@@ -71,7 +69,8 @@ class MemoryFileRegion(Region):
 def _file_bytes(blocks: int, block_bytes: int) -> int:
     if blocks < 1 or block_bytes < 1:
         raise RegionError(
-            f"a KV region of {blocks} blocks with {block_bytes} bytes each is impossible"
+            f"KV memory must have at least one block and one byte per block, not {blocks} "
+            f"blocks of {block_bytes} bytes"
         )
     return _generations_offset(blocks, block_bytes) + 4 * blocks
 

@@ -1,8 +1,10 @@
-"""Regions: the memory of a rank's KV blocks, with a generation number per block.
+"""Regions: the memory of a rank's KV blocks, with a counter per block called its generation.
 
-A generation distinguishes successive owners of a block. memory_files.py has regions that peers can
-map. The engine's allocator decides who owns a block; source.py and sink.py in kvtransfer/transfer
-decide when it may change owner.
+A block's generation is incremented when the block changes owner. Readers compare it before and
+after a read, to detect that the block was reused meanwhile.
+
+memory_files.py has regions that other agents can map. The engine's allocator decides who owns a
+block. source.py and sink.py in kvtransfer/transfer decide when it may change owner.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ Blocks = Sequence[int] | NDArray[np.int64]
 
 
 def local_rank(rank: int, has_all: bool) -> int:
-    """Return the index of a rank's region in its agent, which has all ranks or only this one."""
+    """Return the index of a rank's region in its agent.
+
+    An agent has the regions of all ranks, or only that of one rank, with index 0.
+    """
     return rank if has_all else 0
 
 
@@ -25,14 +30,14 @@ class RegionError(Exception):
 
 
 class GenerationCheck:
-    """Checks whether blocks still have the generations that their reader was promised.
+    """Checks whether blocks still have the generations (owner counters) that a reader expects.
 
-    Calling the object returns the answer. Native code may evaluate the arrays itself.
+    Calling the object returns the answer. Native code can also read the arrays itself.
 
     region      the memory of the blocks
     blocks      int64 array (n,): block numbers
-    promised    uint32 array (n,): their generations
-    lease_flag  uint32 array (1,), which is 0 once the promise has ended; None: it does not end
+    promised    uint32 array (n,): their expected generations
+    lease_flag  uint32 array (1,): 0 once the blocks may be reused; None: they may not be reused
     """
 
     __slots__ = ("blocks", "lease_flag", "promised", "region")
@@ -56,14 +61,13 @@ class GenerationCheck:
 
 
 class Region:
-    """The memory of one rank's KV blocks, and the blocks' generations.
+    """The memory of one rank's KV blocks, and the blocks' generations (owner counters).
 
     bytes        uint8 array (blocks * block_bytes,); the layout decides where a block lies in it
-    generations  uint32 array (blocks,): counters that are incremented when a block changes owner;
-                 they wrap around
-    address      address of the first byte, for iovecs and memory registration
-    fd           file descriptor of the memory file that peers on this host can map; None: no such
-                 file
+    generations  uint32 array (blocks,): incremented when a block changes owner; wraps around
+    address      address of the first byte, for system calls and memory registration
+    fd           descriptor of the memory file that other agents on this host can map; None without
+                 a file
     """
 
     __slots__ = ("address", "block_bytes", "bytes", "fd", "generations", "name")
@@ -87,7 +91,8 @@ class Region:
     def over(
         cls, buffer: bytearray | memoryview | NDArray[np.uint8], block_bytes: int, *, name: str
     ) -> Region:
-        """Return a region over memory that the engine owns; peers on this host cannot map it.
+        """Return a region over memory that the engine owns. Other agents on this host cannot map
+        it.
 
         Raises RegionError unless `buffer` is contiguous, writable and a multiple of `block_bytes`.
         """
@@ -116,7 +121,7 @@ class Region:
         return self.generations[np.asarray(blocks, np.int64)]
 
     def are_current(self, blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bool:
-        """Return whether every block still has the given generation, that is, has not changed its
+        """Return whether every block still has the given generation, and so has not changed its
         owner.
         """
         return self.generations.take(blocks).tobytes() == generations.tobytes()

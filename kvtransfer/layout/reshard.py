@@ -1,9 +1,11 @@
-"""Resharding plan: which bytes of which source rank go where, as a pure function of two layouts.
+"""Plans which bytes of which sending rank go where, as a pure function of two KV layouts.
 
-Both ends compute the same TransferPlan from the same numbers, so no address is sent. A window, one
-piece of a transfer, names byte ranges (runs) by their index in the plan. A change of the runs of a
-plan or of their order must raise agent_messages.VERSION; a test pins today's plans. This module
-does not move bytes.
+Source (sender) and sink (receiver) compute the same TransferPlan from the same numbers. So no
+addresses are sent: a window, which is one piece of a transfer, names its byte ranges by their index
+in the plan.
+
+If the byte ranges of a plan or their order change, messages.VERSION must be raised. A test compares
+today's plans. This module does not copy bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _INT64 = np.dtype(np.int64)
 
 
 class LayoutMismatch(Exception):
-    """Raised when a KV cache of one layout cannot be converted to another layout.
+    """Raised if a KV cache of one layout cannot be converted to another one.
 
     The message names the field that differs.
     """
@@ -49,9 +51,9 @@ class LayoutMismatch(Exception):
 class PlannedWindow(NamedTuple):
     """A window: a part of a transfer plan that is sent as one piece.
 
-    Its byte ranges belong to one rank pair in one layer group.
+    All of its byte ranges are between two ranks, in one group of layers.
 
-    pair     number of the rank pair
+    pair     number of the pair of ranks
     first    number of the first byte range (run) in the plan
     n_runs   number of byte ranges
     n_bytes  sum of their lengths
@@ -64,10 +66,10 @@ class PlannedWindow(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """The ranks whose KV bytes a plan moves.
+    """The ranks between which a plan copies KV.
 
-    src  rank of the source; None: all
-    dst  rank of the sink; None: all
+    src  rank of the source; None: all ranks
+    dst  rank of the sink; None: all ranks
     """
 
     src: int | None = None
@@ -129,16 +131,15 @@ class _Outline(NamedTuple):
 
 
 class TransferPlan:
-    """All byte ranges (runs) that one KV transfer copies, by layer group and rank pair.
+    """All byte ranges (runs) that one KV transfer copies, by layer group and pair of ranks.
 
-    A plan is created by `plan_transfer`, and may be used by several threads. Runs are computed when
-    they are first needed.
+    A plan is created by `plan_transfer`, and may be used by several threads. Byte ranges are
+    computed when they are first needed.
 
-    groups  number of layer groups. A group consists of some layers of one chunk of tokens: the
-            first group of each chunk has the layers [0, group_layers), the next has the following
-            layers. A transfer has several chunks only if a (group, pair) would otherwise have too
-            many runs
-    tokens  number of tokens that are copied, including the unused tokens of the last block
+    groups  number of layer groups. A group is some consecutive layers of the transfer's tokens,
+            which are sent together. If this would need too many byte ranges, the tokens are divided
+            into chunks; each chunk then has its own groups
+    tokens  number of tokens to copy, including unused places at the end of the last block
     """
 
     def __init__(self, outline: _Outline, tokens_at: Segments | tuple[int, int]) -> None:
@@ -174,20 +175,20 @@ class TransferPlan:
         return max(layers, 0) // self.group_layers * len(self._chunk_tokens)
 
     def complete_layers(self, groups: int) -> int:
-        """Return how many model layers are complete once the first `groups` layer groups have
-        arrived.
-        """
+        """Return how many layers are complete once the first `groups` layer groups have arrived."""
         return min(groups // len(self._chunk_tokens) * self.group_layers, self.src.layers)
 
     def pairs(self, group: int) -> tuple[RankPair, ...]:
-        """Return the pairs of source and sink rank that move bytes of a layer group, sorted.
+        """Return the pairs of ranks that exchange bytes of a layer group, sorted.
 
-        A window's pair number is an index into them.
+        The pair number of a window is an index into this list.
         """
         return self._division.pairs[self._band(group)]
 
     def runs(self, group: int, pair: int) -> ByteRuns:
-        """Return the byte ranges (runs) that pair number `pair` of a layer group copies.
+        """Return the byte ranges (runs) that a pair of ranks copies in a layer group.
+
+        pair  index of the pair in the list of the group's pairs
 
         Raises IndexError for a pair that does not exist.
         """
@@ -212,15 +213,13 @@ class TransferPlan:
         return build_runs(self.src, self.dst, chunk, share, run_bytes)
 
     def group_bytes(self, group: int) -> int:
-        """Return the number of bytes that a transfer copies for one layer group, summed over all
-        rank pairs.
-        """
+        """Return the bytes that a transfer copies for one layer group, over all pairs of ranks."""
         tokens = self._chunk_tokens[group % len(self._chunk_tokens)]
         return self._division.token_bytes[self._band(group)] * tokens
 
     def bytes_by_group(self) -> list[int]:
-        """Return the number of bytes of every layer group, in order; there may be tens of thousands
-        of groups.
+        """Return the bytes of each layer group, in order. There can be tens of thousands of
+        groups.
         """
         if self.groups == 1:
             return [self.n_bytes]
@@ -233,12 +232,10 @@ class TransferPlan:
         return sum(self._division.token_bytes) * sum(self._chunk_tokens)
 
     def windows(self, group: int, window_bytes: int) -> Iterator[PlannedWindow]:
-        """Yield the pieces (windows) of at most `window_bytes` bytes in which a layer group is
-        sent.
+        """Yield the windows (pieces) in which a layer group is sent, of at most `window_bytes`
+        bytes.
 
-        They are the same on both sides.
-
-        A single longer run is a window by itself.
+        Source and sink compute the same windows. A byte range that is longer is a window by itself.
         """
         for pair in range(len(self._division.shares[self._band(group)])):
             runs = self.runs(group, pair)
@@ -280,22 +277,22 @@ def plan_transfer(
 
     src_blocks     the request's blocks at the source, in token order from token 0 on; the same on
                    every rank
-    dst_blocks     the same at the sink
+    dst_blocks     the request's blocks at the sink, in the same way
     group_layers   layers per group; None: by `layers_per_group`
-    max_run_bytes  maximum bytes of a run (contiguous byte range)
-    max_runs       maximum number of runs of a rank pair in a group; one segment may exceed it
-    ranks          plan only what these ranks move
+    max_run_bytes  maximum length of a byte range (run)
+    max_runs       maximum number of byte ranges of a rank pair in a group; the tokens of one block
+                   may need more
+    ranks          plan only what these ranks copy
 
-    Every byte of these tokens is covered exactly once on every destination rank. So is the rest of
-    the last block, up to the nearest block end on either side: a whole block is one run, a partial
-    one has a run per layer and head. Nothing before `skip_tokens` is written.
+    Each byte of these tokens is copied exactly once to every rank of the sink that needs it. The
+    rest of the last block is copied too, up to the nearest block end on either side, because a
+    whole block is one byte range. Nothing before `skip_tokens` is written.
 
-    Several source ranks may hold the same heads. These are read from each of them in turn, over
-    groups and destination ranks. If `ranks` names one source rank, they are always read from the
-    same one (`source_ranks`).
+    If several source ranks hold the same heads, they are used in turn. If `ranks` names one source
+    rank, its part is always the same (`source_ranks`).
 
-    Raises LayoutMismatch, or ValueError if the blocks cannot hold the tokens or these ranks have
-    nothing in common.
+    Raises LayoutMismatch if the layouts cannot be converted. Raises ValueError if the blocks cannot
+    hold the tokens, or if the named ranks have no KV in common.
     """
     limits = _Limits(max_run_bytes, max_runs)
     outline = _outline(_Request(src, dst, skip_tokens, tokens, group_layers, limits, ranks))
@@ -345,16 +342,15 @@ def _check_range(src: KvLayout, dst: KvLayout, skip_tokens: int, tokens: int) ->
 
 
 def source_ranks(src: KvLayout, dst: KvLayout, dst_rank: int) -> list[int]:
-    """Return the source ranks from which the sink rank `dst_rank` fetches KV, if ranks fetch
-    separately.
+    """Return the source ranks from which the sink's rank `dst_rank` fetches KV.
+
+    This is for engines whose ranks fetch separately.
     """
     return sorted({pair.src_rank for pair in _rank_pairs(src, dst) if pair.dst_rank == dst_rank})
 
 
 def sink_ranks(src: KvLayout, dst: KvLayout, src_rank: int | None) -> list[int]:
-    """Return the sink ranks that fetch KV from one source rank, or from any if `src_rank` is
-    None.
-    """
+    """Return the sink's ranks that fetch KV from the source's rank `src_rank`; None: from any."""
     return sorted(
         {pair.dst_rank for pair in _rank_pairs(src, dst) if src_rank in (None, pair.src_rank)}
     )
@@ -372,9 +368,9 @@ def _rank_pairs(src: KvLayout, dst: KvLayout) -> list[RankPair]:
 
 
 def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYTES) -> int:
-    """Return how many layers to send together, so that a link is kept busy.
+    """Return how many layers to send together, so that the connection is kept busy.
 
-    It is the minimum number of layers whose KV of `tokens` tokens has `group_bytes` bytes.
+    It is the smallest number of layers whose KV of `tokens` tokens has `group_bytes` bytes.
     """
     layer_bytes = tokens * layout.bytes_per_token // layout.layers
     return min(layout.layers, max(1, -(-group_bytes // max(1, layer_bytes))))
@@ -382,9 +378,9 @@ def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYT
 
 @lru_cache(64)
 def max_pairs(src: KvLayout, dst: KvLayout, group_layers: int) -> int:
-    """Return an upper bound of the number of rank pairs that a transfer plan examines.
+    """Return the maximum number of rank pairs that must be examined for a transfer plan.
 
-    The time to plan grows with it, whatever the number of blocks.
+    The time to compute a plan grows with this number, whatever the number of blocks.
     """
     bands = -(-src.layers // group_layers)
     # Each layer at which a group or a stage begins adds one division.

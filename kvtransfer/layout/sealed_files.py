@@ -1,4 +1,4 @@
-"""Sealed memory files (memfd): their creator alone can write to them, and their size is fixed."""
+"""Sealed memory files (memfd): only their creator can write to them, and their size is fixed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTU
 def create_sealed_file(name: str, size: int, *, populate: bool = False) -> tuple[int, mmap.mmap]:
     """Create a zeroed memory file of `size` bytes, and return its descriptor and its mapping.
 
-    Only this mapping can write to the file; not even the descriptor can. `populate` maps all pages
-    now.
+    Only this mapping can write to the file. With `populate`, all pages are mapped now.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

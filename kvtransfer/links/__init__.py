@@ -1,3 +1,1 @@
-"""The links (connections to peers) of one agent: how they are dialled, proven, kept alive and
-lost.
-"""
+"""An agent's connections to other agents (links): how they are opened, verified, and lost."""

@@ -1,9 +1,9 @@
-"""Manages an agent's links (connections to other agents), from dialling and proof of identity to
+"""Manages an agent's connections to other agents (links), from opening and proof of identity to
 loss.
 
-LinkManager also replaces a link by one over a better transport, and adds lanes (parallel
-connections) to it. The events of transfers go to source.py and sink.py in kvtransfer/transfer.
-Blocking work runs on other threads.
+LinkManager can also replace a link by one over a better transport, and add parallel connections
+(lanes) to it. Blocking work runs on other threads. source.py and sink.py in kvtransfer/transfer
+handle the events of transfers.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ log = logging.getLogger("penstock")
 
 
 class LinkManager:
-    """Opens and closes the links (connections) of one agent to other agents.
+    """Opens and closes an agent's connections to other agents (links).
 
-    books    the agent's transfer logic (sink and source) and counters
+    books    the logic of the agent's transfers, and its counters
     lock     the agent's lock
-    execute  function that executes the commands that result from received messages
+    execute  function that executes the commands which follow from received messages
     """
 
     def __init__(
@@ -82,7 +82,9 @@ class LinkManager:
         self._closed = False
 
     def __len__(self) -> int:
-        """Return the number of connections to other agents, without parallel ones (lanes)."""
+        """Return the number of connections to other agents, without additional parallel ones
+        (lanes).
+        """
         return sum(not peer_link.session.lane_of for peer_link in self._peer_links.values())
 
     def open(self, card: AgentCard) -> None:
@@ -94,9 +96,7 @@ class LinkManager:
         self._closed = True
 
     def close(self) -> None:
-        """Close all connections to other agents without an event, because the caller has ended all
-        transfers.
-        """
+        """Close all connections, without events. The caller has already ended all transfers."""
         with self._lock:
             self._closed = True
             if self._heartbeat is not None:
@@ -114,7 +114,7 @@ class LinkManager:
     def dial(self, address: str) -> None:
         """Open a connection to the agent at `address`, on another thread.
 
-        The sink then receives `on_linked` or `on_link_failed`.
+        Afterwards the sink's logic gets `on_linked` or `on_link_failed`.
         """
         self._start_dial(DialRequest(next(iter(self._transports.values())), address, address))
 
@@ -182,8 +182,9 @@ class LinkManager:
             self._unproven.remove(peer_link.link)
 
     def drop_link(self, link: Link, reason: EndReason, detail: str) -> None:
-        """Drop the connection to another agent, and end every transfer on it once that agent cannot
-        write to its blocks.
+        """Close the connection to another agent, and end every transfer on it.
+
+        A transfer ends only when the other agent cannot write to its blocks any more.
         """
         with self._lock:
             peer_link = self._peer_links.pop(link, None)
@@ -387,8 +388,8 @@ class LinkManager:
     ) -> list[Command]:
         if not isinstance(message, Beat):
             raise ProtocolError(
-                f"a {type(message).__name__} message arrived on a lane, which may carry only "
-                "windows and heartbeats"
+                f"a {type(message).__name__} message arrived on a lane (parallel connection), "
+                "which may carry only KV and heartbeats"
             )
         if not peer_link.has_received:
             peer_link.has_received, first.is_dialling_lane = True, False

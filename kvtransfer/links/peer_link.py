@@ -1,8 +1,7 @@
-"""The state of one link (connection to another agent): the agent, when it was last heard of, its
-messages.
+"""The state of one connection to another agent (link): its peer, its messages, and its last
+activity.
 
-The main class is PeerLink. link_manager.py interprets the messages; transports/ implements the
-links.
+The main class is PeerLink. link_manager.py handles the messages; transports/ implements links.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ class DialRequest(msgspec.Struct, frozen=True, eq=False):
     where     the peer's address for `transport`
     address   the peer's address as engines know it
     fallback  the link to use instead if this one fails; None: there is none
-    lane_of   the link whose windows of KV the new link will share; None: it shares no other link's
-              windows
+    lane_of   the link to which the new one is added as a parallel connection; None: it is not
     redials   number of earlier connections to `where` that ended before the peer proved its
               identity
     """
@@ -39,25 +37,25 @@ class DialRequest(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def parent(self) -> PeerLink | None:
-        """Return the link over which this agent learnt the address `where`; None if the engine gave
-        it.
+        """Return the link over which this agent learned the address `where`.
+
+        Returns None if the engine gave the address.
         """
         return self.fallback or self.lane_of
 
 
 class PeerLink:
-    """A link, and what this agent knows of the other agent at its end.
+    """A connection to another agent (link), and what is known about that agent.
 
-    is_proven         whether both ends have proven their identity
-    is_in_use         whether the sink's logic uses the link
-    is_handling       whether the link's thread is handling a message, and may be waiting for the
-                      lock
+    is_proven         whether both agents have proven their identity
+    is_in_use         whether fetches use the link
+    is_handling       whether the link's thread handles a message, and may wait for the lock
     has_received      whether the peer has sent a message since the link came into use
     dial_request      the request for which the link was opened; None: the peer opened it
-    lanes             parallel links that share its windows
-    lane_owner        for such a lane: the link whose windows it shares
-    is_dialling_lane  whether a lane is being opened
-    failed_lanes      number of lanes that failed
+    lanes             parallel connections that share the link's KV traffic
+    lane_owner        for such a parallel connection: the link whose traffic it shares
+    is_dialling_lane  whether a parallel connection is being opened
+    failed_lanes      number of parallel connections that failed
     """
 
     __slots__ = (
@@ -98,7 +96,7 @@ class PeerLink:
         return self.link.peer if self.dial_request is None else self.dial_request.address
 
     def has_same_peer(self, other: PeerLink) -> bool:
-        """Return whether both links lead to the same agent, which was not restarted in between."""
+        """Return whether both links lead to the same run of the same agent."""
         ours, theirs = self.session.peer, other.session.peer
         return (
             ours is not None
@@ -107,18 +105,22 @@ class PeerLink:
         )
 
     def send(self, message: Message) -> None:
-        """Sign and send a message in one step, because signatures contain a counter. Callable on
-        any thread.
+        """Sign and send a message. This is one step, because signatures contain a counter.
+
+        May be called on any thread.
         """
         with self._sending:
             self.link.send(self.session.seal(message))
 
     def is_silent(self, now: float, late_s: float, options: AgentOptions) -> bool:
-        """Return whether the agent at the other end has been silent for too long.
+        """Return whether the other agent has been silent for too long.
 
-        Call this twice per heartbeat. Two things are not counted as the peer's silence: `late_s`,
-        the seconds by which the caller itself is late, and messages that wait to be handled here.
-        Before the peer's proof of identity, received bytes do not extend its time.
+        Call this twice per heartbeat.
+
+        late_s  seconds by which this call is late; they do not count as silence
+
+        Messages that wait to be handled here do not count as silence either. Before the peer has
+        proven its identity, received bytes do not extend its time.
         """
         received = self.link.received_bytes
         if self.is_proven and (received != self._received or self.is_handling):
@@ -133,9 +135,9 @@ def incompatibility(
 ) -> tuple[EndReason, str] | None:
     """Return why two agents cannot exchange KV, as (reason, text); None if they can.
 
-    mine     this agent's card
+    mine     this agent's card (identity)
     theirs   the other agent's card
-    version  the protocol version of the other agent
+    version  protocol version of the other agent
     """
     if version != VERSION:
         return EndReason.VERSION, f"version {VERSION} here, {version} there"
@@ -146,10 +148,10 @@ def incompatibility(
 
 
 def wrong_peer_error(peer_link: PeerLink) -> tuple[EndReason, str] | None:
-    """Return an error if a link reached another agent than the expected one, else None.
+    """Return an error message if a link reached another agent than expected, else None.
 
-    The address of a link may have been reported by another host, where it means a different agent
-    than on this host. The link over which it was learnt names the expected agent.
+    An address that was reported by another host can mean a different agent on this host. The link
+    over which the address was learned names the expected agent.
     """
     parent = None if peer_link.dial_request is None else peer_link.dial_request.parent
     if parent is None or parent.has_same_peer(peer_link):

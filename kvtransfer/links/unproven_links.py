@@ -1,6 +1,7 @@
-"""Limits the links whose peer has not yet shown the fleet's key, in total and per client address.
+"""Limits the number of connections whose peer has not yet proven that it has the fleet's key.
 
-protocol/session.py checks the proof; peer_link.py limits the time for it.
+There is a limit in total and one per client address. protocol/session.py checks the proof, and
+peer_link.py limits the time for it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,10 @@ from kvtransfer.util.client_address import client_address
 
 
 class UnprovenLinks:
-    """A limited set of connections whose peer has not proven its identity; a new one can always be
-    added.
+    """A limited set of connections whose peer has not proven its identity. A new one always fits.
 
-    If the address of the new link has `per_address` links already, the oldest of them is dropped.
-    Otherwise, if there are `most` links in total, the oldest link of the address with the most
-    links is dropped.
+    If its address already has `per_address` connections, the oldest of them is dropped. Otherwise,
+    if there are `most` connections, the oldest one of the address with the most is dropped.
     """
 
     def __init__(self, most: int, per_address: int) -> None:
@@ -45,8 +44,9 @@ class UnprovenLinks:
         return dropped
 
     def remove(self, link: Link) -> None:
-        """Remove a connection that has ended or whose peer has shown the key; ignore an unknown
-        one.
+        """Remove a connection that has ended, or whose peer has proven its identity.
+
+        An unknown connection is ignored.
         """
         address = self._address_of.pop(link, None)
         if address is None:

@@ -1,6 +1,6 @@
-"""What an engine needs to embed a KV transfer agent; `penstock_kv.vllm` is the connector for vLLM.
+"""The public names that an engine needs to embed a KV transfer agent.
 
-The names come from kvtransfer, the other package of the distribution penstock-kv.
+`penstock_kv.vllm` is the plug-in for vLLM. The code is in the package kvtransfer.
 """
 
 try:
@@ -8,7 +8,9 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "numpy":
         raise
-    raise ImportError("penstock_kv needs numpy: pip install 'penstock-kv[numpy]'") from None
+    raise ImportError(
+        "penstock_kv needs numpy; install it with: pip install 'penstock-kv[numpy]'"
+    ) from None
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.protocol.outcomes import OutcomeKind

@@ -1,4 +1,4 @@
-"""The connector for vLLM, under a short name: "kv_connector_module_path": "penstock_kv.vllm"."""
+"""The KV connector for vLLM, under a short name: "kv_connector_module_path": "penstock_kv.vllm"."""
 
 try:
     from kvtransfer.engines.vllm.connector import PenstockConnector

@@ -1,3 +1,1 @@
-"""Protocol between two agents: frames, messages, tickets, sessions, leases and outcomes, without
-I/O.
-"""
+"""The protocol between two agents: frames, messages, tickets, sessions and leases. No I/O."""

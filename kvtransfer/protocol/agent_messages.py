@@ -1,7 +1,7 @@
-"""The messages between two agents, as typed and length-limited msgpack.
+"""The messages between two agents, as typed msgpack of limited length.
 
-The agent that dialled a link is the sink (receiver of KV), the other one the source, for the link's
-whole life. So every message has one direction. session.py proves identities.
+The agent that opened a connection is the sink (receiver of KV), the other one is the source. This
+does not change, so each message is sent in one direction only. session.py proves identities.
 """
 
 from __future__ import annotations
@@ -37,23 +37,20 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
 
 class ProtocolError(Exception):
-    """Raised when another agent has sent an invalid message, so that its connection must not be
-    trusted any further.
-    """
+    """Raised for an invalid message of another agent. The connection must then be closed."""
 
 
 class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The identity of an agent, as sent to its peers.
+    """The identity of an agent (its card), as sent to other agents.
 
     agent      name of the agent
     epoch      16 random bytes, drawn at every start
-    layout     KV layout of its group
-    family     string that must also be equal at both agents: weights, quantisation
-    host       identifier of the machine: equal exactly for agents on one machine
+    layout     layout of its engine's KV cache
+    family     text that must be equal at both agents: weights, quantisation
+    host       identifier that is equal exactly for agents on the same machine
     addresses  further addresses of the agent, by transport
-    rank       the only rank that this agent has; -1: all ranks of the layout
-    group      identifier that is the same at the agents of all ranks of one group, and at no other
-               agent
+    rank       the only rank that this agent serves; -1: all ranks of the layout
+    group      identifier that the agents of all ranks of one engine share, and no other agent has
     """
 
     agent: Name
@@ -67,17 +64,17 @@ class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     @property
     def only_rank(self) -> int | None:
-        """Return the only rank that this agent has; None if it has all ranks."""
+        """Return the only rank that this agent serves; None if it serves all ranks."""
         return None if self.rank < 0 else self.rank
 
 
 class LinkHello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
     """The first message on a connection between two agents, from the sink (receiver of KV).
 
-    budget_bytes  bytes that the source may have in flight on the connection and its parallel lanes
+    budget_bytes  bytes that the source may have in flight on the connection, with its parallel
+                  connections (lanes)
 
-    The format is the same in every protocol version, so that another version can be detected and
-    reported.
+    The format never changes, so that agents can detect another protocol version and report it.
     """
 
     version: Id
@@ -87,9 +84,9 @@ class LinkHello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unkn
 
 
 class Lane(msgspec.Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True):
-    """The first message on a further, parallel connection (lane), from the sink.
+    """The sink's first message on an additional parallel connection (lane).
 
-    lane_of  the nonce in the LinkHello of the link to which the lane belongs
+    lane_of  the nonce in the LinkHello of the connection to which the lane is added
     """
 
     version: Id
@@ -107,27 +104,26 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknow
 
 
 class LinkReady(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """The sink's last message of a connection's handshake. Its signature proves the sink's
-    identity.
-    """
+    """The sink's last message of a handshake. Its signature proves the sink's identity."""
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """The heartbeat message of either end of a connection between two agents.
+    """A heartbeat, which both agents send regularly.
 
-    From the sink, it renews every lease that the sink has claimed over the connection.
+    If it comes from the sink, it renews the leases of all offers that the sink is fetching over
+    this connection.
     """
 
 
 class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
-    """The sink's message that lets a source write the KV of the offer `name` into its blocks.
+    """The sink's invitation to the source to write the KV of the offer `name` into its blocks.
 
     skip_tokens   number of tokens at the start that are not needed
-    wait_s        seconds that the invitation may wait for its offer
-    slack_s       urgency among transfers of the same priority: seconds to the deadline
+    wait_s        seconds that the invitation may wait for the offer to be made
+    slack_s       seconds to the deadline, which order transfers of the same priority
     window_bytes  maximum bytes sent at once, except for a single longer byte range
     ticket        permission to fetch the offer; None: it is fetched by its name
-    grant         data that let the source write into the blocks (rdma: keys)
+    grant         data that let the source write into the blocks (rdma: memory keys)
     """
 
     transfer: Id
@@ -144,9 +140,9 @@ class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
-    """The source's message that a KV transfer begins; both ends can now compute the same plan.
+    """The source's message that a KV transfer begins. Both agents can now compute its plan.
 
-    layouts  fingerprint of the two layouts with which the source plans
+    layouts  identifier of the two layouts with which the source computes the plan
     """
 
     transfer: Id
@@ -157,9 +153,7 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown
 
 
 class StopTransfer(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
-    """A message of either side that a KV transfer has ended without success, or that refuses an
-    invitation.
-    """
+    """A message of either agent that a KV transfer failed, or that an invitation is refused."""
 
     transfer: Id
     reason: EndReason
@@ -167,8 +161,9 @@ class StopTransfer(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_u
 
 
 class Landed(msgspec.Struct, frozen=True, array_like=True, tag=8, forbid_unknown_fields=True):
-    """The sink's message that every byte of a transfer has arrived and is verified, so that the
-    source can end its lease.
+    """The sink's message that all bytes of a transfer have arrived and are verified.
+
+    The source then ends its lease.
     """
 
     transfer: Id
@@ -176,9 +171,7 @@ class Landed(msgspec.Struct, frozen=True, array_like=True, tag=8, forbid_unknown
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=9, forbid_unknown_fields=True):
-    """The sink's message that it has received `n_bytes` bytes of KV, so that as many more may be
-    sent.
-    """
+    """The sink's message that it has received `n_bytes` bytes of KV. As many more may be sent."""
 
     transfer: Id
     n_bytes: Bytes
@@ -187,7 +180,7 @@ class Credit(msgspec.Struct, frozen=True, array_like=True, tag=9, forbid_unknown
 class Unwanted(msgspec.Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
     """The sink's message that it will not fetch the offer `name`.
 
-    It is valid only from a sink that may fetch the offer.
+    It is ignored from an agent that may not fetch the offer.
     """
 
     name: Name
@@ -217,10 +210,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """Decode a message between agents and return it.
-
-    Raises ProtocolError if the bytes are not a valid message.
-    """
+    """Decode a message of another agent. Raises ProtocolError if it is invalid."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
             f"a message of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}"
@@ -238,10 +228,10 @@ def decode(data: bytes | memoryview) -> Message:
 
 
 def check_texts(name: str, ticket: str | None = None) -> None:
-    """Raise ValueError for a name or ticket that no message can carry.
+    """Raise ValueError if a name or a ticket is too long for a message.
 
-    Names come from outside this package, and a peer closes the link when it receives an invalid
-    message.
+    Both come from outside this package. An agent that receives an invalid message closes the
+    connection.
     """
     if not 1 <= len(name) <= _MOST_NAME or len(ticket or "") > _MOST_TICKET:
         raise ValueError(
@@ -255,9 +245,10 @@ def check_texts(name: str, ticket: str | None = None) -> None:
 
 
 def check_seconds(what: str, seconds: float) -> None:
-    """Raise ValueError if a time is negative, infinite or NaN.
+    """Raise ValueError if a time is negative, infinite or NaN, because its blocks would stay in
+    use.
 
-    Blocks with such a time would never be freed. `what` is the name of the time in the message.
+    what  name of the time in the error message
     """
     if not 0.0 <= seconds < inf:
         raise ValueError(

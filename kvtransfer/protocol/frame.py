@@ -1,14 +1,17 @@
-"""Frames on a connection between two agents: length-limited, with a checksum; without I/O.
+"""Frames, the units of bytes on a connection between two agents: with a checksum and limited
+length.
 
     magic "KVF2" | xxh3-64 of everything behind it, header included
     kind u8 | proof u8 | 0 u16 | header bytes u32 | payload bytes u64
     header
     payload, and after it (only for a window) a trailer: verdict u8 | 0 | 16 bytes of proof
 
-A message is a header without a payload. A window's header names the runs of the plan that follow;
-its trailer states whether the source's blocks changed while they were read. Numbers are
-little-endian. A checksum finds damaged bytes, not forged ones. transports/stream/inbound.py decides
-where payloads are written.
+Numbers are little-endian. A control message is a header without a payload. A window is a piece of
+KV: its header names the byte ranges of the transfer plan that follow. Its trailer says whether the
+source's blocks changed while they were read.
+
+A checksum finds damaged bytes, not forged ones. transports/stream/inbound.py decides where payloads
+are written. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -38,20 +41,18 @@ PROOF_BYTES = 16
 
 
 class FrameError(Exception):
-    """Raised when bytes are not a valid frame, so that no further bytes of this connection can be
-    trusted.
-    """
+    """Raised for bytes that are not a valid frame. The connection must then be closed."""
 
 
 class FrameKind(IntEnum):
-    """The kind of a frame between two agents.
+    """The kinds of frames between two agents.
 
     MESSAGE  a control message
     WINDOW   a window (piece of KV), whose bytes follow
-    REGIONS  the source's memory files, whose descriptors come with the frame (transports/shm.py)
+    REGIONS  the source's memory files; their descriptors come with the frame (transports/shm.py)
     SHARED   a window that the sink copies from these files itself
-    TAKEN    the sink's message that it has copied such a window
-    SPREAD   from now on, the transfer's windows may use any lane (parallel connection)
+    TAKEN    the sink's report that it has copied such a window
+    SPREAD   from now on, windows of this transfer may use any parallel connection (lane)
     """
 
     MESSAGE = 1
@@ -63,8 +64,9 @@ class FrameKind(IntEnum):
 
 
 class PayloadProof(IntEnum):
-    """How the trailer of a frame proves that its payload is intact: not at all, by a checksum, or
-    by an authentication tag.
+    """How a frame's trailer proves that the payload is intact: not at all, by checksum or by tag.
+
+    A tag authenticates encrypted bytes.
     """
 
     NONE = 0
@@ -81,9 +83,9 @@ MAX_PAYLOAD_BYTES = 64 << 20
 
 
 class FrameLimits(msgspec.Struct, frozen=True):
-    """Limits on the bytes of one frame, for reading and for writing.
+    """Maximum bytes of one frame's header and payload.
 
-    So a peer cannot make an agent buffer more than one header.
+    With these limits, a peer cannot make an agent buffer more than one header.
     """
 
     header_bytes: int = 16 << 10
@@ -91,7 +93,9 @@ class FrameLimits(msgspec.Struct, frozen=True):
 
 
 class FrameHeader(NamedTuple):
-    """The decoded start of a frame, within the limits but not yet verified by its checksum."""
+    """The decoded start of a frame. Its sizes are within the limits; its checksum is not
+    verified.
+    """
 
     kind: FrameKind
     proof: PayloadProof
@@ -103,14 +107,14 @@ class FrameHeader(NamedTuple):
 def encode_frame(
     kind: FrameKind, header: bytes, payload_bytes: int = 0, proof: PayloadProof = PayloadProof.NONE
 ) -> bytes:
-    """Encode the preamble and header of a frame; the caller sends the payload after it."""
+    """Encode the start of a frame and its header. The caller sends the payload after it."""
     return _checked(_FIELDS.pack(kind, proof, 0, len(header), payload_bytes) + header)
 
 
 def encode_window_frame(head: WindowHead, payload_bytes: int, proof: PayloadProof) -> bytes:
-    """Encode the start of the frame that precedes the bytes of a window (piece of a KV transfer).
+    """Encode the start of a frame for a window (piece of KV). The caller sends its bytes after it.
 
-    Raises FrameError for out-of-range numbers.
+    Raises FrameError if a number is out of range.
     """
     try:
         fields = (head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes)
@@ -128,7 +132,7 @@ def decode_header(data: memoryview, limits: FrameLimits) -> FrameHeader:
     """
     magic, checksum, kind, proof, zero, header_bytes, payload_bytes = _PREAMBLE.unpack_from(data)
     if magic != _MAGIC or zero:
-        raise FrameError("the received bytes are not a frame: wrong magic number")
+        raise FrameError("the received bytes are not a frame: they do not begin with KVF2")
     if header_bytes > limits.header_bytes:
         raise FrameError(
             f"a frame header of {header_bytes} bytes exceeds the limit of {limits.header_bytes}"
@@ -145,11 +149,11 @@ def decode_header(data: memoryview, limits: FrameLimits) -> FrameHeader:
 def verify_header(data: memoryview, announced: FrameHeader) -> None:
     """Raise FrameError unless a frame's preamble and header match their checksum."""
     if xxhash.xxh3_64_intdigest(data[_CHECKED.size :]) != announced.checksum:
-        raise FrameError("a frame is damaged: its checksum differs")
+        raise FrameError("a frame was damaged on the way: its checksum is wrong")
 
 
 def pack_head(head: WindowHead) -> bytes:
-    """Encode a WindowHead as bytes. Raises FrameError for out-of-range numbers."""
+    """Encode the header of a window (piece of KV). Raises FrameError for out-of-range numbers."""
     try:
         return _HEAD.pack(
             head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes
@@ -159,15 +163,16 @@ def pack_head(head: WindowHead) -> bytes:
 
 
 def unpack_head(header: bytes | memoryview) -> WindowHead:
-    """Decode a WindowHead. Raises FrameError if the bytes are too few."""
+    """Decode the header of a window (piece of KV). Raises FrameError if there are too few bytes."""
     if len(header) < _HEAD.size:
         raise FrameError(f"{len(header)} bytes are too few for a window header")
     return WindowHead(*_HEAD.unpack_from(header))
 
 
 def encode_trailer(verdict: WindowVerdict, proof: bytes | int = 0) -> bytes:
-    """Encode the trailer of a window (piece of a KV transfer); `proof` is an xxh3-64 digest or a
-    GCM tag.
+    """Encode the trailer of a window (piece of KV).
+
+    proof  xxh3-64 digest or GCM tag of the window's bytes
     """
     data = proof.to_bytes(PROOF_BYTES, "little") if isinstance(proof, int) else proof
     return _TRAILER.pack(_VERDICTS.index(verdict), data)

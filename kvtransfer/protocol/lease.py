@@ -1,11 +1,11 @@
-"""The lease of prefilled KV: the promise to keep it until it is fetched or the lease's time is up.
+"""The lease on computed KV: the promise to keep its blocks until it is fetched or time is up.
 
     OFFERED -> CLAIMED -> MOVING -> LANDED -> RELEASED        the normal course
     EXPIRED     the deadline passed in any state before RELEASED
-    REVOKED     given up: the client left, a transfer failed, a group died
+    REVOKED     given up: the client left, the transfer failed, or the engine died
 
-The module contains a table of transitions and the function `advance` that applies it. The owner of
-a lease passes events to it and acts on the resulting state; it has no timers, blocks or messages.
+The function `advance` applies a table of transitions. The owner of a lease passes events to it, and
+acts on the resulting state. This module has no timers, blocks or messages.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class LeaseError(Exception):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """The lease that protects the KV of one request at its source.
+    """The lease on the KV of one request: its blocks are not reused while the lease is open.
 
     deadline    time at which the lease expires, in seconds on the owner's clock
-    ended_from  the state from which the lease ended; None while it has not ended
+    ended_from  the last state before the lease ended; None while it has not ended
     """
 
     id: str
@@ -102,11 +102,13 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None = None) -> Lease:
-    """Return the lease on KV after `event` at time `now`; the event RENEW takes the new `deadline`.
+    """Return the lease on KV after `event` at the time `now`.
 
-    Raises LeaseError if the lease's state does not allow the event. After the deadline most events
-    are refused, even before a timer has fired. Otherwise a slow reader could read blocks that
-    already have a new owner.
+    `deadline` is the new deadline for the event RENEW.
+
+    Raises LeaseError if the event is not allowed in the lease's state. After the deadline most
+    events are refused, even if no timer has fired yet. Otherwise a slow reader could read blocks
+    that already have a new owner.
     """
     after = TRANSITIONS.get((lease.state, event))
     if after is None:
@@ -124,17 +126,19 @@ def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None 
         )
     if event is LeaseEvent.RENEW:
         if deadline is None or deadline < lease.deadline:
-            raise LeaseError(f"lease {lease.id} can only be renewed to a later deadline")
+            raise LeaseError(
+                f"lease {lease.id} can only be renewed to a later deadline than the present one"
+            )
         return msgspec.structs.replace(lease, deadline=deadline)
     left = lease.state if after in TERMINAL else None
     return Lease(lease.id, lease.deadline, after, left)
 
 
 def end_lease(lease: Lease, reason: EndReason, now: float) -> Lease:
-    """Return the lease in its final state after its transfer has ended for `reason`.
+    """Return the lease in the final state that follows from the reason why its transfer ended.
 
-    After LANDED it is RELEASED, or EXPIRED if that came too late; after LEASE_EXPIRED it is
-    EXPIRED, and after any other reason REVOKED.
+    After LANDED it is RELEASED, or EXPIRED if the deadline had passed. After LEASE_EXPIRED it is
+    EXPIRED, after any other reason REVOKED.
     """
     if reason is EndReason.LANDED:
         try:

@@ -1,6 +1,6 @@
-"""The ways in which an offer or a fetch of KV can end: each with one reason from a closed list.
+"""The ways in which an offer or a fetch of KV can end, and the closed list of reasons.
 
-Both sides and the metrics use the same words. source.py and sink.py decide the reason.
+Both agents and the metrics use the same names. source.py and sink.py decide the reason.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import msgspec
 
 
 class OutcomeKind(StrEnum):
-    """The ways in which a KV transfer can end. The KV may be used for decoding only after
-    LANDED.
-    """
+    """The ways in which a KV transfer can end. Only after LANDED may the KV be used."""
 
     LANDED = "landed"
     FAILED = "failed"
@@ -22,9 +20,8 @@ class OutcomeKind(StrEnum):
 
 
 class EndReason(StrEnum):
-    """The reasons why a KV transfer ended.
-
-    The list is closed, so that a reason can be a metric label.
+    """The reasons why a KV transfer can end. The list is closed, so that metrics can count by
+    reason.
     """
 
     LANDED = "landed"

@@ -1,14 +1,15 @@
-"""The session of a connection between two agents: mutual proof of identity under the fleet's key,
-then signed messages; no I/O.
+"""The session of a connection between two agents: both prove that they have the key, then sign.
 
     sink                       source
-    Hello(nonce, card)   ->                              (or Lane) the only message without a seal
+    Hello(nonce, card)   ->                              (or Lane) the only unsigned message
                          <-    Welcome(nonce, card) + seal
-    Ready + seal         ->                              from here on each side knows the other
+    Ready + seal         ->                              now both agents are proven
 
-A seal is HMAC-SHA256, truncated to 16 bytes, of a counter and the message, under a key of this link
-and direction. It detects forged, altered, repeated, missing and reordered messages. The transport
-encrypts windows of KV itself, with `window_key`.
+A seal is the signature of a message: HMAC-SHA256, truncated to 16 bytes, of a counter and the
+message. Its key is derived for this connection and direction. It detects forged, altered, repeated,
+missing and reordered messages.
+
+Transports that encrypt KV use the key `window_key`. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _RANDOM_BYTES = 8  # random part of a greeting; the other 8 bytes are its tag
 
 
 def greeting_nonce(key: bytes, random: bytes) -> bytes:
-    """Return a nonce for a first message that shows the key: 8 random bytes and their HMAC tag.
+    """Return a nonce that shows knowledge of the key: 8 random bytes and their HMAC tag.
 
-    The nonce can be replayed, so it does not prove an identity. It only decides which new links are
+    It can be replayed, so it does not prove an identity. It only decides which new connections are
     served first.
     """
     random = random[:_RANDOM_BYTES]
@@ -52,20 +53,20 @@ def shows_key(key: bytes, nonce: bytes) -> bool:
 
 
 class SealError(Exception):
-    """Raised when the signature of a message is invalid: the other agent has another key, or the
-    bytes were altered.
+    """Raised for a message whose signature is invalid.
+
+    Either the other agent has another key, or the bytes were altered.
     """
 
 
 class LinkSession:
-    """The session at one end of a connection between two agents: handshake, keys and message
-    counters.
+    """One agent's end of a session: the handshake, the keys and the counters of messages.
 
-    peer      the other agent's card (identity); None until its identity is proven
-    version   the protocol version that the peer uses
-    greeting  the nonce of the first message, which identifies the link at both ends
-    lane_of   if the link is a lane (parallel connection): the greeting of the link to which it
-              belongs; otherwise empty
+    peer      the other agent's card (identity); None until it is proven
+    version   protocol version that the other agent uses
+    greeting  the nonce of the first message, which identifies the connection at both ends
+    lane_of   for a parallel connection (lane): the `greeting` of the connection that it extends;
+              otherwise empty
     """
 
     def __init__(
@@ -91,9 +92,7 @@ class LinkSession:
         self._sealed = self._opened = 0
 
     def hello(self) -> bytes:
-        """Return the first message of the end that opened the connection, Hello or Lane, as
-        bytes.
-        """
+        """Return the first message of the agent that opened the connection, as bytes."""
         identity = (VERSION, self._nonce, self._card)
         self._hello = encode(
             Lane(*identity, self.lane_of)
@@ -105,8 +104,9 @@ class LinkSession:
     def handle(self, data: bytes) -> tuple[Message | None, bytes | None]:
         """Handle the next message from the other agent.
 
-        Returns the decoded message (None during the handshake) and the bytes to send back, or None.
-        Raises ProtocolError or SealError; the link must then be closed.
+        Returns the decoded message (None during the handshake), and bytes to send back, or None.
+
+        Raises ProtocolError or SealError; the connection must then be closed.
         """
         if self.peer is not None:
             return self._open(data), None
@@ -115,7 +115,9 @@ class LinkSession:
         if self.is_dialler:
             return None, self._answer_welcome(data)
         if not isinstance(self._open(data), LinkReady):
-            raise ProtocolError("the other agent sent another message than the expected Ready")
+            raise ProtocolError(
+                "the other agent sent an unexpected message; the handshake requires Ready"
+            )
         self.peer = self._claimed
         return None, None
 
@@ -138,7 +140,9 @@ class LinkSession:
         elif isinstance(hello, Lane):
             self.lane_of = hello.lane_of
         else:
-            raise ProtocolError("the other agent sent another message than the expected Hello")
+            raise ProtocolError(
+                "the other agent sent an unexpected message; the handshake requires Hello"
+            )
         self._hello, self._claimed = bytes(data), hello.card
         self.version, self.greeting = hello.version, hello.nonce
         welcome = encode(Welcome(VERSION, self._nonce, self._card))
@@ -157,7 +161,9 @@ class LinkSession:
         self._derive(body)
         welcome = self._open(data)
         if not isinstance(welcome, Welcome):
-            raise ProtocolError("the other agent sent another message than the expected Welcome")
+            raise ProtocolError(
+                "the other agent sent an unexpected message; the handshake requires Welcome"
+            )
         self.version, self.peer = welcome.version, welcome.card
         return self.seal(LinkReady())
 

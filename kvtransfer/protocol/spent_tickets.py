@@ -1,4 +1,4 @@
-"""The record of used tickets, by which a source refuses a ticket that is presented twice."""
+"""Remembers used tickets, so that a ticket (permission to fetch an offer) works only once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kvtransfer.protocol.ticket import Ticket, TicketRefusal, TicketRefused
 
 
 class SpentTickets:
-    """The tickets that were used. Each is remembered until it has expired.
+    """The tickets that were used, each remembered until it expires. Not thread-safe.
 
-    Every rank of a sink group uses a ticket separately. The number of remembered tickets is
-    limited; when the limit is reached, further tickets are refused. Not thread-safe.
+    Each rank of the fetching engine uses a ticket separately. The number of remembered tickets is
+    limited; beyond that, further tickets are refused.
     """
 
     def __init__(self, most: int = 1 << 18) -> None:
@@ -25,7 +25,7 @@ class SpentTickets:
     def check_unspent(self, ticket: Ticket, now: float, rank: int = -1) -> None:
         """Raise TicketRefused if this rank has used the ticket, or if too many are remembered.
 
-        rank   rank of the sink in its group; -1: it has all ranks
+        rank   the rank that fetches; -1: the agent serves all ranks of its engine
         """
         while self._by_end and self._by_end[0][0] <= now:
             self._nonces.discard(heappop(self._by_end)[1])

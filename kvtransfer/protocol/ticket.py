@@ -1,9 +1,11 @@
-"""Tickets: a source's permission to fetch one offer once, as opaque text for gateways and engines.
+"""Tickets: texts by which a source permits one fetch of one offer of KV.
 
-A ticket names an offer, its agent and that agent's epoch, the sink, the blocks with their
-generations, and an end time. An HMAC proves that a holder of the fleet's key issued it: the agent
-for an offer that exists, or another process of the engine before the offer is made. source.py has
-the offers; session.py proves who presents a ticket.
+A ticket names an offer, its agent and the agent's current run, the permitted sink, the promised
+blocks and an end time. Gateways and engines pass it on as opaque text.
+
+An HMAC proves that it was issued by a holder of the fleet's key. This is the agent, or another
+process of the same engine before the offer is made. source.py manages the offers, and session.py
+proves the identity of the agent that presents a ticket.
 """
 
 from __future__ import annotations
@@ -57,18 +59,18 @@ class TicketRefused(Exception):
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The content of a ticket, a permission to fetch one offer of KV once.
+    """The content of a ticket: permission to fetch one offer of KV once.
 
-    offer       name of the offer at its source
-    agent       name of the source
+    offer       name of the offer
+    agent       name of the source, which made the offer
     epoch       16 random bytes, drawn at every start of the source
-    digest      `block_digest` of the promised blocks and generations, or AHEAD
-    not_after   seconds on the monotonic clock of the source, which issues and checks it
-    nonce       16 random bytes that identify the ticket, so that it is used once
-    sink        the only agent that may present it; None: any of the fleet
+    digest      `block_digest` of the promised blocks, or AHEAD if the offer is not yet made
+    not_after   end of validity, in seconds on the monotonic clock of the source's host
+    nonce       16 random bytes that identify the ticket, so that it is used only once
+    sink        the only agent that may present it; None: any agent with the fleet's key
 
-    A ticket has no direction, because the source always writes, into blocks that the sink names. It
-    has no size, because the offer defines the number of tokens.
+    A ticket permits only the transfer from the source into blocks that the sink names. Its size is
+    not stated, because the offer has the number of tokens.
     """
 
     offer: _Name
@@ -87,10 +89,10 @@ _DECODER = msgspec.msgpack.Decoder(Ticket)
 def mint_ahead(
     key: bytes, offer: str, agent: str, epoch: bytes, nonce: bytes, not_after: float
 ) -> str:
-    """Return the ticket of an offer that the agent will make later with this nonce.
+    """Return the ticket of an offer that an agent will make later with this nonce.
 
-    Any holder of the key on the agent's host may call this, because `not_after` is on that host's
-    monotonic clock.
+    The caller needs the fleet's key, and must run on the agent's host, because `not_after` is on
+    that host's monotonic clock.
     """
     return mint(key, Ticket(offer, agent, epoch, AHEAD, not_after, nonce))
 
@@ -101,7 +103,9 @@ def renewed_nonce(nonce: bytes) -> bytes:
 
 
 def block_digest(blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bytes:
-    """Return a 16-byte hash that changes when a list of KV blocks or the owner of one changes.
+    """Return a 16-byte hash of a list of KV blocks and their owner counters.
+
+    It changes when a block of the list gets a new owner.
 
     blocks       numbers of the blocks, in order
     generations  for each block, how often it has changed its owner
@@ -114,9 +118,9 @@ def block_digest(blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> 
 
 
 def mint(key: bytes, ticket: Ticket) -> str:
-    """Encode a ticket as signed ASCII text, safe in JSON, headers and URLs.
+    """Encode a ticket as signed ASCII text that is safe in JSON, headers and URLs.
 
-    Raises ValueError if its names make it too long.
+    Raises ValueError if the names in it make it too long.
     """
     body = msgspec.msgpack.encode(ticket)
     text = base64.urlsafe_b64encode(body + _mac(key, body)).rstrip(b"=").decode()
@@ -126,20 +130,23 @@ def mint(key: bytes, ticket: Ticket) -> str:
 
 
 def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None = None) -> Ticket:
-    """Verify and decode a ticket of this agent.
+    """Verify and decode a ticket that is presented to this agent.
 
     key    the fleet's key
     text   the signed text
-    now    present time on this host's monotonic clock; the ticket must not have expired
+    now    current time on this host's monotonic clock, before which the ticket must not expire
     epoch  random bytes of this run of the agent, which the ticket must contain
     sink   the agent that presents the ticket; it must be the one that the ticket names, if any
 
-    Raises TicketRefused. No field is read before the HMAC is verified.
+    Raises TicketRefused. No field is read before the signature is verified.
     """
     data = _decode_text(text)
     body, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(key, body)):
-        raise TicketRefused(TicketRefusal.FORGED, "this agent did not issue the ticket")
+        raise TicketRefused(
+            TicketRefusal.FORGED,
+            "the ticket's signature is invalid: it was made with another key, or altered",
+        )
     try:
         ticket = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

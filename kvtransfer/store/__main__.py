@@ -1,4 +1,4 @@
-"""`python -m kvtransfer.store`: run the store of this host until it is interrupted."""
+"""Runs the KV store of this host until it is interrupted: `python -m kvtransfer.store`"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def size(text: str) -> int:
-    """Return the bytes that a size such as 512MiB means. Raises ValueError for other text."""
+    """Return the bytes of a size such as "512MiB". Raises ValueError for any other text."""
     match = re.fullmatch(r"([0-9]+)([KMGT]iB)?", text)
     if match is None:
         raise ValueError(f"{text!r} is not a size such as 65536, 64KiB or 8GiB")
@@ -26,7 +26,7 @@ def size(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the parser for the command line of the store."""
     parser = argparse.ArgumentParser(
         "python -m kvtransfer.store",
         description="Run a store of KV blocks (keys and values of attention) for the engines of "
@@ -51,20 +51,20 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--directory",
         default="",
-        help="Directory for the file with these blocks; required with --disk.",
+        help="Directory for the file with the blocks on disk; required with --disk.",
     )
     parser.add_argument(
         "--lease",
         type=float,
         default=30.0,
-        help="Maximum seconds for which an engine that reads blocks keeps them in memory. After "
-        "them, the store may overwrite the blocks. Default: 30.",
+        help="Maximum seconds for which an engine may read blocks in memory. Afterwards the "
+        "store may overwrite them. Default: 30.",
     )
     return parser
 
 
 def main() -> int:
-    """Run the store, and return its exit status: 2 for wrong options, 1 if it cannot start."""
+    """Run the store and return its exit status: 2 for invalid options, 1 if it cannot start."""
     logging.basicConfig(format="%(levelname)s %(message)s")
     options = parser().parse_args()
     # Wait for signals on this thread alone, so that no call is interrupted.

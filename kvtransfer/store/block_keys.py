@@ -1,6 +1,6 @@
-"""Keys of stored KV blocks: a hash chain over compatibility, tenant and tokens.
+"""Computes the keys under which KV blocks are stored: a hash chain over model, tenant and tokens.
 
-Equal keys mean equal bytes, because a key covers everything that the KV of a block depends on.
+A key covers everything that a block's KV depends on, so equal keys mean equal bytes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ TOKEN_BYTES = 4
 
 
 def chain_root(compatibility: str, tenant: str) -> Key:
-    """Return the key from which the keys of one tenant's blocks are derived.
+    """Return the key from which the keys of all blocks of one tenant are derived.
 
     compatibility  text with everything else that the bytes depend on: weights, layout, quantisation
-    tenant         the cache salt; blocks of another tenant have other keys
+    tenant         the cache salt; blocks of different tenants have different keys
     """
     fields = (compatibility.encode(), tenant.encode())
     sized = b"".join(len(field).to_bytes(8, "little") + field for field in fields)
@@ -29,16 +29,17 @@ def chain_root(compatibility: str, tenant: str) -> Key:
 def block_keys(root: Key, tokens: bytes | memoryview, block_tokens: int) -> list[Key]:
     """Return the keys of all full blocks of a prompt.
 
-    `tokens` are token ids of four bytes each, little-endian. A key covers all tokens up to the end
-    of its block.
+    tokens  token identifiers of four bytes each, little-endian
+
+    A key covers all tokens from the beginning of the prompt to the end of its block.
     """
     return list(_chain(root, memoryview(tokens), block_tokens * TOKEN_BYTES))
 
 
 def rank_keys(keys: Sequence[Key], rank: int) -> list[Key]:
-    """Return the keys under which a rank stores its part of each block.
+    """Return the keys under which one rank stores its part of each block.
 
-    Needed where every rank is a process of its own and stores separately.
+    They are needed if each rank is a process of its own, and stores its part separately.
     """
     salt = rank.to_bytes(4, "little")
     return [

@@ -1,8 +1,8 @@
-"""BlockStore: a store of KV blocks in one process, which other processes reach by
-unix_socket_server.py.
+"""BlockStore: a store of KV blocks within one process. unix_socket_server.py serves other
+processes.
 
-One lock guards the index. Bytes move without it: into slots that no reader can find yet, and out of
-slots that are pinned.
+A lock protects the index, but not the copying of bytes. Bytes are only copied into places that no
+reader can find yet, and out of places that are pinned, which means that they are not reused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("penstock")
 
 
 class BlockStore:
-    """A store with its two tiers, memory and disk. All methods may be called from any thread.
+    """A store with two tiers, memory and disk. All methods may be called from any thread.
 
     Raises SlotFileError if another store uses the directory, and OSError if the disk fails.
     """
@@ -51,17 +51,18 @@ class BlockStore:
     # Writers
 
     def wanted(self, keys: Sequence[Key]) -> list[int]:
-        """Return the indexes in `keys` of the blocks that a writer should send, because none is
-        stored.
+        """Return which of these blocks a writer should send, as indexes into `keys`.
+
+        They are the blocks that are not stored.
         """
         with self._lock:
             return [index for index, key in enumerate(keys) if self._index.wants(key)]
 
     def begin_write(self, key: Key, length: int) -> memoryview | None:
-        """Return the memory to write a block of `length` bytes into.
+        """Return the memory into which to write a block of `length` bytes.
 
-        Returns None if the store does not take the block now: it is too long, stored already, or
-        there is no room. After memory was returned, `end_write()` must follow.
+        Returns None if the store does not accept the block now: it is too long, already stored, or
+        there is no room. After memory was returned, call `end_write()`.
         """
         if length > self.options.slot_bytes:
             return None
@@ -73,7 +74,10 @@ class BlockStore:
         return self.memory.data(slot, length)
 
     def end_write(self, key: Key, length: int, digest: bytes | None) -> None:
-        """End a write: make the block readable, or discard it if `digest` is None."""
+        """End a write: make the block readable, or discard it if `digest` is None.
+
+        digest  hash of the block's bytes, by which readers verify them
+        """
         with self._lock:
             if digest is not None:
                 slot = self._index.memory.slot_in_writing(key)
@@ -88,15 +92,15 @@ class BlockStore:
             return self._index.count_prefix(keys)
 
     def places(self, keys: Sequence[Key]) -> bytes:
-        """Return one byte per block: the bits of the tiers that have it (IN_MEMORY, ON_DISK)."""
+        """Return one byte per block: the bits IN_MEMORY and ON_DISK for the tiers that have it."""
         with self._lock:
             return bytes(map(self._index.places, keys))
 
     def acquire(self, owner: int, keys: Sequence[Key]) -> tuple[int, list[int]]:
         """Lease the longest stored prefix of these blocks, for reading from memory.
 
-        Returns the number of the lease, and the blocks' slots. Blocks that are only on disk are
-        loaded first, as long as memory has room for them.
+        Leased blocks are not overwritten. Blocks that are only on disk are loaded first, as long as
+        memory has room. Returns the number of the lease, and the places (slots) of the blocks.
 
         owner  the connection with which the lease ends
         keys   keys of consecutive blocks of a prompt
@@ -117,9 +121,7 @@ class BlockStore:
             return self._index.acquire(owner, keys, self._now())
 
     def use(self, keys: Sequence[Key]) -> None:
-        """Mark consecutive blocks of a prompt as used now, so that they are evicted later than
-        others.
-        """
+        """Mark consecutive blocks of a prompt as used now, so that others are evicted earlier."""
         with self._lock:
             self._index.use(keys)
 
@@ -169,9 +171,7 @@ class BlockStore:
     # From memory to disk
 
     def save_step(self) -> int:
-        """Copy blocks from memory to disk, up to `save_bytes` bytes; return how many blocks were
-        copied.
-        """
+        """Copy blocks from memory to disk, up to `save_bytes` bytes, and return their number."""
         if self._disk is None:
             return 0
         saved = 0
@@ -207,9 +207,7 @@ class BlockStore:
         return True
 
     def stats(self) -> dict[str, int]:
-        """Return by name the counters, the blocks and slots of each tier, unsaved blocks, and
-        leases.
-        """
+        """Return the store's counters by name, with blocks per tier, unsaved blocks, and leases."""
         with self._lock:
             index = self._index
             counters: dict[str, int] = msgspec.structs.asdict(index.counters)
@@ -223,7 +221,9 @@ class BlockStore:
             }
 
     def close(self) -> None:
-        """Save what is in memory, and close both tiers. No other call may be in progress."""
+        """Save to disk what is in memory, and close both tiers. No other call may be in
+        progress.
+        """
         while self.save_step():
             pass
         self.memory.close()

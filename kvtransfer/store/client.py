@@ -56,7 +56,7 @@ Answer = TypeVar("Answer")
 
 
 class StoreLostError(Exception):
-    """Raised when the store cannot be reached, or has ended. Its blocks then count as missing."""
+    """Raised if the store cannot be reached, or has ended. Its blocks then count as missing."""
 
 
 class StoreClient:
@@ -78,14 +78,20 @@ class StoreClient:
             self._reader = self._greet()
         except (OSError, ConnectionEndedError, StoreProtocolError) as error:
             self._connection.close()
-            raise StoreLostError(f"no store at {path}: {error}") from error
+            raise StoreLostError(
+                f"no store can be reached at {path}: {error}; start it with python -m "
+                "kvtransfer.store"
+            ) from error
 
     def _greet(self) -> SlotReader:
         self._connection.sendall(encode(Greeting(VERSION)))
         prefix, fds, _, _ = socket.recv_fds(self._connection, LENGTH_BYTES, 1)
         try:
             if not prefix or not fds:
-                raise ConnectionEndedError("the store closed the connection instead of a greeting")
+                raise ConnectionEndedError(
+                    "the store closed the connection before its greeting; it may have too "
+                    "many clients, or run as another user"
+                )
             prefix += receive_exactly(self._connection, LENGTH_BYTES - len(prefix))
             answer = decode_answer(receive_exactly(self._connection, body_length(prefix)))
             if not isinstance(answer, StoreDescription) or answer.version != VERSION:
@@ -99,7 +105,9 @@ class StoreClient:
 
     @property
     def geometry(self) -> SlotGeometry:
-        """The number of slots of the store's memory, and the bytes of the largest block."""
+        """The number of blocks that fit into the store's memory, and the maximum bytes of a
+        block.
+        """
         return self._slots().geometry
 
     def count_prefix(self, keys: Sequence[Key]) -> int:
@@ -114,7 +122,7 @@ class StoreClient:
         return count
 
     def places(self, keys: Sequence[Key]) -> bytes:
-        """Return one byte per block: the bits of the tiers that have it (IN_MEMORY, ON_DISK).
+        """Return one byte per block: the bits IN_MEMORY and ON_DISK for the tiers that have it.
 
         0 means that the block is missing.
         """
@@ -122,10 +130,10 @@ class StoreClient:
         return b"".join(self._ask(FindPlaces(list(batch)), Places).bits for batch in batches)
 
     def put(self, keys: Sequence[Key], blocks: Sequence[Parts]) -> int:
-        """Send the blocks that the store does not have; return how many of them it stored.
+        """Send the blocks that the store does not have, and return how many of them it stored.
 
-        `blocks` are the bytes of each key's block, in pieces. A block may be shorter than a slot.
-        The bytes must not change during the call.
+        blocks  the bytes of each key's block, in pieces. They must not change during the call. A
+                block may be shorter than the store's maximum
         """
         stored = 0
         for first in range(0, len(keys), MAX_PUT_KEYS):
@@ -136,7 +144,9 @@ class StoreClient:
     def _put(self, keys: list[Key], blocks: Sequence[Parts]) -> int:
         lengths = [sum(part.nbytes for part in parts) for parts in blocks]
         if max(lengths, default=0) > self.geometry.slot_bytes:
-            raise ValueError(f"the largest block of this store has {self.geometry.slot_bytes} B")
+            raise ValueError(
+                f"a block is too large: this store accepts at most {self.geometry.slot_bytes} bytes"
+            )
         with self._lock:
             wanted = self._exchange(PutBlocks(keys, lengths), Wanted)
             try:
@@ -150,8 +160,8 @@ class StoreClient:
     def get(self, keys: Sequence[Key], blocks: Sequence[Parts]) -> int:
         """Copy the longest stored prefix of these blocks into `blocks`.
 
-        Returns the number of leading blocks that were copied and verified. The memory of the
-        others may have been written, too: it must not be used.
+        Returns the number of leading blocks that were copied and verified. The memory of the other
+        blocks may have been overwritten, and must not be used.
         """
         done = 0
         while done < len(keys):
@@ -183,9 +193,7 @@ class StoreClient:
         return copied
 
     def stats(self) -> dict[str, int]:
-        """Return what BlockStore.stats() returns: the store's counters, and its blocks and
-        slots.
-        """
+        """Return the store's counters and its numbers of blocks, as BlockStore.stats() does."""
         return self._ask(GetStats(), StatsReport).values
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""CostFit: learns what a unit of each of several amounts costs, from measured totals.
+"""CostFit: learns from measured durations what a unit of each of several amounts costs.
 
-The cost of a fetch or of a computation is modelled as a sum of amounts times rates, for example one
-latency plus bytes times seconds per byte. Rates are never negative.
+For example the duration of a read is a latency per read, plus seconds per byte. The durations are
+modelled as sums of amounts times costs. Costs are never negative.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _RIDGE = 1e-9
 
 
 class CostFit:
-    """A least-squares fit of relative errors, in which old measurements lose weight (DECAY).
+    """A least-squares fit of relative errors. Older measurements lose weight (DECAY).
 
-    amounts  number of amounts whose costs add up to a total
+    amounts  number of amounts whose costs add up to a duration
     samples  number of measurements so far
     """
 
@@ -37,8 +37,8 @@ class CostFit:
     def add(self, amounts: Sequence[float], seconds: float, measured_s: float) -> None:
         """Add a measurement: the given amounts together took `seconds`.
 
-        amounts     one number per amount, such as (1 read, 12 blocks)
-        measured_s  duration of which `seconds` is a part; errors are relative to it
+        amounts     one number per amount, such as (1, 12) for 1 read of 12 blocks
+        measured_s  the measured duration, of which `seconds` is a part; errors are relative to it
         """
         weight = 1 / max(measured_s, _LEAST_S) ** 2
         for i, amount in enumerate(amounts):
@@ -50,7 +50,7 @@ class CostFit:
         self._rates = None
 
     def rates(self) -> Sequence[float]:
-        """Return the seconds per unit of each amount; 0 for amounts that were never measured."""
+        """Return the cost of each amount in seconds per unit, or 0 for amounts never measured."""
         if self._rates is None:
             self._rates = self._fit()
         return self._rates

@@ -1,9 +1,11 @@
-"""DiskSlots: the slots of a store in a file on disk, which a restarted store can read.
+"""DiskSlots: the blocks of a store in a file on disk, which a restarted store can read.
 
-If the process is killed, the kernel still writes what it has cached of the file. So the order of
-writes is enough: a slot's header is cleared before the first byte of a block and written after the
-last one. A power failure can reorder writes; the digest then reveals the wrong bytes. The file is
-never synchronised (fsync).
+A slot is the place of one block, with a header. The header is cleared before the first byte of a
+block is written, and written after the last one. So a process that is killed leaves no half-written
+block, because the kernel still writes what it has cached of the file.
+
+The file is never synchronised (fsync). A power failure can therefore reorder writes; the digest
+then reveals the wrong bytes.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ FILE_NAME = "slots.kv"
 
 
 class DiskSlots:
-    """Slots in a file of one directory, which only one process may use at a time.
+    """The slots (places of blocks) in a file of one directory. Only one process may use the
+    directory.
 
-    A file with another number or size of slots is emptied. Raises SlotFileError if another process
-    uses the directory.
+    A file with another number or size of slots is emptied.
+
+    Raises SlotFileError if another process uses the directory.
     """
 
     def __init__(self, directory: Path, geometry: SlotGeometry) -> None:
@@ -60,7 +64,7 @@ class DiskSlots:
     def restored(self) -> Iterator[tuple[int, Key]]:
         """Yield (slot, key) of all blocks in the file, in the order in which they were written.
 
-        A block that is there twice is yielded once, with its newest slot. Only headers are read.
+        If a block is there twice, only the newer one is yielded. Only headers are read.
         """
         newest: dict[Key, tuple[int, int]] = {}
         for slot, header in self._reader.headers():
@@ -72,7 +76,7 @@ class DiskSlots:
             yield slot, key
 
     def void(self, slot: int) -> None:
-        """Make a slot unreadable. Raises OSError if the disk fails."""
+        """Make the block in a slot unreadable. Raises OSError if the disk fails."""
         _write(self._fd, memoryview(void_header()), self.geometry.header_offset(slot))
 
     def write(self, slot: int, data: memoryview) -> None:

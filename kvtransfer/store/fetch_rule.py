@@ -1,8 +1,10 @@
 """FetchRule: decides how many stored blocks of a prompt an engine fetches; it computes the rest.
 
-Fetching is not always faster: the KV of 8,192 tokens of an 8B model takes longer from a disk of
-40 Gb/s than an H100 takes to compute it. The rule learns both costs from what the engine did, and
-takes the cheaper choice. It does no I/O; the caller passes the time.
+Fetching is not always faster than computing. For example, to read the KV of 8,192 tokens of an 8B
+model from a 40 Gb/s disk takes longer than to compute it on an H100. The rule learns both costs
+from the engine's own fetches and steps, and makes the cheaper choice.
+
+It does no I/O; the caller passes the time.
 """
 
 from __future__ import annotations
@@ -63,13 +65,13 @@ _RUN = re.compile(rb"\x01+|\x02+")
 
 
 class StoredPrefix(msgspec.Struct, frozen=True):
-    """A prompt, and where its blocks are stored that the engine does not have in its own cache.
+    """A prompt, and where the blocks are stored that the engine does not have in its own cache.
 
     start   number of tokens whose KV the engine has
     tokens  number of tokens of the prompt
-    places  one byte per further block: the bits of the tiers that have it (IN_MEMORY, ON_DISK). 0
-            means missing; blocks after a missing one are not used
-    busy_s  seconds that the engine first spends on other prompts
+    places  one byte per further block: the bits IN_MEMORY and ON_DISK for the tiers that have it.
+            0 means missing; blocks after a missing one are not used
+    busy_s  seconds that the engine will first spend on other prompts
     """
 
     start: int
@@ -79,11 +81,11 @@ class StoredPrefix(msgspec.Struct, frozen=True):
 
 
 class PendingFetch(msgspec.Struct, eq=False):
-    """A fetch that has begun and not ended.
+    """A fetch that is in progress.
 
     blocks       number of blocks that are fetched
-    disk_blocks  number of these blocks that are on disk only
-    expected_s   predicted duration in seconds
+    disk_blocks  number of these blocks that are only on disk
+    expected_s   expected duration in seconds
     began_s      time of the beginning, on the caller's clock
     """
 
@@ -94,9 +96,9 @@ class PendingFetch(msgspec.Struct, eq=False):
 
 
 class TierRun(NamedTuple):
-    """Consecutive blocks [first, last) of a prompt that are stored in one tier.
+    """Consecutive blocks [first, last) of a prompt that are stored in one tier (memory or disk).
 
-    disk_blocks  number of the prompt's blocks before them that are on disk
+    disk_blocks  number of the prompt's blocks before `first` that are on disk
     """
 
     first: int
@@ -107,16 +109,16 @@ class TierRun(NamedTuple):
     def disk_blocks_before(self, count: int) -> int:
         """Return how many of the prompt's first `count` blocks are on disk.
 
-        `count` must lie in this run, from `first` to `last`.
+        `count` must be from `first` to `last`.
         """
         return self.disk_blocks + (count - self.first) * self.is_on_disk
 
 
 class TierSpeed:
-    """The measured speed of a tier: a latency, and seconds per block.
+    """The measured speed of a tier (memory or disk): a latency, and seconds per block.
 
     reads    number of measured reads
-    largest  blocks of the largest read, which decays by DECAY with every later read
+    largest  size of the largest read in blocks; with each later read it is multiplied by DECAY
     last_s   time at which the last read ended
     """
 
@@ -127,10 +129,10 @@ class TierSpeed:
         self.last_s = -inf
 
     def add(self, blocks: int, seconds: float, measured_s: float, now: float) -> None:
-        """Add a read of `blocks` blocks that ended at `now`.
+        """Add a measured read of `blocks` blocks that ended at `now`.
 
         seconds     duration of this tier's part of the read
-        measured_s  measured duration of the whole read; errors are relative to it
+        measured_s  duration of the whole read; errors are relative to it
         """
         error_s = abs(seconds - self.read_s(blocks))
         if blocks <= self.largest and error_s > CHANGE * measured_s:
@@ -141,10 +143,10 @@ class TierSpeed:
         self.last_s = now
 
     def read_s(self, blocks: int) -> float:
-        """Return the expected seconds of a read; 0 if none was measured.
+        """Return the expected seconds of a read, or 0 if none was measured.
 
-        A read that is larger than all measured ones is expected to take in proportion. Small reads
-        alone do not show how much of their time is latency.
+        A read that is larger than all measured ones is expected to take proportionally longer,
+        because small reads do not show which part of their time is latency.
         """
         if not blocks or not self.reads:
             return 0.0
@@ -159,11 +161,11 @@ class FetchRule:
     block_tokens  tokens of a block
     step_tokens   maximum number of prompt tokens that one step of the engine computes
 
-    The rule predicts durations by these models:
+    Durations are expected as follows:
 
-    fetch    a read of all blocks from memory, preceded by a read from disk of those that are only
-             there. Fetches are served one after another. Memory counts as infinitely fast until
-             measured
+    fetch    blocks that are only on disk are read from disk first; then all blocks are read from
+             memory. Fetches are served one after another. Memory counts as infinitely fast until
+             it was measured
     compute  a cost per step, plus one per token, plus one per pair of tokens (attention)
     """
 
@@ -186,9 +188,9 @@ class FetchRule:
         self._computing.add((1.0, tokens, pairs), seconds, seconds)
 
     def begin(self, places: bytes, now: float) -> PendingFetch:
-        """Record that a fetch of the blocks at these places begins now, and return it.
+        """Record that a fetch begins now, and return an object for it. Call `end` with it later.
 
-        `places` has one byte per block, as in StoredPrefix. A call of `end` must follow.
+        places  one byte per block, as in StoredPrefix
         """
         disk_blocks = places.translate(_TIER_OF_BITS).count(_DISK)
         expected_s = self.fetch_s(len(places), disk_blocks)
@@ -199,10 +201,10 @@ class FetchRule:
     def end(
         self, pending: PendingFetch, now: float, *, is_complete: bool, seconds: float | None = None
     ) -> None:
-        """End a fetch, and learn from it if all of its blocks arrived (`is_complete`).
+        """End a fetch, and learn from its duration if all of its blocks arrived (`is_complete`).
 
-        seconds  its measured duration, without waiting for other fetches; None: the time since it
-                 began, or since the fetch before it ended
+        seconds  its duration without waiting for other fetches; None: the time since it began, or
+                 since the previous fetch ended
         """
         del self._queue[pending]
         if seconds is None:
@@ -243,11 +245,11 @@ class FetchRule:
     # The choice
 
     def choose(self, prefix: StoredPrefix, now: float) -> int:
-        """Return how many of the stored blocks to fetch; the rest of the prompt is computed.
+        """Return how many of the stored blocks to fetch. The rest of the prompt is computed.
 
-        The result minimises the expected time to the end of the prompt. Small reads that measure a
-        tier are the exception. Of equal choices the larger one is taken, because it leaves more of
-        the engine's time to other prompts.
+        The result minimises the expected time until the prompt is complete. Of equal choices the
+        larger one is made, because it leaves more of the engine's time to other prompts. As an
+        exception, a few small reads are made to measure a tier.
         """
         runs = _runs(prefix.places)
         usable = 0

@@ -1,4 +1,4 @@
-"""MemorySlots: the slots of a store in host memory, in a file that readers share."""
+"""MemorySlots: the blocks of a store in host memory, in a memory file that readers can map."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvtransfer.store.slot_format import (
 
 
 class MemorySlots:
-    """Slots in a sealed memory file. Only this object's mapping can write to it.
+    """The slots (places of blocks) in a sealed memory file, to which only this object can write.
 
-    fd   its descriptor, with which other processes read it
+    fd   descriptor of the file, with which other processes read it
     """
 
     def __init__(self, geometry: SlotGeometry) -> None:
@@ -31,7 +31,7 @@ class MemorySlots:
         self._generation = 0
 
     def data(self, slot: int, length: int) -> memoryview:
-        """Return the memory of a slot, for a block of `length` bytes."""
+        """Return the memory of a slot, into which a block of `length` bytes can be written."""
         start = self.geometry.data_offset(slot)
         return self._view[start : start + length]
 
@@ -55,7 +55,7 @@ class MemorySlots:
         return self._reader.read(slot, key, parts)
 
     def close(self) -> None:
-        """Close the file. Readers that have its descriptor keep what they have."""
+        """Close the file. Readers with its descriptor can still read it."""
         self._view.release()
         self._memory.close()
         os.close(self.fd)

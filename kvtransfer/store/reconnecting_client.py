@@ -1,4 +1,6 @@
-"""StoreConnection: an engine's connection to a store that may end and be started again."""
+"""StoreConnection: an engine's connection to a store, which is reopened if the store is
+restarted.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ Result = TypeVar("Result")
 
 
 class StoreConnection:
-    """Calls a store, and reconnects after the connection was lost. Calls block; use one thread.
+    """Calls a store, and reconnects after a loss. Calls block, so use one thread.
 
     path         path of the store's Unix socket
-    block_bytes  bytes of the largest block; a store with smaller slots counts as lost
+    block_bytes  maximum bytes of a block; a store that accepts only smaller ones counts as lost
     timeout_s    maximum seconds without a response
-    warn         function that is called with one sentence when the store is lost
-    lost_calls   number of calls that were answered with `if_lost`, because there was no store
+    warn         function called with one sentence when the store is lost
+    lost_calls   number of calls that returned `if_lost`, because the store was lost
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class StoreConnection:
         self.lost_calls = 0
 
     def open(self) -> None:
-        """Connect now. Raises StoreLostError if there is no store, or its slots are too small."""
+        """Connect now. Raises StoreLostError if there is no store, or if its blocks are too
+        small.
+        """
         client = StoreClient(self._path, self._timeout_s)
         most = client.geometry.slot_bytes
         if self._block_bytes > most:
@@ -56,8 +60,8 @@ class StoreConnection:
         self._client = client
 
     def call(self, use: Callable[[StoreClient], Result], if_lost: Result) -> Result:
-        """Return `use(client)`; return `if_lost` if there is no connection, or if it fails
-        meanwhile.
+        """Return `use(client)`, or `if_lost` if there is no connection or it is lost during the
+        call.
         """
         try:
             if self._client is None:

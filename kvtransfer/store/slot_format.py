@@ -1,8 +1,8 @@
-"""The file format of both tiers of a store, and verified reads of it.
+"""The file format of both tiers of a store (memory and disk), and verified reads.
 
-A slot is the space of one block. A file has one page that describes it, then a table of headers,
-then slots of equal size. A slot's header says which block it holds. The header is void (names no
-block) while the slot is written, so a writer that is killed leaves nothing readable.
+A file has one page that describes it, then a table of headers, then slots of equal size. A slot is
+the place of one block, and its header names the block. The header is void, that is, it names no
+block, while the slot is written. So a writer that is killed leaves nothing readable.
 """
 
 from __future__ import annotations
@@ -34,16 +34,13 @@ _SCAN_BYTES = 1 << 20
 
 
 class SlotFileError(Exception):
-    """Raised for an unusable slot file: it has a wrong size or format, or another process uses
-    it.
-    """
+    """Raised for a file that cannot be used: a wrong size or format, or another process uses it."""
 
 
 class ReadOutcome(msgspec.Struct, frozen=True):
-    """The result of reading a slot. The bytes may be used only if `is_intact`.
+    """The result of reading a slot. Use the bytes only if `is_intact`.
 
-    is_current  whether the slot held the wanted block, of the wanted length, both before and after
-                the read
+    is_current  whether the slot held the wanted block both before and after the read
     is_intact   whether, in addition, the bytes match the block's digest
     """
 
@@ -52,9 +49,9 @@ class ReadOutcome(msgspec.Struct, frozen=True):
 
 
 class SlotHeader(msgspec.Struct, frozen=True):
-    """The description of a slot's content.
+    """The header of a slot, which describes its block.
 
-    `generation` differs for every block that is ever written to the file.
+    generation  number that is different for every block ever written to the file
     """
 
     generation: int
@@ -68,7 +65,7 @@ class SlotHeader(msgspec.Struct, frozen=True):
 
     @staticmethod
     def unpack(data: bytes | memoryview) -> SlotHeader | None:
-        """Return the header in these bytes; None if they are void, torn or damaged."""
+        """Return the header in these bytes, or None if it names no block or is damaged."""
         body = bytes(data[: _HEADER.size])
         if len(data) < HEADER_BYTES or not any(body[:8]):
             return None
@@ -78,14 +75,20 @@ class SlotHeader(msgspec.Struct, frozen=True):
 
 
 class SlotGeometry(msgspec.Struct, frozen=True):
-    """The number and the size of a file's slots. Raises ValueError if they are out of range."""
+    """The number and the size of a file's slots (places of blocks).
+
+    Raises ValueError if they are out of range.
+    """
 
     slots: int
     slot_bytes: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= MAX_SLOTS or not 1 <= self.slot_bytes <= MAX_SLOT_BYTES:
-            raise ValueError(f"{self.slots} slots of {self.slot_bytes} bytes are out of range")
+            raise ValueError(
+                f"{self.slots} slots of {self.slot_bytes} bytes are too few, too many or of "
+                "an invalid size"
+            )
 
     @property
     def file_bytes(self) -> int:
@@ -93,7 +96,7 @@ class SlotGeometry(msgspec.Struct, frozen=True):
 
     @property
     def stride(self) -> int:
-        """The bytes from one slot to the next, in whole pages."""
+        """The distance in bytes from one slot to the next, in whole memory pages."""
         return -(-self.slot_bytes // PAGE_BYTES) * PAGE_BYTES
 
     def header_offset(self, slot: int) -> int:
@@ -104,17 +107,19 @@ class SlotGeometry(msgspec.Struct, frozen=True):
         return PAGE_BYTES + table + slot * self.stride
 
     def pack(self) -> bytes:
-        """Return the page that describes the file."""
+        """Return the first page of the file, which describes its format."""
         return _FILE.pack(_MAGIC, self.slots, self.slot_bytes).ljust(PAGE_BYTES, b"\0")
 
 
 class SlotFile(Protocol):
-    """The interface of a tier's slots for the store, which is the only writer."""
+    """The interface of a tier's slots (places of blocks) for the store, which alone writes to
+    them.
+    """
 
     geometry: SlotGeometry
 
     def void(self, slot: int) -> None:
-        """Make the content of a slot unreadable, because it gets another block."""
+        """Make the block in a slot unreadable, because another block will be written there."""
         ...
 
     def write(self, slot: int, data: memoryview) -> None:
@@ -126,9 +131,7 @@ class SlotFile(Protocol):
         ...
 
     def read(self, slot: int, key: Key, parts: Parts) -> ReadOutcome:
-        """Copy a block into `parts` and verify the copy. The sizes of `parts` add up to its
-        length.
-        """
+        """Copy a block into `parts`, whose sizes add up to its length, and verify the copy."""
         ...
 
     def header(self, slot: int) -> SlotHeader | None: ...
@@ -137,10 +140,10 @@ class SlotFile(Protocol):
 
 
 class SlotReader:
-    """Reads the blocks of a slot file by its descriptor, in any process.
+    """Reads blocks from a file of slots by its descriptor, in any process.
 
-    The owner may reuse a slot during the read. So the header is read before and after the bytes,
-    and the bytes are compared with the digest.
+    The owner may reuse a slot during a read. Therefore the header is read before and after the
+    bytes, and the bytes are compared with the digest.
     """
 
     def __init__(self, fd: int, geometry: SlotGeometry) -> None:

@@ -1,4 +1,4 @@
-"""Blocking reads and writes of whole messages and blocks on a Unix socket."""
+"""Reads and writes whole messages and blocks on a Unix socket. Calls block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ class ConnectionEndedError(Exception):
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill `view` from the socket. Raises ConnectionEndedError, or OSError after a timeout."""
+    """Read from the socket until `view` is full.
+
+    Raises ConnectionEndedError if the other end closes, or OSError after a timeout.
+    """
     while view:
         count = connection.recv_into(view)
         if not count:
@@ -31,11 +34,12 @@ def receive_exactly(connection: socket.socket, length: int) -> bytes:
 
 
 def receive_message(connection: socket.socket, on_begun: Callable[[], None] | None = None) -> bytes:
-    """Return the body of the next message.
+    """Return the next message, without its length.
 
-    `on_begun` is called after its first bytes have arrived. Raises ConnectionEndedError if the
-    other end has closed the connection, StoreProtocolError if the message is too long, and OSError
-    after a timeout.
+    `on_begun` is called after the first bytes have arrived.
+
+    Raises ConnectionEndedError if the other end has closed the connection, StoreProtocolError if
+    the message is too long, and OSError after a timeout.
     """
     prefix = connection.recv(LENGTH_BYTES)
     if not prefix:

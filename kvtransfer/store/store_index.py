@@ -1,9 +1,10 @@
-"""StoreIndex: the two tiers of a store, the leases of its readers, and what moves between tiers.
+"""StoreIndex: decides where a store keeps its blocks, in two tiers: memory and disk.
 
-Each tier (memory, disk) is divided into slots, which hold one block each. Every decision of a store
-is made here, under one lock of its owner: time and events in, slots out. The owner moves the bytes
-(block_store.py). A lease pins the slots of a reader, so that they are not reused, until the reader
-releases them, its connection ends, or the lease expires.
+Each tier consists of slots, which hold one block each. The index decides which blocks are stored,
+evicted, saved to disk and loaded back. It also manages leases: a reader's slots are pinned (not
+reused) until the reader releases them, its connection ends, or the lease expires.
+
+The owner calls it under a lock, with the time and events, and copies the bytes (block_store.py).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class StoreCounters(msgspec.Struct):
 
 
 class ReadLease(msgspec.Struct):
-    """A reader's right to read some slots in memory, which are not reused until the lease ends.
+    """A reader's right to read some slots in memory, which are not reused while the lease is open.
 
     The slots hold consecutive blocks of a prompt.
     """
@@ -63,7 +64,7 @@ class ReadLease(msgspec.Struct):
 
 
 class TierCopy(msgspec.Struct, frozen=True):
-    """A block that is being copied from one tier to the other, with its slots in both."""
+    """A block that is being copied between memory and disk, with its slots (places) in both."""
 
     key: Key
     memory_slot: int
@@ -71,16 +72,19 @@ class TierCopy(msgspec.Struct, frozen=True):
 
 
 class StoreIndex:
-    """The slots, leases and pending copies of one store.
+    """The slots (places of blocks), leases and pending copies of one store.
 
     memory_slots  number of slots in memory
     disk_slots    number of slots on disk; 0: no disk tier
-    lease_s       seconds after which a lease expires
+    lease_s       seconds after which a reader's lease expires
     """
 
     def __init__(self, memory_slots: int, disk_slots: int = 0, lease_s: float = 30.0) -> None:
         if memory_slots < 1:
-            raise ValueError("the store's memory is too small for one block")
+            raise ValueError(
+                "the store's memory is too small for one block; give it more memory, or use "
+                "smaller blocks"
+            )
         self.memory = TierIndex(memory_slots)
         self.disk = TierIndex(disk_slots)
         self.counters = StoreCounters()
@@ -100,30 +104,29 @@ class StoreIndex:
         return len(self._leases)
 
     def places(self, key: Key) -> int:
-        """Return the bits of the tiers in which a block is ready; 0: in none."""
+        """Return the bits IN_MEMORY and ON_DISK for the tiers that have the block; 0 for none."""
         return IN_MEMORY * (key in self.memory) | ON_DISK * (key in self.disk)
 
     def count_prefix(self, keys: Sequence[Key]) -> int:
-        """Return how many of these blocks can be read from some tier, counted up to the first
-        missing one.
-        """
+        """Return how many of these blocks are stored, up to the first missing one."""
         for count, key in enumerate(keys):
             if key not in self.memory and key not in self.disk:
                 return count
         return len(keys)
 
     def wants(self, key: Key) -> bool:
-        """Return whether a writer should send this block: no tier has it, and no writer is sending
-        it.
+        """Return whether a writer should send this block.
+
+        That is so if no tier has it, and no other writer is sending it.
         """
         return not self.places(key) and not self.memory.is_writing(key)
 
     # Writers
 
     def begin_write(self, key: Key, now: float) -> int | None:
-        """Take a slot in memory for a block that a writer sends, and return its number.
+        """Reserve a slot in memory for a block that a writer sends, and return its number.
 
-        Returns None if the block is known already, or if no slot can be reused.
+        Returns None if the block is already stored or being sent, or if no slot can be reused.
         """
         if not self.wants(key):
             return None
@@ -143,10 +146,11 @@ class StoreIndex:
     # Readers
 
     def acquire(self, owner: int, keys: Sequence[Key], now: float) -> tuple[int, list[int]]:
-        """Pin the longest prefix of these blocks that is in memory.
+        """Pin the longest prefix of these blocks that is in memory, so that its slots are not
+        reused.
 
-        Returns the lease's number and the slots. The lease ends with the connection `owner` at the
-        latest.
+        Returns the number of the lease, and the slots. The lease ends with the connection `owner`
+        at the latest.
         """
         self.expire(now)
         slots: list[int] = []
@@ -162,20 +166,20 @@ class StoreIndex:
     def use(self, keys: Sequence[Key]) -> None:
         """Mark consecutive blocks of a prompt as used now, for the order of eviction.
 
-        Later blocks are evicted first, because they are of no use without the earlier ones.
+        The last blocks are evicted first, because they are useless without the earlier ones.
         """
         self.memory.touch(reversed(keys))
         self.disk.touch(reversed(keys))
 
     def join(self, owner: int, earlier: int, later: int) -> int:
-        """Merge two leases: the later one gets the slots of both. Returns its number."""
+        """Merge two leases into `later`, which gets the slots of both, and return its number."""
         first, second = self._leases.pop(earlier, None), self._leases[later]
         if first is not None and first.owner == owner == second.owner:
             second.slots = first.slots + second.slots
         return later
 
     def release(self, owner: int, number: int) -> None:
-        """End a lease. Do nothing if it has expired, or belongs to another owner."""
+        """End a lease. Does nothing if it has expired, or belongs to another owner."""
         lease = self._leases.get(number)
         if lease is not None and lease.owner == owner:
             self._end_lease(number)
@@ -186,9 +190,9 @@ class StoreIndex:
             self._end_lease(number)
 
     def expire(self, now: float) -> None:
-        """End the leases whose time is over.
+        """End the leases that have expired.
 
-        A reader that still reads such a slot notices that the slot's generation has changed.
+        A reader that is still reading such a slot detects it by the slot's new generation number.
         """
         while self._leases:
             number, lease = next(iter(self._leases.items()))
@@ -200,7 +204,7 @@ class StoreIndex:
     # From memory to disk
 
     def begin_save(self) -> TierCopy | None:
-        """Choose the next block to copy to disk, pin it in memory, and return the copy.
+        """Choose the next block to copy to disk, pin it in memory, and return the copy to make.
 
         Returns None if all blocks are saved, or if no slot on disk can be reused now.
         """
@@ -217,7 +221,7 @@ class StoreIndex:
         return None
 
     def end_save(self, copy: TierCopy, *, is_complete: bool) -> None:
-        """Make the copy on disk readable if it `is_complete`, otherwise free its slot.
+        """End a copy to disk: make it readable if it `is_complete`, otherwise free its slot.
 
         The block stays in memory.
         """
@@ -232,10 +236,10 @@ class StoreIndex:
     # From disk to memory
 
     def begin_load(self, key: Key, now: float) -> TierCopy | None:
-        """Begin to copy a block from disk to memory, and return the copy.
+        """Begin to load a block from disk to memory, and return the copy to make.
 
-        The block's slot on disk is pinned and a slot in memory is taken. Returns None if the block
-        is not on disk, is in memory already, or if no slot in memory can be reused.
+        The block's slot on disk is pinned, and a slot in memory is reserved. Returns None if the
+        block is not on disk, is already in memory, or if no slot in memory can be reused.
         """
         if key not in self.disk:
             return None
@@ -243,10 +247,10 @@ class StoreIndex:
         return None if slot is None else TierCopy(key, slot, self.disk.pin(key))
 
     def end_load(self, copy: TierCopy, *, is_intact: bool, is_readable: bool = True) -> None:
-        """End a load: make the block readable in memory if it was copied.
+        """End a load from disk: make the block readable in memory if it was copied correctly.
 
-        is_intact    whether the bytes match their digest; otherwise the block on disk is dropped
-        is_readable  False: the disk failed, which says nothing about the bytes; the block is kept
+        is_intact    whether the bytes match their digest; if not, the block on disk is dropped
+        is_readable  whether the disk could be read; if not, the block on disk is kept
         """
         if is_intact:
             self._commit_memory(copy.key, is_saved=True)

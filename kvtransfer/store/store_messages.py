@@ -1,7 +1,7 @@
 """The messages between a store and its clients, and their limits.
 
-A message is its length (four bytes, little-endian) and MessagePack. After `Wanted` a writer sends
-the bytes of these blocks, each as its digest and its content, without further framing.
+A message is its length (four bytes, little-endian), followed by MessagePack. After the message
+`Wanted`, a writer sends each requested block as its digest and its content, without framing.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class StoreProtocolError(Exception):
 
 
 class Greeting(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a client."""
+    """The first message of a client, with its protocol version."""
 
     version: int
 
 
 class StoreDescription(msgspec.Struct, frozen=True, tag=True):
-    """The store's response to Greeting. The descriptor of the store's memory file comes with it."""
+    """The store's response to Greeting. It comes with the descriptor of the store's memory file."""
 
     version: int
     geometry: SlotGeometry
@@ -61,18 +61,19 @@ class Places(msgspec.Struct, frozen=True, tag=True):
 
 
 class AcquireBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a lease of the longest stored prefix of these blocks. The response is
-    LeasedSlots.
+    """Asks to lease the longest stored prefix of these blocks, for reading.
+
+    The response is LeasedSlots.
     """
 
     keys: list[Key]
 
 
 class LeasedSlots(msgspec.Struct, frozen=True, tag=True):
-    """The response to AcquireBlocks: the lease's number, and the slots of its blocks.
+    """The response to AcquireBlocks: the number of the lease, and the places (slots) of its blocks.
 
-    The slots are in the memory file, in the order of the keys. They are not reused before the lease
-    ends.
+    The slots are in the memory file, in the order of the keys. They are not reused while the lease
+    is open.
     """
 
     lease: int
@@ -80,7 +81,7 @@ class LeasedSlots(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReleaseLease(msgspec.Struct, frozen=True, tag=True):
-    """Ends a lease. There is no response."""
+    """Ends a lease, so that the store may reuse its slots. There is no response."""
 
     lease: int
 
@@ -138,13 +139,13 @@ _to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient
 
 
 def encode(message: ToStore | ToClient) -> bytes:
-    """Return a message with its length in front."""
+    """Return a message as bytes, with its length in front."""
     body = _encoder.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
 def body_length(prefix: bytes) -> int:
-    """Return the length of the message that follows. Raises StoreProtocolError if too long."""
+    """Return the length of the next message. Raises StoreProtocolError if it is out of range."""
     length = int.from_bytes(prefix, "little")
     if not 0 < length <= MAX_MESSAGE_BYTES:
         raise StoreProtocolError(
@@ -154,7 +155,7 @@ def body_length(prefix: bytes) -> int:
 
 
 def decode_request(body: bytes) -> ToStore:
-    """Return a client's message. Raises StoreProtocolError if it is malformed."""
+    """Decode a message of a client. Raises StoreProtocolError if it is malformed."""
     try:
         message = _to_store.decode(body)
     except msgspec.MsgspecError as error:
@@ -164,7 +165,7 @@ def decode_request(body: bytes) -> ToStore:
 
 
 def decode_answer(body: bytes) -> ToClient:
-    """Return a store's message. Raises StoreProtocolError if it is malformed."""
+    """Decode a message of a store. Raises StoreProtocolError if it is malformed."""
     try:
         return _to_client.decode(body)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -177,12 +178,13 @@ def _check_limits(message: ToStore) -> None:
         most = MAX_PUT_KEYS
         if len(message.keys) != len(message.lengths) or min(message.lengths, default=0) < 0:
             raise StoreProtocolError(
-                "each key of the message needs one length, which is not negative"
+                "each key of a message needs one length, which must not be negative"
             )
     elif isinstance(message, AcquireBlocks):
         most = MAX_LEASE_KEYS
     keys = getattr(message, "keys", [])
     if len(keys) > most or not are_keys(keys):
         raise StoreProtocolError(
-            f"a message has {len(keys)} keys, at most {most}, or a key of a wrong length"
+            f"a message with {len(keys)} keys is invalid: it may have at most {most}, all of "
+            "the right length"
         )

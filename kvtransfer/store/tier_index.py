@@ -1,8 +1,7 @@
-"""TierIndex: which block is in which slot of one tier (memory or disk), and which to evict.
+"""TierIndex: which block is in which slot of one tier (memory or disk), and which to evict next.
 
-A slot is the space of one block. It has one of three states: free, being written, or ready (its
-block can be read). When a slot is needed, the least recently used ready slot without pins is
-evicted. A pinned slot is never reused. There is no I/O.
+A slot is the place of one block. It is free, being written, or ready to be read. When a slot is
+needed, the least recently used ready block is evicted. A pinned slot is never reused. No I/O.
 """
 
 from __future__ import annotations
@@ -21,7 +20,9 @@ tests/unit/kvtransfer/store measures them.
 
 
 class TierIndex:
-    """The slots of one tier by block key, with pins and the order of eviction."""
+    """The slots (places of blocks) of one tier by block key, with pins and the order of
+    eviction.
+    """
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -43,17 +44,15 @@ class TierIndex:
 
     @property
     def taken(self) -> int:
-        """The number of slots that are not free: being written, ready, or dropped but still
-        pinned.
-        """
+        """The number of slots in use: being written, ready, or dropped but still pinned."""
         return self._fresh - len(self._freed)
 
     def keys(self) -> Iterator[Key]:
-        """Yield the keys of all ready blocks, in order of their commits."""
+        """Yield the keys of all readable blocks, in the order in which they became readable."""
         return iter(self._ready)
 
     def find(self, key: Key) -> int | None:
-        """Return the slot of a ready block; None if there is none."""
+        """Return the slot of a readable block, or None."""
         return self._ready.get(key)
 
     def is_writing(self, key: Key) -> bool:
@@ -63,10 +62,9 @@ class TierIndex:
         return self._writing[key]
 
     def begin(self, key: Key) -> tuple[int, Key | None] | None:
-        """Take a slot for a new block, and return it with the key of the block that was evicted for
-        it.
+        """Reserve a slot for a new block. Returns it, with the key of the block evicted for it.
 
-        Returns None if the block is ready or being written already, or if every slot is pinned or
+        Returns None if the block is already there or being written, or if all slots are pinned or
         being written.
         """
         if key in self._ready or key in self._writing:
@@ -88,7 +86,7 @@ class TierIndex:
         return slot, evicted
 
     def commit(self, key: Key) -> int:
-        """Make a block that was being written ready, and return its slot.
+        """Make a written block readable, and return its slot.
 
         It then counts as the most recently used block.
         """
@@ -102,7 +100,7 @@ class TierIndex:
         self._free(self._writing.pop(key))
 
     def pin(self, key: Key) -> int:
-        """Pin a ready block, so that its slot is not reused, and return the slot.
+        """Pin a readable block, so that its slot is not reused, and return the slot.
 
         A block may have any number of pins.
         """
@@ -113,7 +111,7 @@ class TierIndex:
         return slot
 
     def unpin(self, slot: int) -> None:
-        """Remove one pin of a slot. Without pins, its block counts as the most recently used one.
+        """Remove one pin of a slot. After the last one, its block counts as most recently used.
 
         Raises ValueError if the slot has no pin.
         """
@@ -129,14 +127,16 @@ class TierIndex:
             self._idle[slot] = None
 
     def touch(self, keys: Iterable[Key]) -> None:
-        """Mark these blocks as used now, in this order. Blocks that are not ready are skipped."""
+        """Mark these blocks as used now, in this order. Blocks that are not readable are
+        skipped.
+        """
         for key in keys:
             slot = self._ready.get(key)
             if slot is not None and slot in self._idle:
                 self._idle.move_to_end(slot)
 
     def drop(self, key: Key) -> None:
-        """Remove a ready block from the index. Its slot becomes free when its last pin is
+        """Remove a readable block from the index. Its slot is free after its last pin is
         removed.
         """
         slot = self._ready.pop(key)
@@ -147,16 +147,16 @@ class TierIndex:
             self._free(slot)
 
     def restore(self, slot: int, key: Key) -> None:
-        """Add a block that an earlier process has written. The index is otherwise empty.
+        """Add a block that an earlier process has written, before any other use of the index.
 
-        Blocks are restored in ascending order of their last use. `seal_restored()` ends this.
+        Call it in ascending order of the blocks' last use, then `seal_restored()`.
         """
         self._keys[slot] = key
         self._ready[key] = slot
         self._idle[slot] = None
 
     def seal_restored(self) -> None:
-        """Find the free slots after the last `restore()`."""
+        """Find the free slots, after the last call of `restore()`."""
         used = [slot for slot, key in enumerate(self._keys) if key is not None]
         self._fresh = used[-1] + 1 if used else 0
         self._freed = [slot for slot in range(self._fresh) if self._keys[slot] is None]

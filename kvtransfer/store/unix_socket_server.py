@@ -1,7 +1,7 @@
-"""StoreService: a store for the processes of one host, on a Unix socket.
+"""StoreService: serves a KV store to the processes of one host, on a Unix socket.
 
-Each client has a thread of its own. When a connection ends, its leases end, and a block that was
-not sent completely is discarded. So a client that is killed leaves nothing behind.
+Each client has its own thread. When a connection ends, its leases end, and a block that it has not
+sent completely is discarded. So a client that is killed leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ _DISCARD_BYTES = 1 << 16
 
 
 class StoreService:
-    """Listens on a Unix socket, and copies blocks to disk in the background.
+    """Serves a store on a Unix socket, and copies blocks to disk in the background.
 
-    Only processes of the same user are served. Raises OSError if another service has the socket.
+    Only processes of the same user are served. Raises OSError if another service uses the socket.
     """
 
     def __init__(self, store: BlockStore, path: Path) -> None:
@@ -141,7 +141,7 @@ class StoreService:
         return len(self._clients)
 
     def close(self) -> None:
-        """Cut all clients, save what is in memory, and close the store."""
+        """Disconnect all clients, save to disk what is in memory, and close the store."""
         self._stopping.set()
         _shut(self._listener)
         with self._guard:
@@ -242,7 +242,9 @@ def _lock(path: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(fd)
-        raise OSError(error.errno, f"another store listens on {path}") from None
+        raise OSError(
+            error.errno, f"another store already listens on {path}; stop it, or use another path"
+        ) from None
     return fd
 
 

@@ -1,1 +1,3 @@
-"""The two ends of a KV transfer, without I/O: offers at the source, fetches at the sink."""
+"""The logic of KV transfers without I/O: offers at the source (sender), fetches at the sink
+(receiver).
+"""

@@ -1,7 +1,7 @@
 """Decides whether an agent may fetch an offer of KV, by the offer's ticket or by its name.
 
-A sink needs the offer's ticket, unless the offer names that sink or is public. protocol/ticket.py
-defines the ticket format; source.py knows whether the offer still exists.
+An agent needs the offer's ticket, a signed permission, unless the offer names that agent or is
+public. protocol/ticket.py has the format of tickets; source.py knows which offers exist.
 """
 
 from __future__ import annotations
@@ -39,18 +39,16 @@ def may_fetch_by_name(spec: OfferSpec, agent: str) -> bool:
 
 
 class Authorizer:
-    """Issues and checks the tickets of one agent, under the fleet's `key`; used by
-    TransferSource.
-    """
+    """Issues and checks the tickets (permissions to fetch) of one agent, with the fleet's key."""
 
     def __init__(self, key: bytes, card: AgentCard, regions: Sequence[Region]) -> None:
         self._key, self._card, self._regions = key, card, regions
         self._used = SpentTickets()
 
     def issue(self, offer: LeasedOffer) -> str:
-        """Return a new ticket that is valid until the offer's lease ends.
+        """Return a new ticket (permission to fetch) that is valid until the offer's lease ends.
 
-        Raises ValueError if the names make it too long.
+        Raises ValueError if the names in it make it too long.
         """
         spec = offer.spec
         ticket = Ticket(
@@ -67,11 +65,11 @@ class Authorizer:
     def check(
         self, text: str, offer: LeasedOffer | None, name: str, sink: AgentCard, now: float
     ) -> Ticket | EndReason:
-        """Check a ticket (permission to fetch an offer) without using it.
+        """Check a ticket (permission to fetch an offer) without marking it as used.
 
-        Returns the decoded ticket, or the reason for refusing it. A valid ticket whose offer no
-        longer exists is refused as GONE. A ticket that was issued before its offer is valid even if
-        the offer does not exist yet; the caller knows whether the offer has ended.
+        Returns the decoded ticket, or the reason for refusing it. If the offer no longer exists,
+        the reason is GONE. A ticket may have been issued before its offer is made; it is then valid
+        although the offer does not exist yet.
         """
         try:
             ticket = check(self._key, text, now, epoch=self._card.epoch, sink=sink.agent)
@@ -89,9 +87,9 @@ class Authorizer:
         return ticket
 
     def spend(self, ticket: Ticket, sink: AgentCard, now: float) -> EndReason | None:
-        """Mark a ticket as used by one rank of a sink.
+        """Mark a ticket (permission to fetch) as used by one rank of the fetching engine.
 
-        Returns None, or the reason if the ticket is refused.
+        Returns None, or the reason why the ticket is refused.
         """
         try:
             self._used.spend(ticket, now, sink.rank)

@@ -1,6 +1,6 @@
-"""Measures the bandwidth to each peer: bytes of KV per second of sending, by transport. No I/O.
+"""Measures the bandwidth to each other agent, in bytes of KV per second of sending. No I/O.
 
-The gateway's policies choose a peer by this bandwidth.
+The gateway chooses engine pairs by this bandwidth.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ class BandwidthMeter:
         return {pair: n_bytes / seconds for pair, (n_bytes, seconds) in self._decayed.items()}
 
     def forget(self, peer: str) -> None:
-        """Drop the measured bandwidth of a peer that has gone for good."""
+        """Drop the measured bandwidth of an agent that will not come back."""
         for pair in [pair for pair in self._decayed if pair[0] == peer]:
             del self._decayed[pair]

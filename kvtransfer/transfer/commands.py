@@ -1,5 +1,5 @@
-"""The commands that the logic of a KV transfer returns, and that the agent executes in order under
-its lock.
+"""Commands that the logic of KV transfers returns. The agent executes them in order, under its
+lock.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ class SendMessage(msgspec.Struct, frozen=True):
 
 
 class SendInvite(msgspec.Struct, frozen=True):
-    """Command to grant another agent access to these blocks of KV, and then to invite it to
-    write.
-    """
+    """Command to let another agent write to these blocks, and then to invite it to do so."""
 
     link: Link
     invite: Invite
@@ -33,7 +31,7 @@ class SendInvite(msgspec.Struct, frozen=True):
 
 
 class AcceptGrant(msgspec.Struct, frozen=True):
-    """Command of the source to use the sink's grant of memory access on the connection."""
+    """Command of the source to use the permission by which the sink lets it write to memory."""
 
     link: Link
     transfer: int
@@ -63,10 +61,9 @@ class FenceTransfer(msgspec.Struct, frozen=True):
 
 
 class BumpGenerations(msgspec.Struct, frozen=True):
-    """Command of the source to increment the generations (owner counters) of blocks that change
-    owner.
+    """Command of the source to increment the generations (owner counters) of blocks.
 
-    The command always precedes the ResolveHandle of the blocks.
+    It precedes the command that returns these blocks to the engine.
     """
 
     blocks: NDArray[np.int64]
@@ -107,8 +104,8 @@ class EndGroup(msgspec.Struct, frozen=True):
 class ComputePlan(msgspec.Struct, frozen=True):
     """Command to run a long computation, `work`, without the agent's lock.
 
-    Its result is a function of the current time, which returns commands. The agent calls it with
-    the lock held. The state may have changed in the meantime.
+    `work` returns a function. The agent calls this function with the current time and with the lock
+    held, and it returns commands. The state may have changed since the computation began.
     """
 
     work: Callable[[], Callable[[float], list[Command]]]
@@ -137,16 +134,14 @@ _MAX_INLINE_PAIRS = 1024
 def plan_or_defer(
     blocks: int, pairs: int, work: Callable[[], Callable[[float], list[Command]]], now: float
 ) -> list[Command]:
-    """Compute a transfer plan at once if it is small; otherwise return a command to compute it
-    later.
+    """Compute a transfer plan now if it is small; otherwise return a command to compute it later.
 
-    blocks  number of blocks of the plan
-    pairs   number of rank pairs of the plan
-    work    function that computes the plan, and returns a function of the time that returns
-            commands
+    blocks  number of blocks in the plan
+    pairs   number of rank pairs in the plan
+    work    function that computes the plan; it returns a function of the time that returns commands
 
-    Returns the commands that follow from a small plan, or one ComputePlan, which runs without the
-    agent's lock.
+    For a small plan, the commands that follow from it are returned. Otherwise the result is one
+    ComputePlan, which runs without the agent's lock.
     """
     short = blocks <= _MAX_INLINE_BLOCKS and pairs <= _MAX_INLINE_PAIRS
     return work()(now) if short else [ComputePlan(work)]

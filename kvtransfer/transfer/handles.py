@@ -1,6 +1,6 @@
-"""The handles of KV offers and fetches, which an engine awaits on its event loop.
+"""The objects that represent offers and fetches of KV. An engine awaits them on its event loop.
 
-The agent changes a handle on its own threads, and LoopWaker wakes the event loop.
+The agent changes them on its own threads, and LoopWaker wakes the event loop.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from kvtransfer.protocol.outcomes import TransferOutcome
 
 
 class HandleListener(Protocol):
-    """The interface of a listener for changed handles.
+    """The interface of a function that is called when an offer or a fetch changes.
 
-    It is called on any thread with the agent's lock held.
+    It is called on any thread, with the agent's lock held.
     """
 
     def on_change(self, handle: TransferHandle) -> None: ...
 
 
 class LoopWaker:
-    """Wakes the coroutines of one event loop that wait for KV transfers.
+    """Wakes the coroutines of one event loop that wait for KV transfers, from any thread.
 
-    It may be used from any thread. All coroutines share one eventfd.
+    All of them share one eventfd.
 
-    defer  function that runs a call once the agent's lock is released. The event loop would else
-           wait for that lock as soon as it is awake
+    defer  function that runs a call after the agent's lock was released. Otherwise the event loop
+           would wake up only to wait for this lock
     """
 
     def __init__(
@@ -131,7 +131,7 @@ def _wake_all(waiters: set[asyncio.Future[None]]) -> None:
 
 
 class OfferOwner(Protocol):
-    """The interface of an agent that the handle of an offer of KV uses."""
+    """The part of an agent that an offer of KV calls."""
 
     def mark_ready(self, number: int, layers: int) -> None: ...
 
@@ -141,15 +141,15 @@ class OfferOwner(Protocol):
 
 
 class LandingOwner(Protocol):
-    """The interface of an agent that the handle of a fetch of KV uses."""
+    """The part of an agent that a fetch of KV calls."""
 
     def cancel(self, number: int, detail: str) -> None: ...
 
 
 class Offer(TransferHandle):
-    """The handle of offered KV, which one other agent may fetch once.
+    """An offer of KV, which one other agent may fetch once.
 
-    ticket  ASCII text that permits the fetch. Keep it secret: any agent that presents it may fetch
+    ticket  text that permits the fetch. Keep it secret: any agent that presents it may fetch
     """
 
     def __init__(self, owner: OfferOwner, number: int, name: str) -> None:
@@ -164,8 +164,7 @@ class Offer(TransferHandle):
         self._owner.mark_ready(self.number, layers)
 
     def renew(self, ttl_s: float) -> bool:
-        """Extend the offer's lease to `ttl_s` seconds from now, never shortening it, and renew
-        `ticket`.
+        """Extend the offer's lease to at least `ttl_s` seconds from now, and renew `ticket`.
 
         Returns False if the offer has already ended.
         """
@@ -174,7 +173,7 @@ class Offer(TransferHandle):
         return ticket is not None
 
     def revoke(self, detail: str = "") -> None:
-        """Take the offered blocks back at once, even while another agent reads them.
+        """Take the offered blocks back at once, even if another agent is reading them.
 
         The offer ends as CANCELLED.
         """
@@ -182,10 +181,10 @@ class Offer(TransferHandle):
 
 
 class Landing(TransferHandle):
-    """The handle of a fetch of KV from another agent.
+    """A fetch of KV from another agent.
 
-    layers  number of consecutive layers from layer 0 that have arrived and are verified. Once the
-            state is LANDED, all layers are valid
+    layers  number of layers, from layer 0 on, that have arrived and are verified. Once the state
+            is LANDED, all layers are valid
     """
 
     def __init__(self, owner: LandingOwner, number: int, name: str) -> None:
@@ -217,7 +216,7 @@ class Landing(TransferHandle):
         _wake_all(self._layer_waiters)
 
     def cancel(self, detail: str = "") -> None:
-        """Cancel the fetch of KV; it ends as CANCELLED once no peer can write to its blocks any
+        """Cancel the fetch. It ends as CANCELLED when no other agent can write to its blocks any
         more.
 
         Does nothing if the fetch has ended or is about to end.

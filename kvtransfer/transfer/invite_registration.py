@@ -1,7 +1,7 @@
-"""Registers memory with a network card before another agent is invited to write to it.
+"""Registers memory with a network card (RDMA) before another agent is invited to write to it.
 
-Registration runs on other threads; the invitations are sent in order. sink.py decides whether a
-fetch is still wanted, and transports/rdma/memory_grants.py registers the memory.
+Registration is slow and runs on other threads. The invitations are sent in order afterwards.
+sink.py decides whether a fetch is still wanted. transports/rdma/memory_grants.py registers memory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ log = logging.getLogger("penstock")
 class InviteRegistration:
     """Registers memory with a network card before another agent is invited to write to it.
 
-    There is one thread per link, which keeps the order of the invitations, because a source accepts
-    only growing transfer numbers.
+    There is one thread per connection, which keeps the order of the invitations. Sources require
+    this order, because they accept only increasing transfer numbers.
 
-    granted  called under the lock with an invitation and the data of its memory grant
-    failed   called under the lock with an invitation whose memory cannot be registered, and the
-             reason
+    granted  function called under the lock with an invitation and the data that permit the writes
+    failed   function called under the lock with an invitation whose memory cannot be registered,
+             and the reason
     """
 
     def __init__(

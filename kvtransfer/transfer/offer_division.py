@@ -1,8 +1,9 @@
-"""Divides one offer of KV among the ranks of a sink group, which claim their shares separately.
+"""Divides an offer of KV among the ranks of the fetching engine, which fetch their shares
+separately.
 
 The first rank that fetches divides the offer into shares, one for each rank that needs bytes of it.
-Every share is claimed, sent and ended separately and has its own lease; all of them protect the
-offer's blocks. source.py decides what follows when a share ends.
+Each share is fetched and ends separately, and has its own lease. All of them together protect the
+offer's blocks. source.py decides what happens when a share ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvtransfer.transfer.send_queue import LeasedOffer
 
 
 class OfferSharing:
-    """Divides the KV offers of one agent among the ranks of a sink group.
+    """Divides the offers of one agent among the ranks of a fetching engine.
 
     card  identity of the agent
     add   function that registers a new share and protects its blocks
@@ -28,10 +29,10 @@ class OfferSharing:
         self._numbers = count(1)
 
     def share_for(self, offer: LeasedOffer, sink: AgentCard, now: float) -> LeasedOffer | None:
-        """Return what this sink may claim of an offer: all of it, or the share of the sink's rank.
+        """Return what this agent may fetch of an offer: all of it, or the share of its rank.
 
-        Returns None if another group shares the offer, or if the lease has ended. The caller checks
-        that the result is not claimed yet.
+        Returns None if another engine has begun to fetch the offer, or if the lease has ended. The
+        caller checks that the result is not being fetched yet.
         """
         if offer.claimed_by is not None:
             is_same = offer.claimed_by == (sink.group, sink.layout)

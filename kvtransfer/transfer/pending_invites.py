@@ -1,8 +1,9 @@
-"""Invitations of sinks that wait for their offer of KV, and the names of offers that have ended. No
+"""Invitations to send KV that arrived before their offer was made, and names of ended offers. No
 I/O.
 
-The caller passes `now`, which never goes back. source.py decides who may fetch an offer, and
-answers the invitations.
+An agent may ask for KV by name before the KV is offered; its invitation then waits here. source.py
+decides who may fetch an offer, and answers the invitations. The caller passes the time `now`, which
+never decreases.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvtransfer.util.ttl_map import TtlMap
 
 
 class PendingInvite(msgspec.Struct, frozen=True):
-    """A sink's invitation to send it KV, which waits until `deadline` for the offer of that KV."""
+    """An agent's invitation to send it KV, which waits for the offer until `deadline`."""
 
     link: Link
     invite: Invite
@@ -29,9 +30,9 @@ class PendingInvite(msgspec.Struct, frozen=True):
 
 
 class PendingInvites:
-    """The invitations of sinks that wait for an offer of KV; used by TransferSource.
+    """The invitations that wait for an offer of KV.
 
-    There is one per name and sink rank, and at most AgentOptions.max_waiting_invites in total.
+    There is one per name and fetching rank, and at most AgentOptions.max_waiting_invites in total.
 
     deadline_count  number of deadlines that were set so far
     """
@@ -53,9 +54,7 @@ class PendingInvites:
         return iter(self._waiting)
 
     def next_deadline(self) -> float | None:
-        """Return a time at or before the earliest deadline of a waiting invitation; None if none
-        waits.
-        """
+        """Return a time not later than the earliest deadline of an invitation; None without any."""
         while self._deadlines and self._find(*self._deadlines[0][1:]) is None:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
@@ -64,14 +63,12 @@ class PendingInvites:
         return self._waiting.get(name, {}).get(rank)
 
     def add(self, link: Link, invite: Invite, rank: int, now: float) -> EndReason | None:
-        """Keep a sink's invitation to send it KV until the offer of that KV is made.
+        """Let an agent's invitation wait for its offer; return None, or why it is refused.
 
-        link    connection to the sink
+        link    connection to that agent
         invite  the invitation
-        rank    the sink's only rank; -1: it has all ranks
+        rank    the only rank that it serves; -1: all ranks
         now     time in seconds
-
-        Returns None, or the reason why the invitation is refused.
         """
         ended = self._ended.get(invite.name, now)
         if ended is not None:
@@ -91,7 +88,7 @@ class PendingInvites:
         return None
 
     def take_for_offer(self, name: str, now: float) -> tuple[list[PendingInvite], str | None]:
-        """Remove and return the invitations that wait for the offer `name`, which is made now.
+        """Remove and return the invitations for the offer `name`, because it is made now.
 
         The second result is the name of an agent that recently waited for this offer and gave up,
         or None.
@@ -113,12 +110,11 @@ class PendingInvites:
             del self._waiting[name]
 
     def withdraw(self, link: Link, transfer: int, agent: str | None, now: float) -> bool:
-        """Remove the invitation of a transfer that the sink no longer wants; return False if there
-        is none.
+        """Remove the invitation of a transfer that is no longer wanted; return False without one.
 
-        link      connection to the sink
-        transfer  the sink's number of the transfer
-        agent     name of the sink, if it will not want the offer later either; None: it may want it
+        link      connection to the fetching agent
+        transfer  that agent's number of the transfer
+        agent     name of that agent, if it will not want the offer later either; otherwise None
         now       time in seconds
         """
         waiting = self._names.get((link, transfer))
@@ -131,7 +127,7 @@ class PendingInvites:
         return True
 
     def mark_unwanted(self, name: str, agent: str, now: float) -> None:
-        """Record that `agent` does not want a later offer of this name.
+        """Record that `agent` will not want an offer of this name that is made later.
 
         Does nothing if an invitation waits for the name. This only saves memory and is not
         reliable: one agent is recorded per name, for a limited number of names.

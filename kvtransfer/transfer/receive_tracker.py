@@ -1,6 +1,6 @@
-"""Tracks which bytes of one KV transfer have arrived, per layer group, in any order.
+"""Tracks which bytes of one KV transfer have arrived, by group of layers, in any order.
 
-ReceiveTracker neither stores nor verifies the bytes.
+It neither stores nor verifies the bytes.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from kvtransfer.layout.reshard import TransferPlan
 
 
 class WindowError(Exception):
-    """Raised when received KV is not in the transfer's plan, has another size, or has arrived
-    before.
+    """Raised for received KV that is not in the transfer's plan, has a wrong size, or is
+    repeated.
     """
 
 
 class RepeatedWindowError(WindowError):
-    """Raised when part of received KV has arrived before.
+    """Raised for received KV of which a part has arrived before.
 
-    It is not written again, so the connection may continue.
+    It is not written again, and the connection may continue.
     """
 
 
 class ReceiveTracker:
-    """Tracks which windows (pieces) of a KV transfer have arrived; not thread-safe.
+    """Tracks which windows (pieces) of a KV transfer have arrived. Not thread-safe.
 
-    A window has begun when its header is read. It has landed when its bytes are in their blocks and
-    verified. No byte range is written twice, and only verified bytes count.
+    A window has begun when its header is read. It has landed when its bytes are written to their
+    blocks and verified. No byte range is written twice, and only verified bytes count.
     """
 
     def __init__(self, plan: TransferPlan) -> None:
@@ -40,9 +40,9 @@ class ReceiveTracker:
         self.n_bytes = 0
 
     def begin(self, group: int, pair: int, first: int, count: int, n_bytes: int) -> ByteRuns:
-        """Mark a window (piece) of KV as begun, and return the byte ranges (runs) to write.
+        """Mark a window (piece) of KV as begun, and return the byte ranges to write.
 
-        Raises WindowError; the link must then not be trusted any further.
+        Raises WindowError if it is not planned; the connection must then be closed.
         """
         try:
             runs = self.plan.runs(group, pair).cut(first, count)
@@ -56,8 +56,8 @@ class ReceiveTracker:
             )
         if not self._begun_runs.setdefault((group, pair), _Spans()).add(first, first + count):
             raise RepeatedWindowError(
-                f"the byte ranges {first} to {first + count} of group {group}, pair {pair} have "
-                "arrived before"
+                f"the byte ranges {first} to {first + count} of layer group {group}, rank "
+                f"pair {pair}, have arrived before"
             )
         self._unverified[group, pair, first, count] = n_bytes
         return runs
@@ -80,8 +80,8 @@ class ReceiveTracker:
         n_bytes = self._unverified.pop((group, pair, first, count), None)
         if n_bytes is None:
             raise WindowError(
-                f"the byte ranges {first} to {first + count} of group {group}, pair {pair} were "
-                "not begun"
+                f"the byte ranges {first} to {first + count} of layer group {group}, rank "
+                f"pair {pair}, were not begun"
             )
         self.n_bytes += n_bytes
         self._missing[group] -= n_bytes
@@ -98,7 +98,7 @@ class ReceiveTracker:
 
     @property
     def complete_layers(self) -> int:
-        """Return the number of consecutive layers from layer 0 whose bytes have all arrived and are
+        """Return the number of layers, from layer 0 on, that have arrived completely and
         verified.
         """
         return self.plan.complete_layers(self._groups_in_order)

@@ -1,4 +1,6 @@
-"""Limits the bytes of KV that are in flight to one peer (send credits). No I/O."""
+"""Limits the bytes of KV that are in flight to one agent: sent, but not yet reported as
+received.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,14 @@ _URGENT_FACTOR = 4
 
 
 def in_flight_limit(budget_bytes: int, window_bytes: int, priority: Priority) -> int:
-    """Return how many bytes may be in flight to a peer when a transfer's next window is sent.
+    """Return how many bytes may be in flight when the next window (piece) of a transfer is sent.
 
-    budget_bytes  the sink's limit
+    budget_bytes  limit of the receiving agent
     window_bytes  maximum size of the transfer's windows
 
-    Interactive transfers use the whole limit, others a quarter but at least two windows: an urgent
-    transfer waits for what is in flight. Both ends compute the same.
+    Interactive transfers may use the whole limit. Others may use a quarter of it, but at least two
+    windows, because an urgent transfer must wait for what is in flight. Both agents compute the
+    same number.
     """
     if priority is Priority.INTERACTIVE:
         return budget_bytes
@@ -23,10 +26,10 @@ def in_flight_limit(budget_bytes: int, window_bytes: int, priority: Priority) ->
 
 
 class SendCredits:
-    """A limit on the bytes of KV that are in flight to one peer.
+    """A limit on the bytes of KV that are in flight to one agent. Not thread-safe.
 
-    Sending a window (piece of KV) takes credit for its bytes; their arrival returns it. A window
-    larger than the whole limit is sent when nothing else is in flight. Not thread-safe.
+    A window (piece of KV) takes credit when it is sent, and gives it back when it has arrived. A
+    window that is larger than the limit is sent when nothing else is in flight.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -37,9 +40,9 @@ class SendCredits:
         self._by_transfer: dict[int, int] = {}
 
     def try_acquire(self, transfer: int, n_bytes: int, limit_bytes: int | None = None) -> bool:
-        """Take send credit for `n_bytes` bytes of a transfer, if there is enough.
+        """Take credit for `n_bytes` bytes of a transfer, and return whether there was enough.
 
-        `limit_bytes` replaces the whole limit for this window. Returns whether it was taken.
+        limit_bytes  limit for this window, instead of the whole limit
         """
         limit = self.budget_bytes if limit_bytes is None else limit_bytes
         if self.in_flight_bytes and self.in_flight_bytes + n_bytes > limit:

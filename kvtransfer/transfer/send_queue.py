@@ -1,4 +1,4 @@
-"""The windows (pieces of KV) that are sent to one agent, with their order and their memory.
+"""The windows (pieces of KV) to send to one agent, and their order.
 
 The main classes are LeasedOffer and SendQueue. source.py decides whether an offer may be fetched.
 """
@@ -32,13 +32,13 @@ _MAX_TICKETS = 8
 class OfferSpec(msgspec.Struct, frozen=True):
     """An engine's offer of the KV of `tokens` tokens, which is stored in `blocks`.
 
-    ready_layers  number of layers that are computed already
+    ready_layers  number of layers that are already computed
     ttl_s         seconds until the lease ends
     sink          the only agent that may fetch the KV, with a ticket or by name; None: any agent
                   with a ticket
     public        whether any agent may also fetch the KV by name
     nonce         16 random bytes for the first ticket
-    order         the indices that sort `blocks`, computed here
+    order         indices that sort `blocks`, computed here
     distinct      the distinct block numbers, computed here
     """
 
@@ -59,21 +59,21 @@ class OfferSpec(msgspec.Struct, frozen=True):
 
 
 class LeasedOffer:
-    """An offer of KV and the lease that protects its blocks.
+    """An offer of KV, with the lease that protects its blocks from reuse.
 
-    generations    the blocks' generations (owner counters) per rank, when the offer was made
-    sorted_blocks  its block numbers in order, for a fast search per window
+    generations    the blocks' generations (owner counters) per rank when the offer was made
+    sorted_blocks  its block numbers in ascending order, for fast searches
     lease          the lease; setting one that has ended clears `lease_flag`
     lease_flag     uint32 array (1,): 1 until the lease ends, for native code
     nonces         nonces of its latest tickets
-    link           connection to the sink that has claimed the offer; None: it is unclaimed
-    transfer       that sink's number of the transfer
-    plan           the transfer plan; the claim is complete once it is set
-    shares         the ranks' parts of the offer by rank of the sink's group, once a rank has
-                   claimed its part (offer_division.py)
-    claimed_by     the group that shares the offer, and that group's layout
-    whole          if this is one rank's part: the whole offer; otherwise None
-    rank           if this is one rank's part: the rank that may claim it; otherwise -1
+    link           connection to the agent that fetches it; None: it is not being fetched
+    transfer       that agent's number of the transfer
+    plan           the transfer plan; None until it is computed
+    shares         parts of the offer by rank of the fetching engine, once a rank has fetched
+                   (offer_division.py)
+    claimed_by     the engine that shares the offer among its ranks, and its layout
+    whole          for one rank's part: the whole offer; otherwise None
+    rank           for one rank's part: the rank that may fetch it; otherwise -1
     """
 
     __slots__ = (
@@ -127,8 +127,9 @@ class LeasedOffer:
 
     @property
     def is_unclaimed(self) -> bool:
-        """Return whether no agent has fetched any part of the offer; False for a rank's share of an
-        offer.
+        """Return whether no part of the offer is being fetched or was fetched.
+
+        Returns False for one rank's part of an offer.
         """
         return self.plan is None and self.claimed_by is None and self.whole is None
 
@@ -149,7 +150,7 @@ class LeasedOffer:
     def peek(self) -> WindowHead | None:
         """Return the header of the next window (piece of KV) to send.
 
-        Returns None if no more is computed yet, or all have been sent.
+        Returns None if all have been sent, or if the next layers are not computed yet.
         """
         if self.head is None:
             self.head = next(self.windows, None)
@@ -159,8 +160,8 @@ class LeasedOffer:
 class ThroughputMeter:
     """Measures how fast KV is sent, counting only the time in which bytes are in flight.
 
-    A measurement ends when no bytes are in flight, or after `most_s` seconds. `on_measured` is then
-    called with its bytes and seconds.
+    When no bytes are in flight, or after `most_s` seconds, `on_measured` is called with the bytes
+    and seconds.
     """
 
     def __init__(self, on_measured: Callable[[int, float], None], most_s: float = 0.1) -> None:
@@ -169,14 +170,14 @@ class ThroughputMeter:
         self._bytes = 0
 
     def start(self, now: float) -> None:
-        """Start a busy period, in which bytes are in flight, at `now`, unless one has begun."""
+        """Start to measure at the time `now`, unless a measurement has already begun."""
         if self._since is None:
             self._since = now
 
     def count(self, n_bytes: int, now: float, *, idle: bool) -> None:
         """Count bytes of KV that the receiving agent has received.
 
-        `idle` is whether no other bytes are in flight, which ends the busy period.
+        idle  whether no other bytes are in flight, which ends the measurement
         """
         self._bytes += n_bytes
         if self._since is None or not (idle or now - self._since > self._most_s):
@@ -187,11 +188,11 @@ class ThroughputMeter:
 
 
 class SendQueue:
-    """The pieces of KV (windows) that are sent to one agent over one connection.
+    """The windows (pieces of KV) to send to one agent over one connection.
 
-    claimed  the offers that the peer has claimed, by transfer number
-    newest   the latest transfer number. Numbers only grow, so a late message about an old transfer
-             is never mistaken for one about a new transfer
+    claimed  the offers that the agent is fetching, by number of the transfer
+    newest   the latest number of a transfer. Numbers only grow, so a late message about an old
+             transfer is never mistaken for one about a new transfer
     """
 
     def __init__(
@@ -225,16 +226,14 @@ class SendQueue:
         offer.link, offer.transfer = None, 0
 
     def claim(self, offer: LeasedOffer, plan: TransferPlan, window_bytes: int) -> None:
-        """Record the plan by which an offer is sent to its sink, and cut it into pieces of this
-        size.
-        """
+        """Record the plan by which an offer is sent, and divide it into windows of this size."""
         offer.plan, offer.window_bytes = plan, window_bytes
         offer.windows = _windows(offer, plan)
 
     def release(self, offer: LeasedOffer, now: float, *, landed: bool) -> None:
-        """Remove an offer that has ended from the queue, and give back its send credit.
+        """Remove an offer that has ended, and free its bytes in flight for other transfers.
 
-        `landed` is whether the sink has received all of it.
+        landed  whether the receiving agent has received all of it
         """
         del self.claimed[offer.transfer]
         self._turns.remove(offer.transfer)
@@ -242,7 +241,7 @@ class SendQueue:
         self._flow.count(left if landed else 0, now, idle=not self.credits.in_flight_bytes)
 
     def put_back(self, transfer: int, n_bytes: int, now: float) -> None:
-        """Give back the send credit of bytes that the peer has received.
+        """Record that the receiving agent has received bytes, so that more may be sent.
 
         Raises ValueError if these bytes were not in flight.
         """
@@ -257,8 +256,8 @@ class SendQueue:
     def next_windows(self, now: float) -> list[PutWindow]:
         """Return the windows (pieces of KV) to send now, in order of urgency.
 
-        The peer's send credit limits them. So does a number of about MAX_RUNS byte ranges, because
-        other connections wait meanwhile. The method is called again when credit is returned.
+        The limit on bytes in flight applies. At most about MAX_RUNS byte ranges are returned,
+        because other connections wait in the meantime. Call again when bytes have been received.
         """
         puts: list[PutWindow] = []
         runs = 0
@@ -297,11 +296,10 @@ class SendQueue:
 
 
 def blocks_of(runs: ByteRuns, block_bytes: int) -> NDArray[np.int64]:
-    """Return the numbers of the KV blocks that these byte ranges read, in order.
+    """Return the numbers of the blocks that these byte ranges read, in order.
 
-    A number that follows itself is left out. Valid only where blocks are outermost in memory.
-    Otherwise a run's offset does not give its block, and a window depends on all blocks of its
-    offer.
+    Equal neighbours are returned once. This is valid only if blocks are the outermost dimension in
+    memory. Otherwise an offset does not identify a block.
     """
     if runs.count == 1:
         begin, size = runs.src.item(), runs.length.item()

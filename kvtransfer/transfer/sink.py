@@ -1,9 +1,10 @@
-"""The logic of the sink: an agent's fetches of KV, from `fetch` until no peer can write any more.
+"""The logic of the sink, the receiving agent: its fetches of KV, until their blocks are free again.
 
-    WAITING -> INVITED -> MOVING -> FENCING -> gone
+    WAITING -> INVITED -> MOVING -> FENCING -> removed
 
-No I/O: events and the time go in, commands come out. All races of the receiving side are decided
-here. Transports move the bytes; agent.py has the clock, the lock and the engine's handles.
+In the last state, the transport stops all writes to the fetch's blocks. All races of the receiving
+side are decided here, without I/O: events and the time go in, commands come out. agent.py has the
+clock, the lock and the engine's objects.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ from kvtransfer.util.agent_options import AgentOptions
 
 
 class FetchRequest(msgspec.Struct, frozen=True):
-    """An engine's request to fetch tokens [skip_tokens, tokens) of a KV offer into `blocks`.
+    """An engine's request to fetch tokens [skip_tokens, tokens) of an offer into `blocks`.
 
-    `address` is that of the source's agent, `name` that of the offer.
+    address  address of the agent that offers the KV
+    name     name of the offer
     """
 
     address: str
@@ -76,10 +78,10 @@ class FetchRequest(msgspec.Struct, frozen=True):
 class SinkState(StrEnum):
     """The states of a fetch of KV.
 
-    WAITING  the fetch waits for a connection to the peer
-    INVITED  the peer may write into the blocks
-    MOVING   the peer is writing into the blocks
-    FENCING  the fetch has ended, but the peer may still be writing
+    WAITING  the fetch waits for a connection to the other agent
+    INVITED  the other agent may write into the blocks
+    MOVING   the other agent is writing into the blocks
+    FENCING  the fetch is over, but a late write may still arrive; the blocks are not free yet
     """
 
     WAITING = "waiting"
@@ -128,11 +130,11 @@ class BlockReservation:
 
 
 class TransferSink:
-    """The KV fetches of one agent, by a number that the caller gives and that messages carry.
+    """The fetches of one agent, by a number that the caller chooses and that messages contain.
 
-    rank            the only rank of the layout that `regions` has; None: all
-    deadline_count  number of deadlines that were set; while it is constant, `next_deadline` does
-                    not become earlier
+    rank            the only rank whose memory `regions` has; None: all ranks
+    deadline_count  number of deadlines that were set; as long as it does not change,
+                    `next_deadline` does not become earlier
     """
 
     def __init__(
@@ -205,13 +207,13 @@ class TransferSink:
         now: float,
         rank: int | None = None,
     ) -> list[Command]:
-        """Invite a newly connected agent to write KV, for all fetches that waited for it.
+        """Send the invitations of all fetches that waited for a connection to this agent.
 
         address  address that the fetches named
         link     the connection
-        layout   KV layout of the other agent's group
+        layout   KV layout of the other agent's engine
         agent    name of the other agent
-        rank     the only rank that it has; None: all
+        rank     the only rank that it serves; None: all ranks
         """
         self._links[address] = (link, layout, agent, rank)
         if address in self._members:
@@ -241,13 +243,13 @@ class TransferSink:
         return ended + self._lose_member(address, detail or reason)
 
     def retire_link(self, link: Link) -> None:
-        """Start no new transfers on a connection that will end soon; let current ones finish."""
+        """Start no new fetches on a connection that will end soon; running ones continue."""
         self._links = {
             address: there for address, there in self._links.items() if there[0] is not link
         }
 
     def on_lost(self, link: Link, reason: EndReason, detail: str, now: float) -> list[Command]:
-        """End all fetches of a lost connection, once no writer of the other agent is active."""
+        """End all fetches of a lost connection, after all writes to their blocks have stopped."""
         self.retire_link(link)
         affected = [
             reservation for reservation in self._reservations.values() if reservation.link is link
@@ -260,7 +262,7 @@ class TransferSink:
         return ended + self._lose_member(self._member_links.pop(link, None), detail or reason)
 
     def cancel(self, number: int, reason: EndReason, detail: str, now: float) -> list[Command]:
-        """End a KV fetch as failed or cancelled; do nothing if it has already ended."""
+        """End a fetch as failed or cancelled. Does nothing if it has already ended."""
         reservation = self._reservations.get(number)
         return [] if reservation is None else self._end(reservation, reason, detail, now)
 
@@ -281,14 +283,14 @@ class TransferSink:
         return commands
 
     def on_accept(self, link: Link, message: Accept, now: float) -> list[Command]:
-        """Begin to receive KV that the source sends. Raises ProtocolError if it was not invited."""
+        """Begin to receive KV for an invitation. Raises ProtocolError if there was none."""
         reservation = self._find(link, message.transfer)
         if reservation is None or reservation.state is SinkState.FENCING:
             return []
         if reservation.state is not SinkState.INVITED:
             raise ProtocolError(
-                f"transfer {message.transfer} cannot be accepted by its source, because it is "
-                f"{reservation.state}"
+                f"the source accepted transfer {message.transfer}, which it may not do in the "
+                f"state {reservation.state}"
             )
 
         def work() -> Callable[[float], list[Command]]:
@@ -321,7 +323,7 @@ class TransferSink:
         return []
 
     def on_stop(self, link: Link, message: StopTransfer, now: float) -> list[Command]:
-        """End a KV fetch that the source has stopped. Raises ProtocolError for LANDED."""
+        """End a fetch that the source has stopped. Raises ProtocolError for reason LANDED."""
         if message.reason is EndReason.LANDED:
             raise ProtocolError(
                 "a source of KV may not report that bytes have landed; only the sink may"
@@ -332,10 +334,10 @@ class TransferSink:
         return self._end(reservation, message.reason, message.detail, now, tell=False)
 
     def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
-        """Return where to write an arriving window (piece of KV); None means to discard it.
+        """Return where to write an arriving window (piece of KV), or None to discard it.
 
-        A window is written once, as planned, and only while its transfer is moving. Raises
-        WindowError for a window outside the plan; call `on_bad_window` then.
+        A window is written once, as planned, and only while its fetch is in the state MOVING.
+        Raises WindowError for a window outside the plan; call `on_bad_window` then.
         """
         reservation = self._find_moving(link, head.transfer)
         if reservation is None or reservation.tracker is None or reservation.plan is None:
@@ -374,7 +376,7 @@ class TransferSink:
         return [(after, self._slice(moving, after, runs)) for after, runs in following]
 
     def on_bad_window(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
-        """End a fetch whose source has another plan, because the missing bytes would never come."""
+        """End a fetch whose source has another plan, so that missing bytes would never come."""
         reservation = self._find_moving(link, transfer)
         return (
             [] if reservation is None else self._end(reservation, EndReason.PROTOCOL, detail, now)
@@ -383,7 +385,7 @@ class TransferSink:
     def on_landed(
         self, link: Link, head: WindowHead, verdict: WindowVerdict, now: float
     ) -> list[Command]:
-        """Count a piece of KV that has arrived, or end its fetch if it must not be used."""
+        """Record a window (piece of KV) that has arrived, or end its fetch if it cannot be used."""
         reservation = self._find_moving(link, head.transfer)
         if reservation is None or reservation.tracker is None:
             return []
@@ -405,14 +407,14 @@ class TransferSink:
         return [*commands, SendMessage(link, done), FenceTransfer(link, head.transfer)]
 
     def on_fenced(self, link: Link, transfer: int, now: float) -> list[Command]:
-        """End a fetch and return its blocks, because no peer can write to them any more."""
+        """End a fetch and free its blocks, because no other agent can write to them any more."""
         reservation = self._find(link, transfer)
         if reservation is None or reservation.state is not SinkState.FENCING:
             return []
         return self._resolve(reservation, now)
 
     def on_all_fenced(self, now: float) -> list[Command]:
-        """End every fetch that is about to end, because all transports and threads have ended."""
+        """End every fetch that waits for the end of writes, because all transports have ended."""
         fencing = [
             reservation
             for reservation in self._reservations.values()
@@ -421,7 +423,7 @@ class TransferSink:
         return [command for reservation in fencing for command in self._resolve(reservation, now)]
 
     def confirm_invite(self, link: Link, transfer: int) -> bool:
-        """Return whether an invitation is still wanted; if so, the caller must send it."""
+        """Return whether a fetch still wants its invitation, which the caller then sends."""
         reservation = self._find(link, transfer)
         if reservation is None or reservation.state is SinkState.FENCING:
             return False

@@ -1,7 +1,8 @@
-"""The source's logic: an agent's offers of KV, and the leases that protect their blocks. No I/O.
+"""The logic of the source, the sending agent: its offers of KV, and their leases.
 
-Events and the time go in, commands come out. All races of the sending side are decided here.
-Transports move the bytes; agent.py has the clock, the lock and the engine's handles.
+A lease protects the blocks of an offer from reuse. All races of the sending side are decided here,
+without I/O: events and the time go in, commands come out. Transports move the bytes. agent.py has
+the clock, the lock and the engine's objects.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ from kvtransfer.util.agent_options import AgentOptions
 
 
 class TransferSource:
-    """The KV offers of one agent. The caller numbers them; `key` is the fleet's shared secret."""
+    """The KV offers of one agent, by a number that the caller chooses.
+
+    key  the fleet's shared secret, for tickets
+    """
 
     def __init__(
         self,
@@ -91,7 +95,7 @@ class TransferSource:
         return {**counts, "waiting_invitations": len(self._pending_invites)}
 
     def unclaimed_s(self, now: float) -> float:
-        """Return the seconds that offered KV has waited to be fetched, summed over all offers."""
+        """Return the total seconds that all offers have waited to be fetched."""
         offers = self._offers.values()
         waiting = [now - offer.started_at for offer in offers if offer.is_unclaimed]
         return self._stats.unclaimed_s + sum(waiting)
@@ -106,7 +110,7 @@ class TransferSource:
         return self._set_deadlines + self._pending_invites.deadline_count
 
     def next_deadline(self) -> float | None:
-        """Return a time at or before the next deadline, at which `tick` is due, or None."""
+        """Return when to call `tick`: at or before the next deadline; None without one."""
         while self._deadlines and self._deadlines[0][1] not in self._offers:
             heapq.heappop(self._deadlines)
         waiting = self._pending_invites.next_deadline()
@@ -115,11 +119,10 @@ class TransferSource:
         return self._deadlines[0][0] if waiting is None else min(self._deadlines[0][0], waiting)
 
     def offer(self, number: int, spec: OfferSpec, now: float) -> tuple[str, list[Command]]:
-        """Protect the blocks of an offer until they are fetched; return the offer's ticket, and
-        commands to execute.
+        """Protect the blocks of an offer from reuse; return its ticket, and commands to execute.
 
-        An offer whose sink has stopped waiting for it ends at once, because no sink would fetch it.
-        Raises ValueError for an invalid offer.
+        If the agent that wanted the offer has given up, the offer ends at once. Raises ValueError
+        for an invalid offer.
         """
         self._check(spec)
         generations = [region.generations_of(spec.blocks) for region in self._regions]
@@ -173,23 +176,23 @@ class TransferSource:
         return offer.ticket
 
     def revoke(self, number: int, reason: EndReason, detail: str, now: float) -> list[Command]:
-        """End an offer of KV at once; agents that still read it then find its blocks stale."""
+        """End an offer at once. Agents that are still reading notice that its blocks changed."""
         offer = self._offers.get(number)
         return [] if offer is None else self._end(offer, reason, detail, now)
 
     def fail_rank(self, detail: str, now: float) -> list[Command]:
-        """End all KV offers and refuse new ones until `join_group`: the group has lost a rank."""
+        """End all offers and refuse new ones until `join_group`: the engine has lost a rank."""
         self._lost_rank = detail
         numbers = list(self._offers)
         ends = (self.revoke(number, EndReason.RANK_LOST, detail, now) for number in numbers)
         return list(chain.from_iterable(ends))
 
     def join_group(self) -> None:
-        """Accept KV offers again, after they were refused because a rank of the group was lost."""
+        """Accept offers again, after they were refused because a rank of the engine was lost."""
         self._lost_rank = None
 
     def decline(self, name: str, detail: str, now: float) -> list[Command]:
-        """Report to agents that wait for an offer of this name that it will not come."""
+        """Inform agents that wait for an offer of this name that it will not be made."""
         if name not in self._names:
             self._pending_invites.mark_ended(name, EndReason.DECLINED, now)
         return self._refuse_waiting(name, EndReason.DECLINED, detail)
@@ -243,9 +246,9 @@ class TransferSource:
         return commands
 
     def on_invite(self, link: Link, invite: Invite, now: float) -> list[Command]:
-        """Answer a sink's invitation to send KV, or let it wait for the offer of that KV.
+        """Answer an agent's invitation to send KV, or let it wait until the KV is offered.
 
-        Raises ProtocolError if its transfer number is not new.
+        Raises ProtocolError if its transfer number is not higher than earlier ones.
         """
         send_queue = self._send_queues[link]
         if invite.transfer <= send_queue.newest:
@@ -292,9 +295,9 @@ class TransferSource:
         )
 
     def on_unwanted(self, link: Link, message: Unwanted, now: float) -> list[Command]:
-        """End an offer of KV whose sink gave up before it sent an invitation.
+        """End an offer, because the agent that wanted it gave up before it sent an invitation.
 
-        The message is ignored if that sink may not fetch it.
+        The message is ignored from an agent that may not fetch the offer.
         """
         card, offer = self._send_queues[link].card, self._names.get(message.name)
         agent = card.agent
@@ -313,7 +316,10 @@ class TransferSource:
         )
 
     def on_landed(self, link: Link, message: Landed, now: float) -> list[Command]:
-        """End a KV transfer that the sink reports complete. Raises ProtocolError if it is not."""
+        """End a transfer that the receiving agent reports as complete.
+
+        Raises ProtocolError if not all of its bytes were sent.
+        """
         offer = self._send_queues[link].claimed.get(message.transfer)
         if offer is None:
             return []
@@ -324,9 +330,9 @@ class TransferSource:
         return self._end(offer, EndReason.LANDED, "", now, tell=False)
 
     def on_credit(self, link: Link, message: Credit, now: float) -> list[Command]:
-        """Give back send credit, because the sink has received bytes of KV, and send more.
+        """Send more KV, because the receiving agent has received bytes that were in flight.
 
-        Raises ProtocolError for more credit than was taken.
+        Raises ProtocolError if it reports more bytes than were in flight.
         """
         send_queue = self._send_queues[link]
         if message.transfer not in send_queue.claimed:
@@ -338,12 +344,12 @@ class TransferSource:
         return self._pump(send_queue, now)
 
     def on_bad_grant(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
-        """End a KV transfer whose grant of memory access the transport cannot use."""
+        """End a transfer, because the transport cannot use the receiver's permission to write."""
         offer = self._send_queues[link].claimed.get(transfer)
         return [] if offer is None else self._end(offer, EndReason.PROTOCOL, detail, now)
 
     def on_beat(self, link: Link, now: float) -> None:
-        """Renew the leases that a sink has claimed, because it sent a heartbeat."""
+        """Renew the leases of all offers that an agent is fetching, because it sent a heartbeat."""
         for offer in self._send_queues[link].claimed.values():
             self._renew(offer, now + offer.spec.ttl_s, now)
 

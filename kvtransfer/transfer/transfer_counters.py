@@ -1,4 +1,4 @@
-"""The counters of an agent's KV transfers, which metrics read."""
+"""The counters of an agent's KV transfers, which become metrics."""
 
 from __future__ import annotations
 

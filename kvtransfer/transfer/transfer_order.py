@@ -31,10 +31,10 @@ class Priority(IntEnum):
 
 
 class QueuedTransfer(msgspec.Struct, frozen=True):
-    """A transfer whose KV is waiting to be sent.
+    """A transfer that waits to send KV.
 
-    deadline  time by which the transfer should end, in seconds on the owner's clock
-    since     time at which the transfer began to wait, on the same clock
+    deadline  time at which the transfer should be complete, in seconds on the owner's clock
+    since     time at which it began to wait, on the same clock
     """
 
     transfer: int
@@ -46,8 +46,8 @@ class QueuedTransfer(msgspec.Struct, frozen=True):
 class TransferOrder:
     """A queue of KV transfers, ordered by priority, then earliest deadline, then longest wait.
 
-    Every `promote_s` seconds of waiting raise a transfer's priority by one level. So every transfer
-    is sent at some time.
+    After each `promote_s` seconds of waiting, a transfer's priority rises by one level. So no
+    transfer waits for ever.
     """
 
     def __init__(self, promote_s: float = 0.5) -> None:

@@ -1,7 +1,7 @@
-"""Forecasts in which order the windows (pieces of KV) of a transfer arrive at its sink.
+"""Predicts in which order the windows (pieces of KV) of a transfer arrive.
 
-Both ends compute the same plan, and a source sends its windows in order. A wrong forecast costs
-time only: sink.py checks every window when it has arrived.
+Both agents compute the same plan, and windows are sent in order. A wrong prediction only costs
+time: sink.py checks every window when it has arrived.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class WindowForecast:
     def following(
         self, head: WindowHead, tracker: ReceiveTracker, most: int, most_bytes: int
     ) -> list[tuple[WindowHead, ByteRuns]]:
-        """Return at most `most` windows behind the one with this header, and what they fill.
+        """Return at most `most` windows that follow the one with this header, and where they go.
 
-        They are of its layer group or the next one, whose plan is cached, and have at most
-        `most_bytes` together with it. None of them has begun.
+        They belong to its layer group or the next one, and none of them has begun. All windows
+        together, including the given one, have at most `most_bytes` bytes.
         """
         windows: list[tuple[WindowHead, ByteRuns]] = []
         left = most_bytes - head.n_bytes

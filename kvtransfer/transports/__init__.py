@@ -1,3 +1,1 @@
-"""KV transports, which move bytes from one agent's memory into another's: inproc, shm, tcp,
-rdma.
-"""
+"""KV transports, which copy bytes from one agent's memory to another's: inproc, shm, tcp, rdma."""

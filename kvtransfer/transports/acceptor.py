@@ -1,7 +1,6 @@
-"""Accepts connections of a stream transport in a thread, and keeps the transport's open
-connections.
+"""Accepts the connections of a transport in a thread, and keeps the open ones.
 
-tcp.py and shm.py turn a socket into a link.
+tcp.py and shm.py make a link (connection between agents) of a socket.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ L = TypeVar("L", bound=StreamLink)
 def accepted_sockets(
     listener: socket.socket, closed: threading.Event
 ) -> Iterator[tuple[socket.socket, Any]]:
-    """Accept connections until the event `closed` is set, and yield each socket with its address.
+    """Accept connections until the event `closed` is set, and yield (socket, address) of each.
 
-    The caller must then close `listener`. After any other error (no file descriptor left, the peer
-    has gone, the network is down) the function waits a moment and continues.
+    After an error, such as no free file descriptor, it waits a moment and continues. The caller
+    must close `listener` at the end.
     """
     while not closed.is_set():
         try:
@@ -46,10 +45,10 @@ def accepted_sockets(
 
 
 class LinkAcceptor(Generic[L]):
-    """Accepts connections in a thread, and keeps the open ones (links).
+    """Accepts connections in a thread, and keeps the open links (connections between agents).
 
-    `make` builds a link that is not open yet. It may refuse the connection by raising
-    TransportError or OSError.
+    make  function that makes a link of a socket. It can raise TransportError or OSError to refuse
+          the connection
     """
 
     def __init__(self, make: Callable[[socket.socket, LinkOwner, str], L]) -> None:
@@ -151,6 +150,7 @@ class LinkAcceptor(Generic[L]):
         if len(self._links) >= _MOST_LINKS:
             sock.close()
             raise TransportError(
-                f"a connection is refused, because there are {_MOST_LINKS} links already"
+                f"a connection was refused, because this agent already has {_MOST_LINKS} "
+                "connections"
             )
         self.add(sock, peer, dialled=False)

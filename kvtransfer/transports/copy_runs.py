@@ -1,6 +1,6 @@
-"""Copies many byte ranges (runs) within one machine's memory, with few interpreter steps for each.
+"""Copies many byte ranges within one machine's memory, with few interpreter steps for each.
 
-shm.py decides whose memory is copied, and when.
+shm.py decides which memory is copied, and when.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Bytes = NDArray[np.uint8]
 
 
 def are_within(region: Region, offsets: Offsets, lengths: Offsets) -> bool:
-    """Return whether all byte ranges (runs) have a positive length and lie within the region."""
+    """Return whether all byte ranges have a positive length and lie within the region."""
     if len(lengths) == 1:
         offset, length = offsets.item(), lengths.item()
         return offset >= 0 and length > 0 and offset + length <= region.bytes.size
@@ -48,9 +48,9 @@ def split_by_bytes(runs: ByteRuns, step_bytes: int) -> Iterator[ByteRuns]:
 
 
 def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: ByteRuns) -> None:
-    """Copy every byte range (run) from `source` to `sink`, which contain all of them.
+    """Copy every byte range from `source` to `sink`.
 
-    The caller must have checked that with `are_within`.
+    The caller must have checked with `are_within` that both contain all of them.
     """
     length = runs.length.item(0)
     if length < _LARGE and runs.count > 2 and _is_regular(source, sink, runs, length):
@@ -86,10 +86,9 @@ def _copy_regular(
 
 
 def is_fine_grained(runs: ByteRuns, n_bytes: int) -> bool:
-    """Return whether byte ranges are so many and so short that a copy to one buffer first saves
-    time.
+    """Return whether byte ranges should be copied to one buffer first, because that is faster.
 
-    `n_bytes` is the sum of their lengths.
+    This is so if they are many and short. `n_bytes` is the sum of their lengths.
     """
     return runs.count >= _MANY and n_bytes < runs.count * _FINE
 
@@ -101,10 +100,9 @@ def gather(
     into: Bytes,
     on_part: Callable[[Bytes], object],
 ) -> None:
-    """Copy these byte ranges (runs) of `source` one after another to `into`, which has their total
-    size.
+    """Copy byte ranges of `source` one after another to `into`, which has their total size.
 
-    `on_part` is called with every part while it is in the processor's cache.
+    `on_part` is called with each copied part, while it is in the processor's cache.
     """
     for cells, rows, begin, end in _in_cells(source, offsets, lengths):
         part = into[begin:end]

@@ -1,8 +1,8 @@
 """A KV transport between agents of one process, with simulated bandwidth, latency and faults.
 
-The main classes are Inproc and InprocWire. On a VirtualClock it is a seeded simulation; on a
-ThreadClock without latency it is the fastest transport. Real bytes are copied between regions, in
-two steps with time between them, so the same races are possible as over other transports.
+On a VirtualClock, it is a simulation with a random seed. On a ThreadClock without latency, it is
+the fastest transport. Real bytes are copied, in two steps with time between them. So the same races
+can occur as with other transports. The main classes are Inproc and InprocWire.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TRICKLE_S = 0.02
 
 
 class WireConditions(msgspec.Struct, frozen=True):
-    """The simulated behaviour of a network; probabilities (0 to 1) are per window (piece of KV).
+    """The simulated behaviour of a network. Probabilities (0 to 1) are per window (piece of KV).
 
     latency_s    seconds that every message takes
     bytes_per_s  bandwidth; None: as fast as memory
@@ -44,8 +44,9 @@ class WireConditions(msgspec.Struct, frozen=True):
     duplicate    probability that the window arrives twice
     delay        probability that later windows arrive before it
     delay_s      maximum seconds of such a delay
-    sever        probability that the link breaks instead of delivering the window
-    fence_s      maximum seconds that a fence takes; until then, windows in transit are written
+    sever        probability that the connection breaks instead of delivering the window
+    fence_s      maximum seconds that a fence (stop of all writes) takes; until then, windows that
+                 are on the way are still written
     """
 
     latency_s: float = 0.0
@@ -148,7 +149,7 @@ class InprocWire:
 class WireClock:
     """The clock of one agent on the simulated network.
 
-    It stops while the agent is frozen, and for good when the agent is killed.
+    It stops while the agent is frozen, and for ever when the agent is killed.
     """
 
     def __init__(self, wire: InprocWire, address: Callable[[], str]) -> None:
@@ -168,7 +169,7 @@ class WireClock:
 class Inproc:
     """The KV transport of one agent on the simulated network.
 
-    Its agent uses `agent_clock`, so that it can be frozen and killed.
+    The agent must use the clock `agent_clock`, so that it can be frozen and killed.
     """
 
     name = "inproc"
@@ -218,7 +219,7 @@ class _Arrival:
 class InprocLink:
     """One end of a simulated connection (link) between two agents of this process.
 
-    Except for the queue, only the network's clock uses it, one call at a time.
+    Except for the queue, it is only used by calls of the network's clock, one at a time.
     """
 
     transport = "inproc"
@@ -273,7 +274,7 @@ class InprocLink:
             )
 
     def reset(self) -> None:
-        """End this side of the simulated connection as if its process had died."""
+        """End this side of the simulated connection, as if its process had died."""
         self._closed = True
         self._wire.deliver(
             self._end.address, self.peer, lambda: self.far.on_far_closed("connection reset")
@@ -289,7 +290,7 @@ class InprocLink:
         self._leave()
 
     def notify_owner(self, tell: Callable[[LinkOwner], None]) -> None:
-        """Call `tell` with the owner of this end of the connection, unless this end is closed."""
+        """Call `tell` with the owner of this end of the connection. Does nothing after a close."""
         if not self._closed and self._end.owner is not None:
             self.received_bytes += 1
             tell(self._end.owner)

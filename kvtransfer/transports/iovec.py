@@ -1,8 +1,11 @@
-"""Scatter/gather I/O: sockets read into and write from many pieces of memory without a copy.
+"""Scatter/gather I/O: reads from a socket into many pieces of memory, or writes them, without a
+copy.
 
-Iovecs are rows of a numpy array, so a transfer of a thousand pieces needs no Python object per
-piece. readv and writev of libc take them directly, and release the interpreter lock. Only this
-module handles addresses. The main class is MemoryPieces.
+The pieces are iovecs, pairs of address and length, which are rows of a numpy array. So a transfer
+of a thousand pieces needs no Python object for each. The C functions readv and writev use the rows
+directly, and release the interpreter lock. Only this module handles addresses.
+
+The main class is MemoryPieces.
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ _PYBUF_WRITE = 0x200
 
 
 def vectors_at(address: int, count: int) -> list[memoryview]:
-    """Return a memoryview of the memory that each of the `count` iovecs at `address` names.
+    """Return a memoryview of each piece of memory in the table of iovecs at `address`.
+
+    count  number of iovecs (address, length) in the table
 
     The views do not keep the memory alive.
     """
@@ -76,7 +81,7 @@ def check_result(count: int) -> int | None:
 
 
 class Iovecs:
-    """A table of iovecs, rows of (address, length), in memory that is reused for every transfer."""
+    """A table of iovecs (address, length), in memory that is reused for every transfer."""
 
     __slots__ = ("_rows", "address", "words")
 
@@ -101,15 +106,14 @@ class Iovecs:
 
 
 class MemoryPieces:
-    """Memory of `size` bytes in several pieces, of which the first `done` bytes have been
-    transferred.
+    """Memory of `size` bytes in several pieces, of which the first `done` bytes have been moved.
 
     fed_count  number of pieces that a digest (running checksum) has consumed
-    was_short  whether the last call transferred fewer bytes than requested, because the socket is
-               empty or full
+    was_short  whether the last call moved fewer bytes than requested, because the socket is empty
+               or full
 
-    The table `iovecs` may be used by one object at a time. The code executes few steps, because a
-    window's bytes displace the interpreter's data from the processor's cache.
+    Only one object may use a table `iovecs` at a time. The code is written to execute few steps,
+    because the bytes displace the interpreter's data from the processor's cache.
     """
 
     __slots__ = (
@@ -158,8 +162,8 @@ class MemoryPieces:
     ) -> MemoryPieces:
         """Return the pieces of memory that one window (piece of a KV transfer) fills or reads.
 
-        fed  whether a digest consumes the pieces. No call then moves more bytes than the
-             processor's cache holds, so that the digest finds them there
+        fed  whether a digest (running checksum) consumes the pieces. Each call then moves at most
+             as many bytes as fit into the processor's cache, where the digest finds them
 
         Raises TransportError if a piece lies outside the region.
         """
@@ -195,7 +199,7 @@ class MemoryPieces:
 
     @classmethod
     def in_order(cls, buffer: Bytes, most: int, iovecs: Iovecs) -> MemoryPieces:
-        """Return all of `buffer` as pieces of memory of at most `most` bytes, for a digest."""
+        """Return `buffer` as pieces of memory of at most `most` bytes each, for a digest."""
         offsets, lengths = _split_long(np.zeros(1, np.int64), np.array([buffer.size]), most)
         return cls(buffer, address_of(buffer), offsets, lengths, iovecs)
 
@@ -220,11 +224,12 @@ class MemoryPieces:
         return self._iovecs.address + 16 * self._row, len(self._ends) + 1 - self._row
 
     def call(self, function: Any, fd: int, ahead: Stretch, behind: Stretch) -> int | None:
-        """Call readv or writev for as many pieces as possible; return the number of bytes moved.
+        """Call readv or writev for as many pieces as possible, and return the number of bytes
+        moved.
 
         function  readv or writev
-        ahead     memory to transfer before the first piece
-        behind    memory to transfer after the last piece
+        ahead     memory to move before the first piece
+        behind    memory to move after the last piece
 
         Returns None if the call would block. Raises OSError.
         """
@@ -247,13 +252,13 @@ class MemoryPieces:
         optional: int,
         digest: Digest | None,
     ) -> int | None:
-        """Let the native pump move all remaining pieces, and pass them to `digest`.
+        """Move all remaining pieces by the native pump (C code), and pass them to `digest`.
 
-        ahead     memory to transfer before the first piece
-        behind    memory to transfer after the last piece
+        ahead     memory to move before the first piece
+        behind    memory to move after the last piece
         optional  number of bytes at the end of `behind` for which the pump does not wait
 
-        Returns the number of bytes moved, including `ahead` and `behind`; None if the call would
+        Returns the number of bytes moved, including `ahead` and `behind`, or None if the call would
         block. Raises OSError.
         """
         first, last = self._add_rows(self._row, len(self._ends) + 1, ahead, behind)
@@ -305,7 +310,7 @@ class MemoryPieces:
         self._row = row + 1
 
     def feed(self, update: Callable[[memoryview], object], end: int) -> None:
-        """Pass pieces of memory to a digest in order, by calls of `update`.
+        """Pass pieces of memory to a digest (running checksum) in order, by calls of `update`.
 
         These are the pieces that were not passed yet and end at byte `end` or before.
         """
@@ -343,7 +348,7 @@ class MemoryPieces:
             offset += len(part)
 
     def put(self, data: memoryview) -> None:
-        """Copy `data` into the pieces of memory, starting at byte `done`, without counting it as
+        """Copy `data` into the pieces of memory from byte `done` on, without counting it as
         moved.
         """
         row, done = self._row - 1, self.done

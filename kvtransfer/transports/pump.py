@@ -1,8 +1,8 @@
-"""Loads the native pump: C code that moves the bytes of KV transfers without the interpreter lock.
+"""Loads the pump: C code that moves the bytes of KV transfers without Python's interpreter lock.
 
-`PUMP` is None in three cases: it was not compiled (setup.py), python-xxhash does not export its
-C functions, or PENSTOCK_KV_PUMP=off is set. iovec.py then moves the bytes in Python. Each side of a
-link may use the pump or not; the bytes on the wire are the same.
+`PUMP` is None in three cases: the pump was not compiled (setup.py), python-xxhash does not export
+its C functions, or PENSTOCK_KV_PUMP=off is set. Python code then moves the bytes (iovec.py). Each
+agent may use the pump or not, because the bytes on the connection are the same.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ PUMP_MS = 50
 
 
 class PumpFunctions(NamedTuple):
-    """The C functions of _pump.c, which describes their parameters.
+    """The functions of the pump (_pump.c), whose parameters are described there.
 
-    move     reads or writes the bytes of one window
-    receive_windows  reads the bytes of a batch of windows
-    send_windows     writes the bytes of a batch of windows
-    wait     waits for a socket or an eventfd
-    receive  reads a few bytes, with the interpreter lock held
-    send     writes a few bytes, with the interpreter lock held
-    ring     makes an eventfd readable, with the interpreter lock held
-    clear    makes an eventfd unreadable again, with the interpreter lock held
+    move             reads or writes the bytes of one window (piece of KV)
+    receive_windows  reads the bytes of several windows
+    send_windows     writes the bytes of several windows
+    wait             waits for a socket or an eventfd
+    receive          reads a few bytes, with the interpreter lock held
+    send             writes a few bytes, with the interpreter lock held
+    ring             makes an eventfd readable, with the interpreter lock held
+    clear            makes an eventfd unreadable again, with the interpreter lock held
     """
 
     move: Callable[..., tuple[int, bool]]
@@ -42,15 +42,15 @@ class PumpFunctions(NamedTuple):
 
 
 class PumpCalls:
-    """The calls of the native pump (C code that moves bytes) for one direction of a connection.
+    """The calls of the pump (C code that moves bytes) for one direction of a connection.
 
-    pump         the pump's functions
+    pump         functions of the pump
     fd           the socket
     stop_fd      an eventfd; when it becomes readable, the pump stops waiting
-    is_writing   whether bytes are written to the socket; False: they are read
-    patience_ms  maximum milliseconds to wait for bytes or room
-    may_wait     function that returns whether the pump may wait; it is called after `is_waiting`
-                 is set, so that later work for this thread rings stop_fd
+    is_writing   True if bytes are written to the socket, False if they are read
+    patience_ms  maximum milliseconds to wait for bytes or for room in the socket
+    may_wait     function that returns whether the pump may wait. It is called after `is_waiting`
+                 is set, so that new work for this thread makes stop_fd readable
     is_waiting   whether a call may be waiting now
     spin_us      microseconds to poll at the beginning of a wait, before sleeping
     was_stopped  whether stop_fd was readable at the end of the last call
@@ -84,13 +84,13 @@ class PumpCalls:
 
 
 class Digest:
-    """An XXH3-64 digest that C code updates: the equivalent of xxhash.xxh3_64.
+    """An XXH3-64 checksum that C code updates: the equivalent of xxhash.xxh3_64.
 
-    The pump gets addresses, which are valid while this object lives.
+    The pump gets addresses, which are valid as long as this object exists.
 
     update_address  address of the C function that adds bytes
-    state_address   address of the digest's state
-    addresses       addresses of the functions that add bytes, start again and return the digest,
+    state_address   address of the checksum's state
+    addresses       addresses of the functions that add bytes, start again and return the checksum,
                     and of the state
     """
 

@@ -1,9 +1,10 @@
-"""A KV transport through shared memory, between processes of one host and user.
+"""A KV transport through shared memory, between processes of one user on one host.
 
-The source shares its regions read-only, and the sink's thread copies from them. A window (piece of
-KV) is announced by one small frame over a unix socket. The sink itself sees when the source's
-blocks have changed owner, because the generations are in the same memory file. stream/link.py has
-the thread, layout/memory_files.py the memory files.
+The source shares its memory read-only, and the sink's thread copies from it. A small frame on a
+Unix socket announces each window (piece of KV). The memory file also has the blocks' owner
+counters, so the sink itself detects blocks that were reused meanwhile.
+
+stream/link.py has the thread, layout/memory_files.py the memory files.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ _DIAL_S = 3.0
 
 
 class SharedOutbound(Outbound):
-    """The sending side of a shared-memory connection, which announces KV to read instead of sending
-    its bytes.
+    """The sending side of a shared-memory connection. It announces KV instead of sending its
+    bytes.
     """
 
     def __init__(self, sock: socket.socket, sent: Callable[[WindowHead], None]) -> None:
@@ -117,8 +118,8 @@ class ShmLink(StreamLink):
         self._is_fenced = False
 
     def accept(self, transfer: int, grant: bytes) -> None:
-        """Share this agent's KV memory read-only with the other agent, at the first transfer that
-        it accepts.
+        """Share this agent's KV memory read-only, at the first transfer that the other agent
+        accepts.
         """
         if self._shared:
             return
@@ -127,7 +128,8 @@ class ShmLink(StreamLink):
         sizes = b"".join(_SIZES.pack(region.blocks, region.block_bytes) for region in self._regions)
         if len(fds) != len(self._regions):
             raise TransportError(
-                "the KV memory cannot be shared, because it is not in a memory file"
+                "the KV memory cannot be shared, because it is not in a memory file; create "
+                "it with MemoryFileRegion"
             )
         self._shared_out.hand_over(fds, sizes)
         self._wake()
@@ -185,7 +187,7 @@ class ShmLink(StreamLink):
     def _copy_announced(self, header: bytes) -> None:
         if len(header) != WINDOW_HEADER_BYTES + _MARK.size:
             raise FrameError(
-                f"an announcement of {len(header)} bytes does not describe a window of KV"
+                f"a received announcement of {len(header)} bytes does not describe a window of KV"
             )
         head = unpack_head(header)
         current, mark = _MARK.unpack_from(header, WINDOW_HEADER_BYTES)
@@ -244,8 +246,8 @@ class ShmLink(StreamLink):
 
 
 class Shm:
-    """A KV transport that listens on a random abstract unix socket, for processes of the same
-    user.
+    """The KV transport for processes of the same user. It listens on a random abstract Unix
+    socket.
     """
 
     name = "shm"
@@ -257,10 +259,10 @@ class Shm:
         self._listening: LinkAcceptor[ShmLink] = LinkAcceptor(self._link)
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-        """Start listening, and return the address for other agents.
+        """Start to listen, and return the address for other agents.
 
-        Raises TransportError for memory without a file, and on processors other than x86-64. On
-        those, loads may be reordered, and a block that changed owner could go unnoticed.
+        Raises TransportError for memory that is not in a file, and on processors other than x86-64.
+        Those may reorder loads, so that a change of a block's owner could go unnoticed.
         """
         if platform.machine() not in ("x86_64", "AMD64"):
             raise TransportError(
@@ -324,11 +326,11 @@ class Shm:
 
 
 def generation_mark(region: Region, runs: ByteRuns) -> int:
-    """Return the sum of the generations (owner counters) of all KV blocks that these byte ranges
-    read.
+    """Return the sum of the generations (owner counters) of the blocks that these byte ranges read.
 
-    Generations only grow, so an equal sum means equal generations. x86-64 does not reorder loads,
-    so the sum is read before or after a copy as written; Shm does not start elsewhere.
+    Generations only grow, so an equal sum means that no block has changed its owner. The sum must
+    be read before and after a copy. x86-64 does not reorder these loads; elsewhere, this transport
+    does not start.
     """
     size = region.block_bytes
     if runs.count == 1:

@@ -1,9 +1,9 @@
-"""Shortens the interpreter's switch interval while KV is moving.
+"""Shortens Python's switch interval (sys.setswitchinterval) while KV is moving.
 
 A thread that returns from a system call needs the interpreter lock. If another thread computes in
-Python without pause, it waits for the switch interval first: 5 ms by default, which is as long as
-several megabytes of KV take. While at least one holder exists, a waiting thread gets the lock after
-the short interval. Threads that compute alone are not affected, because nothing asks for the lock.
+Python, it must wait for the switch interval: 5 ms by default, the time of several megabytes of KV.
+With the short interval, it gets the lock sooner. Threads that compute alone are not slowed down,
+because no other thread requests the lock.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import threading
 
 
 class SwitchInterval:
-    """The switch interval of this process, which holders shorten together.
+    """The switch interval of this process, which several links (holders) shorten together.
 
-    The application's own interval returns with the last release, unless the application has set
-    another one meanwhile; then that one stays. One object per process, used from any thread.
+    The last release restores the application's own interval, unless the application has set another
+    one meanwhile. There is one object per process; any thread may use it.
     """
 
     __slots__ = ("_application_s", "_count", "_lock", "_set_s")
@@ -28,7 +28,9 @@ class SwitchInterval:
         self._application_s = self._set_s = 0.0
 
     def shorten(self, seconds: float) -> None:
-        """Add a holder that wants an interval of at most `seconds`; the first one decides."""
+        """Add a holder that wants an interval of at most `seconds`. The first holder's value is
+        set.
+        """
         with self._lock:
             self._count += 1
             self._application_s = 0.0 if self._count == 1 else self._application_s
@@ -61,12 +63,12 @@ os.register_at_fork(after_in_child=SWITCH_INTERVAL.restore_after_fork)
 
 
 class SwitchIntervalHold:
-    """One link's hold on the short switch interval.
+    """One link's request for the short switch interval.
 
     seconds  the interval while it is held; 0: the interval is never changed
     is_held  whether the link holds it now
 
-    Any thread may take it; only the link's thread drops it.
+    Any thread may begin to hold it; only the link's thread may stop.
     """
 
     __slots__ = ("_lock", "is_held", "seconds")
@@ -77,7 +79,7 @@ class SwitchIntervalHold:
         self._lock = threading.Lock()
 
     def take(self) -> None:
-        """Shorten the interval, unless this link holds it already."""
+        """Shorten the interval. Does nothing if this link already holds it."""
         if self.is_held or not self.seconds:
             return
         with self._lock:
@@ -93,7 +95,9 @@ class SwitchIntervalHold:
                 SWITCH_INTERVAL.restore()
 
     def close(self) -> None:
-        """Drop the hold for ever, because the link has ended: a late `take` does nothing."""
+        """Stop holding the interval for ever, because the link has ended. Later calls do
+        nothing.
+        """
         with self._lock:
             self.seconds = 0.0
         self.drop()

@@ -1,8 +1,8 @@
-"""A KV transport over TCP between any two machines, with TLS if configured.
+"""The KV transport over TCP between any two machines, with TLS if configured.
 
 Without TLS, KV goes from the source's memory into the socket, and from the socket into the sink's
-memory, without a copy in between. stream/link.py has the thread that moves them; the agents'
-handshake decides who may connect.
+memory, without further copies. stream/link.py has the thread that moves it. The agents' handshake
+decides who may connect.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""TLS for connections between KV agents: certificates at both ends, and files that are reloaded
-when they change.
+"""TLS for connections between KV agents, with certificates at both ends.
 
-tcp.py has the connections. The proof of the fleet's key follows inside TLS (protocol/session.py).
+Certificate files are reloaded when they change. tcp.py has the connections. Inside TLS, agents also
+prove that they have the fleet's key (protocol/session.py).
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ Signature = tuple[tuple[int, int, int], ...]
 
 
 class TlsContexts:
-    """The TLS settings of new connections between KV agents, reloaded when a certificate file
-    changes.
+    """The TLS settings of new connections. They are reloaded when a certificate file changes.
 
-    If the new files cannot be loaded, the earlier settings stay in use.
+    If the new files cannot be loaded, the previous settings stay in use.
     """
 
     def __init__(self, files: TlsFiles) -> None:
@@ -48,15 +47,13 @@ class TlsContexts:
         self._client, self._server = self._load()
 
     def client(self, sock: socket.socket, host: str) -> ssl.SSLSocket:
-        """Return a TLS socket for the dialling end of a connection to `host`, before its
-        handshake.
-        """
+        """Return a TLS socket for opening a connection to `host`, before its handshake."""
         context, _ = self._current()
         name = self.files.peer_name or host
         return context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
 
     def server(self, sock: socket.socket) -> ssl.SSLSocket:
-        """Return a TLS socket for the accepting end of a connection, before its handshake."""
+        """Return a TLS socket for an accepted connection, before its handshake."""
         _, context = self._current()
         return context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 

@@ -1,7 +1,7 @@
 """Chooses a better KV transport for two agents that are already connected over another one.
 
-On one host the better one is shared memory, otherwise RDMA if both agents have it. link_manager.py
-opens the new link, and keeps the first transport if the better one fails.
+On one host, shared memory is better. Otherwise RDMA is, if both agents have it. link_manager.py
+opens the new connection, and keeps the old one if the new one fails.
 """
 
 from __future__ import annotations

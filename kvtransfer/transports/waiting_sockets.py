@@ -1,7 +1,7 @@
-"""Accepted sockets that wait to become links: first those whose client has sent something.
+"""Accepted sockets that wait to become links (connections between agents).
 
-A link costs a thread and almost a millisecond of CPU. Clients that connect and send nothing, even
-if they are thousands, must not delay the link of a peer that sends its greeting.
+A link costs a thread and almost a millisecond of CPU time. So clients that have sent something come
+first. Even thousands of clients that connect and send nothing do not delay other agents.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _EVENTS = 256  # sockets that are looked at in one round
 
 
 class WaitingSockets:
-    """A limited set of accepted sockets that wait to become links.
+    """A limited set of accepted sockets that wait to become links (connections between agents).
 
-    Sockets that have sent bytes become links before those that have not. The bytes must be enough
-    to be the beginning of a frame. So a client that sends one byte at a time gains nothing.
+    Sockets that have sent the beginning of a frame become links before all others. A client that
+    sends one byte at a time therefore gains nothing.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -47,8 +47,9 @@ class WaitingSockets:
         return len(self._waiting)
 
     def add(self, sock: socket.socket, peer: str) -> None:
-        """Add an accepted socket. Above a limit, close the oldest socket of its address, or of all.
+        """Add an accepted socket.
 
+        If a limit is exceeded, the oldest socket of its address, or of all addresses, is closed.
         Raises OSError if the socket has failed.
         """
         address = client_address(peer)
@@ -65,11 +66,12 @@ class WaitingSockets:
         self._count_of[address] += 1
 
     def wait_ready(self, now: float) -> list[tuple[socket.socket, str]]:
-        """Wait until a socket may become a link, the listener has further sockets, or wake() was
-        called.
+        """Wait for sockets that may become links, and return them.
 
-        Returns the sockets that may become links now. `now` is in monotonic seconds. Addresses take
-        turns, and a silent socket comes last.
+        now  current time in monotonic seconds
+
+        It also returns if the listener has further sockets, or when wake() is called. Addresses
+        take turns, and sockets that have sent nothing come last.
         """
         timeout_s = max(0.0, self._silent_at - now) if self._waiting else -1
         ready = [fd for fd, _ in self._epoll.poll(timeout_s, _EVENTS) if fd in self._waiting]

@@ -1,1 +1,1 @@
-"""Helpers for all parts of the KV transfer layer: clocks, locks, options, and a map with expiry."""
+"""Helpers for KV transfers: clocks, locks, options, and a map whose entries expire."""

@@ -10,8 +10,8 @@ from collections.abc import Callable
 class AgentLock:
     """A reentrant lock that runs deferred work when its holder releases it completely.
 
-    The work runs on the releasing thread without the lock, before that thread continues. The next
-    event of a connection is therefore handled after the work.
+    The work runs on the releasing thread, without the lock, before that thread continues. So a
+    connection handles its next event only after the work.
     """
 
     __slots__ = ("_deferred", "_depth", "_lock")

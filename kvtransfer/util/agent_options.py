@@ -14,23 +14,25 @@ _WINDOWS = 8
 class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Time and size limits of a KV transfer agent.
 
-    beat_s                    seconds between heartbeats; equal on both sides
-    max_missed_beats          number of missed heartbeats after which a link is regarded as lost;
-                              equal on both sides
-    handshake_s               seconds in which both ends of a new link must prove their identity
-    window_bytes              maximum size of a window to send; a link may prefer smaller windows
-    budget_bytes              maximum number of bytes in flight from a source to this agent on one
-                              link; 0: eight windows, so that four can move in one batch
-    invite_wait_s             maximum seconds for which an invitation waits at this agent for its
-                              offer
+    beat_s                    seconds between heartbeats; equal at both agents
+    max_missed_beats          number of missed heartbeats after which a connection counts as lost;
+                              equal at both agents
+    handshake_s               seconds in which both agents must prove their identity on a new
+                              connection
+    window_bytes              maximum size of a window (piece of KV) to send; a connection may
+                              prefer smaller ones
+    budget_bytes              maximum number of bytes in flight to this agent on one connection; 0:
+                              eight windows, so that four can move in one batch
+    invite_wait_s             maximum seconds for which another agent's invitation to send KV waits
+                              until that KV is offered
     name_memory_s             seconds for which the name of an ended or unwanted offer is remembered
     max_waiting_invites       maximum number of invitations that wait at this agent
-    max_unproven_links        maximum number of links whose peer has not yet proven that it has the
-                              key; a further link closes the oldest
-    max_unproven_per_address  maximum number of such links from one IPv4 address or IPv6 /64
-    family                    string that must be equal at both agents: weights, quantisation
+    max_unproven_links        maximum number of connections whose peer has not yet proven that it
+                              has the key; a further one closes the oldest
+    max_unproven_per_address  maximum number of such connections from one IPv4 address or IPv6 /64
+    family                    text that must be equal at both agents: weights, quantisation
     host                      identifier that is equal exactly for agents that can share memory;
-                              None: it is detected, "": memory is never shared
+                              None: it is detected; "": memory is never shared
     """
 
     beat_s: float = 0.25

@@ -1,4 +1,4 @@
-"""The part of a peer's address that a client cannot change at will."""
+"""The part of a client's address that the client cannot change at will, for limits per client."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import ipaddress
 
 
 def client_address(peer: str) -> str:
-    """Return the part of a peer's address that a client cannot change at will.
+    """Return the part of a client's address that the client cannot change at will.
 
-    This is its IPv4 address, or the /64 network of its IPv6 address. A name that is not host:port
-    (a link within a host) is returned unchanged.
+    This is its IPv4 address, or the /64 network of its IPv6 address. A text that is not host:port,
+    such as the name of a connection within the host, is returned unchanged.
     """
     host = peer.rpartition(":")[0].strip("[]") or peer
     try:

@@ -1,7 +1,7 @@
-"""Clocks, which tell the current time and schedule calls at a later time.
+"""Clocks, which give the current time and make scheduled calls.
 
-ThreadClock is real: its own thread makes the calls, however busy the event loop is. VirtualClock is
-for simulation.
+ThreadClock has real time; it makes the calls on its own thread, so that a busy event loop does not
+delay them. VirtualClock has simulated time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Callback = Callable[[], None]
 
 
 class Timer:
-    """A call that a clock has scheduled. `cancel` may be called from any thread, at any time."""
+    """A scheduled call. `cancel` may be called from any thread, at any time."""
 
     __slots__ = ("call", "when")
 
@@ -48,7 +48,7 @@ class Clock(Protocol):
 
 
 class VirtualClock:
-    """A clock with simulated time on one thread; time passes only in `run`."""
+    """A clock with simulated time, for one thread. Time passes only in `run`."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -83,7 +83,7 @@ class VirtualClock:
 
 
 class ThreadClock:
-    """A clock with real time, whose thread starts with the first scheduled call and ends with
+    """A clock with real time. Its thread starts with the first scheduled call, and ends with
     `close`.
     """
 
@@ -101,7 +101,7 @@ class ThreadClock:
     def call_at(self, when: float, call: Callback) -> Timer:
         """Schedule a call at the time `when`, in seconds of this clock.
 
-        After `close` it is never made.
+        After `close`, the call is never made.
         """
         timer = Timer(when, call)
         with self._wake:
@@ -117,8 +117,9 @@ class ThreadClock:
         threading.Thread(target=call, name=f"{self._name}-aside", daemon=True).start()
 
     def close(self) -> None:
-        """Drop the clock's pending calls, and wait for its thread to end unless this is that
-        thread.
+        """Drop all scheduled calls, and wait for the clock's thread to end.
+
+        It does not wait if it is called on that thread.
         """
         with self._wake:
             self._closed = True

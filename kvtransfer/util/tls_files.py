@@ -1,5 +1,6 @@
-"""The paths of the certificate files for TLS between KV agents; transports/tls_links.py reads the
-files.
+"""The paths of the certificate files for TLS between KV agents.
+
+transports/tls_links.py reads the files.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ import msgspec
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The paths of the PEM files for TLS between KV agents, and the name that peers must have.
+    """The paths of the PEM files for TLS between KV agents, and the required name of peers.
 
-    certificate   this agent's certificate and its chain up to an authority
+    certificate   this agent's certificate, with its chain up to an authority
     key           its private key, not encrypted
-    ca            the authorities; every peer must have a certificate of theirs
-    peer_name     DNS name that every peer's certificate must contain. "": a dialled peer's
-                  certificate must contain the dialled host, and a dialling peer may have any name
+    ca            certificates of the authorities; one of them must have issued every peer's
+                  certificate
+    peer_name     DNS name that every peer's certificate must contain. "": the certificate of a peer
+                  to which this agent connects must contain the host in its address; other peers may
+                  have any name
     """
 
     certificate: str

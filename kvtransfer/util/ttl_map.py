@@ -1,4 +1,4 @@
-"""A bounded map whose entries expire; the caller passes the time."""
+"""A map of limited size whose entries expire. The caller passes the time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TtlMap(Generic[T]):
         return len(self._entries)
 
     def put(self, name: str, value: T, now: float) -> None:
-        """Set the value of `name` in the map, and restart the time after which it expires."""
+        """Set the value of `name` in the map. It expires `ttl_s` seconds from now."""
         self._entries.pop(name, None)
         self._entries[name] = (now + self._keep_s, value)
         while len(self._entries) > self._most or next(iter(self._entries.values()))[0] <= now:
@@ -32,14 +32,12 @@ class TtlMap(Generic[T]):
                 break
 
     def get(self, name: str, now: float) -> T | None:
-        """Return the map's value of `name`; None if there is none or it has expired."""
+        """Return the value of `name`, or None if there is none or it has expired."""
         expires, value = self._entries.get(name, (now, None))
         return value if now < expires else None
 
     def pop(self, name: str, now: float) -> T | None:
-        """Remove `name` from the map and return its value; None if there is none or it has
-        expired.
-        """
+        """Remove `name` and return its value, or None if there is none or it has expired."""
         value = self.get(name, now)
         self._entries.pop(name, None)
         return value

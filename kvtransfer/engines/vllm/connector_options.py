@@ -30,8 +30,7 @@ class ConnectorOptions:
         path = values.pop("key_file", None)
         if not path:
             raise ValueError(
-                "kv_connector_extra_config has no member key_file; set it to the path of the "
-                "file with the fleet's key"
+                "set key_file in kv_connector_extra_config to the path of the fleet's key"
             )
         self.key = Path(path).read_bytes().strip()
         self.host = str(values.pop("host", "127.0.0.1"))

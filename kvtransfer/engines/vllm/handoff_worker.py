@@ -179,10 +179,7 @@ class TransferWorker:
             landing.cancel("the KV of this handoff is not needed")
 
     def take_finished(self) -> FinishedTransfers:
-        """Return the KV transfers that have ended since the last call, each once.
-
-        Offers are reported after the end of their request.
-        """
+        """Return KV transfers that have ended since the last call; offers after their request."""
         finished = FinishedTransfers()
         for request in list(self._ended):
             offers = self._offers.get(request, [])

@@ -1,8 +1,7 @@
-"""The control messages of an RDMA connection between two agents, sent over TCP as length-limited
-msgpack; no I/O.
+"""The control messages of an RDMA connection between two agents, sent over TCP as msgpack. No I/O.
 
-Queue pairs carry only one-sided writes. A queue pair ends with the first refused write, so control
-messages need another connection.
+RDMA itself carries only writes of KV. Control messages need another connection, because a refused
+write ends a queue pair (one end of an RDMA connection).
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 class QueuePairSetup(
     msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True
 ):
-    """A control message of either end with the address of its queue pair for this epoch.
+    """A control message with the address of the sender's queue pair of this epoch.
 
-    An end that receives a newer epoch than its own creates a queue pair, too.
+    A queue pair is one end of an RDMA connection. When one ends, a new pair with the next epoch
+    replaces it. An agent that receives a newer epoch than its own also creates a new one.
     """
 
     epoch: Count
@@ -42,19 +42,18 @@ class QueuePairSetup(
 class QueuePairReady(
     msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True
 ):
-    """A control message of either end that its queue pair of this epoch is connected and may be
-    written to.
-    """
+    """A control message that the sender's queue pair of this epoch is ready to be written to."""
 
     epoch: Count
 
 
 class RdmaTrailer(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """The source's message that window (piece of KV) `number` has been written.
+    """The source's message that a window (piece of KV) has been written.
 
-    verdict  whether the source's blocks stayed unchanged while they were read
-    digest   xxh3-64 of the bytes; None without checksums
-    at       offset of the window in the sink's staging buffer; None: written directly into the
+    number   number of the window
+    verdict  whether the source's blocks were unchanged while they were read
+    digest   xxh3-64 checksum of the bytes; None without checksums
+    at       position in the sink's staging buffer; None: the window was written directly into the
              blocks
     """
 
@@ -66,7 +65,7 @@ class RdmaTrailer(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_un
 
 
 class OwnerMessage(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """A message between the owners of the two ends of an RDMA connection."""
+    """A message from one agent to the other, which RDMA connections pass on unread."""
 
     data: bytes
 
@@ -74,7 +73,7 @@ class OwnerMessage(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_u
 class GrantWithdrawn(
     msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True
 ):
-    """The sink's message that the memory keys of this transfer are no longer valid."""
+    """The sink's message that the memory keys of a transfer are no longer valid."""
 
     transfer: Count
 
@@ -92,14 +91,14 @@ def encode(message: ControlMessage) -> bytes:
     """
     body = _ENCODER.encode(message)
     if len(body) > MOST_FRAME_BYTES:
-        raise TransportError(f"a control message of {len(body)} bytes exceeds the maximum length")
+        raise TransportError(f"a control message of {len(body)} bytes is too long to be sent")
     return _LENGTH.pack(len(body)) + body
 
 
 class ControlDecoder:
-    """Decodes control messages from a stream of bytes; unusable after a TransportError.
+    """Decodes control messages from a stream of bytes. Unusable after a TransportError.
 
-    `most_bytes` limits the length of a message; it is small until `raise_limit` is called.
+    most_bytes  maximum length of a message; it is small until `raise_limit` is called
     """
 
     def __init__(self) -> None:
@@ -107,16 +106,14 @@ class ControlDecoder:
         self._buffer = bytearray()
 
     def raise_limit(self) -> None:
-        """Raise the limit on the length of messages, because the other agent has proven its
-        identity.
-        """
+        """Allow longer messages, because the other agent has proven its identity."""
         self.most_bytes = MOST_FRAME_BYTES
 
     @property
     def room_bytes(self) -> int:
-        """Return the number of bytes that may be fed to the decoder now.
+        """Return how many bytes may be fed to the decoder now.
 
-        With no more than these, it never buffers two messages.
+        With at most this many, it never buffers more than one message.
         """
         return self.most_bytes + _LENGTH.size - len(self._buffer)
 

@@ -1,10 +1,15 @@
-"""An RDMA connection: a thread that writes KV into the memory that the other agent has granted.
+"""An RDMA connection between two agents: its thread writes KV into memory that the sink permits.
 
-Windows (pieces of KV) are one-sided writes on a reliable queue pair; the last write carries the
-window's number. When the device reports the writes as done, the source checks its generations again
-and sends the trailer over TCP. If the peer's device refuses a write because the sink has fenced the
-transfer, the queue pair ends on both sides. The next epoch's pair takes over, and windows of other
-transfers are written again. transport.py opens and accepts connections.
+Terms: a queue pair is one end of an RDMA connection. A window is a piece of KV. A fence stops all
+writes of a transfer.
+
+A window is written directly into the sink's memory; its last write carries the window's number.
+When the device reports the writes as complete, the source checks that its blocks were not reused,
+and sends the result (trailer) over TCP.
+
+If the sink's device refuses a write because of a fence, the queue pair ends on both sides. A new
+one takes over (the next epoch), and windows of other transfers are written again. transport.py
+opens and accepts connections.
 """
 
 from __future__ import annotations
@@ -57,11 +62,11 @@ class RdmaOptions(msgspec.Struct, frozen=True):
 
     device     name of the RDMA device; None: the first active one
     gid_index  index of the device's address; None: an IPv4-routed one if there is one
-    checksums  whether the sink compares xxh3-64 of the received bytes with the source's
+    checksums  whether the sink compares the xxh3-64 checksum of received bytes with the source's
     spin_s     seconds that a busy thread polls its device before it sleeps
-    setup_s    maximum seconds until a queue pair is connected
-    most_keys  maximum number of memory keys that the sink sends for one transfer. Blocks that need
-               more are received in a staging buffer and copied from there
+    setup_s    maximum seconds until an RDMA connection is established
+    most_keys  maximum number of memory keys per transfer. Blocks that need more keys are received
+               in a staging buffer and copied from there
     """
 
     device: str | None = None
@@ -73,11 +78,11 @@ class RdmaOptions(msgspec.Struct, frozen=True):
 
 
 class RdmaLink:
-    """One end of an RDMA connection; `begin` starts its thread, which does everything except
+    """One end of an RDMA connection. `begin` starts its thread, which does everything except
     `grant`.
 
-    refused_writes  number of writes that the peer's device refused, because the peer had fenced the
-                    transfer
+    refused_writes  number of writes that the other agent's device refused, because the other agent
+                    had stopped the transfer
     """
 
     transport = "rdma"
@@ -93,8 +98,9 @@ class RdmaLink:
     ) -> None:
         """Initialize an RDMA connection with the connected socket `sock`, which it then owns.
 
-        `gone` is called at the very end, after all use of the protection domain. Raises
-        TransportError, and OSError if the peer has already gone.
+        `gone` is called at the very end, after the last use of the protection domain.
+
+        Raises TransportError, or OSError if the other agent has already disconnected.
         """
         self.peer = "{}:{}".format(*sock.getpeername()[:2])
         self.received_bytes = 0
@@ -156,7 +162,7 @@ class RdmaLink:
     def secure(self, window_key: bytes) -> None:
         """Allow longer messages, because the other agent has proven its identity.
 
-        Nothing is encrypted: a device writes plain bytes, so its network must be trusted.
+        KV is not encrypted, because devices write plain bytes. The network must be trusted.
         """
         self._proven = True
         self._decoder.raise_limit()
@@ -186,10 +192,10 @@ class RdmaLink:
     def begin(self, ending: threading.Event, *, dialled: bool) -> None:
         """Start the thread of the RDMA connection.
 
-        Raises RuntimeError if no thread can be started.
+        The owner of an accepted link first gets `on_linked`. The end that opened the connection
+        waits in `wait_connected`. `ending` is an event that is set when the transport closes.
 
-        The owner of an accepted link first gets `on_linked`. The dialling end waits in
-        `wait_connected`. `ending` is set when the transport closes, and its device with it.
+        Raises RuntimeError if no thread can be started.
         """
         self._ending, self._dialled = ending, dialled
         self._thread.start()
@@ -276,7 +282,7 @@ class RdmaLink:
         # Raise TransportError if the queue pair took too long to connect.
         if self._deadline is not None and time.perf_counter() > self._deadline:
             raise TransportError(
-                f"the queue pair to {self.peer} was not connected within "
+                f"the RDMA connection to {self.peer} was not established within "
                 f"{self._options.setup_s:g} s"
             )
 

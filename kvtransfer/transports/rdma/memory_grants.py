@@ -1,9 +1,11 @@
-"""Memory grants of RDMA: keys with which a peer may write exactly the blocks of a transfer.
+"""Permissions to write to memory over RDMA (grants): keys for exactly the blocks of a transfer.
 
-There is one key per range of adjacent blocks of each rank, and the peer writes directly into the
-blocks. If that needs too many keys, one staging buffer is granted instead, from which the sink
-copies what has arrived. A key must not span the gaps between blocks, because a device only refuses
-writes that no key covers. link.py decides when a grant begins and ends.
+There is one key per range of adjacent blocks of each rank, and the other agent writes directly into
+the blocks. If this needs too many keys, a staging buffer is permitted instead, from which received
+bytes are copied to the blocks.
+
+A key must not cover the gaps between blocks, because a device refuses only writes that no key
+covers. link.py decides when a permission begins and ends.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _IN_PLACE, _STAGED = b"\0", b"\1"
 
 
 class RegisteredHandle(Protocol):
-    """The interface of registered memory that a peer may write to until it is closed."""
+    """Registered memory to which another agent may write until it is closed."""
 
     remote_key: int
 
@@ -38,7 +40,7 @@ class RegisteredHandle(Protocol):
 
 
 class Registry(Protocol):
-    """The interface of an RDMA device for the registration of memory."""
+    """The interface of an RDMA device that can register memory."""
 
     def register(
         self, address: int, length: int, *, writable_by_peer: bool
@@ -58,7 +60,7 @@ class Write(NamedTuple):
 
     address  first remote address
     key      key of the remote memory
-    pieces   (offset in the source's region, length in bytes)
+    pieces   (offset in the source's region, length in bytes) of each piece
     """
 
     address: int
@@ -86,9 +88,9 @@ def rank_ranges(regions: Sequence[Region], blocks: Blocks) -> list[RankRange]:
 class GrantedMemory:
     """The memory that a sink has registered for one KV transfer.
 
-    grant  data that the peer needs for writing; empty if the device could not register the memory
+    grant  data that the source needs for writing; b"" if the memory could not be registered
 
-    When `close` returns, the peer cannot write to the memory any more.
+    After `close`, the source cannot write to the memory any more.
     """
 
     def __init__(
@@ -128,13 +130,13 @@ class GrantedMemory:
     def check_arrival(
         self, runs: ByteRuns, region: Region, offset: int | None, digest: int | None
     ) -> bool:
-        """Return whether received bytes are those that the source read.
+        """Return whether received bytes are equal to those that the source read.
 
         Bytes in the staging buffer are copied to their blocks first.
 
         offset  position in the staging buffer; None: the bytes were written directly into the
                 blocks
-        digest  the source's xxh3-64 checksum; None: not checked
+        digest  the source's xxh3-64 checksum; None: the bytes are not checked
         """
         if (offset is None) != (self.arena is None):
             return False
@@ -146,9 +148,9 @@ class GrantedMemory:
         return digest is None or digest == digest_of(region, runs.dst, runs.length)
 
     def close(self) -> None:
-        """Deregister all memory of the KV transfer from the device.
+        """Remove the registration of all memory of the KV transfer from the device.
 
-        Raises TransportError if the device fails; the next call tries again.
+        Raises TransportError if the device fails. The next call then tries again.
         """
         remaining: list[RegisteredHandle] = []
         error: TransportError | None = None
@@ -165,7 +167,7 @@ class GrantedMemory:
 
 
 class RemoteGrant:
-    """A sink's grant of access to its memory, as the source uses it.
+    """A sink's permission to write to its memory, as the source uses it.
 
     Raises TransportError for invalid data.
     """
@@ -177,7 +179,9 @@ class RemoteGrant:
             or len(body) % _KEY.itemsize
             or (kind == _STAGED) > (len(body) > 0)
         ):
-            raise TransportError(f"a memory grant of {len(data)} bytes is invalid")
+            raise TransportError(
+                f"a received permission to write to memory is invalid ({len(data)} bytes)"
+            )
         self._keys = np.sort(np.frombuffer(body, _KEY), order=("rank", "first"))
         self.staged = kind == _STAGED
         self._next = 0
@@ -199,12 +203,12 @@ class RemoteGrant:
         """Return the RDMA write requests for one window (piece of KV).
 
         runs            the window's byte ranges
-        dst_rank        the sink's rank
+        dst_rank        rank of the sink
         staging_offset  position in the staging buffer; None: write directly into the blocks
-        gather          maximum number of byte ranges in one request; those that are adjacent at the
-                        sink are combined
+        gather          maximum number of byte ranges in one request; ranges that are adjacent at
+                        the sink are combined
 
-        Raises TransportError for bytes that the grant does not cover.
+        Raises TransportError for bytes outside the permitted memory.
         """
         if staging_offset is None:
             keys, offsets = self._keys[self._keys["rank"] == dst_rank], runs.dst
@@ -212,11 +216,15 @@ class RemoteGrant:
             keys, offsets = self._keys, staging_offset + np.cumsum(runs.length) - runs.length
         indices = np.searchsorted(keys["first"], offsets, "right") - 1
         if indices.size and indices.min() < 0:
-            raise TransportError("a window of KV begins before the granted memory")
+            raise TransportError(
+                "a window of KV begins before the memory to which the sink permits writes"
+            )
         chosen = keys[indices]
         key_offsets = offsets - chosen["first"]
         if (key_offsets + runs.length > chosen["length"]).any():
-            raise TransportError("a window of KV exceeds the granted memory")
+            raise TransportError(
+                "a window of KV exceeds the memory to which the sink permits writes"
+            )
         targets = chosen["address"] + key_offsets.astype(np.uint64)
         return list(_combine(targets, chosen["key"], runs, gather))
 

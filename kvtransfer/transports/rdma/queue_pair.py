@@ -1,6 +1,7 @@
-"""The queue pairs of one RDMA connection, one per epoch; both ends change epoch together.
+"""The queue pairs of one RDMA connection. Each is numbered by its epoch.
 
-A queue pair is usable once both ends have connected theirs: Setup is sent both ways, then Ready.
+A queue pair is one end of an RDMA connection. It can be used after both agents have sent Setup and
+Ready. When it ends, both agents replace it by one of the next epoch.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ _MOST_EPOCHS = 1 << 24
 
 
 class QueuePairEpochs:
-    """The current queue pair of an RDMA connection, and its completion queue.
+    """The current queue pair (end) of an RDMA connection, and its completion queue.
 
-    A refused write ends a queue pair. `renew` then replaces it; the number of the pair is the
+    A refused write ends a queue pair. `renew` then replaces it; the number of the pair is its
     epoch.
 
     pair         the queue pair; None until the first `renew`
-    is_writable  whether the peer's queue pair is connected as well
+    is_writable  whether the other agent's queue pair is connected as well
     """
 
     def __init__(self, domain: ProtectionDomain) -> None:
@@ -35,15 +36,14 @@ class QueuePairEpochs:
         self._joined = False
 
     def renew(self) -> QueuePairSetup:
-        """End the current queue pair, create the next epoch's one, and return the message about the
-        new one.
+        """Replace the current queue pair by one of the next epoch, and return the message about it.
 
         Raises TransportError after the last possible epoch.
         """
         self.end()
         if self.epoch >= _MOST_EPOCHS:
             raise TransportError(
-                "the link has used all queue pair epochs, so it must be opened again"
+                "the RDMA connection has replaced its queue pair too often; open a new connection"
             )
         self.epoch += 1
         self.pair = QueuePair(self._domain, self.completions, self.epoch, MOST_WRITES, EXPECTED)
@@ -61,19 +61,20 @@ class QueuePairEpochs:
             return None
         if setup.epoch > self.epoch:
             raise TransportError(
-                f"the peer is at queue pair epoch {setup.epoch}, this end is at {self.epoch}"
+                f"the other agent's queue pair has the epoch {setup.epoch}, but this agent's "
+                f"has {self.epoch}"
             )
         self.pair.connect(setup.card)
         self._joined = True
         return QueuePairReady(self.epoch)
 
     def on_ready(self, message: QueuePairReady) -> None:
-        """Record the peer's message that its end of the queue pair is connected."""
+        """Record that the other agent has connected its end of the queue pair."""
         self.is_writable = self._joined and (self.is_writable or message.epoch == self.epoch)
 
     def end(self) -> None:
-        """Close the current queue pair at once, so that neither end of the connection reads or
-        writes memory.
+        """Close the current queue pair at once. Afterwards neither agent reads or writes memory by
+        it.
         """
         self.is_writable = self._joined = False
         if self.pair is not None:

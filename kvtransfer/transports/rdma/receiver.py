@@ -1,8 +1,8 @@
-"""The sink's half of an RDMA connection: memory grants to the peer, and received KV, without I/O.
+"""The sink's (receiver's) side of an RDMA connection: permitted memory and received KV. No I/O.
 
-A window (piece of KV) is complete when two things have arrived, in either order: its number, with
-its last write, and its trailer over the control connection. link.py creates and ends the queue
-pairs.
+A window (piece of KV) is complete when two things have arrived, in either order: its last write,
+which carries the window's number, and its trailer over the TCP connection. link.py creates and ends
+queue pairs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _MAX_INCOMPLETE = 1024
 
 
 class RdmaReceiver:
-    """All memory grants and incoming windows (pieces of KV) of one RDMA connection.
+    """The permissions to write (grants) and the arriving windows of one RDMA connection.
 
-    Grants may be made on any thread; everything else is called by one. A grant is None while a
-    thread registers it, without holding a lock.
+    A window is a piece of KV. Permissions may be made on any thread; all other methods must be
+    called on one thread. A grant is None while a thread registers its memory, without a lock.
     """
 
     def __init__(self, registry: Registry, most_keys: int) -> None:
@@ -37,10 +37,9 @@ class RdmaReceiver:
         self._newest = -1
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """Register the memory of these blocks, and return the keys with which the peer may write to
-        it.
+        """Register the memory of these blocks, and return the keys with which it can be written to.
 
-        Returns b"" if the device refuses, or after the transfer's fence or `close`. Without keys
+        Returns b"" if the device refuses, or after the transfer's fence or `close`. Without keys,
         the source cannot write.
         """
         with self._lock:
@@ -61,11 +60,11 @@ class RdmaReceiver:
         return opening.grant
 
     def fence(self, transfer: int) -> bool:
-        """Stop all RDMA writes of a transfer.
+        """Stop all RDMA writes of a transfer (its fence).
 
-        Returns False while memory is still being granted; the caller must then call again. Raises
-        TransportError if the device fails to deregister the memory. A peer can then write to it for
-        as long as it has a queue pair.
+        Returns False while its memory is still being registered; call again then. Raises
+        TransportError if the device cannot end the registration. The source can then write until
+        its queue pair is closed.
         """
         with self._lock:
             opening = self._openings.get(transfer)
@@ -80,7 +79,7 @@ class RdmaReceiver:
         return True
 
     def close(self) -> None:
-        """Stop all RDMA writes of all transfers, and refuse further grants.
+        """Stop all RDMA writes of all transfers, and permit no more.
 
         Raises TransportError if memory stays registered.
         """
@@ -99,9 +98,9 @@ class RdmaReceiver:
             raise error
 
     def on_written(self, number: int) -> RdmaTrailer | None:
-        """Record the last write of a window (piece of KV).
+        """Record that the last write of a window (piece of KV) has arrived.
 
-        Returns the window's trailer if the window is complete, else None.
+        Returns the window's trailer if the window is now complete, else None.
         """
         trailer = self._waiting.pop(number, None)
         if trailer is None and number > self._newest:
@@ -110,10 +109,10 @@ class RdmaReceiver:
         return trailer
 
     def on_trailer(self, trailer: RdmaTrailer) -> RdmaTrailer | None:
-        """Record the trailer of a window (piece of KV).
+        """Record the trailer of a window (piece of KV), which has its checksum.
 
-        Returns the trailer if the window is complete now, else None. Numbers only grow, so windows
-        before this one have ended.
+        Returns the trailer if the window is now complete, else None. Numbers only grow, so all
+        windows with lower numbers have ended.
         """
         self._newest = max(self._newest, trailer.number)
         complete = trailer.number in self._written or trailer.verdict is not WindowVerdict.OK

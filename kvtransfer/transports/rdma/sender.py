@@ -1,7 +1,8 @@
-"""The source's half of an RDMA connection: KV is sent as write requests. No I/O.
+"""The source's (sender's) side of an RDMA connection: it sends KV by write requests. No I/O.
 
-The device reads a window between the posting of a write and its completion, so the verdict on the
-window is known only after the completion. link.py creates the queue pairs and sends the verdicts.
+The device reads a window (piece of KV) at some time between a write request and its completion. So
+only after the completion is it known whether the blocks were unchanged. link.py creates queue pairs
+and reports the result to the sink.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SIGNAL_EVERY = 64
 
 
 class QueuePairWriter(Protocol):
-    """The interface of the part of a queue pair that RdmaSender uses (verbs.QueuePair)."""
+    """The part of a queue pair (verbs.QueuePair) that RdmaSender uses."""
 
     def write(
         self,
@@ -35,8 +36,10 @@ class QueuePairWriter(Protocol):
 
 
 class OutgoingWindow:
-    """A window (piece of KV) that is being sent; `writes` is None until it begins, and `verdict`
-    None while undecided.
+    """A window (piece of KV) that is being sent.
+
+    writes   its write requests; None until it begins
+    verdict  whether its blocks were unchanged; None until this is known
     """
 
     __slots__ = (
@@ -92,11 +95,11 @@ class RdmaSender:
         self._signalled: deque[tuple[int, OutgoingWindow | None]] = deque()
 
     def accept(self, transfer: int, grant: bytes) -> None:
-        """Store the sink's memory grant for a transfer. Raises TransportError for invalid data."""
+        """Store the sink's permission to write for a transfer. Raises TransportError if invalid."""
         self._grants[transfer] = RemoteGrant(grant)
 
     def withdraw(self, transfer: int) -> None:
-        """Stop writing for this transfer, because the sink has withdrawn its grant."""
+        """Stop writing for this transfer, because the sink has withdrawn its permission."""
         self._grants.pop(transfer, None)
 
     def put(self, head: WindowHead, window: WindowSlice) -> OutgoingWindow:
@@ -105,7 +108,9 @@ class RdmaSender:
         Raises TransportError when the connection has used its 4 billion window numbers.
         """
         if self._numbers >= 1 << 32:
-            raise TransportError("the link has used all window numbers, so it must be opened again")
+            raise TransportError(
+                "the RDMA connection has used all window numbers; open a new connection"
+            )
         departure = OutgoingWindow(self._numbers, head, window)
         self._numbers += 1
         self._queue.append(departure)
@@ -139,7 +144,7 @@ class RdmaSender:
         return posted
 
     def on_completion(self) -> None:
-        """Record the next completion of the device: that write and all before it are done."""
+        """Record the next completion of the device. It ends this write and all earlier ones."""
         count, departure = self._signalled.popleft()
         self._free += count
         if departure is not None:
@@ -150,17 +155,15 @@ class RdmaSender:
             self._end(departure)
 
     def on_refused(self, number: int) -> None:
-        """Mark a window (piece of KV) as STALE, because the sink has ended its transfer and refuses
-        writes.
-        """
+        """Mark a window (piece of KV) as STALE, because the sink has stopped its transfer."""
         departure = self._in_flight.get(number)
         if departure is not None:
             departure.verdict = WindowVerdict.STALE
             self.withdraw(departure.head.transfer)
 
     def restart(self) -> None:
-        """Send the windows (pieces of KV) in flight again from their first byte, because their
-        queue pair has ended.
+        """Send the windows (pieces of KV) in flight again completely, because their queue pair
+        ended.
         """
         self._signalled.clear()
         self._free, self._unsignalled = MOST_WRITES, 0

@@ -1,8 +1,8 @@
-"""The RDMA transport of KV: reliable queue pairs, each with a TCP connection for control messages.
+"""The KV transport over RDMA. Each RDMA connection has a TCP connection for control messages.
 
-The sink hands out keys for the blocks that a transfer writes, and withdraws them before the blocks
-change owner. Its device then refuses a late write, whatever the peer does. link.py has the links,
-verbs.py the calls of the RDMA library.
+The sink sends keys for the blocks that a transfer writes, and invalidates them before the blocks
+get a new owner. Its device then refuses late writes, whatever the other agent does. link.py has the
+connections, verbs.py the calls of the RDMA library.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ _log = logging.getLogger("penstock")
 
 
 class Rdma:
-    """A KV transport over RDMA that listens on `host`:`port` (0: any free port) for control
-    connections.
+    """A KV transport over RDMA. It listens on `host`:`port` (0: any free port) by TCP.
 
-    A source reads its regions through one protection domain for all peers, which allows no writes.
-    A sink has a domain per link, so that one peer's keys are useless to another peer.
+    The memory that a source reads is registered in one protection domain, which allows no writes. A
+    sink has a protection domain for each connection, so that keys are useless to other agents.
     """
 
     name = "rdma"
@@ -79,7 +78,7 @@ class Rdma:
         return "{}:{}".format(*self._listener.getsockname()[:2])
 
     def dial(self, address: str) -> RdmaLink:
-        """Open a connection with a connected queue pair to the agent at `address`.
+        """Connect to the agent at `address`, and return the RDMA connection.
 
         Raises TransportError if that fails.
         """
@@ -96,10 +95,7 @@ class Rdma:
             return link
 
     def close(self) -> None:
-        """Close every link and thread, and then the device; may be called twice.
-
-        It must not be called on the thread of a connection.
-        """
+        """Close all links, threads and the device. Do not call this on the thread of a link."""
         with self._gate:
             was_closed = self._closed.is_set()
             self._closed.set()

@@ -1,7 +1,7 @@
-"""Calls the RDMA verbs library, through rdma-core's pyverbs: memory, queue pairs, writes.
+"""Calls the RDMA library by the Python package pyverbs: memory, queue pairs and writes.
 
-pyverbs is imported when a device is opened, so that hosts without it only lack RDMA. Its errors
-become TransportError. link.py decides what is written where.
+pyverbs is imported when a device is opened, so that hosts without it can use other transports. Its
+errors become TransportError. link.py decides what is written where.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _DESCRIPTORS = threading.Lock()
 
 
 class QueuePairAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The address of an RDMA queue pair.
+    """The address of a queue pair, one end of an RDMA connection.
 
     qpn  number of the queue pair
     psn  number of the first packet
     gid  global identifier of the port
     lid  local identifier of the port
-    mtu  path MTU, as the library's enum
+    mtu  maximum packet size of the path (MTU), as the library's enum
     """
 
     qpn: int
@@ -164,9 +164,7 @@ class ProtectionDomain:
         self.nowhere = LocalRange(address, 0, self._regions[address].key)
 
     def register(self, address: int, length: int, *, writable_by_peer: bool) -> RegisteredMemory:
-        """Register memory so that the local device may read it, or the other agent may also write
-        to it.
-        """
+        """Register memory for the device: to read it, or also for another agent's writes."""
         access = self._enums.IBV_ACCESS_LOCAL_WRITE
         if writable_by_peer:
             access |= self._enums.IBV_ACCESS_REMOTE_WRITE
@@ -174,8 +172,8 @@ class ProtectionDomain:
             return RegisteredMemory(_module("mr").MR(self.handle, length, access, address=address))
 
     def key_of(self, region: Region) -> int:
-        """Return the key with which the local device reads a region, registering it on first
-        use.
+        """Return the key with which the local device reads a region. It is registered on
+        first use.
         """
         with self._lock:
             if region.address not in self._regions:
@@ -192,9 +190,7 @@ class ProtectionDomain:
 
 
 class CompletionQueue:
-    """The completion queue of all queue pairs of one RDMA connection, with a file descriptor to
-    wait on.
-    """
+    """The completion queue of an RDMA connection, with a file descriptor to wait on."""
 
     def __init__(self, device: Device, size: int) -> None:
         cq = _module("cq")
@@ -299,9 +295,7 @@ class QueuePair:
             self._qp.to_rts(attr)
 
     def post_receive(self) -> None:
-        """Post one more receive request to the RDMA device, for the last write of a window (piece
-        of KV).
-        """
+        """Post one more receive request to the RDMA device, for a window's last write."""
         with _as_transport_error("no receive request can be posted to the RDMA device"):
             self._qp.post_recv(self._arrival)
 
@@ -316,7 +310,7 @@ class QueuePair:
     ) -> None:
         """Write pieces of local memory to consecutive addresses at (remote address, remote key).
 
-        `signalled` is whether the completion of a successful write is reported.
+        signalled  whether the completion of a successful write is reported
         """
         enums = self._enums
         gathered = [
@@ -352,8 +346,8 @@ def is_refused(status: int) -> bool:
 
 
 def ends_connection(status: int) -> bool:
-    """Return whether a failed RDMA request only ends this connection, so that a new one can
-    continue.
+    """Return whether a failed RDMA request ended only this connection, so that a new one can
+    work.
     """
     enums = _module("enums")
     return status in (
@@ -367,7 +361,9 @@ def _module(name: str) -> Any:
     try:
         return importlib.import_module(f"pyverbs.{name}")
     except ImportError as error:
-        raise TransportError(f"the Python package pyverbs cannot be imported: {error}") from error
+        raise TransportError(
+            f"the Python package pyverbs, which RDMA needs, cannot be imported: {error}"
+        ) from error
 
 
 def _errors() -> tuple[type[Exception], ...]:

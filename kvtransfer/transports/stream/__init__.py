@@ -1,1 +1,3 @@
-"""Connections between agents over stream sockets, each with a thread that sends and receives."""
+"""Connections between agents over TCP or Unix sockets. Each has a thread that sends and
+receives.
+"""

@@ -1,6 +1,6 @@
-"""The receiving side of a stream connection: parses frames, and reads KV directly into its place.
+"""The receiving side of a socket connection: parses frames, and reads KV directly into its place.
 
-Lengths are checked before anything is read, and bytes are written only where this side's own plan
+Lengths are checked before anything is read. Bytes are written only where this agent's own plan
 places them. link.py decides when to read, and owns the socket.
 """
 
@@ -70,7 +70,7 @@ class InboundListener(Protocol):
     def following_windows(
         self, head: WindowHead, most: int
     ) -> Sequence[tuple[WindowHead, WindowSlice]]:
-        """Return windows that will probably follow; see WindowForecaster."""
+        """Return the windows (pieces of KV) that will probably follow; see WindowForecaster."""
         ...
 
     def on_landed(self, head: WindowHead, verdict: WindowVerdict) -> None: ...
@@ -115,10 +115,10 @@ class _Arrival:
 class Inbound:
     """Reads the socket `fd`, and reports frames and received KV to its listener.
 
-    `receive` works like socket.recv_into; it is not called with a native pump.
+    `receive` works like socket.recv_into. It is not used with the native pump (C code).
 
-    is_drained  whether the last read found less than it asked for, and no payload has begun. Only
-                with a native pump: without it, TLS may have bytes that poll does not show
+    is_drained  whether the last read got less than requested, and no payload has begun. It is set
+                only with the native pump. Without it, TLS may hold bytes that poll does not show
     """
 
     _readv: Any = staticmethod(readv)
@@ -200,8 +200,7 @@ class Inbound:
         self._scratch, self._bounce = None, np.empty(0, np.uint8)
 
     def receive_available(self) -> bool:
-        """Read the socket once and handle what has arrived; return False if there was nothing to
-        read.
+        """Read the socket once and handle the received bytes; return False if there are none.
 
         Raises EOFError, FrameError or OSError when the connection is over.
         """
@@ -417,7 +416,10 @@ class Inbound:
         # written.
         head = unpack_head(frame_bytes[PREAMBLE_BYTES:])
         if (announced.proof is PayloadProof.GCM) != (self.seal is not None):
-            raise FrameError("KV must be encrypted at both ends of a connection, or at neither")
+            raise FrameError(
+                "only one end of the connection encrypts KV; both ends need the same option "
+                "`sealed`"
+            )
         if announced.payload_bytes not in (0, head.n_bytes):
             raise FrameError(
                 f"a window of {head.n_bytes} bytes was sent with {announced.payload_bytes} "

@@ -1,9 +1,9 @@
-"""A connection (link) over a stream socket with its own thread: the base class of the tcp and shm
-links.
+"""A connection between agents (link) over a stream socket: the base class of the tcp and shm links.
 
-The thread polls for a moment after the last byte, then sleeps until the socket or another thread
-wakes it. A thread that waits anyway may move the bytes itself (`drive`). tcp.py and shm.py listen
-and dial; inbound.py and outbound.py have the format of the bytes.
+Each link has a thread. It polls for a moment after the last byte, then sleeps until the socket or
+another thread wakes it. Another thread that waits anyway can send and receive itself (`drive`).
+
+tcp.py and shm.py listen and connect. inbound.py and outbound.py have the format of the bytes.
 """
 
 from __future__ import annotations
@@ -65,20 +65,19 @@ _log = logging.getLogger("penstock")
 class LinkOptions(msgspec.Struct, frozen=True):
     """The options of a connection between two agents over a stream socket.
 
-    checked       whether windows (pieces of KV) carry xxh3-64 checksums. The source computes them
+    checked       whether windows (pieces of KV) have xxh3-64 checksums. The source computes them
                   over its memory, the sink over its own
-    sealed        whether windows are encrypted and authenticated (AES-128-GCM); both ends must
-                  agree
-    spin_s        seconds to poll before sleeping, below 1. The time is four times as long after a
-                  sleep that a longer poll would have avoided. While other threads want the core,
-                  links sleep at once
-    window_bytes  the preferred maximum size of a window
-    native        whether to use the native pump if it is compiled (pump.py)
-    lanes         number of parallel connections to a peer that this agent opens (tcp). One core can
-                  copy what one connection carries
-    switch_interval_s  maximum of the interpreter's switch interval (sys.setswitchinterval) in
-                  seconds while windows move, so that a thread of the process that computes in
-                  Python does not slow them down; 0: it is not changed
+    sealed        whether windows are encrypted and authenticated (AES-128-GCM); both agents must
+                  use the same value
+    spin_s        seconds to poll before sleeping, below 1. After a sleep that longer polling would
+                  have avoided, it is four times as long. It is 0 while other threads want the core
+    window_bytes  preferred maximum size of a window
+    native        whether to use the pump (C code) if it is compiled (pump.py)
+    lanes         number of parallel connections to an agent that this agent opens (tcp). One core
+                  can copy what one connection carries
+    switch_interval_s  maximum of Python's switch interval (sys.setswitchinterval) in seconds while
+                  windows move, so that a thread that computes in Python does not slow them down; 0:
+                  it is not changed
     """
 
     checked: bool = True
@@ -103,8 +102,8 @@ class LinkOptions(msgspec.Struct, frozen=True):
 class StreamLink:
     """One end of a connection between two agents (link) over a stream socket.
 
-    Only the holder of `_driver_lock`, the link's thread or a thread in `drive`, uses the socket and
-    the memory.
+    Only the thread that holds `_driver_lock` uses the socket and the memory. This is the link's own
+    thread, or a thread in `drive`.
     """
 
     transport = "stream"
@@ -246,11 +245,13 @@ class StreamLink:
             self._thread.join()
 
     def drive(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Send and receive on the calling thread until `done()` is true, at most `timeout_s`
-        seconds.
+        """Send and receive on the calling thread until `done()` is true, or `timeout_s` seconds
+        passed.
 
-        This saves waking another thread. The link's owner is called on this thread meanwhile.
-        Returns whether it was done in time. Raises TransportError if the link is lost.
+        This saves the time to wake the link's own thread. The owner's methods are called on this
+        thread meanwhile. Returns whether `done()` became true in time.
+
+        Raises TransportError if the link is lost.
         """
         deadline_s = time.perf_counter() + timeout_s
         self._count_drivers(1)
@@ -295,7 +296,7 @@ class StreamLink:
         return True
 
     def _note_window(self) -> None:
-        """Keep the interpreter's switch interval short while windows are sent or received."""
+        """Keep Python's switch interval short while windows (pieces of KV) are sent or received."""
         self._last_window_s = time.perf_counter()
         self._interval_hold.take()
 

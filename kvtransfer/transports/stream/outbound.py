@@ -1,4 +1,4 @@
-"""The sending side of a stream connection: messages, and KV directly from the source's memory.
+"""The sending side of a socket connection: messages, and KV directly from the source's memory.
 
 Items are queued from any thread and sent by one. link.py decides when to send, and owns the socket.
 """
@@ -162,10 +162,8 @@ class Outbound:
     def drop(self, transfer: int) -> None:
         """Drop the queued windows (pieces of KV) of a transfer.
 
-        The rest of a window that has been started is sent as zeros, and the window ends as STALE,
-        because its memory may have a new owner. An encrypted window was read completely when it was
-        encrypted, so it continues unchanged and stays OK. If it is the last missing one, the sink
-        completes the transfer.
+        A window that has begun is completed with zeros, and ends as STALE, because its memory may
+        have a new owner. An encrypted window was read completely before, so it stays OK.
         """
         with self._gate:
             remaining = [
@@ -189,7 +187,7 @@ class Outbound:
     def allow_lanes(self, transfer: int) -> None:
         """Allow parallel connections (lanes) to send the KV of this transfer too.
 
-        It may be called on any thread.
+        May be called on any thread.
         """
         with self._gate:
             if transfer not in self._withheld:
@@ -198,20 +196,18 @@ class Outbound:
                 del self._shared[next(iter(self._shared))]
 
     def deny_lanes(self, transfer: int) -> None:
-        """Stop lanes (parallel connections) from taking further windows of this transfer.
+        """Forbid parallel connections (lanes) to send more of this transfer, which will be dropped.
 
-        The transfer is about to be dropped. The method may be called on any thread, with locks
-        held.
+        May be called on any thread, with locks held.
         """
         with self._gate:
             self._shared.pop(transfer, None)
             self._withheld.add(transfer)
 
     def take_spare(self) -> tuple[WindowHead, WindowSlice] | None:
-        """Remove and return a queued window of KV for a lane (parallel connection) to send, or
-        None.
+        """Remove and return a queued window (piece of KV) for a parallel connection (lane) to send.
 
-        It may be called on any thread.
+        Returns None if there is none. May be called on any thread.
         """
         with self._gate:
             index = self._spare_at()

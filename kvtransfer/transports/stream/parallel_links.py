@@ -1,13 +1,14 @@
-"""Lanes: further TCP connections to an agent, which carry KV in parallel with the first link.
+"""Lanes: additional TCP connections to an agent, which carry KV in parallel with the first one.
 
-One connection can use only one core of the sink for copying, which is too slow for a fast network.
-An agent proves its identity on a lane as on any link. The lane then belongs to the first link, its
-owner. Whenever the lane is idle, it sends the next window (piece of KV) of the owner's queue.
+With one connection, only one core of the receiver copies, which is too slow for a fast network. A
+lane belongs to the first connection, its owner. An idle lane sends the next window (piece of KV) of
+the owner's queue. Agents prove their identity on each lane.
 
-Messages use only the first link, so their order is kept. No window may overtake the message that
-announces its transfer. Therefore a transfer's windows use only the first link until the sink has
-received one of them and replies with SPREAD. link_manager.py opens lanes and detects their loss;
-LinkOptions has their number.
+Messages are sent only on the first connection, so that their order is kept. A window must not
+overtake the message that announces its transfer. Therefore lanes may send windows of a transfer
+only after the sink has received one and replied with SPREAD.
+
+link_manager.py opens lanes and detects their loss; LinkOptions has their number.
 """
 
 from __future__ import annotations
@@ -26,9 +27,7 @@ _SPREAD = struct.Struct("<Q")
 
 
 class LanedLink(StreamLink):
-    """A connection over a stream socket that may have parallel connections (lanes), or be one of
-    another link.
-    """
+    """A link over a stream socket that can have parallel connections (lanes), or be one itself."""
 
     def __init__(
         self,
@@ -49,7 +48,10 @@ class LanedLink(StreamLink):
 
     def add_lane(self, lane: Link) -> None:
         if not isinstance(lane, LanedLink):
-            raise TypeError(f"a link over the transport {lane.transport} cannot be a lane")
+            raise TypeError(
+                f"a connection over the transport {lane.transport} cannot be a lane (parallel "
+                "connection)"
+            )
         lane._lane_owner = self
         with self._gate:
             self._lane_links += (lane,)

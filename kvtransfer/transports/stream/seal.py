@@ -15,16 +15,16 @@ _SLACK = 16  # the cipher needs room for one more block than it writes
 
 
 class WindowSealError(Exception):
-    """Raised when received KV was not encrypted by a holder of the key, or arrived in another
-    order.
+    """Raised for received KV that was altered, is out of order, or was encrypted with another
+    key.
     """
 
 
 class WindowSeal:
     """Encrypts or decrypts the windows (pieces of KV) of one direction of a connection.
 
-    The n-th window uses nonce n, so a repeated or missing window is detected. A void window (one
-    without bytes) has separate nonces, because it may replace the n-th window after that was
+    The n-th window uses nonce n, so a repeated or missing window is detected. A void window, whose
+    bytes are not sent, has separate nonces, because it can replace the n-th window after that was
     encrypted.
     """
 
@@ -45,9 +45,9 @@ class WindowSeal:
         self._buffer = bytearray()
 
     def void(self, about: bytes, *, instead: bool) -> bytes:
-        """Return the authentication tag of a window (piece of KV) whose bytes are not sent.
+        """Return the authentication tag of a void window, whose bytes are not sent.
 
-        `instead` is whether this tag replaces that of the window that was encrypted last.
+        instead  whether the tag replaces that of the window which was encrypted last
         """
         self._count -= instead
         return self.close((), 0, about)[1]
@@ -55,9 +55,12 @@ class WindowSeal:
     def close(
         self, parts: Iterable[memoryview], size: int, about: bytes
     ) -> tuple[memoryview, bytes]:
-        """Encrypt `size` bytes of KV in parts; return the ciphertext and the authentication tag.
+        """Encrypt `size` bytes of KV in parts, and return the ciphertext and the authentication
+        tag.
 
-        `about` is authenticated but not encrypted. The ciphertext is valid until the next call.
+        about  bytes that are authenticated but not encrypted
+
+        The ciphertext is valid until the next call.
         """
         cipher = self._make(self._key, self._mode(self._nonce(size))).encryptor()
         cipher.authenticate_additional_data(about)

@@ -1,7 +1,8 @@
-"""Decides whether a link's thread may spin before it sleeps, where no native pump does.
+"""Decides whether a link's thread may spin (poll without pause) before it sleeps.
 
-_pump.c has the same rule. sched_yield on a core that other threads want costs a turn of theirs,
-some milliseconds; a thread that sleeps runs again as soon as its bytes are there.
+_pump.c has the same rule for links that use the native pump. On a core that other threads want,
+each poll costs a turn of theirs, some milliseconds. A thread that sleeps runs again as soon as its
+bytes have arrived.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ _MOST_S = 0.512
 
 
 class SpinPause:
-    """Decides when a thread pauses spinning, because other threads want its core.
+    """Decides when a thread stops spinning for a while, because other threads want its core.
 
-    Each pause is twice as long as the one before while the core stays contended. All times are
-    seconds on the same clock.
+    While they want it, each pause is twice as long as the one before. All times are in seconds on
+    the same clock.
     """
 
     __slots__ = ("_pause_s", "_until_s")
@@ -28,7 +29,7 @@ class SpinPause:
         return now_s >= self._until_s
 
     def is_contended(self, begin_s: float, end_s: float) -> bool:
-        """Return whether one poll, from `begin_s` to `end_s`, took so long that spinning pauses."""
+        """Return whether a poll from `begin_s` to `end_s` took so long that spinning must pause."""
         if end_s - begin_s <= _CONTENDED_S:
             return False
         self._pause_s = min(max(_LEAST_S, 2 * self._pause_s), _MOST_S)
@@ -36,5 +37,7 @@ class SpinPause:
         return True
 
     def reset(self) -> None:
-        """Begin with a short pause next time, because a whole spin was not disturbed."""
+        """Make the next pause short again, because the thread could spin without being
+        disturbed.
+        """
         self._pause_s = 0.0

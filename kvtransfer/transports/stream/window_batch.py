@@ -1,6 +1,7 @@
-"""Batches of windows that the native pump sends or receives without the interpreter lock.
+"""Batches of windows (pieces of KV) that the pump (C code) sends or receives in one call.
 
-inbound.py and outbound.py decide which windows form a batch, and continue where the pump stopped.
+The pump works without the interpreter lock. inbound.py and outbound.py decide which windows form a
+batch, and continue where the pump stopped.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ _ROW_WORDS = 10  # struct window of _pump.c
 
 
 class WindowBatch:
-    """A table of windows for the pump: the current one of a connection, and those after it.
+    """A table of windows (pieces of KV) for the pump: a connection's current one and the next ones.
 
-    A window's frame is what precedes its bytes: the trailer of the window before it, and its own
-    header. The pump compares it with what it receives, and completes it before it sends it.
+    Before the bytes of a window come the trailer of the window before it and its own header,
+    together called its frame. The pump compares it with what it receives, or completes it before it
+    sends it.
     """
 
     def __init__(self, calls: PumpCalls) -> None:
@@ -49,17 +51,17 @@ class WindowBatch:
         return int(self._progress.item())
 
     def begin(self, pieces: MemoryPieces, ahead: Stretch = (0, 0)) -> None:
-        """Start a batch with the window that is being moved; `ahead` is sent before it."""
+        """Start a batch with the window that is being moved.
+
+        ahead  bytes that are sent before it
+        """
         self._count = 0
         # The current window may have been the last one of the batch before.
         self._free = [table for table in self._iovecs if table is not pieces.table]
         self._fill(pieces, ahead)
 
     def next_iovecs(self) -> Iovecs:
-        """Return a table of iovecs that no other window of the batch uses.
-
-        It belongs to the next window that is added.
-        """
+        """Return an unused table of iovecs (address, length), for the next window that is added."""
         return self._free[self._count - 1]
 
     def add(self, pieces: MemoryPieces, header: bytes, check: GenerationCheck | None) -> None:
@@ -70,7 +72,10 @@ class WindowBatch:
         self.check(index, check)
 
     def check(self, index: int, check: GenerationCheck | None) -> None:
-        """Set the blocks whose generations window `index` needs; the caller keeps `check` alive."""
+        """Set the owner counters that the blocks of window `index` must have.
+
+        The caller must keep `check` alive.
+        """
         words = (0, 0, 0, 0, 0)
         if check is not None:
             words = (
@@ -93,11 +98,11 @@ class WindowBatch:
         return bytes(self._frames[index, begin:])
 
     def move(self, digest: Digest | None, stage: int = 0) -> tuple[int, int | None, int]:
-        """Send the batch or, with the address `stage` for what follows a window, receive it.
+        """Send the batch, or receive it if `stage` is the address for what follows a window.
 
-        Returns the index of the last window that was begun, the bytes of it and of what belongs to
-        it that were moved, and the bytes of all windows. All windows before it are complete. The
-        second number is None if the call would block. Raises OSError.
+        Returns the index of the last window that was begun, the bytes of it and its frame that were
+        moved (None if the call would block), and the bytes of all windows. All windows before it
+        are complete. Raises OSError.
         """
         calls = self._calls
         function = calls.pump.receive_windows if stage else calls.pump.send_windows

@@ -316,7 +316,7 @@ def test_a_client_that_leaves_during_a_fetch_frees_all_blocks(path: Path) -> Non
 
 def test_a_group_does_not_start_without_its_store(tmp_path: Path, path: Path) -> None:
     async def main() -> None:
-        with pytest.raises(ValueError, match="no store at"):
+        with pytest.raises(ValueError, match="no store can be reached at"):
             group_of(tmp_path / "none")
 
     run(main)
@@ -336,7 +336,7 @@ def test_blocks_larger_than_the_stores_slots_are_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--kv-store", "/none"], "no store at /none"),
+        (["--kv-store", "/none"], "no store can be reached at /none"),
         (["--kv-store", "/none", "--kv-store-gbps", "5"], "must be two speeds"),
         (["--kv-store", "/none", "--kv-store-gbps", "5,-1"], "must be two speeds"),
         (["--kv-store", "/none", "--dp-ranks", "2"], "supports only tensor parallelism"),

@@ -447,7 +447,7 @@ def test_the_store_needs_the_policy_recompute(tmp_path: Path) -> None:
     assert ConnectorOptions({"key_file": members["key_file"]}, "fail").store is None
     with pytest.raises(ValueError, match="unknown member stor"):
         ConnectorOptions(members | {"stor": "x"}, "recompute")
-    with pytest.raises(ValueError, match="has no member key_file"):
+    with pytest.raises(ValueError, match="set key_file in kv_connector_extra_config"):
         ConnectorOptions({}, "recompute")
 
 

@@ -136,5 +136,5 @@ def test_closing_leaves_views_of_others_readable(region: Region) -> None:
 
 
 def test_a_region_without_blocks_is_refused() -> None:
-    with pytest.raises(RegionError, match="region of 0 blocks"):
+    with pytest.raises(RegionError, match="not 0 blocks"):
         MemoryFileRegion.create(0, 1000, name="none")

@@ -121,7 +121,7 @@ def test_blocks_may_be_shorter_than_a_slot_but_not_longer(client: StoreClient) -
     copies = [bytearray(0), bytearray(3)]
     assert client.get(KEYS[:2], [[memoryview(copy)] for copy in copies]) == 2
     assert copies[1] == b"abc"
-    with pytest.raises(ValueError, match="largest block"):
+    with pytest.raises(ValueError, match="a block is too large"):
         client.put(KEYS[2:3], [[memoryview(bytes(SLOT + 1))]])
     assert client.count_prefix(KEYS) == 2, "the client is of use afterwards"
 

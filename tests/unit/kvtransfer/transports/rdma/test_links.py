@@ -187,7 +187,7 @@ def test_slow_bytes_do_not_extend_the_time_for_a_queue_pair() -> None:
     caller = door.knock()
     door.owner.wait("linked")
     send_all(caller, repeat(OwnerMessage(b"still here"), 1 << 22))
-    assert "was not connected within" in str(door.owner.wait("lost")[0])
+    assert "was not established within" in str(door.owner.wait("lost")[0])
     door.close()
 
 
@@ -197,7 +197,7 @@ def test_new_queue_pairs_do_not_extend_the_time_either() -> None:
     door.owner.wait("linked")
     door.owner.heard[0].link.secure(bytes(32))
     send_all(caller, (QueuePairSetup(epoch, CARD) for epoch in range(1, 1 << 22)))
-    assert "was not connected within" in str(door.owner.wait("lost")[0])
+    assert "was not established within" in str(door.owner.wait("lost")[0])
     door.close()
 
 

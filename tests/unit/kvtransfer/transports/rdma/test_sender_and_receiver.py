@@ -147,13 +147,13 @@ def test_what_the_grant_does_not_cover_cannot_be_written() -> None:
         runs([0], [9]),
         runs([0], [4], 5 * BLOCK),
     ):
-        with pytest.raises(TransportError, match="granted"):
+        with pytest.raises(TransportError, match="permit"):
             grant.writes(outside, 0, None, 16)
-    with pytest.raises(TransportError, match="granted"):
+    with pytest.raises(TransportError, match="permit"):
         grant.writes(runs([0], [4]), 1, None, 16)
     staged = RemoteGrant(GrantedMemory(Registry(), [region()], [4, 5, 8], 1).grant)
     staged.claim(2 * BLOCK)
-    with pytest.raises(TransportError, match="granted"):
+    with pytest.raises(TransportError, match="permit"):
         staged.writes(runs([0, 1], [4, 5]), 0, staged.claim(2 * BLOCK), 16)
 
 

@@ -224,7 +224,7 @@ def test_a_plain_window_on_a_sealed_link_is_refused_and_vice_versa() -> None:
             else:
                 channel.inn.seal = WindowSeal(KEY)
             channel.put(scattered(1, 3, 100))
-            with pytest.raises(FrameError, match="at both ends"):
+            with pytest.raises(FrameError, match="both ends need the same option"):
                 channel.flow()
 
 
