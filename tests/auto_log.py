@@ -1,9 +1,8 @@
-"""Creates an access log of simulated traffic that one routing policy serves much worse than
-another.
+"""Creates an access log of simulated traffic that one routing policy serves much worse than others.
 
-Clients ask repeatedly about documents of 6,000 tokens. Their KV fits into the two engines together,
-but not into one of them, so a policy that ignores prefixes makes the engines compute the documents
-every time.
+Clients ask repeatedly about documents of 6,000 tokens. The documents' KV cache fits into two
+engines together, but not into one. A policy that ignores shared prompt prefixes makes the engines
+compute the documents again and again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiles the gateway's modules in C from the checkout, for tests beside their forms in Python."""
+"""Compiles the gateway's C modules, for tests that compare them with their Python versions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ needs_compiler = pytest.mark.skipif(
 
 @cache
 def compile_module(source: str) -> ModuleType:
-    """Compile a C file, named by its path in the checkout, with all warnings as errors; return the
-    module.
+    """Compile a C file with all warnings as errors, and return the module.
+
+    The file is given by its path in the checkout.
     """
     name = Path(source).stem
     with tempfile.TemporaryDirectory(prefix="penstock-c-form-") as folder:

@@ -1,4 +1,4 @@
-"""Runs commands in this process, with their output captured."""
+"""Runs command-line commands in this process, and captures their output."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Program = Callable[[Sequence[str]], None]
 
 @dataclass
 class Result:
-    """What a command has printed, and how it ended.
+    """What a command printed, and how it ended.
 
-    output     stdout and stderr in the order of printing
-    exception  what it raised, except SystemExit
+    output     stdout and stderr, in the order in which they were printed
+    exception  the exception that it raised, except SystemExit
     """
 
     exit_code: int
@@ -42,7 +42,10 @@ class _Copied(io.StringIO):
 
 
 def program(command: Callable[..., Any], **given: object) -> Program:
-    """Return a program that consists of one command, with values for its other parameters."""
+    """Return a program that consists of one command.
+
+    The arguments are values for the command's parameters that do not come from the command line.
+    """
     return lambda words: run_command(command, words, "penstock", os.environ, **given)
 
 

@@ -1,4 +1,4 @@
-"""Hypothesis settings of all tests: no time limits, because test machines may be busy."""
+"""Settings of Hypothesis for all tests: no time limits, because test machines can be busy."""
 
 from __future__ import annotations
 

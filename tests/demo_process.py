@@ -1,4 +1,4 @@
-"""Runs an installed `penstock demo` for tests: starts it, sends a request and ends it."""
+"""Starts an installed `penstock demo` for tests, sends it a request, and ends it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""Checks upper limits on durations in tests, in such a way that they also hold on a busy machine.
+"""Checks upper limits on durations in tests, so that they also hold on a busy machine.
 
-Within one event loop, an iteration counts as at most TURN_S seconds, so that time in which the
-process had no CPU hardly counts. A wait takes many iterations and counts in full. Across processes,
-time in which a process was ready to run but had no CPU is subtracted (Linux counts it). Time that
-the host of a virtual machine takes is unknown, so one of several tries has to meet the limit. For
-lower limits, use the wall clock.
+- On one event loop, an iteration counts as at most TURN_S seconds. So time without CPU hardly
+  counts. A wait takes many iterations, and counts in full.
+- Across processes, the time in which a process was ready to run but had no CPU is subtracted.
+  Linux reports it.
+- Time that the host of a virtual machine takes is unknown, so one of several attempts has to meet
+  the limit.
+
+For lower limits, use the wall clock.
 """
 
 from __future__ import annotations
@@ -42,9 +45,9 @@ class FairTime:
 
 
 class Stopwatch:
-    """Measures the seconds since its creation without time spent waiting for a CPU.
+    """Measures the seconds since its creation, without time in which processes waited for a CPU.
 
-    The waiting time of this process and of the processes `pids` is subtracted from the wall clock.
+    The waiting times of this process and of the processes `pids` are subtracted from the wall time.
     """
 
     def __init__(self, *pids: int) -> None:

@@ -1,6 +1,4 @@
-"""Measures how CPU time grows with the amount of work, to detect growth that is worse than
-linear.
-"""
+"""Measures how CPU time grows with the amount of work, to detect more than linear growth."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Program that transfers KV between two agents over TCP with only penstock-kv installed:
-kv_alone.py PAGE
+"""Transfers KV between two agents in an environment with only penstock-kv: `kv_alone.py PAGE`
 
-It runs the example of docs/kvtransfer.md (PAGE) in an environment without the rest of the project.
-It prints as JSON which of our packages it can import, and whether the native pump moved the bytes.
+It runs the example of docs/kvtransfer.md (PAGE) without the rest of the project. It prints as JSON
+which of our packages can be imported, and whether the native pump (C code) moved the bytes.
 """
 
 import asyncio

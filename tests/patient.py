@@ -1,6 +1,6 @@
-"""Configuration sections with long timeouts, for tests whose engines share a busy machine.
+"""Configuration sections with long time limits, for tests whose engines share a busy machine.
 
-A healthy engine must not be considered dead because it had no CPU for a second.
+A healthy engine must not be considered dead because it got no CPU for a second.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Finds port numbers for servers that bind them later, or that release them and bind them again.
+"""Finds port numbers for servers that bind them later, or release and bind them again.
 
-The system's ephemeral ports are unsuitable: tests open hundreds of connections, so another process
-may take one before it is bound. The ports here are below the ephemeral range.
+The ports are below the system's ephemeral range. Tests open hundreds of connections from ephemeral
+ports, so another process could use one of those before it is bound.
 """
 
 from __future__ import annotations

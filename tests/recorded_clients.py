@@ -1,10 +1,12 @@
-"""Reads recorded conversations of clients from the files in tests/data/clients/.
+"""Reads recorded conversations of real clients from the files in tests/data/clients/.
 
-A file has the requests of one conversation as the client sent them, without keys, paths and hosts.
-Texts of the client's own (instructions, descriptions) are replaced by a mark `⟦LENGTH:NAME⟧`, which
-is expanded to as many bytes of invented words. Equal texts have equal names, so that common
-prefixes stay common. A request repeats most of the one before, so only the difference is stored.
-bench/clients/fixtures.py makes the files.
+A file has the requests of one conversation as the client sent them, without API keys, paths and
+host names. Texts that belong to the client, such as its system prompt, are replaced by a
+placeholder with their length and a name. When read, it becomes as many bytes of invented words.
+
+Equal texts have equal names, so that prompts keep their common beginnings. Each request repeats
+most of the previous one, so only the difference is stored. bench/clients/fixtures.py writes the
+files.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class RecordedRequest(NamedTuple):
 class RecordedClient(NamedTuple):
     """The recorded conversation of one client program with a gateway.
 
-    session  how the access log identifies its session
+    session  how the gateway identified the session, as in its access log
     """
 
     name: str

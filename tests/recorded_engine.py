@@ -1,4 +1,4 @@
-"""An engine on a free port that answers with raw HTTP responses from a folder of files."""
+"""An engine on a free port that answers with recorded HTTP responses from a folder."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ For all other paths the name begins with `missing`.
 class RecordedEngine(ThreadingTCPServer):
     """Serves recorded responses from a folder, and keeps the requests that it received.
 
-    prefix  a path with which the path of each request must begin
-    key     the bearer token that each request must have; "" for none
+    prefix  path with which the path of each request must begin
+    key     bearer token that each request must have; "" for none
     """
 
     allow_reuse_address, daemon_threads = True, True

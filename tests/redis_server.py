@@ -24,7 +24,7 @@ WITHOUT = "PENSTOCK_TESTS_WITHOUT_REDIS"
 class RedisServer:
     """A Redis server that can be stopped, suspended and restarted on its port.
 
-    It loses its data when it is stopped.
+    When it is stopped, its data is lost.
     """
 
     def __init__(self, program: str, folder: Path) -> None:

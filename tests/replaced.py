@@ -1,6 +1,6 @@
-"""Replaces methods or instances of classes in tests.
+"""Replaces methods of classes, or objects, in tests.
 
-On compiled modules, which cannot be patched, the test is skipped.
+A test is skipped if the module is compiled, because compiled modules cannot be changed.
 """
 
 from __future__ import annotations

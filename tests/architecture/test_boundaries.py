@@ -1,4 +1,4 @@
-"""Tests that modules avoid forbidden operations: I/O in pure modules, unsafe calls, stray tasks."""
+"""Tests that modules avoid forbidden operations: I/O in pure modules, unsafe calls, lost tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of tools/compile: compiled modules exist; their C classes and declarations are right."""
+"""Tests of tools/compile: the listed modules exist, and their C classes are declared correctly."""
 
 from __future__ import annotations
 

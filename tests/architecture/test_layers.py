@@ -1,5 +1,4 @@
-"""Tests that imports between packages follow the table imports.txt, without mutual imports or
-cycles.
+"""Tests that packages import each other only as imports.txt allows, and never in a cycle.
 
 A package is two levels below a top-level folder (gateway.http), or a module in the folder itself
 (gateway.app). Imports that are only for types count too.

@@ -1,8 +1,8 @@
-"""Tests that names which were replaced are not used again; renamed.tsv lists them.
+"""Tests that names which were replaced are not used again.
 
-Each line has kind, qualified place, old name and new name. A renamed class or module must not exist
-under its old name anywhere. A renamed function or attribute must not exist at its place. A renamed
-variable (a parameter or a local name) must not be assigned in the modules that its place matches.
+renamed.tsv lists them: kind, place, old name and new name. The old name of a class or module must
+not exist anywhere. That of a function or attribute must not exist at its place. That of a variable
+must not be assigned in the modules that its place matches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Tests that only one loop picks endpoints and sends requests: `attempts` in
-gateway/proxy/attempt_loop.py.
+"""Tests that only one loop chooses endpoints and sends requests: `attempts` in attempt_loop.py.
 
 A retry needs a budget, a health check and a list of failed endpoints. A second loop would have to
-repeat all of that, and would soon differ.
+repeat all of this, and would soon differ.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Checks the prose of sources and documentation pages for vague words and long sentences.
+"""Checks docstrings, comments and pages for vague words and long sentences.
 
-Limits are per 1,000 words. CONTRIBUTING.md has all rules; this test measures those that can be
-counted.
+CONTRIBUTING.md has all rules for prose; this test checks those that can be counted. Limits are per
+1,000 words.
 """
 
 from __future__ import annotations

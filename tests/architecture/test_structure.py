@@ -1,5 +1,6 @@
-"""Tests of limits on the shipped packages: module sizes, line widths, names, and the share of
-I/O-free code.
+"""Tests of limits on the shipped packages: sizes of modules and functions, line widths and names.
+
+A limit also applies to the share of code that does I/O.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs mock engines and a gateway as processes, with clients that record how requests end.
 
-The module starts and kills processes, sends load and injects faults. The tests have the
-expectations.
+This module starts and kills processes, sends load and injects faults. The tests have the expected
+results.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class MockProcess:
 
 
 class Clients:
-    """Clients that send requests continuously and count how they end, in `fates`:
+    """Clients that send requests continuously. `fates` counts how the requests ended:
 
-    ok           a complete answer
-    broken       a visibly broken answer
-    error_event  a stream that ended with an error event
-    failed       an error, or nothing before the first byte
-    silent       a stream that ended as if complete, although it was not
+    ok           with a complete answer
+    broken       with an answer that is visibly incomplete
+    error_event  with a stream that ended with an error event
+    failed       with an error status, or without any byte
+    silent       with a stream that ended as if complete, although it was not
     """
 
     def __init__(self, url: str, http: aiohttp.ClientSession) -> None:

@@ -1,4 +1,4 @@
-"""A gateway and its mock engines in the test's own event loop, so that a test can inspect their
+"""Runs a gateway and mock engines on the test's event loop, so that a test can inspect their
 state.
 """
 
@@ -109,10 +109,10 @@ class GatewayFleet:
 
 
 class Answer:
-    """A response of the gateway as a client received it.
+    """A response of the gateway, as a client received it.
 
-    fate  how it ended: ok, error_event, broken, silent (it ended too early without an error), or
-          the HTTP status of a refusal
+    fate  how it ended: "ok", "error_event", "broken", "silent" (early, without an error), or the
+          HTTP status of a refusal
     """
 
     def __init__(self, status: int, headers: Mapping[str, str], text: bytes, broke: bool) -> None:

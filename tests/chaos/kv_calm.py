@@ -1,5 +1,6 @@
-"""Measures how long a KV transfer without faults takes, so that trials can use longer time limits
-on slow machines.
+"""Measures how long a KV transfer without faults takes on this machine.
+
+On slow machines, tests with faults then use longer time limits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Injects faults into any KV transport: altered, repeated, lost or delayed messages and data.
 
-It also has a TCP proxy that breaks connections. Data is sent in windows, which are batches of KV
-bytes.
+Data is sent in windows, which are batches of KV bytes. This module also has a TCP proxy that breaks
+connections.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kvtransfer.util.clock import Clock
 class FaultProbabilities(msgspec.Struct, frozen=True):
     """The probabilities (0 to 1) of injected faults.
 
-    The fields ending in `message` apply to each message, those ending in `window` to each batch of
-    KV bytes.
+    Fields ending in `message` apply to each message. Fields ending in `window` apply to each
+    window, a batch of KV bytes.
 
     late_s  maximum seconds of a delay
     """

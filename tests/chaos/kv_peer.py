@@ -1,11 +1,12 @@
-"""A process with one KV transfer agent, to be suspended and killed by tests.
+"""A process with one KV transfer agent, which tests suspend and kill.
 
 It reads commands from stdin and writes events to stdout, as JSON.
 
-python -m tests.chaos.kv_peer TRANSPORT MISSES source          offers "r"; `ready` adds layers
-python -m tests.chaos.kv_peer TRANSPORT MISSES sink ADDRESS    fetches "r"
+python -m tests.chaos.kv_peer TRANSPORT MISSES source          offers KV under the name "r"
+python -m tests.chaos.kv_peer TRANSPORT MISSES sink ADDRESS    fetches "r" from ADDRESS
 
-MISSES is the number of missed heartbeats after which a link is lost.
+MISSES is the number of missed heartbeats after which a connection counts as lost. The command
+`ready` marks further layers of the offer as computed.
 """
 
 from __future__ import annotations

@@ -61,9 +61,9 @@ class Request:
 
 
 class TrialEngine:
-    """A simulated engine with a pool of blocks and a KV transfer agent.
+    """A simulated engine with a pool of KV blocks and a KV transfer agent.
 
-    It overwrites blocks as soon as they are returned, so that late writes are detected.
+    It overwrites blocks as soon as they are free again, so that late writes to them are detected.
     """
 
     def __init__(

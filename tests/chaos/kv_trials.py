@@ -1,12 +1,16 @@
-"""Randomized KV transfer trials: two sources, two sinks, random requests, and one kind of fault.
+"""Randomized trials of KV transfer: two sources, two sinks, random requests, and one kind of fault.
 
 python -m tests.chaos.kv_trials --trials 10000 --transport inproc,shm,tcp,lanes [--seed 0]
 
-The transport batches is tcp whose native pump moves many small windows at a time.
+The transport `lanes` is tcp with parallel connections. `batches` is tcp with the native pump (C
+code), which moves many small pieces at a time.
 
-A seed determines a trial. In every trial: a fetch that ends as LANDED has exactly the bytes of its
-offer; blocks are never written after they were returned; every offer and fetch ends once, with a
-reason; and nothing stays reserved.
+A trial depends only on its random seed. In every trial
+
+- a fetch that ends as LANDED has exactly the offered bytes
+- blocks are not written after they were returned to the engine
+- every offer and every fetch ends once, with a reason
+- no block stays reserved
 """
 
 from __future__ import annotations
@@ -380,12 +384,13 @@ def main() -> None:
         "--seed",
         type=int,
         default=0,
-        help="number of the first trial; a trial can be repeated by its seed and transport",
+        help="number of the first trial, which is also its random seed; use it to repeat a "
+        "failed trial",
     )
     parser.add_argument(
         "--transport",
         default="inproc,shm,tcp,lanes",
-        help="transports to test in turn, comma-separated",
+        help="transports to test in turn, separated by commas",
     )
     parser.add_argument(
         "--jobs",
@@ -419,7 +424,7 @@ def main() -> None:
 
 @contextmanager
 def small_batches() -> Iterator[None]:
-    """Let the native pump move windows of any size in batches, in the whole process."""
+    """Let the native pump (C code) move pieces of any size in batches, in the whole process."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (inbound, outbound):
             patch.setattr(module, "LEAST_BYTES", 1)

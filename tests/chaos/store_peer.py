@@ -1,11 +1,11 @@
-"""A process that writes to a block store or reads from it, to be killed by tests.
+"""A process that writes to a KV block store or reads from it, and that tests kill.
 
 python -m tests.chaos.store_peer SOCKET write SEED       stores blocks until it is killed
 python -m tests.chaos.store_peer SOCKET tear SEED        sends half of a block, reports it, waits
 python -m tests.chaos.store_peer SOCKET read COUNT KEY   reads one block COUNT times
 python -m tests.chaos.store_peer SOCKET hold KEY         leases a block, reports it, waits
 
-The bytes of a block follow from its key, so every reader can tell wrong ones. The last line of a
+The bytes of a block follow from its key, so that readers recognise wrong ones. The last line of a
 reader has the numbers of right, missing and wrong blocks.
 """
 

@@ -1,4 +1,4 @@
-"""Tests that a gateway which ends while the fleet of the chaos tests starts is reported at once."""
+"""Tests that the chaos tests report at once if their gateway ends while it starts."""
 
 from __future__ import annotations
 

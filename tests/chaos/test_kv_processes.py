@@ -1,6 +1,4 @@
-"""Tests that KV agents notice peers whose processes are suspended or killed, and free all KV
-memory.
-"""
+"""Tests that KV transfer agents notice suspended and killed processes, and free all KV memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests that run several hundred trials of kv_trials.py, and check that trials detect injected
-bugs.
-"""
+"""Tests that run several hundred randomized KV transfers, and that these detect injected bugs."""
 
 from __future__ import annotations
 

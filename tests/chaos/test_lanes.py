@@ -1,6 +1,6 @@
-"""Tests of data transferred over several parallel connections (lanes), and aborted at any moment.
+"""Tests of KV sent over several parallel connections (lanes), and aborted at any moment.
 
-A fence is the message after which no more bytes of a transfer may be written.
+An abort ends with a fence: after it, no more bytes of the transfer are written.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tests that a stopping gateway still answers the requests that wait for permission to be
-retried.
-"""
+"""Tests that a stopping gateway still answers requests that wait for a retry."""
 
 from __future__ import annotations
 

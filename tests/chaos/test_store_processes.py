@@ -1,4 +1,4 @@
-"""Tests of a block store whose clients, and the store itself, are real processes that get killed."""
+"""Tests of a KV block store as real processes, in which the clients or the store are killed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tests of what the client receives for each engine fault, compared with the error table, on real
-sockets.
+"""Tests of what a client receives for each engine fault, on real sockets.
+
+The expected results are those of the gateway's table of errors.
 """
 
 from __future__ import annotations

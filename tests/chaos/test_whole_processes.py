@@ -1,6 +1,4 @@
-"""Tests that engine processes may die, lose ranks and hang under load while other requests are
-unaffected.
-"""
+"""Tests that engines can die, lose ranks or hang under load without effect on other requests."""
 
 from __future__ import annotations
 

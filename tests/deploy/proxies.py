@@ -1,7 +1,4 @@
-"""Runs the proxies of deploy/proxies with test addresses, certificate and gateways filled in.
-
-The requests through the proxies are in the tests.
-"""
+"""Runs the proxies of deploy/proxies with addresses and certificates for tests."""
 
 from __future__ import annotations
 

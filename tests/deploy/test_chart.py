@@ -1,4 +1,4 @@
-"""Tests of the Helm chart, rendered by Helm: all Kubernetes objects and gateway.yaml files are
+"""Tests of the Helm chart, rendered by Helm: all Kubernetes objects and configurations are
 valid.
 """
 

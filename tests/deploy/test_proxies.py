@@ -1,5 +1,5 @@
-"""Tests that nginx and HAProxy with the shipped files do not buffer streams of a gateway behind
-them.
+"""Tests that nginx and HAProxy, with the shipped configurations, do not delay streams of a
+gateway.
 """
 
 from __future__ import annotations

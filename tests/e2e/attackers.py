@@ -1,4 +1,4 @@
-"""Attacks on a gateway's CPU time or memory, each run by a process of its own.
+"""Attacks on a gateway's CPU time or memory, each run by its own process.
 
     python -m tests.e2e.attackers NAME API_PORT ADMIN_PORT
 
@@ -46,8 +46,8 @@ class Script:
 
     connections  number of connections
     sent         bytes to send
-    once         whether `sent` is sent only once; False: repeatedly
-    drip         bytes to send afterwards, 20 times a second per connection
+    once         True to send them once, False to repeat them
+    drip         bytes to send afterwards, 20 times a second on each connection
     piece        maximum number of bytes per send()
     reads        whether the client reads the responses
     leaves       whether the client closes the connection after it has sent everything
@@ -220,8 +220,8 @@ class CostlyAttack:
     """A named attack on a gateway's CPU time or memory.
 
     script  function that returns what each connection does
-    budget  bytes of a configured limit that the attack may fill, in addition to the allowed growth
-            MOST_GROWTH
+    budget  bytes that the attack may use because the configuration allows it, in addition to the
+            allowed growth MOST_GROWTH
     """
 
     name: str

@@ -1,18 +1,18 @@
-"""A process that acts as an engine with canned responses, optionally bound to one core.
+"""A process that acts as an engine with fixed responses, optionally on one CPU core.
 
     python -m tests.e2e.canned_engine [CORE]    # prints its port
 
 The request's member `user` selects the response:
 
-event:N   a stream with one event of N bytes
-ids:N     a stream whose first event lists N bytes of token ids of the prompt
-answer:N  a JSON response of N bytes
-head:N    a response head of N bytes
-drip:N    a stream with one event of N bytes, in pieces of 40 bytes
+event:N     a stream with one event of N bytes
+ids:N       a stream whose first event lists N bytes of the prompt's token identifiers
+answer:N    a JSON response of N bytes
+head:N      a response head of N bytes
+drip:N      a stream with one event of N bytes, in pieces of 40 bytes
 headdrip:N  a response head of N bytes, in pieces of 40 bytes
-control   control bytes in the content type
-flood     an endless stream
-hold      no response
+control     control bytes in the content type
+flood       an endless stream
+hold        no response
 
 Any other request gets a small JSON response, or a stream of four events.
 """

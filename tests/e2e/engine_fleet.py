@@ -1,6 +1,4 @@
-"""Runs a gateway in front of engines that answer, refuse connections, or reset them, as a test
-chooses.
-"""
+"""Runs a gateway in front of fake engines that answer, refuse connections or reset them."""
 
 from __future__ import annotations
 
@@ -40,9 +38,9 @@ class Mode(Enum):
 
 
 class Engine:
-    """A fake engine on its own port, which it keeps in every mode.
+    """A fake engine on its own port, which it keeps whatever it does.
 
-    posts      number of requests read, by the gateway's request id
+    posts      number of received requests, by the gateway's request identifier
     delay_s    seconds from a request to its answer
     """
 

@@ -1,6 +1,6 @@
-"""One mock engine on real sockets, with a raw HTTP client and an OpenAI SDK client.
+"""Runs one mock engine on real sockets, with a raw HTTP client and an OpenAI SDK client.
 
-This module sends requests, reads metrics and sets faults. The expectations are in the tests.
+This module sends requests, reads metrics and sets faults. The tests have the expected results.
 """
 
 from __future__ import annotations

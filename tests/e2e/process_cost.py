@@ -1,4 +1,4 @@
-"""The cost of a process: CPU time, resident memory, and kernel memory of its sockets. Linux only.
+"""Measures the cost of a process: CPU time, memory, and kernel memory of its sockets. Linux only.
 
 Unlike wall time, CPU time does not grow while other processes use the cores.
 """
@@ -25,9 +25,9 @@ class ProcessCost:
     def __init__(
         self, pid: int, listens: Collection[int] = (), dials: Collection[int] = ()
     ) -> None:
-        """Prepare to measure the cost of the process `pid`.
+        """Prepare to measure the process `pid`.
 
-        A socket belongs to the process if it has one of these ports.
+        A socket counts as the process's if it has one of these ports:
 
         listens  local ports of its listening sockets
         dials    remote ports of the connections that it opens

@@ -1,6 +1,6 @@
-"""Runs a gateway or mock engines as real processes on free ports of 127.0.0.1.
+"""Runs a gateway or mock engines as real processes, on free ports of 127.0.0.1.
 
-This module starts a process, waits until it is ready, records its stderr and ends it by pid.
+This module starts a process, waits until it is ready, records its stderr, and ends it.
 """
 
 from __future__ import annotations

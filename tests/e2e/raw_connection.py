@@ -13,7 +13,8 @@ WITHIN_S = 20.0
 class Answer(NamedTuple):
     """One HTTP response.
 
-    `body` is without chunk framing; `framing` is "length", "chunked" or "close".
+    body     the body, without chunk framing
+    framing  "length", "chunked" or "close"
     """
 
     status: int

@@ -1,14 +1,14 @@
-"""An engine that records every generation request byte for byte, and when its connection closed.
+"""An engine that records every generation request, and when the request's connection was closed.
 
-It runs in a thread of the test process, so that both use the same clock. The `user` member of a
-request selects the behaviour:
+It runs in a thread of the test process, so that both use the same clock. The request's member
+`user` selects the behaviour:
 
 hold          send nothing
 drip          stream one token every 5 ms, without end
 flood         stream as fast as the client reads
 break         close before an answer, or after the last token of a stream
 status:NNN    refuse with this status
-undone:N      stream `n` choices per prompt, finish N of them, and end the body without [DONE]
+undone:N      stream `n` choices, finish N of them, and end the body without [DONE]
 other         answer at once
 """
 

@@ -1,7 +1,7 @@
-"""Sends traffic across a gateway restart, and counts refused and truncated requests.
+"""Sends traffic during a restart of a gateway, and counts refused and truncated requests.
 
-Streams reuse connections and short requests open new ones, so that a restart meets both idle
-connections and the accept queue. The module also has functions that restart a gateway.
+Streams reuse connections, and short requests open new ones. So a restart happens both with idle
+connections and with connections that are not accepted yet. The module can also restart a gateway.
 """
 
 from __future__ import annotations

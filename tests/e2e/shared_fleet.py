@@ -1,5 +1,5 @@
-"""Runs several gateway processes that share state through Redis, and clients that use them in
-turn.
+"""Runs several gateway processes that share state through Redis, and clients that use all of
+them.
 """
 
 from __future__ import annotations

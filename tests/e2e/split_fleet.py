@@ -1,7 +1,7 @@
-"""A gateway and mock prefill and decode engines that transfer real KV bytes, in one event loop.
+"""A gateway with mock prefill and decode engines that transfer real KV bytes, on one event loop.
 
-The mock computes its output tokens from the KV that it has. A split request therefore returns the
-same text as a request to one engine only if every byte arrived in its place (mockgpu/mock_tokenizer.py).
+A mock engine computes its answer from the KV bytes that it has. So a split request gets the same
+text as a whole request only if every byte arrived in its place (mockgpu/mock_tokenizer.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Tests of limits on what attacks may cost other clients: waiting time, memory, and failed
-requests.
+"""Tests that attacks cost other clients little: waiting time, memory, and failed requests.
 
-Waits are CPU time of the gateway's event loop (timed_gateway.py), so the results do not depend on
+Waiting times are CPU time of the gateway's event loop (timed_gateway.py), so they do not depend on
 how busy the machine is. bench/load/attack_cost.py measures the same attacks in wall time.
 """
 

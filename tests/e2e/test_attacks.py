@@ -1,8 +1,7 @@
-"""Tests that a real gateway refuses malicious requests, sent as raw bytes, and does not forward
-them.
+"""Tests that a real gateway refuses malicious requests, and does not forward them.
 
-Each attack of attacks.py must get its status and an error body in OpenAI's shape. It must cause no
-traceback, and the gateway must keep serving.
+The requests of attacks.py are sent as raw bytes. Each must get its status and an error body in
+OpenAI's format. It must cause no traceback, and the gateway must keep serving.
 """
 
 from __future__ import annotations

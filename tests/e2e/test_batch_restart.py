@@ -1,5 +1,5 @@
-"""Tests of batch requests over restarts, pre-emption, cancellation and expiry, with slow mock
-engines.
+"""Tests of batch requests that are interrupted by restarts, live requests, cancellation or
+expiry.
 """
 
 from __future__ import annotations

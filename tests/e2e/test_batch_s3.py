@@ -1,5 +1,6 @@
-"""Tests of two gateways that share batches in one S3 bucket: each batch has one owner, also after a
-`kill -9`.
+"""Tests of two gateways that share batches in one S3 bucket.
+
+Each batch has one owner, also after its gateway was killed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tests of slow, silent and disconnecting clients of a real gateway with short time limits.
 
-The gateway checks deadlines four times a second, so the tests wait for its reaction and measure
-when it came. Time in which other processes had the CPU does not count where Linux reports it, and
-one of three attempts has to be in time.
+The gateway checks deadlines four times a second. The tests wait for its reaction, and measure when
+it came. Where Linux reports it, time is subtracted in which other processes had the CPU. One of
+three attempts has to be in time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that `--engine` finds out which kind of engine answers at a URL."""
+"""Tests that the option `--engine` detects which kind of engine answers at a URL."""
 
 from __future__ import annotations
 

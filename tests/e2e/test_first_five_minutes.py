@@ -1,7 +1,7 @@
-"""Runs every command of docs/first-five-minutes.md and compares its output with the page.
+"""Runs every command of docs/first-five-minutes.md, and compares its output with the page.
 
-A shell runs the blocks in order, with free ports instead of the page's. `...` in a line of the page
-matches any text.
+A shell runs the commands in order, on free ports instead of those of the page. `...` in a line of
+the page matches any text.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Tests that the prefix index is exact with KV events over real ZeroMQ, and an estimate without
-them.
+"""Tests that the gateway knows engines' caches exactly with KV events, and estimates them without.
+
+KV events are messages over ZeroMQ in which engines report cached blocks.
 """
 
 from __future__ import annotations

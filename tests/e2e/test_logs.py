@@ -1,6 +1,4 @@
-"""Tests of log files under load: the access log of two workers is moved and rotated, and the
-operator log is JSON.
-"""
+"""Tests of log files under load: the access log is moved and rotated, the operator log is JSON."""
 
 from __future__ import annotations
 

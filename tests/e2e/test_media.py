@@ -1,6 +1,6 @@
 """Tests of requests with images through a real gateway.
 
-Their large base64 text causes no refusal or wait, and a repeated image finds its prefix cache.
+Their long base64 text causes no refusal and no delay. A repeated image is found in the cache.
 """
 
 from __future__ import annotations

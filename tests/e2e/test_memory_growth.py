@@ -1,4 +1,4 @@
-"""Tests that nothing in a gateway grows beyond its bound with requests, faults and reloads."""
+"""Tests that no memory of a gateway grows beyond its limit with requests, faults and reloads."""
 
 from __future__ import annotations
 

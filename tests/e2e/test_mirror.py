@@ -1,6 +1,4 @@
-"""Tests of a mirror between real mock processes: a candidate that answers differently is
-detected.
-"""
+"""Tests of mirrored requests: an engine on trial that answers differently is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of how each engine's mock handles split requests: handoffs, usage, leases, refusals."""
+"""Tests of how mocks of each kind of engine handle split requests: handoffs, usage, refusals."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Tests of split requests between mock engines with each engine's handoff protocol.
+"""Tests of split requests between mock engines, with the KV handoff protocol of each kind of
+engine.
 
-The text proves the transfer: the mock derives it from the KV that the decode engine has.
+The answer proves the transfer, because the decode engine computes it from the KV that it has.
 """
 
 from __future__ import annotations

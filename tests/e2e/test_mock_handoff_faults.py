@@ -1,5 +1,5 @@
-"""Tests of failing split requests between mock engines: no wrong text is returned, and no resource
-is kept.
+"""Tests of split requests that fail between mock engines: no wrong text, and no resource is
+kept.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tests that Messages and Responses requests are split and resumed where engines serve these APIs
-themselves.
+"""Tests of split and resumed requests of the Messages and Responses APIs, on engines that have
+them.
 """
 
 from __future__ import annotations

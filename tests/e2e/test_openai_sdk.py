@@ -1,7 +1,4 @@
-"""Tests of the official openai SDK with a gateway in front of two mock engines.
-
-The engines' text is predictable.
-"""
+"""Tests of the official openai SDK with a gateway in front of two mock engines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of a gateway in front of a mock engine with data-parallel ranks, each of which can be
-routed to.
-"""
+"""Tests of a gateway that chooses among the data-parallel ranks of one mock engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests with recorded conversations of real clients and agents, sent again to a demo.
+"""Tests that send the recorded conversations of real clients and agents to `penstock demo`.
 
 The recordings are in tests/data/clients/, made by `make clients` (docs/clients.md).
 """
@@ -29,9 +29,8 @@ NAMES = recorded_clients.names()
 
 
 class Answer(NamedTuple):
-    """The answer to one recorded request: its bytes, its access log entry, and its kind.
-
-    It may be a stream or a single object.
+    """The answer to one recorded request: its bytes, its access log line, and whether it
+    streams.
     """
 
     request: RecordedRequest

@@ -1,5 +1,5 @@
-"""Tests of a real gateway with engines other than vLLM, played back from recorded or documented
-answers.
+"""Tests of a real gateway with engines other than vLLM, whose answers are recorded or
+documented.
 """
 
 from __future__ import annotations

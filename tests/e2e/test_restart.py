@@ -1,6 +1,4 @@
-"""Tests of restarts by SIGUSR2 under load: no request is lost, and the successor keeps the learned
-state.
-"""
+"""Tests of restarts by SIGUSR2 under load: no request is lost, and learned state is kept."""
 
 from __future__ import annotations
 

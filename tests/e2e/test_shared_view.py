@@ -1,6 +1,4 @@
-"""Tests of two gateway processes that share state through a real Redis, while each of the three
-processes fails.
-"""
+"""Tests of two gateways that share state through a real Redis, while one of the processes fails."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of SIGTERM with open streams: they finish, or end with an error event after the time
-limit.
-"""
+"""Tests that open streams finish after SIGTERM, or end with an error event at the time limit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests that the files which `penstock size` writes start mock engines and a gateway without a
-change.
-"""
+"""Tests that mock engines and a gateway start with the files that `penstock size` writes."""
 
 from __future__ import annotations
 

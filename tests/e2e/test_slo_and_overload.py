@@ -1,4 +1,4 @@
-"""Tests of a gateway under load with SDK clients: SLO classes, deadlines, refusals, overflow."""
+"""Tests of a gateway under load: service classes, deadlines, refusals, and smaller models."""
 
 from __future__ import annotations
 

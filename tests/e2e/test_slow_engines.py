@@ -1,8 +1,7 @@
-"""Tests that a slow engine is ejected and named, and that abandoned prompts do not make an engine
-suspect.
+"""Tests that the gateway stops using a slow engine, but not an engine with abandoned prompts.
 
 The engines, the gateway and the client are separate processes. A healthy engine computes a prompt
-in about 0.1 s, and a slow one in seconds, so that a busy machine does not look like a slow engine.
+in about 0.1 s, and a slow one in seconds. So a busy machine does not look like a slow engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tests of split requests through a gateway, with two prefill and two decode engines of each kind
-of engine.
-"""
+"""Tests of split requests through a gateway, for each kind of engine."""
 
 from __future__ import annotations
 

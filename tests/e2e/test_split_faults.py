@@ -1,6 +1,4 @@
-"""Tests of faults at every stage of split requests: the client gets the right text or a clean
-error.
-"""
+"""Tests of faults at every stage of split requests: the client gets the right text or an error."""
 
 from __future__ import annotations
 

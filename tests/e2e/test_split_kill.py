@@ -1,8 +1,7 @@
-"""Tests that kill a decode engine's process in the middle of a split answer, with each handoff
-protocol.
+"""Tests that kill a decode engine's process in the middle of a split answer.
 
-Prefill and decode engines and the gateway are processes of their own. The engine to be killed
-stalls after some tokens, so that the kill comes in the middle of its answers on any machine.
+They run with the KV handoff protocol of each kind of engine. The engine to be killed stalls after
+some tokens, so that the kill comes in the middle of its answers on any machine.
 """
 
 from __future__ import annotations

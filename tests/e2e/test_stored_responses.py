@@ -1,4 +1,6 @@
-"""Tests that stored responses can be read by id through any gateway, but only by their tenant."""
+"""Tests that stored responses can be read by identifier through any gateway, but by one tenant
+only.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def forgetting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def resuming(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Yield a fleet whose engines store no responses, so that responses are requested as chats."""
+    """Yield a fleet whose engines cannot store responses. The gateway then requests chats
+    instead.
+    """
     yield from fleet(tmp_path_factory.mktemp("resuming"), more=RESUMED)
 
 

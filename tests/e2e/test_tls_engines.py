@@ -1,6 +1,4 @@
-"""Tests of engines with https:// URLs and a path prefix, with certificates verified on both
-sides.
-"""
+"""Tests of engines with https:// URLs and a path prefix. Both sides verify certificates."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tests that send one recorded agent session to engines with and without the API that it uses.
+"""Tests that one agent session works with engines that support its API, and with others.
 
-The APIs are Messages and Responses.
+The APIs are Messages and Responses. For other engines, the gateway translates them to chats.
 """
 
 from __future__ import annotations

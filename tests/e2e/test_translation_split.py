@@ -1,6 +1,4 @@
-"""Tests of translated API requests on prefill and decode engines, and after a decode engine has
-died.
-"""
+"""Tests of translated API requests that are split, also if a decode engine dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of two workers behind one port: shared view, admin server, reloads, deaths, shutdown."""
+"""Tests of two worker processes behind one port: shared state, admin server, reloads, failures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests that all workers return to the old configuration if requests fail after a configuration
-change.
-"""
+"""Tests that all workers return to the old configuration if requests fail with the new one."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Runs the gateway's command line while measuring how long its event loop is blocked.
+"""Runs the gateway's command line, and measures how long its event loop is blocked.
 
     python -m tests.e2e.timed_gateway serve --config FILE
 
-A task sleeps 1 ms at a time; each wake-up is a tick. For each line on standard input, the process
-prints the CPU seconds of the loop's thread between consecutive ticks since the last line, as JSON.
-A long interval means that something blocked the loop. CPU time excludes the time that other
-processes have the core, so the results are those of an idle machine.
+A task wakes up every millisecond. For each line on standard input, the process prints the CPU
+seconds of the loop's thread between these wake-ups since the last line, as JSON. A large number
+means that something blocked the loop. CPU time does not grow while other processes have the core.
 """
 
 from __future__ import annotations

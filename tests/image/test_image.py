@@ -1,7 +1,6 @@
-"""Tests of the OCI image, unpacked and run as a container runtime would: its user, read-only, no
-privileges.
+"""Tests of the OCI image, unpacked and run like a container: its user, read-only, no privileges.
 
-`make test-image` builds it. Requires root and umoci, but no container runtime.
+`make test-image` builds it. It needs root and umoci, but no container runtime.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
-"""Locust users that stream chat completions, and report TTFT and TPOT as well.
+"""Simulated users for locust, which stream chat completions and also report times per token.
 
-    make load                                                          # headless, with mock groups
+    make load                                                          # with mock engines
     locust -f tests/load/locustfile.py --host http://127.0.0.1:8080    # with a web page
 
-Rows: `POST chat` is the complete response, `TTFT chat` the first event with generated content, and
-`TPOT chat` the time per token after it. Prompts have the shapes of `penstock bench`
-(planner/bench/workloads.py).
+The rows are:
+
+POST chat   the time of the complete response
+TTFT chat   the time to the first event with generated content
+TPOT chat   the time per token after it
+
+The prompts are those of `penstock bench` (planner/bench/workloads.py).
 """
 
 from __future__ import annotations
@@ -25,8 +29,8 @@ SHAPES = ("chat", "shared-prefix")
 
 @events.init.add_listener
 def make_sessions(environment: Environment, **_: Any) -> None:
-    """Create one source of sessions for each kind of traffic, so that all simulated users share its
-    prefixes.
+    """Create the generators of prompts, one per kind of traffic, which all simulated users
+    share.
     """
     sessions = {name: shapes()[name].sessions(0) for name in SHAPES}
     environment.sessions = sessions  # type: ignore[attr-defined]
@@ -109,7 +113,7 @@ class ChatUser(StreamingUser):
 
 
 class SharedPrefixUser(StreamingUser):
-    """Users that ask questions about one of 150 long prompts whose prefixes form a tree."""
+    """Users that ask about one of 150 long prompts, which share beginnings in several levels."""
 
     shape = "shared-prefix"
     weight = 1

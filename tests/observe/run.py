@@ -1,9 +1,10 @@
-"""`make observe`: check in a real Prometheus that every dashboard and alert query returns data.
+"""`make observe`: checks in a real Prometheus that every dashboard and alert query returns data.
 
-Two gateways with mock engines (one with faults, a full wait queue and a refused configuration; one
-that splits requests) are scraped every second during some traffic. Then every query of every panel
-and rule is run. It needs Debian's prometheus package and half a minute, so it is not part of `make
-test`.
+Two gateways with mock engines serve some traffic. One has faults, a full wait queue and a refused
+configuration; the other one splits requests. Prometheus scrapes them every second. Then every query
+of every panel and rule is run.
+
+It needs Debian's package prometheus and half a minute, so it is not part of `make test`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Skips the RDMA tests if there is no RDMA device; `make rdma` runs them on soft-RoCE.
+"""Skips the RDMA tests if there is no RDMA device. `make rdma` runs them on a virtual one.
 
-If PENSTOCK_RDMA is set, they fail instead.
+If the environment variable PENSTOCK_RDMA is set, they fail instead of being skipped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Both ends of an RDMA link, with an owner that records events, and transfers of runs (stretches of
-bytes) of blocks.
-"""
+"""Opens both ends of an RDMA connection, records their events, and transfers KV between them."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ PATIENCE_S = 20.0
 
 
 class RecordingOwner:
-    """An owner of an RDMA link that records the link's events.
+    """An owner of an RDMA connection that records the connection's events.
 
-    heard      the events in order
-    expecting  by transfer: function that returns where to write an arriving window
+    heard      the events, in order
+    expecting  by transfer: function that returns where to write an arriving window (piece of KV)
     """
 
     def __init__(self) -> None:
@@ -71,9 +69,10 @@ class RecordingOwner:
 
 
 class LinkedEnds:
-    """Both ends of an RDMA link, of which the sink has connected to the source.
+    """Both ends of an RDMA connection, which the sink (receiver) has opened.
 
-    `near` is the sink's link object, `far` the source's.
+    near  the sink's end
+    far   the source's end
     """
 
     def __init__(

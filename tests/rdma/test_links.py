@@ -1,6 +1,4 @@
-"""Tests of links over real RDMA queue pairs: arrival, order, and accesses that the device
-refuses.
-"""
+"""Tests of connections over real RDMA devices: arrival, order, and writes that a device refuses."""
 
 from __future__ import annotations
 

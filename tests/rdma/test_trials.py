@@ -1,8 +1,8 @@
-"""Tests that run the randomized fault trials of KV transfer over real RDMA queue pairs.
+"""Tests that run randomized KV transfers with faults over a real RDMA device.
 
-Several trials run concurrently, each in its own process, because most of a trial is waiting. A
-crash or a hang is a failure with its seed. The virtual machine is slow; its pace is measured first
-and scales all times of the trials.
+Several trials run at the same time, each in its own process. A crash or a hang is reported with its
+random seed. The virtual machine is slow, so its speed is measured first, and all times of the
+trials are scaled by it.
 """
 
 from __future__ import annotations

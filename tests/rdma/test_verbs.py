@@ -1,4 +1,4 @@
-"""Tests of memory accesses that the RDMA device itself refuses, on which fences rely."""
+"""Tests that an RDMA device itself refuses writes to memory whose registration has ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE = 4096
 
 
 class VerbsPair:
-    """Two connected queue pairs on one device: a writer and a sink.
+    """Two connected ends (queue pairs) on one RDMA device: a writer and a receiver.
 
     Each has its own protection domain and memory.
     """

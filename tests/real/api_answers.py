@@ -1,4 +1,4 @@
-"""Sends requests of the four APIs that generate text, and reads their answers in one form."""
+"""Sends requests of the four APIs that generate text, and converts the answers to one format."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ApiAnswer(msgspec.Struct, frozen=True):
     """An answer of any API.
 
     text      the generated text, and the arguments of tool calls
-    end       the reason of its end, or the state of a response
-    prompt    tokens of the prompt by the answer's usage, cached ones included
-    output    tokens of the answer by its usage
-    cached    tokens of the prompt that were cached
-    error     the status and body of a refusal, or the error event of a stream
+    end       reason of its end, or the state of a response
+    prompt    number of prompt tokens by the answer's usage, including cached ones
+    output    number of output tokens by the answer's usage
+    cached    number of prompt tokens that were cached
+    error     status and body of a refusal, or the error event of a stream
     endpoint  name of the endpoint that answered, if a gateway did
     """
 
@@ -45,7 +45,11 @@ class ApiAnswer(msgspec.Struct, frozen=True):
 def request_of(
     path: str, text: str, tokens: int, *, stream: bool, **members: Any
 ) -> dict[str, Any]:
-    """Return a greedy request of an API whose prompt is `text`."""
+    """Return a request of an API with the prompt `text`, for which an engine always answers
+    equally.
+
+    It uses greedy decoding.
+    """
     body: dict[str, Any] = {"model": MODEL, "temperature": 0, "stream": stream}
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     turns = [{"role": "user", "content": text}]
@@ -59,9 +63,9 @@ def request_of(
 async def ask_api(
     url: str, path: str, body: dict[str, Any], heard: Callable[[str], object] | None = None
 ) -> ApiAnswer:
-    """Send a request to a gateway or an engine, and return its whole answer.
+    """Send a request to a gateway or an engine, and return its complete answer.
 
-    `heard` is called with the name of the serving endpoint for every event of a stream.
+    heard  function called for every event of a stream, with the name of the serving endpoint
     """
     timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
     endpoint, events = "", list[dict[str, Any]]()

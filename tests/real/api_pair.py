@@ -34,9 +34,10 @@ class Pair:
         self.engine, self.front = engine, front
 
     async def both(self, path: str, body: dict[str, Any]) -> tuple[Reply, Reply]:
-        """Return the gateway's answer to a request, and the engine's own answer to it.
+        """Return the gateway's answer to a request, and the engine's own answer.
 
-        The engine has answered the request once before, so that both find its prompt in the cache.
+        The engine has answered the request before, so that its cache contains the prompt both
+        times.
         """
         await send(self.engine.url, path, {"model": MODEL, **body})
         own = await send(self.engine.url, path, {"model": MODEL, **body})
@@ -56,8 +57,9 @@ class Pair:
 
 @contextmanager
 def engine_and_gateway(folder: Path, model: str, *options: str) -> Iterator[Pair]:
-    """Run a real engine without a KV connector and a gateway in front of it, during a `with`
-    block.
+    """Run a real engine and a gateway in front of it, during a `with` block.
+
+    The engine has no KV connector.
     """
     if not (REAL / "installed").exists():
         pytest.fail("the real engines are not installed; `make real` does it")

@@ -1,6 +1,4 @@
-"""Builds requests for tests with real engines: unique prompts, and answers as tokens with
-logprobs.
-"""
+"""Sends requests with unique prompts to real engines, and returns tokens and log probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures with two real engines for the whole test run, because they take a minute to start.
+"""Fixtures with two real engines for all tests, because engines take a minute to start.
 
 A test that kills an engine restarts it.
 """

@@ -1,7 +1,7 @@
-"""Two real vLLM processes on free ports of 127.0.0.1, as `make real` installs them.
+"""Runs two real vLLM engines on free ports of 127.0.0.1; `make real` installs vLLM.
 
-This module starts the engines, waits until they serve, reads their metrics and kills them by
-process group.
+This module starts the engines, waits until they serve, reads their metrics, and kills them with all
+of their processes.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ ENV = {
 
 
 class Engine:
-    """A vLLM server process of one model, with or without a KV connector.
+    """A vLLM server of one model, with or without a KV connector.
 
-    If it is killed and started again, it has the same ports and a new engine id.
+    After a restart it has the same ports, but a new engine identifier.
     """
 
     def __init__(

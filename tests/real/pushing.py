@@ -1,4 +1,7 @@
-"""Sends both requests of a handoff of the dialect `penstock` by hand, without a gateway."""
+"""Sends the two requests of a KV handoff between real engines by hand, without a gateway.
+
+It uses the protocol of our KV connector for vLLM (dialect `penstock`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TCP relay that a test can cut: connections are closed and refused, or stay open but silent."""
+"""A TCP relay that a test can cut: it closes and refuses connections, or keeps them silent."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Brings answers of a real engine and of the gateway in front of it into a comparable form.
+"""Compares the answers of a real engine and of the gateway in front of it.
 
-Ids and times differ between two answers to one request, and the same tokens may arrive in other
-pieces. Everything else must be equal, numbers to 4 digits.
+Identifiers and times may differ, and the same tokens may arrive in other pieces. Everything else
+must be equal, numbers to 4 digits.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ PATIENCE_S = 300.0
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """An HTTP answer. A stream's events are in `events`, as (name, data); any other answer is in
-    `body`.
+    """An HTTP answer.
+
+    events  the events of a stream, as (name, data)
+    body    the body of any other answer
     """
 
     status: int
@@ -92,10 +94,10 @@ def _events(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def unlike(reply: Reply, engine: Reply, names: tuple[str, str]) -> list[str]:
-    """Compare the gateway's answer with the engine's own answer; return a description of each
-    difference.
+    """Compare the gateway's answer with the engine's own answer, and return the differences as
+    text.
 
-    `names` are the model's name in a request to the gateway and in one to the engine.
+    names  the model's name in a request to the gateway, and in one to the engine
     """
     if reply.status != engine.status:
         return [f"status {reply.status} {reply.body}, the engine's {engine.status} {engine.body}"]

@@ -1,4 +1,4 @@
-"""A TCP relay (tap) in front of an engine that detects requests and can hold them back.
+"""A TCP relay in front of an engine that detects requests, and can hold them back.
 
 A test uses it to choose the moment at which a client disconnects or an engine dies. If a connection
 is closed while its request is held back, the engine receives the request first, and then the end of

@@ -1,7 +1,4 @@
-"""Tests that every API gives the same answer through the gateway as at the engine, apart from ids.
-
-The engine generates text; test_apis_without_text.py is about the others.
-"""
+"""Tests that each API that generates text gives the same answer through the gateway as directly."""
 
 from __future__ import annotations
 

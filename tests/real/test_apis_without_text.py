@@ -1,5 +1,4 @@
-"""Tests that every API that computes no text gives the same answer through the gateway as at the
-engine.
+"""Tests that APIs without generated text give the same answer through the gateway as directly.
 
 Three engines run one after another: an encoder for embeddings, a cross-encoder and a classifier.
 """

@@ -1,6 +1,6 @@
 """Tests that engines free the KV of a split request whose client disconnects, at any stage.
 
-The KV must be freed at once, not only when its lease expires. The same is tested for a request that
+It must be freed at once, not only when a time limit expires. This also applies to a request that
 the decode engine refuses.
 """
 

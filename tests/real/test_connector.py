@@ -1,5 +1,6 @@
-"""Tests of PenstockConnector between two real engines: answers are right, even if a handoff
-fails.
+"""Tests of PenstockConnector, our KV connector, between two real vLLM engines.
+
+Answers are right, even if the transfer of KV fails.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tests that vLLM's own argument parser accepts the commands that `penstock size` prints for
-vLLM.
-"""
+"""Tests that vLLM accepts the commands that `penstock size` prints for it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Tests of SIGKILL to an engine or to one rank while handoffs of the dialect `penstock` are at
-different stages.
+"""Tests that kill a real engine or one of its ranks at different stages of a KV transfer.
 
-The answers are right or clean errors, and the other engine holds no block afterwards. The model is
-the deep one: a prompt takes a second or more, and a trace says which layer is computed.
+Answers must be right or clean errors, and the other engine must free all blocks. The model is deep,
+so that a prompt takes a second or more. A trace file shows which layer is being computed.
 """
 
 from __future__ import annotations

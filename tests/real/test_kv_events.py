@@ -1,6 +1,4 @@
-"""Tests of KV events from two real engines: the gateway's index equals the engines' own block
-pools.
-"""
+"""Tests that the gateway knows exactly which blocks two real engines have cached, by KV events."""
 
 from __future__ import annotations
 

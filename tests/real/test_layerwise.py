@@ -1,7 +1,7 @@
-"""Tests of KV that a real prefill engine sends while it computes it, layer by layer.
+"""Tests of KV that a real prefill engine sends layer by layer while it computes the prompt.
 
-The model has 16 layers, and the prompts have more than 6 MiB of KV per layer, so that every layer is
-sent by itself. Two prefill engines share a core; one of them sends its KV at the end of the prefill.
+The model has 16 layers, and each prompt has more than 6 MiB of KV per layer, so that each layer is
+sent separately. Two prefill engines share a core. One of them sends its KV only at the end.
 """
 
 from __future__ import annotations

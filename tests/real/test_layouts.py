@@ -1,4 +1,6 @@
-"""Tests of the table of KV layouts with caches that vLLM's own classes make, without an engine."""
+"""Tests of the table of KV layouts with caches that vLLM's own classes create, without an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ CASES = [(row, cache_type) for row in ROWS if row.backend for cache_type in row.
 
 
 class VllmMemory:
-    """The process that makes caches with vLLM's classes (vllm_memory.py)."""
+    """The process that creates caches with vLLM's classes (vllm_memory.py)."""
 
     def __init__(self, log: Path) -> None:
         self.process = subprocess.Popen(

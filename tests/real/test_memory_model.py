@@ -1,7 +1,8 @@
-"""Tests of the memory model of `penstock size` against what vLLM itself allocates, at TP 1 and 2.
+"""Tests that `penstock size` computes the memory that vLLM itself allocates, with one and two
+ranks.
 
-vLLM builds the whole models on torch's meta device (deploy/real/memory_probe.py), so no weight is
-loaded. Quantisation is left out: its kernels need a GPU.
+vLLM builds the whole models without loading weights (deploy/real/memory_probe.py). Quantised models
+are left out, because they need a GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Tests of the dialect `penstock` between two real engines.
+"""Tests of split requests between two real engines with our KV connector (dialect `penstock`).
 
-They send many requests through the gateway, compare bytes between other numbers of ranks, and
-disconnect clients. The prefill engine computes 512 tokens per step, so that longer prompts move in
-several parts.
+They send many requests through the gateway, use engines with different numbers of ranks, and
+disconnect clients. The prefill engine computes 512 tokens per step, so that the KV of longer
+prompts is sent in several parts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tests of prefix-aware routing over real engines, checked against the cache hits that they
-report.
-"""
+"""Tests that real engines report the cache hits which prefix-aware routing expects."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Tests that requests of every API that generates text have the engine's own answer when they are
-split over two real engines.
+"""Tests that split requests of every API have the same answers as directly at a real engine.
 
-The gateway splits Messages and Responses as chat completions. The answers to compare with are those
-of the engine's own APIs.
+The gateway converts Messages and Responses to chat completions in order to split them.
 """
 
 from __future__ import annotations

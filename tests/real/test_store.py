@@ -1,7 +1,7 @@
-"""Tests of a host's store of KV with two real engines.
+"""Tests of the KV store of a host, with two real engines.
 
-Answers from stored KV equal computed ones, tenants stay apart, and a lost store costs a
-computation.
+Answers from stored KV equal computed ones. Tenants do not share stored KV. Without the store, KV is
+computed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WAIT_S = 30.0
 
 
 class Store:
-    """The store's process, which a test kills and starts again."""
+    """The process of the KV store, which a test kills and restarts."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self._folder = folder / "s", folder

@@ -1,5 +1,5 @@
-"""Tests that no prompt of one tenant hits the cached prompts of another, by the engine's own count
-of cache hits.
+"""Tests that prompts of one tenant never hit cached prompts of another, by a real engine's
+counters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Tests that one agent session has equal answers from a real engine with and without the API that
-it uses.
+"""Tests that a translated agent session has the same answers as one with an engine's own API.
 
-The APIs are Messages and Responses. One engine serves two pools of the gateway, one of which
-translates both APIs to chat completions.
+The APIs are Messages and Responses. One engine serves two pools of the gateway. In one of them, the
+gateway translates both APIs to chat completions.
 """
 
 from __future__ import annotations
@@ -94,9 +93,9 @@ def post(url: str, path: str, body: dict[str, Any]) -> bytes:
 
 
 def both(url: str, path: str, body: dict[str, Any]) -> tuple[bytes, bytes]:
-    """Return the answers to a request, native and translated.
+    """Return the answers to a request, by the engine's own API and translated.
 
-    The request was answered once before, so that both find its prompt in the engine's cache.
+    The request was answered before, so that the engine's cache contains its prompt both times.
     """
     post(url, path, body | {"model": "native"})
     native = post(url, path, body | {"model": "native"})
@@ -104,17 +103,20 @@ def both(url: str, path: str, body: dict[str, Any]) -> tuple[bytes, bytes]:
 
 
 def order_of(data: bytes) -> list[str]:
-    """Return the names of a stream's events in order.
+    """Return the names of a stream's events, in order.
 
-    vLLM ends incomplete responses with response.completed, where OpenAI and the gateway have
-    response.incomplete. Both have the state `incomplete` in it.
+    For an incomplete response, vLLM ends with response.completed, and OpenAI and the gateway with
+    response.incomplete. The state in it is `incomplete` in both cases.
     """
     *names, last = event_order(data)
     return [*names, "response.completed" if last == "response.incomplete" else last]
 
 
 def parts_of(path: str, data: bytes) -> Any:
-    """Return the texts, tool calls, end and counts of a stream; a call may be cut off."""
+    """Return the texts, tool calls, end and token counts of a stream.
+
+    A tool call may be incomplete.
+    """
     if path == "/v1/responses":
         return comparable_parts(response_of(data))
     blocks, end, usage = list[dict[str, Any]](), None, dict[str, Any]()
@@ -133,7 +135,7 @@ def parts_of(path: str, data: bytes) -> Any:
 
 
 def own_requests(path: str) -> list[dict[str, Any]]:
-    """Return an agent session of this project's own, whose first answers are calls of a tool."""
+    """Return an agent session whose first answers are tool calls."""
     requests = message_requests() if path == "/v1/messages" else response_requests()
     for request in requests:
         request["temperature"] = 0

@@ -1,8 +1,8 @@
-"""Measures the time to the first token of split requests by our connector, beside vLLM's NIXL.
+"""Compares the time to first token of split requests with our KV connector and with vLLM's NIXL.
 
-Both pairs of engines run at the same time, on the same two halves of the cores, behind gateways: our
-connector with the dialect `penstock`, and with `vllm_nixl`, where KV moves when the prompt is done.
-The rounds alternate, and each compares prompts of one length.
+Two pairs of engines run at the same time, each behind a gateway. With our connector, KV is sent
+while the prompt is computed; with NIXL, afterwards. The rounds alternate, and each compares prompts
+of one length.
 """
 
 from __future__ import annotations

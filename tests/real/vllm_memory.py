@@ -1,8 +1,8 @@
-"""A process in vLLM's environment that makes KV caches with vLLM's own classes, without an engine.
+"""A process that creates KV caches with vLLM's own classes, without an engine.
 
-It makes specs, groups, tensors and views as vLLM's workers do, in files that another process maps.
-Rows are written and read where vLLM's attention backend has them. It executes commands from stdin
-and writes replies to stdout, as lines of JSON.
+It creates them as vLLM's workers do, in files that another process can map. It reads and writes
+rows where vLLM's attention backend has them. Commands from stdin and replies on stdout are lines of
+JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ BLOCKS = 24
 
 
 class RankCache:
-    """The cache of one rank: for each group of layers the layers' tensors [B, H, N, C]."""
+    """The KV cache of one rank: the tensors [block, head, token, content] of all layers, by
+    group.
+    """
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.order = order
@@ -66,9 +68,9 @@ class RankCache:
                 self.scales[view.data_ptr()] = impl._k_scale_cache, impl._v_scale_cache
 
     def layout(self) -> dict[str, Any]:
-        """Return the layout of every group's layers, which is the same for all groups.
+        """Return the layout of the cache, which is the same for all groups of layers.
 
-        The connector's own code describes it, and compares it with the tensors.
+        The tested code of the connector describes it, and compares it with the tensors.
         """
         layouts = []
         for group, views in zip(self.caches.kv_cache_groups, self.groups, strict=True):
@@ -96,7 +98,9 @@ class RankCache:
         return encoded
 
     def rows(self, group: int, layer: int, head: int, block: int, part: int) -> list[torch.Tensor]:
-        """Return the tensors (token, byte) that together hold a block's rows: scalars, scales."""
+        """Return the tensors (token, byte) that together hold a block's rows: numbers and
+        scales.
+        """
         view = self.groups[group][layer]
         cells = view[block, head]
         if self.order["is_latent"]:
@@ -164,9 +168,9 @@ class Caches:
         return cache.layout()
 
     def write(self, path: str, group: int, blocks: list[int], heads: list[int], rows: str) -> None:
-        """Write rows [layer, part, head, token, byte] of all heads; a rank takes its `heads`.
+        """Write rows [layer, part, head, token, byte]. A rank writes only its own `heads`.
 
-        Of pages, rows are [layer, 1, head, block, byte].
+        For a cache of pages, the rows are [layer, 1, head, block, byte].
         """
         for there, tensors in self._places(path, group, blocks, heads, np.load(rows)):
             begin = 0
@@ -178,7 +182,7 @@ class Caches:
     def differing(
         self, path: str, group: int, blocks: list[int], heads: list[int], rows: str
     ) -> int:
-        """Return how many blocks of a head differ from these rows."""
+        """Return for how many blocks of a head the cache differs from these rows."""
         return sum(
             not np.array_equal(torch.cat(list(tensors), dim=1).numpy(), there)
             for there, tensors in self._places(path, group, blocks, heads, np.load(rows))

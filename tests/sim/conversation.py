@@ -1,6 +1,4 @@
-"""Reads the excerpt of the Mooncake conversation trace, and computes cache hit ratios on a
-trace.
-"""
+"""Reads a part of Mooncake's recorded conversations, and computes cache hit ratios for it."""
 
 from __future__ import annotations
 

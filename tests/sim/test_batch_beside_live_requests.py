@@ -1,4 +1,4 @@
-"""Tests of batches beside live requests, with a whole gateway and mock engines on virtual time."""
+"""Tests of batch jobs beside live requests: a gateway and mock engines on virtual time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tests of predicted TTFTs against actual ones, on the conversation trace with simulated
-engines.
+"""Tests that predicted times to first token are close to the actual ones, in a simulation.
+
+The requests are recorded conversations.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tests that the engines of `penstock demo` have enough capacity for the load that README.md
-suggests.
-"""
+"""Tests that the mock engines of `penstock demo` can serve the load that README.md suggests."""
 
 from __future__ import annotations
 

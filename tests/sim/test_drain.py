@@ -1,4 +1,4 @@
-"""Tests that a drained engine's cached prefixes are computed again elsewhere, and only once."""
+"""Tests that prompts cached by a drained engine are computed again by only one other engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a simulated fleet holds no KV memory after a wave of requests with a fault in it."""
+"""Tests that a simulated fleet frees all KV memory after many requests and a fault."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests of KV transfer agents in simulated time: bandwidth, latency, priorities, leases and
-heartbeats.
+"""Tests of KV transfer agents in simulated time: bandwidth, priorities, leases and heartbeats.
 
 Times are exact to the millisecond.
 """

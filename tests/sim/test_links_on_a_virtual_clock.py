@@ -1,4 +1,4 @@
-"""Tests of split requests over fast and slow KV links, in simulated time."""
+"""Tests of split requests over fast and slow network links, in simulated time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Tests that a gateway with live mock engines serves every request at the time at which its replay
-does.
+"""Tests that a real gateway serves every request at the time that the simulator computes.
 
-Gateway, engines and client run on virtual time, in a process of their own.
+The gateway, mock engines and a client run on virtual time, in their own process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Tests that the live mock engine and the simulated one produce every token of equal jobs at the
-same time.
+"""Tests that the mock engine produces every token at the time that the simulator computes.
 
-The live one runs on an event loop whose clock jumps to the next timer, so that nothing waits.
+The mock engine runs on an event loop whose clock jumps to the next timer.
 """
 
 from __future__ import annotations

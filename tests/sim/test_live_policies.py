@@ -1,6 +1,6 @@
-"""Tests that routing policies have the results over real HTTP that the simulation predicts.
+"""Tests that routing policies have the results over real HTTP that the simulator predicts.
 
-`make policies` runs the full trace.
+`make policies` sends the full recorded trace.
 """
 
 from __future__ import annotations

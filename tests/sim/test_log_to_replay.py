@@ -1,6 +1,4 @@
-"""Tests that a gateway's access log can be replayed: the same requests with the same shared
-prefixes.
-"""
+"""Tests that the simulator reads an access log: the same requests, with the same shared prompts."""
 
 from __future__ import annotations
 

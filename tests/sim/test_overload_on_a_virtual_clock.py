@@ -1,5 +1,5 @@
-"""Tests of a small overload in simulated time: shares of requests within their latency budgets,
-during and after it.
+"""Tests of a small overload in simulated time: shares of requests that meet their latency
+budgets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of routing policies with four simulated engines: cache hits, TTFT and load balance."""
+"""Tests of routing policies with four simulated engines: cache hits, latency and load balance."""
 
 from __future__ import annotations
 

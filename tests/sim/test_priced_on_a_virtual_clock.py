@@ -1,8 +1,6 @@
-"""Tests of the policy `priced` with simulated engines, against other rules on short slices of
-traffic.
+"""Tests of the policy `priced` against other routing rules, on short simulated traffic.
 
-The runs are small, and the bounds are wide enough for their noise. Published figures come from
-`make goodput`.
+The limits are wide, because short runs vary. Published results come from `make goodput`.
 """
 
 from __future__ import annotations

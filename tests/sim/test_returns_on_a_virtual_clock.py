@@ -1,5 +1,6 @@
-"""Tests that clients which wait as long as Retry-After says are then admitted, in simulated
-time.
+"""Tests that clients which wait as long as Retry-After requires are then admitted.
+
+They run in simulated time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Tests of two gateways with four simulated engines: cache hits by the delay of messages between
-gateways.
+"""Tests of two simulated gateways: cache hits by the delay of messages between them.
 
-Each gateway has its own prefix index and loads, and receives the other's routing decisions after a
-delay, through the functions that the gateway's peer exchange uses. There is no bus, clock or
+Each gateway knows which prompts and loads it sent to the four engines. It receives the other's
+decisions after a delay, by the functions that real gateways use. There is no network and no
 process; `make gateways` tests those.
 """
 
@@ -62,7 +61,7 @@ class Known:
 class Gateways(Fleet):
     """A simulation in which requests arrive at several gateways in turn.
 
-    `late_s` is the delay of messages between them in seconds; None: no messages.
+    late_s  delay of messages between the gateways in seconds; None: there are no messages
     """
 
     def __init__(self, count: int, late_s: float | None, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Tests, in simulated time, of engines whose slots for running requests are all taken."""
+"""Tests, in simulated time, of engines that already run as many requests as they can."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests that every policy detects the slow one among four simulated engines, and sends it little
-work.
+"""Tests that every policy detects a slow engine among four, and sends it little work.
 
 The load is half of what three healthy engines serve.
 """

@@ -1,5 +1,6 @@
-"""Tests that a returning engine is neither flooded nor starved, on half a minute of the
-conversation trace.
+"""Tests that an engine which returns gets neither too many nor too few requests.
+
+The requests are half a minute of recorded conversations.
 """
 
 from __future__ import annotations

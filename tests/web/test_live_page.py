@@ -1,6 +1,4 @@
-"""Tests of the live page in a browser: the fleet, an engine that dies, draining, no external
-requests.
-"""
+"""Tests of the live page in a browser: engines, a failed engine, draining, no external requests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the live page's details: charts with values, sorting, recent requests, no injected
-markup.
-"""
+"""Tests of the live page in a browser: charts, sorting, recent requests, no injected markup."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Tests of penstock-kv in an environment of its own, as in an engine's: its wheels and sdist of
-dist/, installed with pip.
+"""Tests of penstock-kv, installed alone with pip from the files in dist/.
 
-`make smoke-wheel` builds and tests the compiled wheel, `make wheel test-wheels` all.
+`make smoke-wheel` builds and tests the compiled wheel; `make wheel test-wheels` does so for all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tests of the wheels in dist/, installed with pip as users do, with the extra `demo`.
 
-`make smoke-wheel` builds and tests one; `make wheel test-wheels` all, and the one for Debian's
-Python also in a plain Debian if root has mmdebstrap.
+`make smoke-wheel` builds and tests one wheel; `make wheel test-wheels` does so for all. If root has
+mmdebstrap, the wheel for Debian's Python is also tested in a plain Debian.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Contract tests of every implementation of the Batch API's storage.
+"""Contract tests that every implementation of the Batch API's storage must pass.
 
 Add a new implementation to the `place` fixture.
 """
@@ -38,8 +38,10 @@ MIB = 1024 * 1024
 
 
 class Place:
-    """A place where files and batches are stored; each storage() is one gateway process with its
-    own clock.
+    """A place where files and batches are stored. Each call of storage() acts as another gateway
+    process.
+
+    Each of these processes has its own clock.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Contract tests of every implementation of the message bus between gateways.
+"""Contract tests that every message bus between gateways must pass.
 
 Add a new implementation to the `medium` fixture.
 """
@@ -24,7 +24,10 @@ ONE, TWO, THREE = (bytes([number]) * 8 for number in (1, 2, 3))
 
 
 class Medium:
-    """The server (Redis or hub) that connects buses; `drops` lists why frames were dropped."""
+    """The server that connects message buses: Redis, or the hub of a gateway's workers.
+
+    drops  reasons why messages were dropped
+    """
 
     def __init__(self) -> None:
         self.drops: list[str] = []

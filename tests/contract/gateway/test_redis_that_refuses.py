@@ -1,5 +1,6 @@
-"""Tests of the message bus between gateways while Redis refuses writes: one log line, then retries
-with backoff.
+"""Tests of the message bus between gateways while Redis refuses writes.
+
+The gateway writes one log line, then retries with growing pauses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Helpers for tests of two KV transfer agents: layouts, time limits, and fetches that must be
-refused.
-"""
+"""Helpers for tests of two KV transfer agents: layouts, time limits, and fetches to be refused."""
 
 from __future__ import annotations
 

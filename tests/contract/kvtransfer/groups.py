@@ -1,6 +1,6 @@
-"""Mock engines (groups) for tests of KV transfer agents: they fill and verify KV memory.
+"""Simulated engines for tests of KV transfer agents: they fill and verify KV memory.
 
-`cell` computes offsets independently of the tested code, from the layout's description.
+`cell` computes addresses from the layout's description, independently of the tested code.
 """
 
 from __future__ import annotations

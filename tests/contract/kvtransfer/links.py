@@ -1,9 +1,13 @@
-"""Both ends of a link over any KV transport, with owners that record the link's events.
+"""Opens both ends of a connection (link) over any KV transport, and records the link's events.
 
-PENSTOCK_KV_TRANSPORTS lists the transports to test (default: all but rdma, which needs
-verbs). lanes is tcp with three parallel connections per link, tls is tcp with certificates, and
-tls-lanes is both. tcp-python is tcp without the native pump. batches is tcp in
-tests/chaos/kv_trials.py.
+The environment variable PENSTOCK_KV_TRANSPORTS lists the transports to test. The default is all but
+rdma, which needs a device. Besides the real transports, there are variants of tcp:
+
+lanes        with three parallel connections per link
+tls          with certificates
+tls-lanes    with both
+tcp-python   without the native pump (C code)
+batches      as in tests/chaos/kv_trials.py
 """
 
 from __future__ import annotations
@@ -86,7 +90,7 @@ def make(name: str, wire: InprocWire, pace: float = 1.0) -> Transport:
         from kvtransfer.transports.rdma.transport import Rdma
 
         return Rdma(options=RdmaOptions(setup_s=max(RdmaOptions().setup_s, 1.25 * pace)))
-    raise ValueError(f"there is no KV transport named {name}")
+    raise ValueError(f"there is no KV transport named {name}; correct PENSTOCK_KV_TRANSPORTS")
 
 
 _MAKING = threading.Lock()

@@ -1,4 +1,6 @@
-"""Tests of transfers that end early, over every transport: cancelled, revoked, expired, lost."""
+"""Tests of KV transfers that end early, over every transport: cancelled, revoked, expired or
+lost.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of fetches that an agent refuses, over every transport: tickets, limits, layouts, keys."""
+"""Tests of KV fetches that an agent refuses: invalid tickets, limits, other layouts, other keys."""
 
 from __future__ import annotations
 

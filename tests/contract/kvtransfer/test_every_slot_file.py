@@ -1,4 +1,4 @@
-"""Contract tests of the files with block slots of both tiers of a block store: memory and disk."""
+"""Contract tests of the files in which a KV block store keeps blocks, in memory and on disk."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tests of engines with one KV transfer agent per rank: all bytes arrive, and an offer ends on all
-ranks.
+"""Tests of engines with one KV transfer agent per rank (GPU).
+
+All bytes arrive, and an offer ends on all ranks together.
 """
 
 from __future__ import annotations

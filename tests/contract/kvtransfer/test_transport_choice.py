@@ -1,4 +1,4 @@
-"""Tests of how two KV agents choose their best common transport, also if that cannot connect."""
+"""Tests that two KV agents choose the best transport that both have, or another one if it fails."""
 
 from __future__ import annotations
 

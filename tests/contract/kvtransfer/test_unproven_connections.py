@@ -1,6 +1,4 @@
-"""Tests that TCP connections without the fleet's key use bounded memory and cannot keep members
-out.
-"""
+"""Tests that TCP connections without the secret key use limited memory, and lock no agent out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that KV agents refuse and count unauthorised peers, lying peers and random bytes, on every
-transport.
+"""Tests that KV agents refuse and count untrusted peers: unauthorised, lying, or sending
+garbage.
 """
 
 from __future__ import annotations

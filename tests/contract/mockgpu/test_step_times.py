@@ -1,5 +1,6 @@
-"""Tests that models of an engine's step time are positive and monotone, for any GPU, model, TP size
-and profile.
+"""Tests that modelled step times of engines are positive, and grow with the work.
+
+The tests cover any GPU, model, tensor-parallel size and profile.
 """
 
 from __future__ import annotations

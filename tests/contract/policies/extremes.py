@@ -34,7 +34,9 @@ def edges(kind: inspect.Type, rng: Random) -> list[Any]:
             return [None]
         case inspect.StructType():
             return [parameters(kind.cls, rng)]
-    raise AssertionError(f"no extreme values are defined for policy parameters of the type {kind}")
+    raise AssertionError(
+        f"no extreme values are defined for policy parameters of the type {kind}; add them here"
+    )
 
 
 def parameters(kind: type[msgspec.Struct], rng: Random) -> dict[str, Any]:

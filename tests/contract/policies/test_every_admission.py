@@ -1,4 +1,4 @@
-"""Contract tests of every registered admission rule, as the wait queue uses them.
+"""Contract tests that every registered admission rule must pass, as the wait queue uses them.
 
 New admission rules are tested automatically.
 """

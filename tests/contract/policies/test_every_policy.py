@@ -1,4 +1,4 @@
-"""Contract tests of every registered routing policy, as the gateway uses them.
+"""Contract tests that every registered routing policy must pass, as the gateway uses them.
 
 New policies are tested automatically.
 """

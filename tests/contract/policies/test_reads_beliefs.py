@@ -1,6 +1,4 @@
-"""Tests of the policies that declare that they read no load forecast: it must not affect their
-decisions.
-"""
+"""Tests that load forecasts do not affect policies which declare that they do not read them."""
 
 from __future__ import annotations
 

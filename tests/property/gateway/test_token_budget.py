@@ -1,4 +1,4 @@
-"""Property tests of a budget of tokens per minute."""
+"""Property tests of a limit on tokens per minute."""
 
 from __future__ import annotations
 

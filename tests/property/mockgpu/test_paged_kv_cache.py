@@ -1,4 +1,7 @@
-"""Property tests of the block pool: no leak, no double free, and hits mean equal keys."""
+"""Property tests of a mock engine's pool of KV blocks: none is lost, or freed twice.
+
+A cache hit means equal keys.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Property tests: any JSON is either a valid request or an ApiError with a 4xx status, never a
-crash.
-"""
+"""Property tests that any JSON is a valid request or gets a 4xx status, and never a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Property tests of the scheduler: jobs get all their tokens, blocks are freed, limits hold."""
+"""Property tests of a mock engine's scheduler: jobs get all tokens, and blocks are freed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Property tests: candidates kept in sorted order give the same pick as a scan of all
-candidates.
-"""
+"""Property tests that the best endpoint is found equally in a sorted list and by a full scan."""
 
 from __future__ import annotations
 

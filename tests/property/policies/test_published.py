@@ -1,4 +1,4 @@
-"""Property tests of the arithmetic of published routing rules."""
+"""Property tests of the arithmetic of routing rules that other projects have published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Property tests of endpoint health and retries, after any history."""
+"""Property tests that endpoint health and retry budgets can be saved and restored at any time."""
 
 from __future__ import annotations
 

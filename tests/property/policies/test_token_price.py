@@ -1,4 +1,4 @@
-"""Property tests of the dollars that a provider charges for a request's tokens."""
+"""Property tests of the price of a request's tokens at a provider, in dollars."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tests of a gateway in front of llama.cpp's server and of `transformers serve`, both real, on the
-CPU.
+"""Tests of a gateway in front of real engines other than vLLM, on the CPU.
 
-`make real-others` installs them, with tiny models whose weights are random.
+They are llama.cpp's server and `transformers serve`. `make real-others` installs them, with tiny
+models of random weights.
 """
 
 from __future__ import annotations

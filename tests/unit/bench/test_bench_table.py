@@ -1,4 +1,4 @@
-"""Tests of the tables of `make bench`: medians, ratios to other systems, goals."""
+"""Tests of the result tables of `make bench`: medians, ratios to other gateways, goals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the comparison of data-parallel rank choices: its sessions, its oracle and its table."""
+"""Tests of the benchmark of ways to choose data-parallel ranks: sessions, oracle and table."""
 
 from __future__ import annotations
 

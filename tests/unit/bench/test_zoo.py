@@ -1,6 +1,4 @@
-"""Tests of randomly drawn workloads: their shares, reproducibility, and the search for a
-capacity.
-"""
+"""Tests of random workloads: their distribution, reproducibility, and the search for a capacity."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def forward(
     words: Annotated[list[str], Argument(metavar="FILE | -- COMMAND...", help="Words.")],
     kind: Annotated[str | None, Option("--from", help="Kind.")] = None,
 ) -> None:
-    """Take the words of another command."""
+    """Take the arguments of another command."""
 
 
 def values(*words: str, **environment: str) -> dict[str, Any]:

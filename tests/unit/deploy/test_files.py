@@ -1,8 +1,6 @@
-"""Tests that the files of deploy/ are consistent: named files exist, commands parse, limits and
-times fit.
+"""Tests that the files of deploy/ are consistent: file names, commands, limits and times.
 
-These tests are fast and need no tool. tests/deploy (`make deploy-check`) renders, lints and runs
-proxies.
+These tests are fast and need no tool. tests/deploy (`make deploy-check`) uses the real tools.
 """
 
 from __future__ import annotations

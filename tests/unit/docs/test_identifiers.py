@@ -1,4 +1,4 @@
-"""Tests that code named in the documentation exists: identifiers in backticks, and an example."""
+"""Tests that code named in the documentation exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Makefile's targets run programs and files that exist."""
+"""Tests that the targets of the Makefile run programs and files that exist."""
 
 from __future__ import annotations
 

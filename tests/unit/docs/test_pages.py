@@ -1,7 +1,6 @@
-"""Tests that documentation pages name only what exists: links, files, commands, options, metrics,
-keys.
+"""Tests that the documentation names only files, commands, options, metrics and keys that exist.
 
-This covers README.md and docs/. The prose of a page is checked in tests/architecture/test_prose.py.
+This covers README.md and docs/. tests/architecture/test_prose.py checks the prose.
 """
 
 from __future__ import annotations

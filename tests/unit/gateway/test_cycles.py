@@ -1,7 +1,7 @@
 """Tests that a request leaves no reference cycles behind, however it ends.
 
-A cycle would keep the body, the response and the configuration with which the request began. An
-endpoint that a reload removed would then stay until the next garbage collection, which is rare.
+A cycle would keep the request's body, its response and its configuration until the next garbage
+collection, which is rare.
 """
 
 from __future__ import annotations

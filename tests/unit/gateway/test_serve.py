@@ -1,6 +1,4 @@
-"""Tests of how exchanges (records of a request) begin: their ids, and which streams are measured
-between chunks.
-"""
+"""Tests of how the record of a request begins: its identifier, and whether chunks are timed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the figures that `make overload` computes from its clients' records, and of its HTTP
-client.
-"""
+"""Tests of the results that `make overload` computes, and of its HTTP client."""
 
 from __future__ import annotations
 

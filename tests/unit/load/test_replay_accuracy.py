@@ -1,4 +1,4 @@
-"""Tests of the TTFT prediction errors that `make clocks` computes from an access log."""
+"""Tests of how `make clocks` computes errors of latency predictions from an access log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the robust slope of samples: it follows their lows and ignores steps and peaks."""
+"""Tests of estimating how fast noisy samples grow; steps and peaks have little effect."""
 
 from __future__ import annotations
 

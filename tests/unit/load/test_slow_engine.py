@@ -1,4 +1,4 @@
-"""Tests that the live measurement of slow engines finds ejections in the gateway's log."""
+"""Tests that the benchmark of slow engines finds ejections in the gateway's log."""
 
 from __future__ import annotations
 

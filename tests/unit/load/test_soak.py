@@ -1,4 +1,4 @@
-"""Tests of the judgement of a soak test: memory that levels off is no leak."""
+"""Tests of how a soak test judges memory: growth that ends is no leak."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the area under the ROC curve and its interval, which measure the isolation of
-tenants.
-"""
+"""Tests of the statistic (area under the ROC curve) that measures the isolation of tenants."""
 
 from __future__ import annotations
 

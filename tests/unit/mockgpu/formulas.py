@@ -1,4 +1,4 @@
-"""Textbook formulas for GPUs and models, which tests compare with published figures."""
+"""Textbook formulas for GPUs and models, for comparison with published numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that step times differ from the measured grids in mockgpu/data by bounded errors.
+"""Tests that simulated step times are close to measured ones, which are in mockgpu/data.
 
 The errors are printed with pytest's option -s.
 """

@@ -1,6 +1,4 @@
-"""Tests that the bytes of a mock's KV depend only on the prompt, in any layout, and that wrong
-bytes are found.
-"""
+"""Tests that a mock engine's KV bytes depend only on the prompt, and that wrong bytes are found."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests, in simulated time, of a mock engine with a KV store: what is fetched, its cost, and
-failures.
-"""
+"""Tests of a mock engine with a KV store, in simulated time: what is fetched, and its cost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of data-parallel ranks in lockstep: durations of joint steps, the live step timer, and
-faults.
-"""
+"""Tests of data-parallel ranks that step together: durations of steps, and faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the mock's tokens and text: whole tokens, chained block keys, continued generation."""
+"""Tests of a mock engine's tokens and text, and of answers that are continued."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of an engine that dies during a KV transfer: no block stays allocated, and it can be
-restored.
-"""
+"""Tests of an engine that dies during a KV transfer: all blocks are freed, and it can restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of when a mock engine calls a tool or writes JSON, and with which JSON around its words."""
+"""Tests of when a mock engine calls a tool or writes JSON."""
 
 from __future__ import annotations
 

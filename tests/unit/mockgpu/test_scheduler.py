@@ -1,4 +1,4 @@
-"""Tests of the mock's scheduler: which jobs run, in what chunks, with which cached tokens."""
+"""Tests of a mock engine's scheduler: which jobs run, in which steps, with which cached tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tests of published performance figures of LLM engines against what the mock engine computes.
+"""Tests that the mock engine computes published performance numbers of LLM engines.
 
-Figures that agree are one table. Figures that contradict each other, or the hardware, are named
-fixtures with a note.
+Numbers that agree with each other are in one table. Those that contradict each other, or the
+hardware, are named fixtures with a note.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that the figures of docs/when-splitting-pays.md equal those of the step-time model."""
+"""Tests that the numbers in docs/when-splitting-pays.md are those that the simulator computes."""
 
 from __future__ import annotations
 

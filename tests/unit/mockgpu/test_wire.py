@@ -1,6 +1,4 @@
-"""Tests of the relay before a KV agent: connections that end while their connection to the agent is
-being opened.
-"""
+"""Tests of the relay in front of a KV agent that injects faults: connections that end early."""
 
 from __future__ import annotations
 

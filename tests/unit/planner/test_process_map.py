@@ -1,4 +1,4 @@
-"""Tests of computations in several processes: order, progress, errors, and their end."""
+"""Tests of computations in several processes: order of results, progress, errors, and the end."""
 
 from __future__ import annotations
 

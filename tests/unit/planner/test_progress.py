@@ -1,4 +1,4 @@
-"""Tests of progress bars: one for work in sequence, one per description for simultaneous work."""
+"""Tests of progress bars, for work in sequence and in parallel."""
 
 from __future__ import annotations
 

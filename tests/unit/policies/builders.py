@@ -1,4 +1,4 @@
-"""Builders of candidates, queries and wait queue states for tests of policies and admissions."""
+"""Creates endpoints, requests and queue states for tests of policies and admission rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the comparison of real engines' answers: tokens exactly, logprobs to 4 digits."""
+"""Tests of comparing real engines' answers: equal tokens, and log probabilities to 4 digits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A process that runs the KV transfer agents of one engine's ranks. Their KV lies in memory files.
+"""A process that acts as one engine: KV transfer agents for all ranks, with KV in memory files.
 
-It executes commands from stdin and writes replies to stdout, as lines of JSON.
+It reads commands from stdin and writes replies to stdout, as lines of JSON.
 """
 
 from __future__ import annotations

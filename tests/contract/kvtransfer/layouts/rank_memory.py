@@ -1,7 +1,7 @@
-"""The memory of an engine's ranks, by plain numpy axes and without kvtransfer's layout code.
+"""Describes the KV memory of an engine's ranks by numpy axes, without the tested layout code.
 
-A request's cache is an array of rows, or of pages where tokens have no known places. `view` gives
-the same axes over a rank's memory, whatever its order.
+The KV of a request is an array of rows, one per token. Where single tokens cannot be located, it is
+an array of pages. `view` gives a rank's memory the same axes, whatever its order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ TOKENS = 75
 
 @dataclass
 class Shape:
-    """What both engines of a row have in common, and one engine's memory and number of ranks."""
+    """The KV cache of one engine in a layout test: the model's shape, its memory and number of
+    ranks.
+    """
 
     kv_heads: int
     is_latent: bool
@@ -54,8 +56,9 @@ class Shape:
         return rows * self.row_bytes
 
     def view(self, memory: Bytes) -> Bytes:
-        """Return memory with the axes (layer, block, head, token, part, byte), or, of pages, (layer,
-        block, head, byte).
+        """Return a view of memory with the axes (layer, block, head, token, part, byte).
+
+        For a cache of pages, the axes are (layer, block, head, byte).
         """
         tokens, heads = self.memory.block_tokens, self.heads_per_rank
         if self.memory.content == "pages":
@@ -85,7 +88,7 @@ def shape_of(
 
 @dataclass
 class Request:
-    """A group's part of a request: its tokens' rows, and its blocks at both engines.
+    """The part of a request in one group of layers: its KV, and its blocks at both engines.
 
     rows  array (layer, part, head, token, byte); of pages: (layer, head, block, byte)
     """
@@ -98,7 +101,7 @@ class Request:
     def places(
         self, shape: Shape, rank: int, blocks: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], Bytes]]:
-        """Yield each place of a rank's view that the request fills, with its bytes."""
+        """Yield each place in a rank's memory that the request fills, with its expected bytes."""
         for layer in range(LAYERS):
             for local, head in enumerate(shape.heads_of(rank)):
                 if shape.memory.content == "pages":
@@ -115,10 +118,10 @@ class Request:
 
 
 def requests_of(row: LayoutRow, src: Shape, rng: np.random.Generator) -> list[Request]:
-    """Return a request's part of each cache group.
+    """Return a request's part in each group of layers.
 
-    The groups share the memory, each block belongs to one of them, and a sliding window's group has
-    the blocks of its window only.
+    All groups share the memory, but each block belongs to one of them. A group with a sliding
+    window has only the blocks in its window.
     """
     most = TOKENS // 16 + 1
     from_blocks, to_blocks = (rng.permutation(BLOCKS)[: 2 * most].tolist() for _ in range(2))
@@ -133,7 +136,7 @@ def requests_of(row: LayoutRow, src: Shape, rng: np.random.Generator) -> list[Re
 
 
 def random_rows(shape: Shape, tokens: int, rng: np.random.Generator) -> Bytes:
-    """Return random rows for the tokens and for the rest of their last block."""
+    """Return random KV for all tokens, and for the unused places of their last block."""
     size = shape.memory.block_tokens
     blocks = -(-tokens // size)
     if shape.memory.content == "pages":
@@ -146,7 +149,7 @@ def random_rows(shape: Shape, tokens: int, rng: np.random.Generator) -> Bytes:
 
 
 def create(folder: Path, side: str, shape: Shape, rng: np.random.Generator) -> list[Bytes]:
-    """Return each rank's memory, as files of random bytes that another process can map."""
+    """Return the memory of each rank, as files of random bytes that other processes can map."""
     memories = []
     for rank in range(shape.tp):
         path = folder / f"{side}-{rank}"

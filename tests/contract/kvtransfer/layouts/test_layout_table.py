@@ -1,4 +1,6 @@
-"""Tests of every row of the table of KV layouts: two processes move real bytes of it."""
+"""Tests of every row of the table of KV layouts, by a transfer of real bytes between two
+processes.
+"""
 
 from __future__ import annotations
 

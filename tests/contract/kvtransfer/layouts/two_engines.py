@@ -38,7 +38,7 @@ class EngineClient:
 
 
 class Part(NamedTuple):
-    """A group's part of a request: its tokens, and its blocks at both engines."""
+    """The part of a request in one group of layers: its tokens, and its blocks at both engines."""
 
     tokens: int
     src_blocks: list[int]
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 class TwoEngines:
-    """The two engines, for one transfer after another."""
+    """Two engine processes, which do one KV transfer after another."""
 
     def __init__(self) -> None:
         self.source, self.sink = EngineClient(), EngineClient()
@@ -61,7 +61,7 @@ class TwoEngines:
         files: tuple[list[str], list[str]],
         parts: Sequence[Part],
     ) -> list[list[str]]:
-        """Move each part of a request; return (kind, reason, detail) of every fetch."""
+        """Transfer each part of a request, and return (kind, reason, detail) of every fetch."""
         encoded = [msgspec.to_builtins(layout) for layout in layouts]
         addresses = self.source.call("open", name="p", layout=encoded[0], files=files[0])
         self.sink.call("open", name="d", layout=encoded[1], files=files[1])

@@ -1,6 +1,6 @@
 """Property tests of the endpoint table over configuration changes, as a state machine.
 
-Slots of endpoints are unique, and reservations of their capacity survive a change.
+Two endpoints never share a slot of the table, and reserved capacity survives a change.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Property tests of reservations in the endpoint table, as a state machine.
+"""Property tests of the capacity reserved at endpoints, as a state machine.
 
-All reserved load is released, whatever the order of events.
+All reserved capacity is released, whatever the order of events.
 """
 
 from __future__ import annotations

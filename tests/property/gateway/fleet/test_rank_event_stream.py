@@ -1,7 +1,7 @@
-"""Property tests of a KV event source: an engine's messages are lost, doubled or out of order, and
-it restarts.
+"""Property tests of the reader of KV events, by which an engine reports its cached blocks.
 
-The expected result comes from a model of the engine's cache.
+Messages are lost, repeated or out of order, and the engine restarts. The expected result comes from
+a model of the engine's cache.
 """
 
 from __future__ import annotations

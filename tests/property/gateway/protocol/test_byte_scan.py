@@ -1,4 +1,4 @@
-"""Property tests that the C form and the Python form of byte_scan.py have the same results."""
+"""Property tests that the C version and the Python version of byte_scan.py have equal results."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def events_of(data: bytes, marker: bytes) -> int:
 
 @contextmanager
 def using(form: ModuleType) -> Iterator[None]:
-    """Let the modules of responses use one of the forms."""
+    """Let the modules that parse responses use the C version or the Python version."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("finish_reason", "usage_counts"):
             patch.setattr(usage_and_error_search, name, getattr(form, name))

@@ -1,7 +1,7 @@
-"""Property tests of resharding KV between layouts, against a model in which each scalar is unique.
+"""Property tests of copying KV between different layouts, with a model in which no number repeats.
 
-After copying the planned runs, each destination rank must have exactly the right scalars in the
-right places, and nothing else may have changed.
+After the planned byte ranges are copied, each receiving rank must have exactly the right numbers in
+the right places. Nothing else may have changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Property tests that exactly the issued tickets are accepted, with any text and fields."""
+"""Property tests of tickets (permissions to fetch KV): only issued ones are accepted."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Property tests of the rule that decides between fetching stored KV and computing it.
 
-It chooses what is fastest by its estimates, and in simulated time it is close to the best choice.
+It makes the fastest choice by its own estimates. In simulated time, this is close to the best
+choice.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ tiers = st.lists(st.tuples(st.sampled_from(b"\x01\x02\x03"), st.integers(1, 40))
 
 
 class World:
-    """A simulated engine and its store, whose true costs are known.
+    """A simulated engine with a KV store, whose true costs are known.
 
-    The costs are seconds per unit of each amount. The rule must learn them.
+    The costs are in seconds per unit of each amount, such as blocks read. The rule must learn them.
     """
 
     def __init__(self, random: Random) -> None:
@@ -42,7 +43,9 @@ class World:
         return latency_s + len(places) * self.memory_s + on_disk * self.disk_s
 
     def steps(self, start: int, end: int) -> Iterator[tuple[int, float, float]]:
-        """Yield the tokens, pairs and seconds of each step that computes these tokens."""
+        """Yield (tokens, attention pairs, seconds) of each engine step that computes these
+        tokens.
+        """
         while start < end:
             tokens = min(STEP_TOKENS, end - start)
             pairs = tokens * (start + tokens / 2)

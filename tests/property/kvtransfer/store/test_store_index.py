@@ -1,5 +1,6 @@
-"""Property tests of the index of a block store: the slot that it names for a block must contain
-this block.
+"""Property tests of the index of a KV block store.
+
+The place that it names for a block must always contain this block.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ owners = st.integers(1, 3)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Writers, readers and copies between the tiers, in any order; each block fits one slot.
+    """A state machine of writers, readers and copies between memory and disk, in any order.
 
-    memory  by slot in memory: the key whose bytes it has; None: it is empty or half written
-    disk    by slot on disk: the same
-    leased  for each lease, the slots and the keys that were promised to its reader
+    memory  by place (slot) in memory: the key of the block there; None if it is empty or half
+            written
+    disk    the same for the slots on disk
+    leased  for each reader's lease, the slots and the keys that were promised
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Property tests of TransferSink: under any order of events, every incoming transfer ends once.
+"""Property tests of TransferSink: each fetch of KV ends once, under any order of events.
 
-The fence guarantees that no more bytes are written. A transfer ends as LANDED only if complete.
+When it has ended, no more bytes are written to its blocks. It ends as LANDED only if complete.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class FakeLink:
 
 
 class World:
-    """A TransferSink under test, with a simulated source and a simulated transport.
+    """A TransferSink under test, with a simulated sending agent and a simulated transport.
 
-    The source sends random messages; the transport writes until the fence.
+    The sending agent sends random messages. The transport writes until it is told to stop (fence).
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Property tests of TransferSource: every offer ends once, in any order of events."""
+"""Property tests of TransferSource: each offer of KV ends once, under any order of events."""
 
 from __future__ import annotations
 

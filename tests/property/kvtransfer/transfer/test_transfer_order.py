@@ -1,5 +1,6 @@
-"""Property tests of credits and the order of transfers: no bytes are lost, and no transfer
-starves.
+"""Property tests of the order of KV transfers and the limit on bytes in flight.
+
+No bytes are lost, and every transfer is sent at some time.
 """
 
 from __future__ import annotations

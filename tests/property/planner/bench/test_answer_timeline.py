@@ -1,4 +1,4 @@
-"""Property tests: a streamed answer is parsed to the same values, however its bytes are split."""
+"""Property tests that a streamed answer is measured equally, however its bytes are split."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Property tests of active sessions at several gateways: after an exchange all count the same
-context tokens.
+"""Property tests of sessions at several gateways.
+
+After an exchange of messages, all count the same context tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Property tests of the places that are reserved for batches whose completion windows end soon.
+"""Property tests of capacity that is reserved for batch jobs whose deadline is near.
 
-Pools are simulated on virtual time. Other requests want all places except those of `idle`, which
-changes every few seconds. Batches get the idle places or the reserved ones, whichever are more.
+Pools of places for requests are simulated on virtual time. Live requests want all places except
+`idle` ones, whose number changes every few seconds. Batch jobs get the idle places or the reserved
+ones, whichever are more.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ STEP_S = 0.25
 
 
 class Job(NamedTuple):
-    """A batch: when its window ends, and how long each of its requests takes, in seconds."""
+    """A batch job: its deadline, and how long each of its requests takes, in seconds."""
 
     ends_s: float
     requests_s: tuple[float, ...]
 
 
 class Outcome(NamedTuple):
-    """When each batch ended, the reserved places at each step, and the plans with their demands."""
+    """The result of a simulation.
+
+    It has the time at which each batch job ended, the reserved places at each step, and the plans
+    with their demands.
+    """
 
     ended_s: list[float]
     plans: list[tuple[WindowPlan, list[WindowDemand]]]
@@ -44,7 +49,11 @@ class Outcome(NamedTuple):
 
 
 class Pool:
-    """A simulated pool that runs batches on `idle(now)` places and on a reserve of `reserve`."""
+    """A simulated pool that runs batch jobs on idle or reserved places.
+
+    idle     function that returns the number of idle places at a time
+    reserve  the tested rule for reserved places
+    """
 
     def __init__(self, jobs: list[Job], reserve: int, idle: Callable[[float], int]) -> None:
         self._jobs, self._reserve, self._idle = jobs, reserve, idle

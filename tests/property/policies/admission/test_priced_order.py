@@ -1,6 +1,4 @@
-"""Property tests of the inputs of the admission price: overload shares, scheduled returns,
-pacing.
-"""
+"""Property tests of what the admission price depends on: overload, retries and pacing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Property tests that quotas never admit more than a minute's worth plus the refill.
+"""Property tests of quotas: they never admit more than allowed per minute.
 
-Clients that return at the given time are admitted.
+A client that retries at the stated time is admitted.
 """
 
 from __future__ import annotations

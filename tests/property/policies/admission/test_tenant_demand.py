@@ -1,6 +1,4 @@
-"""Property tests of tenants' shares of work: the fair level for any weights, price shares, and
-discounts.
-"""
+"""Property tests of the tenants' fair shares of work, for any weights, and of their prices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Property tests of the wait queue, after any arrivals, departures and time steps."""
+"""Property tests of the queue of waiting requests, after any arrivals, departures and times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Property tests of the Kalman filter that learns correction factors."""
+"""Property tests of the Kalman filter that corrects the predicted speed of an engine."""
 
 from __future__ import annotations
 

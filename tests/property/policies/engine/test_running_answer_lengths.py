@@ -1,4 +1,7 @@
-"""Property test of running answers: after any events, the groups hold exactly the answers."""
+"""Property tests of the record of answers that are being generated.
+
+After any events, it contains exactly these answers.
+"""
 
 from __future__ import annotations
 

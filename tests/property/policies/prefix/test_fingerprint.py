@@ -1,4 +1,4 @@
-"""Property tests of prompt fingerprints (chains of block keys), over arbitrary prompts."""
+"""Property tests of prompt fingerprints (hashes of a prompt's blocks), for any prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Property tests of the prefix index, against a simple model that stores every prefix."""
+"""Property tests of the index of cached prompts, against a simple model that stores all
+prefixes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Property tests of prices: less free memory never lowers one, and a longer cached prefix never
-raises one.
+"""Property tests of the price of an endpoint.
+
+Less free memory never lowers it, and a longer cached prefix never raises it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Property test: a pick by prices computed in part is that of a scan of complete prices, whatever
-happened to the endpoints before.
+"""Property test of choosing the cheapest endpoint without computing all prices completely.
+
+The choice is that of a complete comparison, whatever happened to the endpoints before.
 """
 
 from __future__ import annotations

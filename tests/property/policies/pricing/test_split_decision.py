@@ -1,4 +1,4 @@
-"""Property tests of the rule that splits requests into prefill and decode, over any requests."""
+"""Property tests of the rule that decides whether to split a request into prefill and decode."""
 
 from __future__ import annotations
 

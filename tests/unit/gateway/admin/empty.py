@@ -1,4 +1,4 @@
-"""Builds samples of a gateway's metrics in which all fields are zero except the given ones."""
+"""Creates samples of a gateway's metrics for tests. Fields that are not given are zero."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the live page's diagnosis: the most severe finding comes first, and each names its
-subject.
-"""
+"""Tests of the problems that the live page lists: the most severe first, each with its subject."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that KV bytes which decode engines report are divided among the prefill/decode pairs."""
+"""Tests of the KV traffic on the live page, divided among pairs of prefill and decode engines."""
 
 from __future__ import annotations
 

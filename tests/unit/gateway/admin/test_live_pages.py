@@ -1,4 +1,4 @@
-"""Tests of the live page's HTTP routes: files with security headers, JSON, stream, draining."""
+"""Tests of the live page's URLs: files with security headers, JSON, event stream, draining."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the admin server and the access log expose the gateway's state, but no secret."""
+"""Tests that the admin server and the access log show the gateway's state, but no secret."""
 
 from __future__ import annotations
 

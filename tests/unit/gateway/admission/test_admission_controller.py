@@ -1,4 +1,4 @@
-"""Tests of the admission controller: order of permits, removed endpoints, body memory, retries."""
+"""Tests of the admission controller: order of requests, removed endpoints, memory, retries."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tests of automatic policy selection with a scripted replay: switches, pins, rollbacks and
-errors.
+"""Tests of automatic policy selection: switches, fixed policies, rollbacks and errors.
+
+The simulations that compare policies are scripted.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ pools:
 
 
 class ScriptedTarget:
-    """A fake target of policy changes, on which changes take effect at once."""
+    """A fake gateway whose policy can be changed; a change takes effect at once."""
 
     def __init__(self, text: str) -> None:
         self.running: LoadedConfig = load_text(text.encode(), "gateway.yaml", {})
@@ -71,8 +72,9 @@ class ScriptedTarget:
 
 
 async def answer_better(job: ReplayJob) -> ReplayAnswer:
-    """Answer a replay job: the first other policy would serve 40 percentage points more requests in
-    time.
+    """Return a simulation result in which another policy is much better.
+
+    It serves 40 percentage points more requests in time.
     """
     (pool,) = job.pools
     first, *others = pool.members

@@ -1,6 +1,4 @@
-"""Tests of answers to batch requests: which are requested as streams, and how the parts of an
-answer are joined.
-"""
+"""Tests of answers to batch requests: when they are streamed, and how their parts are joined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of how long the requests of a batch are expected to take, and of its schedule."""
+"""Tests of how a batch meets its deadline: expected durations of requests, and its schedule."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of leases on batches: each batch has one owner at a time, and a successor soon after its
-owner has exited.
-"""
+"""Tests of the ownership of batches: one gateway at a time, and soon another if it exits."""
 
 from __future__ import annotations
 

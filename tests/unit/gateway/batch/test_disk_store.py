@@ -1,4 +1,4 @@
-"""Tests of files and batches on disk after a crash, on a full disk, or after a killed process."""
+"""Tests of batch files on disk after a crash, a killed process, or on a full disk."""
 
 from __future__ import annotations
 

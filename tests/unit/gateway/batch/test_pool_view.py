@@ -1,4 +1,4 @@
-"""Tests of which tenants' batches may still run after the configuration has changed."""
+"""Tests of which tenants' batches may still run after a change of the configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the journal of a batch, which must be readable after any crash."""
+"""Tests of a batch's journal (file of its results), which must be readable after any crash."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the storage in S3 when responses are lost, requests are refused, or processes are
-killed.
-"""
+"""Tests of batch storage in S3 if responses are lost, requests refused, or processes killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the sum of the tokens that the requests of a batch used."""
+"""Tests of the total number of tokens that a batch used."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of admin commands over TLS: accepted certificates, client authentication, and hints in
-errors.
-"""
+"""Tests of admin commands over TLS: certificates on both sides, and hints in error messages."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ class TlsServer(ThreadingHTTPServer):
         super().process_request_thread(request, client_address)
 
     def handle_error(self, *_: object) -> None:
-        """Ignore clients that close the connection because they refuse the certificate."""
+        """Ignore clients that refuse the certificate and close the connection."""
 
 
 @pytest.fixture(scope="module")

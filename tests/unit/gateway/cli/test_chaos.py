@@ -1,5 +1,5 @@
-"""Tests that `penstock chaos` and mocks' fault servers accept local access only, never from a web
-page.
+"""Tests that faults can be injected into mock engines only by local programs, never by web
+pages.
 """
 
 from __future__ import annotations

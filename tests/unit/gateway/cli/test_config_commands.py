@@ -1,6 +1,4 @@
-"""Tests that admin commands with a wrong address, server or key print one sentence and no
-traceback.
-"""
+"""Tests that admin commands report a wrong address, server or key in one sentence."""
 
 from __future__ import annotations
 

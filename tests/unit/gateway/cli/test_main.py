@@ -1,6 +1,4 @@
-"""Tests of the command line's contract: commands, options, output and exit codes that tools rely
-on.
-"""
+"""Tests of what scripts rely on in the command line: commands, options, output, exit statuses."""
 
 from __future__ import annotations
 

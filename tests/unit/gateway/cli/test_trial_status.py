@@ -1,4 +1,4 @@
-"""Tests of how `penstock status` shows the results of policies on trial."""
+"""Tests of how `penstock status` shows policies that are being tried out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of invalid configuration files: all mistakes are reported, at the places named in the
-files' headers.
-"""
+"""Tests of invalid configuration files: each mistake is reported with its place."""
 
 from __future__ import annotations
 

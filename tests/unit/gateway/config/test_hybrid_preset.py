@@ -1,4 +1,7 @@
-"""Tests that the preset hybrid-64 (TP, PP, EP, DP combined) is valid, and wrong changes fail."""
+"""Tests that the preset hybrid-64, which combines all kinds of parallelism, is valid.
+
+Wrong changes to it are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the configuration of state exchange between gateways: what is rejected, and what is
-shown.
-"""
+"""Tests of the configuration of state exchange between gateways."""
 
 from __future__ import annotations
 

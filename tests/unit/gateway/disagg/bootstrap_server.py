@@ -1,4 +1,4 @@
-"""A scripted server from which clients learn a prefill engine's bootstrap address."""
+"""A scripted server that tells clients the address and identity of a prefill engine."""
 
 from __future__ import annotations
 

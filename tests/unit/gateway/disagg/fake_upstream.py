@@ -1,4 +1,6 @@
-"""Fakes for tests of one engine request (leg): connections to an engine, and an event loop."""
+"""A fake connection to an engine and a fake event loop, for tests of one half of a split
+request.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,7 @@ from tests.replaced import stand_in
 
 
 class ManualLoop:
-    """A fake event loop with the methods that one engine request (leg) uses; `later` has the
-    scheduled calls.
-    """
+    """A fake event loop. `later` has the scheduled calls."""
 
     def __init__(self) -> None:
         self.later: list[tuple[float, Callable[[], object]]] = []
@@ -35,9 +35,9 @@ class ManualLoop:
 
 
 class FakeConnection:
-    """A fake connection that records the bytes of the requests sent on it.
+    """A fake connection that records the requests sent on it.
 
-    `done` resolves when a response ends.
+    `done` is a future that ends with the response.
     """
 
     is_recently_started = True

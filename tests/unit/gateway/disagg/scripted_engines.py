@@ -1,7 +1,7 @@
-"""Scripted prefill and decode engines in the test's event loop, with a gateway in front of them.
+"""Scripted prefill and decode engines on the test's event loop, with a gateway in front of them.
 
-Each engine records its requests and runs a script for each: a coroutine that may answer, hold,
-refuse or close. Health probes and model lists are answered without the script.
+Each engine records its requests and runs a script for each of them. A script is a coroutine that
+can answer, hold, refuse or close. Health checks and model lists are answered without a script.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ Script = Callable[[EngineRequest], Awaitable[None]]
 
 
 class ScriptedEngine:
-    """One scripted engine with its `url` and the `requests` that it received.
+    """One scripted engine, with its `url` and the `requests` that it received.
 
     is_dead      whether it accepts connections and closes them at once
-    is_silent    whether it leaves health probes unanswered
+    is_silent    whether it does not answer health checks
     """
 
     def __init__(self, script: Script) -> None:

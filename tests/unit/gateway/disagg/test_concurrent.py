@@ -1,5 +1,6 @@
-"""Tests of handoff protocols that send both requests at once (vLLM push, SGLang), over real
-sockets.
+"""Tests of split requests whose prefill and decode requests are sent at the same time.
+
+They use the protocols of vLLM's push connector and of SGLang, over real sockets.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ async def test_a_client_that_disconnects_closes_both_legs(stage: str) -> None:
 
 
 class Connecting:
-    """Replaces connecting to the given engines by attempts that hang.
+    """Makes connections to the given engines hang.
 
     `begun` waits until a request has tried to connect to each of them.
     """

@@ -1,4 +1,4 @@
-"""Tests of TensorRT-LLM: the gateway passes the context server's handoff to the generation
+"""Tests of split requests with TensorRT-LLM, whose context server runs before the generation
 server.
 """
 

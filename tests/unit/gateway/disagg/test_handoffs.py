@@ -1,6 +1,4 @@
-"""Tests of state that outlives a split request: ids, statistics of engine pairs, late transfers,
-releases.
-"""
+"""Tests of what outlives a split request: identifiers, statistics, late transfers and releases."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tests of the release of prefill KV that the request's own decode engine does not fetch.
+"""Tests that KV of a prefill is released if its decode engine does not fetch it.
 
-This concerns protocols that prefill before they send the decode request.
+This concerns protocols that send the decode request after the prefill.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Tests that one engine request (leg) reports its end exactly once, and nothing after it was
-closed.
+"""Tests that each half of a split request reports its end exactly once.
+
+After it was closed, it reports nothing more.
 """
 
 from __future__ import annotations

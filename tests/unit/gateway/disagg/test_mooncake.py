@@ -1,6 +1,4 @@
-"""Tests of Mooncake: both requests are sent at once, after the bootstrap server has named the
-engine.
-"""
+"""Tests of split requests with Mooncake, whose bootstrap server identifies the prefill engine."""
 
 from __future__ import annotations
 

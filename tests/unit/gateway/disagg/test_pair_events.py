@@ -1,6 +1,4 @@
-"""Tests of a split request's state between its events: load, learned state, the engine that is
-blamed, event order.
-"""
+"""Tests of a split request's state: load of both engines, learned state, and blame for failures."""
 
 from __future__ import annotations
 

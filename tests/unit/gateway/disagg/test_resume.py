@@ -1,6 +1,4 @@
-"""Tests of models with both split and resume: their requests, and what happens if the decode engine
-dies.
-"""
+"""Tests of split requests that are continued on another engine if the decode engine dies."""
 
 from __future__ import annotations
 

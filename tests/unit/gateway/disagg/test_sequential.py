@@ -1,5 +1,6 @@
-"""Tests of "prefill, then decode" over real sockets: every state transition of such a split
-request.
+"""Tests of split requests whose prefill ends before the decode begins, over real sockets.
+
+They cover every transition of the request's state.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tests that the state table of split requests is complete: each state has an owner and a
-deadline.
-"""
+"""Tests that each state of a split request has an owner and a deadline."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the drift monitor on a virtual clock: it finds another kind of traffic soon, and raises
-no false alarm.
-"""
+"""Tests that the gateway detects a change of the kind of traffic soon, without false alarms."""
 
 from __future__ import annotations
 
@@ -29,7 +27,9 @@ Kind = Callable[[float], str]
 
 
 class Traffic:
-    """Simulated conversations or agent sessions, whose requests end one by one in order of time."""
+    """Simulated conversations or agent sessions. Their requests end one by one, in order of
+    time.
+    """
 
     def __init__(self, seed: int, rate: Callable[[float], float], kind: Kind) -> None:
         self._rng, self._rate, self._kind = Random(seed), rate, kind

@@ -1,4 +1,4 @@
-"""Tests that a running gateway records the shapes that its access log shows, and reports drift."""
+"""Tests that a running gateway records the lengths of requests, and reports changes of traffic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of what real clients send: Anthropic's headers, model name patterns, keys of models."""
+"""Tests of what real clients send: Anthropic's headers, patterns of model names, model lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that equal loads in the metrics pages of all engine kinds are parsed to equal values."""
+"""Tests that the metrics of all kinds of engines are read to equal values for equal load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests that a model name is served where engines list it, and never by an adapter's base model."""
+"""Tests that a model is served only by engines that list it.
+
+In particular, the base model must not answer requests for a LoRA adapter.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 class Engine:
     """A fake engine that lists `models` and records the model names of requests.
 
-    models     None: it has no page with models
-    is_strict  whether it returns 404 for a name that it does not list, as vLLM does; otherwise its
+    models     the list; None: it has no page with models
+    is_strict  whether it returns 404 for a name that it does not list, as vLLM does. Otherwise its
                base model answers, as in SGLang
     """
 

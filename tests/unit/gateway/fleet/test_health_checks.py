@@ -1,4 +1,4 @@
-"""Tests that the health checker reads engines' responses completely, and survives invalid ones."""
+"""Tests that the health checker reads complete responses, and survives invalid ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of changes in engines' model lists: the first is reported at once, and those that follow
-soon are reported together.
-"""
+"""Tests of reports about changed model lists: the first at once, later ones together."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of what the health checker polls: less from busy endpoints, and less often from idle
-ones.
-"""
+"""Tests of what the health checker polls: less from busy endpoints, and idle ones less often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the gateway recognises a session by its growing prompts."""
+"""Tests that the gateway recognises a conversation by its growing prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of data-parallel ranks of one engine that are configured as separate endpoints."""
+"""Tests of data-parallel ranks of one engine that are configured as endpoints."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that an engine that refuses requests for some time gets none meanwhile, and clients learn
-when to return.
+"""Tests of engines that refuse requests for some time: they get none, and clients learn how
+long.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tests of slow start: an endpoint that has come back gets fewer concurrent requests for a
-while.
-"""
+"""Tests of slow start: an endpoint that returns gets fewer concurrent requests for a while."""
 
 from __future__ import annotations
 

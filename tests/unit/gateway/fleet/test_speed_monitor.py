@@ -1,6 +1,4 @@
-"""Tests that the speeds of a large pool's endpoints are reviewed in groups, so that no review takes
-long.
-"""
+"""Tests that the speeds of many endpoints are compared in small steps, so that none takes long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests when an endpoint that was ejected as slow is fast enough to return."""
+"""Tests of when an endpoint that was too slow may be used again."""
 
 from __future__ import annotations
 

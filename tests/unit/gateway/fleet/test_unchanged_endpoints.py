@@ -1,4 +1,4 @@
-"""Tests of applying a configuration again: endpoints that stay as they are cost nothing."""
+"""Tests that a reload of the configuration costs nothing for endpoints that stay as they are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Client connections without sockets: a fake transport, a harness around it, sample requests.
+"""Client connections without sockets, to compare the gateway's HTTP parser with that of aiohttp.
 
-For tests that compare the gateway's own connection class with aiohttp's: both must parse any bytes
-equally.
+Both must read any bytes equally.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ class Outcome(NamedTuple):
 
     responses     (status, body) of each response
     is_closed     whether the connection was closed
-    served        (path, body, X-Mark) of each request that was served without aiohttp
-    has_switched  whether the connection was handed to another protocol
+    served        (path, body, X-Mark) of each request that the gateway's own parser served
+    has_switched  whether the connection was passed to aiohttp
     """
 
     responses: list[tuple[int, bytes]]

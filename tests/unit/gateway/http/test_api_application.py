@@ -1,4 +1,4 @@
-"""Tests of the errors for clients with a wrong base URL."""
+"""Tests of the error messages for clients with a wrong base URL."""
 
 from __future__ import annotations
 

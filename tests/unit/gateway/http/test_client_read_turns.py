@@ -1,4 +1,4 @@
-"""Tests of long reads: how much one event loop iteration reads, and that every connection gets its
+"""Tests that one turn of the event loop reads a limited amount, and each connection gets its
 turn.
 """
 
@@ -23,7 +23,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: audio/mpeg\r\ncontent-length: 100000
 
 
 class FakeReader(FakeTransport):
-    """A fake transport and its reader, which has more data to read in each of `reads` turns."""
+    """A fake transport with more data to read in each of `reads` turns of the event loop."""
 
     def __init__(self, read_turns: ReadTurns, reads: int) -> None:
         super().__init__(asyncio.Protocol())

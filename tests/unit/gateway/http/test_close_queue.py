@@ -1,4 +1,4 @@
-"""Tests of many clients that leave at once: how many connections one loop iteration closes."""
+"""Tests that one turn of the event loop closes few connections, even if many clients leave."""
 
 from __future__ import annotations
 

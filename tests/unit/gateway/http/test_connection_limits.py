@@ -1,4 +1,4 @@
-"""Tests of limits for unauthenticated clients: connections, partial heads, pipelining."""
+"""Tests of limits for clients without a valid key: connections, incomplete requests, pipelining."""
 
 from __future__ import annotations
 
@@ -287,7 +287,10 @@ def test_one_connection_cannot_displace_the_unread_bytes_of_all_others() -> None
 
 
 class BufferedTransport(FakeTransport):
-    """A transport whose socket has a receive buffer of this size; `aborted` records an abort."""
+    """A fake transport whose socket has a receive buffer of this size.
+
+    `aborted` becomes true when it is aborted.
+    """
 
     def __init__(self, protocol: asyncio.Protocol, receive_buffer: int) -> None:
         super().__init__(protocol)

@@ -1,4 +1,4 @@
-"""Tests of eagerly started tasks: when they resume, become regular tasks, or are cancelled."""
+"""Tests of tasks that start at once: when they continue, become asyncio tasks, or are cancelled."""
 
 from __future__ import annotations
 

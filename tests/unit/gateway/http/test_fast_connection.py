@@ -1,6 +1,4 @@
-"""Tests that the gateway's own HTTP parser reads any bytes, in any pieces, as aiohttp's parser
-does.
-"""
+"""Tests that the gateway's HTTP parser reads any bytes, in any pieces, as aiohttp's parser does."""
 
 from __future__ import annotations
 

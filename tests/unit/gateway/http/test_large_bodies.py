@@ -1,6 +1,4 @@
-"""Tests that large bodies are parsed one at a time, and that clients whose bodies take long to
-parse wait in between.
-"""
+"""Tests that large bodies are parsed one at a time, and other requests are served in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that sockets from systemd are assigned to listeners by name or order, and of free ports.
+"""Tests of listening sockets that systemd passes to the gateway, and of free ports.
 
 Anything but a listening TCP socket is an error.
 """

@@ -1,4 +1,6 @@
-"""Tests of long reads from engines: they are relayed in order, a little per loop iteration."""
+"""Tests that long responses of engines are relayed in order, a little per turn of the event
+loop.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the client that polls engines: connections are kept, replaced when lost, and failures
-reported.
-"""
+"""Tests of the HTTP client that polls engines: kept and lost connections, and reported failures."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
 class Engine:
-    """A fake server that answers requests from the list `answers`; None closes the connection."""
+    """A fake server that answers requests from the list `answers`. None closes the connection."""
 
     def __init__(self, answers: Callable[[int], bytes | None]) -> None:
         self.answers, self.requests = answers, list[bytes]()

@@ -1,4 +1,4 @@
-"""Tests that bytes are sent to sockets directly, in order, and to no other connection."""
+"""Tests that bytes are sent directly to sockets, in order, and never to another connection."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of what one event loop iteration writes and what it defers: no byte is lost or
-reordered.
-"""
+"""Tests that each turn of the event loop writes a limited amount, without loss or reordering."""
 
 from __future__ import annotations
 

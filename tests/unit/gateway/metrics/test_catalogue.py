@@ -1,6 +1,4 @@
-"""Tests that the metrics page is valid for Prometheus, and that the number of label values is
-bounded.
-"""
+"""Tests that Prometheus can read the metrics, and that label values are limited in number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a metric family rendered in parts gives the same page as one rendered at once."""
+"""Tests that a metric gives the same text whether it is formatted at once or in parts."""
 
 from __future__ import annotations
 

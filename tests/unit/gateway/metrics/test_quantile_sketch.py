@@ -1,6 +1,4 @@
-"""Tests that quantiles of sketches are within 2 % of the true ones, however observations are
-split.
-"""
+"""Tests that estimated quantiles are within 2% of the true ones, also if samples are merged."""
 
 from __future__ import annotations
 

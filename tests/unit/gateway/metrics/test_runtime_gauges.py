@@ -1,5 +1,5 @@
-"""Tests that an endpoint's gauges count this gateway's requests only, so that their sum is the
-fleet's.
+"""Tests that gauges of an endpoint count only this gateway's requests, so that they can be
+added.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Option names of the other routers, as their published references list them."""
+"""Option names of other routers, from their documentation."""
 
 from __future__ import annotations
 

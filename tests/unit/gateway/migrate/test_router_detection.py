@@ -1,4 +1,4 @@
-"""Tests of the conversion of other routers' configurations: complete results, and no option lost
+"""Tests that other routers' configurations are converted completely, and no option is lost
 silently.
 """
 

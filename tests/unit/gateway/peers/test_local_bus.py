@@ -1,5 +1,6 @@
-"""Tests of the message hub between workers: a slow worker loses frames, which are counted, and
-delays no other.
+"""Tests of the message hub between workers: a slow worker loses messages, but delays no other.
+
+Lost messages are counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that the use of quotas and sessions at one gateway is applied by the other gateways."""
+"""Tests that gateways count the use of quotas and sessions at other gateways."""
 
 from __future__ import annotations
 

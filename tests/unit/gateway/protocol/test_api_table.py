@@ -1,6 +1,4 @@
-"""Tests of the table of APIs: where each API has its prompt, and which response a request
-expects.
-"""
+"""Tests of the table of APIs: where each API has its prompt, and which response belongs to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of which web pages of other origins may call the API (CORS)."""
+"""Tests of which web pages may call the API (CORS)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that an engine's response to an impossible request shows whether it stores responses."""
+"""Tests of detecting whether an engine stores responses, by its answer to an impossible request."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the ids of stored responses: which gateways and tenants can read them, and what they
-reveal.
-"""
+"""Tests of the identifiers of stored responses: who can read them, and what they reveal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that trace context is propagated as W3C specifies, and that anything invalid is dropped."""
+"""Tests that trace context is propagated as W3C specifies, and that invalid context is dropped."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the loop over attempts to serve a request, with a scripted plan and scripted
-endpoints.
-"""
+"""Tests of the loop over attempts to serve a request, with scripted endpoints."""
 
 from __future__ import annotations
 
@@ -40,9 +38,9 @@ class Endpoints:
 
 
 class Plan:
-    """A fake plan that picks the first remaining endpoint.
+    """A fake plan that chooses the first remaining endpoint.
 
-    The first attempts fail with the listed errors; all later ones succeed.
+    The first attempts fail with the listed errors, and all later ones succeed.
     """
 
     def __init__(self, endpoints: Endpoints, *failures: UpstreamError) -> None:

@@ -1,7 +1,7 @@
-"""Tests that the next attempt after a failure goes to an endpoint that passes a health check.
+"""Tests that the attempt after a failure goes to an endpoint that passes a health check.
 
-Most engines here die at the same moment: they accept connections and close them, and no probe has
-noticed yet.
+Most engines here die at the same moment. They accept connections and close them, and no health
+check has noticed yet.
 """
 
 from __future__ import annotations

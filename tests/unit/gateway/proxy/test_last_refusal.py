@@ -1,6 +1,4 @@
-"""Tests of the refusal when no endpoint is left: how the last attempt failed, and whether to
-retry.
-"""
+"""Tests of the error if no endpoint is left: why the last attempt failed, and whether to retry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of overflow into a smaller model: the query that the model's admission rule receives."""
+"""Tests of serving a request by a smaller model, whose admission rule must accept it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a gateway that watches its file, mock engines and clients, in the test's event loop."""
+"""Runs a gateway that watches its configuration file, mock engines and clients, for tests."""
 
 from __future__ import annotations
 

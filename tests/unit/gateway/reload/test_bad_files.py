@@ -1,6 +1,4 @@
-"""Tests that two hundred invalid files, each with one mistake, are rejected with the mistake's
-line.
-"""
+"""Tests that two hundred invalid files are rejected with the line of their mistake."""
 
 from __future__ import annotations
 
@@ -66,10 +64,10 @@ reload:
 
 
 class Mistake(NamedTuple):
-    """A kind of mistake in a configuration file. `make` puts it into one line, whose number must be
-    reported.
+    """A kind of mistake in a configuration file.
 
-    `make` returns None for lines where the mistake is impossible.
+    `make` puts it into one line, whose number must be reported. It returns None for lines where the
+    mistake is impossible.
     """
 
     name: str

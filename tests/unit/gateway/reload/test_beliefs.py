@@ -1,6 +1,6 @@
-"""Tests that models of engine latency are updated only if a policy reads them.
+"""Tests that predictions of engine latency are updated only if a policy reads them.
 
-If a reload needs one, it starts from the requests in progress.
+If a reload needs predictions, they start from the requests in progress.
 """
 
 from __future__ import annotations

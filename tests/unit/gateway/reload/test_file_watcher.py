@@ -13,7 +13,7 @@ from gateway.reload.file_watcher import FileWatcher
 
 
 class Reloads:
-    """A watched configuration of one file that counts its reloads."""
+    """A watched configuration file that counts its reloads."""
 
     def __init__(self, path: Path) -> None:
         self.paths = (path,)

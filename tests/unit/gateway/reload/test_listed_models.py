@@ -1,4 +1,4 @@
-"""Tests that a reload does not take a served model away because of a name that no engine lists."""
+"""Tests that a reload with a name that no engine lists does not remove a served model."""
 
 from __future__ import annotations
 

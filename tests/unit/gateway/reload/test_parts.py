@@ -1,6 +1,4 @@
-"""Tests of the parts of a configuration reload: changes, versions on disk, snapshots,
-auto-rollback.
-"""
+"""Tests of the parts of a configuration reload: changes, saved versions, automatic rollback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of quotas of the whole gateway: refusals, refunds, and reloads that keep them."""
+"""Tests of quotas for the whole gateway: refusals, refunds, and reloads that keep their state."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tests that a configuration change is applied as a whole or not at all, without effect on running
-requests.
+"""Tests that a configuration change is applied completely or not at all.
+
+Running requests are not affected.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tests of changes that make a pool unreachable, and of files that differ from the running
-configuration.
-"""
+"""Tests of changes that leave a pool without use, and of files that differ from what is running."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests that a configuration received over HTTP neither shows nor sends environment variables and
-files.
-"""
+"""Tests that a configuration sent over HTTP cannot read environment variables or files."""
 
 from __future__ import annotations
 

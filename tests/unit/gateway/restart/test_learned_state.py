@@ -1,6 +1,4 @@
-"""Tests that a successor process restores the learned state, even if endpoints and slots have
-changed.
-"""
+"""Tests that a restarted gateway restores what it has learned, also if endpoints have changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that access log lines are written by threads, for which the event loop does not wait."""
+"""Tests that threads write the access log, so that the event loop does not wait."""
 
 from __future__ import annotations
 

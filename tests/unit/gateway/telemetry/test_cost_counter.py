@@ -1,4 +1,6 @@
-"""Tests of the live cost of reserved capacity: by model, class and tenant, with idle time apart."""
+"""Tests of the live cost of requests by model, class and tenant. Idle time is counted
+separately.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests that every line of the operator's log has a time and a level, and that each record is one
-line.
-"""
+"""Tests that each record of the operator's log is one line, with a time and a level."""
 
 from __future__ import annotations
 

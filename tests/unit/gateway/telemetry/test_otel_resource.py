@@ -1,5 +1,6 @@
-"""Tests of the OpenTelemetry resource: it is unique per process, and the environment has
-precedence.
+"""Tests of the OpenTelemetry resource, which identifies a process.
+
+Environment variables have precedence.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tests that no secret leaves the gateway.
+"""Tests that no secret appears in any output of the gateway.
 
-Each secret is a unique value that is searched for in all output.
+Each secret is a unique text that is searched for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tests of SLO outcomes, predictions and explanations, and of what is learned from ended
-requests.
-"""
+"""Tests of whether requests met their latency budgets, and of what is learned from them."""
 
 from __future__ import annotations
 

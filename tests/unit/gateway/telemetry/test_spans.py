@@ -1,6 +1,4 @@
-"""Tests that a traced request is one tree of spans, and that its context reaches every engine that
-serves it.
-"""
+"""Tests that a traced request is one tree of spans, and that engines receive its context."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tests that a canary policy serves its share, that sessions stay with their policy, and that both
-are counted.
+"""Tests of a policy that serves a share of the requests on trial (canary).
+
+A session stays with its policy, and both policies are counted.
 """
 
 from __future__ import annotations

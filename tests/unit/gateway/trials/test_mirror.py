@@ -1,4 +1,4 @@
-"""Tests that a mirror compares answers off the request path, within its limits."""
+"""Tests of copies of requests that are sent to a second engine (mirror), to compare its answers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests that shadow policies see the original query, later and cheaply, and affect only the
-metrics.
-"""
+"""Tests of policies that only record what they would choose (shadow): cheap, later, no effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of TLS settings: reports of unusable certificate files, and the SSL contexts created."""
+"""Tests of TLS settings: error messages for unusable certificate files, and the SSL contexts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of client addresses: their networks, and which addresses count as one client."""
+"""Tests of which addresses count as one client, for limits per client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a build in which the modules on the request path are compiled."""
+"""Tests of how the version shows that modules are compiled."""
 
 from __future__ import annotations
 

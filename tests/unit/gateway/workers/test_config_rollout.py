@@ -1,4 +1,4 @@
-"""Tests of configuration changes of all workers. New workers start with what the others run."""
+"""Tests that all workers apply a configuration change, and that new workers start with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the live page of several workers: sums, merged status, no total that falls."""
+"""Tests of the live page of several workers: sums, combined status, totals that never decrease."""
 
 from __future__ import annotations
 

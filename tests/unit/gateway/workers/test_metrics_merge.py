@@ -1,4 +1,4 @@
-"""Tests of merging several workers' metrics pages: sums, other merge rules, any label value."""
+"""Tests of combining the metrics of several workers: sums and other rules, and any label value."""
 
 from __future__ import annotations
 

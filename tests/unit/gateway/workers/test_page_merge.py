@@ -1,4 +1,4 @@
-"""Tests of merging the admin pages of several workers: endpoints, shadows and canaries."""
+"""Tests of combining the admin pages of several workers: endpoints and policies on trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the supervisor's metrics of the load balance among its workers."""
+"""Tests of the supervisor's metrics: how evenly its workers are loaded."""
 
 from __future__ import annotations
 

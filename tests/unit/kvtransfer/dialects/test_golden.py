@@ -1,6 +1,4 @@
-"""Tests of the exact requests that each engine's handoff protocol sends, for chat and
-completions.
-"""
+"""Tests of the exact requests that each engine's KV handoff protocol sends."""
 
 from __future__ import annotations
 

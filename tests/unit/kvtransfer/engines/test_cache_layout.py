@@ -1,4 +1,4 @@
-"""Tests of vLLM's KV cache described as a layout: known backends are accepted, others refused."""
+"""Tests of how vLLM's KV cache is described: known attention backends, and refusal of others."""
 
 from __future__ import annotations
 

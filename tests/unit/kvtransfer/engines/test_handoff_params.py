@@ -1,5 +1,6 @@
-"""Tests that KV handoffs are usable once, only for the prompt they were made for, and only with the
-key.
+"""Tests of KV handoffs, texts by which a decode engine finds the KV of a prompt.
+
+They are valid once, only for their prompt, and only with the key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that a dump of KV contains the bytes of each layer, block and head, in their order."""
+"""Tests of files with dumped KV: the bytes of each layer, block and head, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of KV that moves while it is computed, between mock engines on simulated links and time."""
+"""Tests of KV that is sent while it is computed, between simulated engines in simulated time."""
 
 from __future__ import annotations
 

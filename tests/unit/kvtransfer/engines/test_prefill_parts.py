@@ -1,6 +1,4 @@
-"""Tests of KV that is offered in parts while it is computed: what is offered when, and under which
-name.
-"""
+"""Tests of KV that is offered in parts while it is computed: when, and under which names."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An engine's use of its host's store: what is looked up, loaded and saved, and what never is.
+"""Tests of how an engine uses the KV store of its host: lookups, loads and saves.
 
-The store is a real one; vLLM's scheduler and workers are played by the tests.
+The store is real. The tests play the role of vLLM's scheduler and workers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STEP_TOKENS = 64
 
 
 class Engine:
-    """The scheduler and the workers of one engine, whose steps a test plays."""
+    """The scheduler and the workers of one engine, whose steps the test performs."""
 
     def __init__(
         self, path: Path, layout: KvLayout = LAYOUT, compatibility: str = "llama/v1"

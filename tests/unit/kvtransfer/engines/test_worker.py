@@ -1,6 +1,6 @@
-"""Tests of KV transfers of an engine's worker over simulated links: offered, fetched, cancelled.
+"""Tests of the KV transfers of an engine's worker, over simulated connections.
 
-Each transfer is reported once.
+Each transfer, also a cancelled one, is reported once.
 """
 
 from __future__ import annotations

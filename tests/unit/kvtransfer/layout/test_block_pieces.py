@@ -1,4 +1,4 @@
-"""Where a block's bytes lie, as contiguous pieces: exactly where the layout's strides put them."""
+"""Tests that the pieces of a block are exactly where the layout's strides place them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of KV memory regions: shared memory files, their seals, and block generations."""
+"""Tests of KV memory: memory files, their seals, and the owner counters of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of resharding plans by example: number of runs, joining, refusals.
+"""Tests of plans for copying KV between layouts, by example: number of byte ranges, refusals.
 
 A property test checks every byte.
 """

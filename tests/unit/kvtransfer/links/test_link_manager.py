@@ -1,6 +1,4 @@
-"""Tests of the link manager: which links are accepted, for how long, and when a better transport is
-used.
-"""
+"""Tests of connections between agents: which are accepted, and when a better transport is used."""
 
 from __future__ import annotations
 
@@ -302,7 +300,7 @@ def test_a_stall_of_our_own_does_not_excuse_later_silence() -> None:
 
 
 class MisleadingShm(Shm):
-    """A shared memory transport with an address at which another agent answers.
+    """A shared memory transport whose address leads to another agent than intended.
 
     This happens if two hosts both use 127.0.0.1.
     """

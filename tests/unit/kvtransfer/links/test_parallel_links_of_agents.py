@@ -1,5 +1,6 @@
-"""Tests of lanes (parallel connections of a link): opened, kept and lost, while each request ends
-once.
+"""Tests of parallel connections (lanes) between two agents: opened, kept and lost.
+
+Each transfer ends once.
 """
 
 from __future__ import annotations

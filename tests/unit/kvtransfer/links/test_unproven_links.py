@@ -1,4 +1,4 @@
-"""Tests of which connection is dropped when too many have not yet proved that they have the key."""
+"""Tests of which connection is dropped if too many have not proven that they know the key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of messages: encoding and decoding are inverse, other bytes are a ProtocolError."""
+"""Tests of encoding and decoding messages; all other bytes are a ProtocolError."""
 
 from __future__ import annotations
 

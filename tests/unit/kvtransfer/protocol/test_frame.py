@@ -1,4 +1,4 @@
-"""Tests of frames: encoding and decoding are inverse, and any other bytes are refused."""
+"""Tests of encoding and decoding frames; all other bytes are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of leases on KV: the normal course, every illegal step, invariants of any history."""
+"""Tests of leases, which protect offered KV from reuse: every allowed and forbidden step."""
 
 from __future__ import annotations
 

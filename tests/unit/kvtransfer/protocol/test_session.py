@@ -1,6 +1,4 @@
-"""Tests that a peer without the key, or one that repeats, drops, reorders or alters messages, is
-refused.
-"""
+"""Tests that agents refuse a peer without the key, and repeated, lost or altered messages."""
 
 from __future__ import annotations
 

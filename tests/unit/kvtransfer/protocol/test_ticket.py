@@ -1,4 +1,4 @@
-"""Tests of tickets (permissions to fetch KV): valid content, and refusal of all others."""
+"""Tests of tickets (permissions to fetch KV): their content, and refusal of invalid ones."""
 
 from __future__ import annotations
 

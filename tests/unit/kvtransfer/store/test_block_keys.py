@@ -1,4 +1,4 @@
-"""Tests of the keys of stored blocks: everything that changes a block's bytes changes its key."""
+"""Tests that the key of a stored block covers everything that changes the block's bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice between fetching and computing stored blocks: its rule, and how it learns costs."""
+"""Tests of the choice between fetching and computing stored blocks, and of learning the costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of an engine's connection to a store: lost, silent, with too small slots, and restored."""
+"""Tests of an engine's connection to a KV store that is lost, silent, restored or too small."""
 
 from __future__ import annotations
 

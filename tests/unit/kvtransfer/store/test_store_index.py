@@ -1,4 +1,4 @@
-"""Tests of a block store's eviction order, tiers and leases, by example."""
+"""Tests of which blocks a KV store evicts, keeps in memory or on disk, and leases, by example."""
 
 from __future__ import annotations
 

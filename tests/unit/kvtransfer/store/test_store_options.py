@@ -1,6 +1,4 @@
-"""Tests of the limits of a block store: the number of slots that fit, and the memory of its
-index.
-"""
+"""Tests of a KV store's limits: how many blocks fit, and the memory of its index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the measured bandwidth to peers."""
+"""Tests of the measured bandwidth to other agents."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tests of invitations to send KV whose memory is registered first: on another thread, in order,
-and only if needed.
+"""Tests that memory is registered before another agent is invited to write KV to it.
+
+This happens on another thread, in order, and only if needed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvtransfer.util.clock import ThreadClock
 
 
 class SlowGrantLink:
-    """A fake link that registers memory (grants) only when `go` is set.
+    """A fake connection that registers memory only after the event `go` is set.
 
     It does not know transfer 3, and raises an error for transfer 2.
     """

@@ -1,6 +1,4 @@
-"""Tests of invitations to send KV that arrive before the offer of that KV: one per name, for a
-limited time.
-"""
+"""Tests of agents that ask for KV before it is offered: one per name, for a limited time."""
 
 from __future__ import annotations
 

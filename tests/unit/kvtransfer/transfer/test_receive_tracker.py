@@ -1,6 +1,4 @@
-"""Tests that ReceiveTracker accepts byte ranges (runs) in any order, each once, and only those of
-its plan.
-"""
+"""Tests that received byte ranges are accepted in any order, each once, and only planned ones."""
 
 from __future__ import annotations
 

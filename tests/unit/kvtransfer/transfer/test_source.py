@@ -1,6 +1,4 @@
-"""Tests of TransferSource by example: what an offer forbids, and offers before or after invitations
-to send.
-"""
+"""Tests of TransferSource, the logic of offered KV, by example."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the number of counters by peer is limited, because peers choose their own names."""
+"""Tests that the number of counters per peer is limited, because peers choose their own names."""
 
 from __future__ import annotations
 

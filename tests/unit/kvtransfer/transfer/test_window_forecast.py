@@ -1,4 +1,4 @@
-"""Tests that a sink forecasts the windows which its source sends next."""
+"""Tests that an agent predicts which pieces of KV (windows) it will receive next."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""One direction of a KV link for tests, without threads: an Outbound and an Inbound on a socket
-pair.
-"""
+"""One direction of a KV connection on a socket pair, without threads, for tests."""
 
 from __future__ import annotations
 

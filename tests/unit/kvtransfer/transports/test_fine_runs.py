@@ -1,6 +1,4 @@
-"""Tests that many short runs of bytes are received together, verified, and only then copied to
-their places.
-"""
+"""Tests that many short byte ranges are received together, verified, and then copied."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Tests of system calls that move several pieces of memory: in order, complete, and limited in
-size.
+"""Tests of system calls that move several pieces of memory: complete and in order.
 
-With a digest, a call moves at most as many bytes as fit into the CPU cache.
+With a checksum, a call moves at most as many bytes as fit into the CPU cache.
 """
 
 from __future__ import annotations

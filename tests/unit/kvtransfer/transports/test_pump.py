@@ -1,4 +1,4 @@
-"""Tests that the native pump moves bytes, computes digests, and returns when it should."""
+"""Tests of the pump, C code that moves KV bytes: checksums, and when it returns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ needs_pump = pytest.mark.skipif(PUMP is None, reason="the pump is not compiled")
 
 
 class Ends:
-    """Two connected sockets, an eventfd, and the pump's calls for both directions."""
+    """Two connected sockets, an eventfd, and the calls of the C pump for both directions."""
 
     def __init__(self, pump: PumpFunctions) -> None:
         self.near, self.far = socket.socketpair()

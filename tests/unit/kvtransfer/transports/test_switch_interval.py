@@ -1,6 +1,4 @@
-"""Tests that the interpreter's switch interval is short while it is held, and the application's
-afterwards.
-"""
+"""Tests that Python's switch interval is short while KV moves, and restored afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of links over TLS: who may connect, with which certificate, and what is encrypted."""
+"""Tests of connections over TLS: which certificates are accepted, and what is encrypted."""
 
 from __future__ import annotations
 

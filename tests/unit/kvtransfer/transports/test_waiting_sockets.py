@@ -1,4 +1,6 @@
-"""Tests of accepted sockets that wait: which of them become links, and which are dropped."""
+"""Tests of accepted sockets that wait to become connections: which come first, which are
+dropped.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that AgentLock runs deferred work in the releasing thread, without the lock."""
+"""Tests that deferred work runs in the thread that releases the lock, after the release."""
 
 from __future__ import annotations
 

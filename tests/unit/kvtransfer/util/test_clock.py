@@ -1,4 +1,4 @@
-"""Tests that clocks run scheduled calls in order of time, none too early, and none after
+"""Tests that clocks make scheduled calls in order, never too early, and not after a
 cancellation.
 """
 

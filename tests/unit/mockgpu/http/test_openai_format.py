@@ -1,6 +1,4 @@
-"""Tests of response bytes: templates equal the encoder's output, and streams equal whole
-responses.
-"""
+"""Tests of a mock engine's responses: their bytes, and that streams equal whole responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of KV events in the formats of vLLM and SGLang, and of faults in their delivery."""
+"""Tests of KV events (reports of cached blocks) in the formats of vLLM and SGLang."""
 
 from __future__ import annotations
 

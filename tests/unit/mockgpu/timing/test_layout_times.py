@@ -1,6 +1,4 @@
-"""Tests of step times of pipelines, experts, data and context parallel ranks, and of mocks that
-have them.
-"""
+"""Tests of simulated step times with pipeline, expert, data and context parallelism."""
 
 from __future__ import annotations
 

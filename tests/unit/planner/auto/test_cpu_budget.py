@@ -1,4 +1,4 @@
-"""Tests of the CPU budget of a replay process, on a simulated clock."""
+"""Tests of the limit on the CPU time of simulations, on a simulated clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the choice of the part of an access log that a comparison counts."""
+"""Tests of which part of an access log a comparison of policies uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of estimates from an access log: gains, their errors, doubts and corrected speeds."""
+"""Tests of how much better other policies would be, estimated from an access log."""
 
 from __future__ import annotations
 

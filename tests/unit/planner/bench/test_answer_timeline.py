@@ -1,6 +1,4 @@
-"""Tests of the client of `penstock bench`: time of the first token, and other results of a
-stream.
-"""
+"""Tests of how `penstock bench` measures a stream, such as the time to the first token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of open and closed load loops against a stub server: send times, failed responses."""
+"""Tests of open and closed load loops: times of requests, and failed responses."""
 
 from __future__ import annotations
 

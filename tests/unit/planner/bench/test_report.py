@@ -1,4 +1,4 @@
-"""Tests of a benchmark report's arithmetic, and of its names in other tools' formats."""
+"""Tests of the results of `penstock bench`, also in the formats of other tools."""
 
 from __future__ import annotations
 

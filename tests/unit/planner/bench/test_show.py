@@ -1,4 +1,4 @@
-"""Tests of the terminal output of `penstock bench`: a live line, and then only the table."""
+"""Tests of the terminal output of `penstock bench`: a progress line, then a table."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the workloads of `penstock bench`: equal for equal seeds, with the documented lengths
-and sharing.
-"""
+"""Tests of the requests of `penstock bench`: equal for equal seeds, with the documented lengths."""
 
 from __future__ import annotations
 

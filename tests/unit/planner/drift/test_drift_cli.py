@@ -1,6 +1,4 @@
-"""Tests of `penstock drift`: it prints what a log is sized for, and compares another log with
-it.
-"""
+"""Tests of `penstock drift`, which compares the traffic of two access logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that another fleet is suggested only if its gain exceeds the cost of the switch."""
+"""Tests that other hardware is suggested only if it saves more than the change costs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of `penstock golden run` against engines over HTTP: exit statuses, JSON, refused
-probabilities.
-"""
+"""Tests of `penstock golden run`, which compares engines' answers with recorded ones."""
 
 from __future__ import annotations
 

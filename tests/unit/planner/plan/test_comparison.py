@@ -1,4 +1,4 @@
-"""Tests of `penstock plan`, which replays the end of an access log with another configuration."""
+"""Tests of `penstock plan`, which simulates recent requests with another configuration."""
 
 from __future__ import annotations
 

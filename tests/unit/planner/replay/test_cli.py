@@ -1,4 +1,4 @@
-"""Tests of `penstock replay`: tables, JSON and HTML page of one comparison, usage errors."""
+"""Tests of `penstock replay`: tables, JSON, HTML page, and errors for invalid options."""
 
 from __future__ import annotations
 

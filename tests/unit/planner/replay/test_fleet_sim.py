@@ -1,6 +1,4 @@
-"""Tests of the simulated fleet: requests end once, equal seeds give equal runs, skipped steps
-change nothing.
-"""
+"""Tests of the simulator: requests end once, and equal seeds give equal results."""
 
 from __future__ import annotations
 

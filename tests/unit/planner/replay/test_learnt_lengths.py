@@ -1,4 +1,4 @@
-"""Tests of replays that learn answer lengths, and of engines with wrong hardware labels."""
+"""Tests of simulations that learn the lengths of answers, or have wrong hardware labels."""
 
 from __future__ import annotations
 

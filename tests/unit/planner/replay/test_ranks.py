@@ -1,6 +1,4 @@
-"""Tests of data-parallel ranks in a replay: visible to the gateway or hidden, in lockstep, and
-faults.
-"""
+"""Tests of data-parallel ranks in a simulation, visible to the gateway or hidden."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the figures of a simulated run, computed from hand-made records."""
+"""Tests of the results of a simulation, computed from handmade records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the result tables of a replay fit the width of the terminal without truncation."""
+"""Tests that the result tables of `penstock replay` fit into the terminal."""
 
 from __future__ import annotations
 

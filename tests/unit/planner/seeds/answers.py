@@ -1,6 +1,6 @@
-"""Computes the outcomes of the checkable statements that `penstock seeds` lists.
+"""Computes the results of the statements on parallelism that `penstock seeds` lists.
 
-Some are answered by a command, which this module runs; others by functions registered here.
+Some statements have a command, which this module runs; the others have a function.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Computes outcomes of statements of `penstock seeds` that concern configurations, policies and
-deployment.
-"""
+"""Computes the statements of `penstock seeds` about configurations, policies and deployment."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Computes outcomes of statements of `penstock seeds` about memory, times, costs and launch
-commands.
-"""
+"""Computes the statements of `penstock seeds` about memory, times, costs and commands."""
 
 from __future__ import annotations
 

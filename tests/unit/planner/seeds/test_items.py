@@ -1,6 +1,4 @@
-"""Tests that each statement of `penstock seeds` has the expected outcome, by its command or
-function.
-"""
+"""Tests that each statement that `penstock seeds` lists has the expected result."""
 
 from __future__ import annotations
 

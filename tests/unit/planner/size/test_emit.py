@@ -1,4 +1,4 @@
-"""Tests of the flags for experts in emitted engine commands."""
+"""Tests of the options for expert parallelism in generated engine commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the fit of a GPU's constants to an hour of a mock fleet with other constants."""
+"""Tests of fitting a GPU's constants to the measured step times of a mock fleet."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODEL, H100 = model_named(NAME), msgspec.structs.replace(gpu_named("h100"), grid
 
 
 class OtherTimes:
-    """Fake step times with other constants, jitter, and a batch-size term that the fitted equation
+    """Step times with other constants, random noise, and an effect that the fitted equation
     lacks.
     """
 

@@ -1,4 +1,4 @@
-"""Tests of the Pareto front for 16 GPUs: reference points, increasing TP sizes, pipeline timing."""
+"""Tests of the best trade-offs (Pareto front) of layouts for 16 GPUs."""
 
 from __future__ import annotations
 

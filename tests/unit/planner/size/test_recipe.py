@@ -1,6 +1,4 @@
-"""Tests of the sizing recipe: what each step decides for published workloads, and what it
-refuses.
-"""
+"""Tests of how `penstock size` chooses a layout, step by step, for published workloads."""
 
 from __future__ import annotations
 

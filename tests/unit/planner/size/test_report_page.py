@@ -1,6 +1,4 @@
-"""Tests of the page of `penstock size --report`: one file, rendered values, and no formula in its
-script.
-"""
+"""Tests of the HTML page of `penstock size --report`: one file, with computed values only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests that trace formats are detected and converted, and that invalid input is reported with file
-and line.
-"""
+"""Tests that formats of traces are detected, and invalid input is reported with file and line."""
 
 from __future__ import annotations
 

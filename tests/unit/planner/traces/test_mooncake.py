@@ -1,6 +1,4 @@
-"""Tests of Mooncake's trace format: block ids to text, rounded timestamps, invalid lines by
-number.
-"""
+"""Tests of reading traces in Mooncake's format, also with invalid lines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of admission by active sessions: which sessions count, for how long, and how many are too
-many.
-"""
+"""Tests of limiting the number of active sessions: which count, and how many are too many."""
 
 from __future__ import annotations
 
@@ -226,7 +224,7 @@ def fleet(waiting: int) -> list[Candidate]:
 
 
 def returning(lost: int, waiting: int, sessions: WorkingSet | None = None) -> WorkingSet:
-    """Return a state in which each session came back twice and found part of its context evicted.
+    """Return a state in which each session has returned twice and lost part of its cached context.
 
     lost      evicted tokens of the 100 tokens of each context
     waiting   number of prompts that wait at the engines

@@ -1,4 +1,4 @@
-"""Tests of admission rules: which requests enter or wait, and the accuracy of Retry-After."""
+"""Tests of admission rules: which requests are admitted or wait, and correct Retry-After times."""
 
 from __future__ import annotations
 

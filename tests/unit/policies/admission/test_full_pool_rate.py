@@ -1,4 +1,4 @@
-"""Tests of the request rate of a full pool: learned only under overload, and remembered."""
+"""Tests of learning how many requests per second a full pool serves."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of admission by price: nothing is refused at low load, and every refusal gives its
-numbers.
-"""
+"""Tests of admission by price: at low load nothing is refused, and each refusal is explained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that estimates of prompt tokens are corrected by reported ones, per model."""
+"""Tests that estimated prompt lengths are corrected by the lengths that engines report."""
 
 from __future__ import annotations
 

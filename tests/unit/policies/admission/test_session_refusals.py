@@ -1,4 +1,4 @@
-"""Tests of the admission rule `cap` (a concurrency limit) with its limit on sessions."""
+"""Tests of the admission rule `cap`, which limits concurrent requests and sessions."""
 
 from __future__ import annotations
 

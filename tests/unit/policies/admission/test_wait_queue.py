@@ -1,4 +1,4 @@
-"""Tests of special cases of the wait queue: no queueing, refunds, renewed queries."""
+"""Tests of special cases of the queue of waiting requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the decider that chooses among routing policies: evidence, limits and reasons."""
+"""Tests of choosing among routing policies: required evidence, limits and reasons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from policies.auto.replay_messages import MemberEstimate, PolicyMember, PoolEsti
 
 
 def member(name: str, gain: float, error: float) -> MemberEstimate:
-    """Return an estimate with eight blocks whose mean and error are these."""
+    """Return an estimate of a policy's gain, from eight parts with this mean and error."""
     spread = error * sqrt(7) / 2.36
     return MemberEstimate(name, 0.8 + gain, gain, error, (gain - spread, gain + spread) * 4)
 

@@ -1,4 +1,4 @@
-"""Tests of the pooling of gains over several comparisons."""
+"""Tests of combining the gains of several comparisons of policies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Test that attributes which the compiled modules declare as C doubles hold floats in the sources.
+"""Tests that attributes which compiled modules declare as C doubles are always floats.
 
-In a compiled module an int becomes a float, and any other value raises a TypeError.
+In a compiled module, an int becomes a float, and any other value raises a TypeError.
 """
 
 from __future__ import annotations

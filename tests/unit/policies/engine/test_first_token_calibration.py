@@ -1,4 +1,4 @@
-"""Tests of what an engine's speed is learnt from: spans of steps, with and without waits for KV."""
+"""Tests of learning an engine's speed from the times of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of expected answer lengths: which mean applies, few answers, bounded memory."""
+"""Tests of expected answer lengths: which average is used, few answers, limited memory."""
 
 from __future__ import annotations
 

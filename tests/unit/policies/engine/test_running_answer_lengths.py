@@ -1,4 +1,4 @@
-"""Tests of the lengths that an endpoint's running answers may still have."""
+"""Tests of how many more tokens an endpoint's running answers may have."""
 
 from __future__ import annotations
 

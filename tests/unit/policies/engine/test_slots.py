@@ -1,6 +1,4 @@
-"""Tests that the number of sequences which an engine runs concurrently is read from its label, or
-learned from its metrics.
-"""
+"""Tests of how many requests an engine runs at the same time, from its label or its metrics."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of golden comparison: what differs between answers, and alarms only above the noise of
-repeated runs.
-"""
+"""Tests of comparing answers with recorded ones; alarms need more than normal differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of endpoint health: each transition of the state table, and the rule for a pool."""
+"""Tests of endpoint health: each transition between states, and a limit for a whole pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of slow start: a limit that only rises, a preference that refuses no request."""
+"""Tests of slow start: an endpoint that returns gets more and more requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of which slow endpoints are detected, and how soon, on simulated engines."""
+"""Tests of detecting slow endpoints, and how soon, with simulated engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ H100, L40S = shape_for("h100", 4), shape_for("l40s", 2)
 class Engine:
     """A simulated endpoint that computes one prompt after another.
 
-    `prefill` and `decode` are factors on its times.
+    prefill  factor on the time of prompts
+    decode   factor on the time of output tokens
     """
 
     prefill: float = 1.0

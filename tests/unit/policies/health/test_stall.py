@@ -1,4 +1,4 @@
-"""Tests of stalled prefill steps: which requests are late, which endpoints are suspected."""
+"""Tests of detecting engines that hang while they compute prompts."""
 
 from __future__ import annotations
 
@@ -161,10 +161,10 @@ def test_a_prompt_is_behind_if_the_step_under_way_began_long_before_it() -> None
 
 
 def expected_left_s(waited_s: float, *, is_doubted: bool, is_behind: bool) -> float | None:
-    """Return how many seconds a request still waits at an endpoint that runs 1,500 tokens since
-    time 0.
+    """Return how many seconds a request still waits at an endpoint that hangs.
 
-    Its own prompt and those before it have 3,000 tokens, which take about two steps.
+    The endpoint has computed 1,500 tokens since time 0. The request's prompt and those before it
+    have 3,000 tokens, which take about two steps.
     """
     doubted = member(waiting(SpeedRecord()))
     expectations = Expectations()

@@ -1,4 +1,4 @@
-"""Tests of learned engine speed: initial values, effect of a few first tokens, forecasts."""
+"""Tests of expected latencies: initial values, and what is learned from first tokens."""
 
 from __future__ import annotations
 

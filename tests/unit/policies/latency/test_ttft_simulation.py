@@ -1,4 +1,4 @@
-"""Tests of simulated TTFT: whole steps, later arrivals, waits for KV, shared prefixes."""
+"""Tests of the simulated time to first token: steps, later requests, memory, shared prefixes."""
 
 from __future__ import annotations
 

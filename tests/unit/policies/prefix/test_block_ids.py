@@ -1,6 +1,4 @@
-"""Tests of the ids of prompt blocks in logs: they reveal equal prefixes of one tenant, and nothing
-else.
-"""
+"""Tests of block identifiers in logs: they reveal equal prompts of one tenant, nothing else."""
 
 from __future__ import annotations
 

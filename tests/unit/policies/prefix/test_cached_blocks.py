@@ -1,6 +1,4 @@
-"""Tests of cached blocks that several sources report: lookup by content, and how far each source
-holds a prompt.
-"""
+"""Tests of the index of blocks that several engines report as cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of prompt fingerprints: refused input, bounded work, and difficult patterns."""
+"""Tests of prompt fingerprints (hashes of a prompt's blocks): invalid input and limited work."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of learned prompts, known by bytes and by tokens: what one learned prompt shows about
-others.
-"""
+"""Tests of prompts that are known as bytes and as tokens, and of what they show about others."""
 
 from __future__ import annotations
 

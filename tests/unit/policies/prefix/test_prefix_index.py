@@ -1,4 +1,4 @@
-"""Tests of the prefix index: ageing like an engine's LRU cache, learning, memory use."""
+"""Tests of the index of cached prompts: old entries are dropped as in an engine's cache."""
 
 from __future__ import annotations
 

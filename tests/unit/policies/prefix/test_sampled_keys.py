@@ -1,6 +1,4 @@
-"""Tests that a prefix index built from sampled keys equals one built from prompts, and invalid keys
-fail.
-"""
+"""Tests that an index of cached prompts can be rebuilt from a sample of its keys."""
 
 from __future__ import annotations
 

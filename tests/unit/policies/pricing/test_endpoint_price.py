@@ -1,6 +1,4 @@
-"""Tests of the price of serving a request at an endpoint: what each term depends on, and their
-sum.
-"""
+"""Tests of the price of serving a request at an endpoint: each part, and their sum."""
 
 from __future__ import annotations
 

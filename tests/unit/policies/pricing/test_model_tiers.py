@@ -1,4 +1,4 @@
-"""Tests of alternatives to a refusal: which smaller models (tiers) fit, in which order."""
+"""Tests of serving a request by a smaller model instead of refusing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the decision to split a request, and of the choice of its two endpoints."""
+"""Tests of the decision to split a request, and of the choice of its two engines."""
 
 from __future__ import annotations
 

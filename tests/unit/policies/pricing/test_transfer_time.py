@@ -1,4 +1,4 @@
-"""Tests of forecasts of KV transfers: rates per pair of engines, and the queues of their links."""
+"""Tests of predicted KV transfer times: measured rates per pair of engines, and queues."""
 
 from __future__ import annotations
 

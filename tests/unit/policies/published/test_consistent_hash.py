@@ -1,6 +1,4 @@
-"""Tests of the routing rule consistent_hash: where sessions go, and which move when the fleet
-changes.
-"""
+"""Tests of the routing rule consistent_hash: few sessions move when endpoints change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of published routing rules: each one's distinctive behaviour at its thresholds."""
+"""Tests of routing rules that other projects have published, at their thresholds."""
 
 from __future__ import annotations
 

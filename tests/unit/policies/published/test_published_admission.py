@@ -1,4 +1,4 @@
-"""Tests of published admission rules at their thresholds, with a concurrency limit."""
+"""Tests of admission rules that other projects have published, at their thresholds."""
 
 from __future__ import annotations
 

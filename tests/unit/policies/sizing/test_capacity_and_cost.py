@@ -1,4 +1,4 @@
-"""Tests of capacity and cost: Little's law, prices by engine seconds, and shares that add up."""
+"""Tests of capacity and cost: Little's law, prices by engine time, and shares that add up."""
 
 from __future__ import annotations
 

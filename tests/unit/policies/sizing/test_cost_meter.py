@@ -1,4 +1,6 @@
-"""Tests of the live cost: the shares of requests and of idle time add up to price x GPUs x time."""
+"""Tests of the live cost: the shares of requests and of idle time add up to the price of all
+GPUs.
+"""
 
 from __future__ import annotations
 

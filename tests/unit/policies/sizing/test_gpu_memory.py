@@ -1,6 +1,4 @@
-"""Tests of the GPU memory check: worked examples of published guides, and properties over
-layouts.
-"""
+"""Tests of the check that a model fits into GPU memory, with published examples."""
 
 from __future__ import annotations
 

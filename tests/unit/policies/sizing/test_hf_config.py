@@ -1,6 +1,4 @@
-"""Tests of model shapes from config.json files of published models, and of errors for incomplete
-ones.
-"""
+"""Tests of reading a model's shape from config.json, and of errors for incomplete files."""
 
 from __future__ import annotations
 

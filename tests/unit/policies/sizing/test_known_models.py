@@ -1,4 +1,4 @@
-"""Tests of which TP sizes are possible for well-known models."""
+"""Tests of which tensor-parallel sizes are possible for well-known models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of engines' launch commands: published commands literally, and every part of a plan."""
+"""Tests of generated engine commands, which must equal published ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the rules for parallel layouts: each refuses one layout, says what is valid, and accepts
-that.
-"""
+"""Tests of the rules for parallel layouts: each refuses a layout and says what is valid."""
 
 from __future__ import annotations
 

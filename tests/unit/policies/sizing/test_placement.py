@@ -1,4 +1,4 @@
-"""Tests of placing engines on link domains (GPUs with fast links): whole TP groups, no overlap."""
+"""Tests of placing engines on groups of GPUs with fast links, without overlap."""
 
 from __future__ import annotations
 

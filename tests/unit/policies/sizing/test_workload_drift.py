@@ -1,6 +1,4 @@
-"""Tests of drift in virtual time: another kind of traffic is found soon, another rate is no
-drift.
-"""
+"""Tests of detecting another kind of traffic soon; a change of its rate alone does not count."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tests of tools/compile/generated_code.py: compiled reads and calls with inline caches behave as
-those of the interpreter, whatever happens to the classes in between.
+"""Tests that compiled code with inline caches behaves like interpreted code.
+
+This must hold whatever happens to the classes in between.
 """
 
 from __future__ import annotations

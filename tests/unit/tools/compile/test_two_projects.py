@@ -1,6 +1,6 @@
 """Tests of the pure wheels of penstock and penstock-kv, built from this checkout.
 
-tests/wheel/test_penstock_kv.py installs the wheels of dist/ as users do.
+tests/wheel/test_penstock_kv.py installs released wheels as users do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that dashboards, alert rules and runbooks match the metric catalogue and are complete."""
+"""Tests that dashboards, alerts and runbooks match the list of metrics, and are complete."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tests that every metric and label of a dashboard or rule exists in the metrics of a live gateway.
+"""Tests that dashboards and rules use only metrics and labels that a running gateway has.
 
-Generated panels are exempt. The gateway has had mixed traffic.
+The gateway has served mixed traffic. Generated panels are not checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Property tests that the size of content parts in bytes neither refuses nor delays a request."""
+"""Property tests that large images in requests, however many bytes, cause no refusal or delay."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Property tests: requests are parsed to the same result with and without the cache of request
-shapes.
-"""
+"""Property tests that requests are parsed equally with and without the cache of request shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Property tests of the request parser: with any JSON, it changes only what it must."""
+"""Property tests of the request parser: it accepts or refuses any JSON, and changes little in
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Property tests: request heads that the gateway's parser accepts mean the same to aiohttp's
-parser.
-"""
+"""Property tests that aiohttp parses request heads equally if the gateway's parser accepts them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Property tests: streams with named events, split anywhere, are relayed unchanged and parsed
-equally.
-"""
+"""Property tests that streams with named events are relayed unchanged, however they are split."""
 
 from __future__ import annotations
 

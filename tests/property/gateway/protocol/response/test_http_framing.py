@@ -1,4 +1,4 @@
-"""Property tests: comparing a response head with the newest one gives the result of parsing it."""
+"""Property tests of a shortcut for response heads: comparing with the last one equals parsing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Property tests of streams with long events: what is found in them does not depend on the pieces
-in which they arrive.
-"""
+"""Property tests of streams with long events, which are read equally in pieces of any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Property tests of the relay of streamed responses, fed with bytes split anywhere."""
+"""Property tests of relaying streamed responses whose bytes are split anywhere."""
 
 from __future__ import annotations
 

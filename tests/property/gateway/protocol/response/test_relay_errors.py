@@ -1,4 +1,4 @@
-"""Property tests of the relay of errors: which reach the client, and which allow a retry."""
+"""Property tests of relaying errors: which ones reach the client, and which allow a retry."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Property tests of the relay of response heads and whole bodies: framing, interim and malformed
-heads.
-"""
+"""Property tests of relaying response heads and whole bodies, also malformed ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Property tests: of a stream broken anywhere and continued by other engines, the client reads each
-token once.
+"""Property tests of streams that break anywhere and are continued by other engines.
+
+The client reads each token exactly once.
 """
 
 from __future__ import annotations

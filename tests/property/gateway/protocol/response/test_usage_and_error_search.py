@@ -1,5 +1,5 @@
-"""Property tests: a scan of streamed bytes finds the token counts and finish reasons that a search
-of the whole text finds.
+"""Property tests that token counts and finish reasons are found in streams, however they are
+split.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Property tests: a translated stream, split anywhere, loses no text, tool call or token count."""
+"""Property tests that a translated stream loses no text, tool call or token count.
+
+The stream is split anywhere.
+"""
 
 from __future__ import annotations
 

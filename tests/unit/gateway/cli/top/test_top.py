@@ -1,4 +1,4 @@
-"""Tests of the command `penstock top`: its printed view, and its keys."""
+"""Tests of the command `penstock top`: its text output, and its keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that discovered endpoints are added and removed as by a reload, and survive reloads."""
+"""Tests that discovered endpoints are added and removed, and survive configuration reloads."""
 
 from __future__ import annotations
 

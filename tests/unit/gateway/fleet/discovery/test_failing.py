@@ -1,6 +1,4 @@
-"""Tests that a discovery source which raises an exception is restarted, and that its endpoints
-stay.
-"""
+"""Tests that a source of endpoints which fails is restarted, and that its endpoints stay."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ TRAITS = EndpointTraits()
 
 
 class Failing:
-    """A discovery source that yields one more endpoint at each start, and then raises."""
+    """A source of endpoints that yields one more endpoint at each start, and then raises."""
 
     begun = 0
 

@@ -1,6 +1,4 @@
-"""Tests that the DNS, file and Kubernetes sources yield endpoints, and yield nothing if they
-fail.
-"""
+"""Tests of endpoints from DNS, files and Kubernetes, also if these sources fail."""
 
 from __future__ import annotations
 

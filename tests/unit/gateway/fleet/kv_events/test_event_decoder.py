@@ -1,4 +1,4 @@
-"""Tests of decoding the KV events of vLLM and SGLang, in map and in array form."""
+"""Tests of decoding the KV events (reports of cached blocks) of vLLM and SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the reader of KV events: many sources, and sources to which it cannot subscribe."""
+"""Tests of the reader of KV events (reports of cached blocks): many engines, and failing ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("zmq")
 
 
 class Live:
-    """A fake with the part of a live endpoint that the reader of KV events uses."""
+    """A fake of the part of an endpoint that the reader of KV events uses."""
 
     is_leaving = False
 

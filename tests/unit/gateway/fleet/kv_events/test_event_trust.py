@@ -1,5 +1,6 @@
-"""Tests of when KV events are trusted: comparison with answers' cached tokens, and missing
-events.
+"""Tests of when the gateway trusts an engine's KV events (reports of cached blocks).
+
+It compares them with the cached tokens in answers, and detects missing events.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tests of the number of cached tokens that an answer must report, as computed from an endpoint's
-KV events.
-"""
+"""Tests of how many cached tokens an answer must report, computed from an engine's KV events."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ FINGERPRINTER = Fingerprinter(b"0123456789abcdef")
 
 
 def stored(tokens: list[int]) -> bytes:
-    """Return a KV event message which says that the complete blocks of these tokens are cached."""
+    """Return a KV event which reports that all complete blocks of these tokens are cached."""
     event = {
         "type": "BlockStored",
         "block_hashes": [1000 + start for start in range(0, len(tokens), BLOCK)],
@@ -30,7 +28,7 @@ def stored(tokens: list[int]) -> bytes:
 
 
 def prefixes(*cached: int) -> ExactPrefixes:
-    """Return the prefix index of one endpoint with data-parallel ranks.
+    """Return the index of cached prompts for an endpoint with data-parallel ranks.
 
     Each argument is the number of the prompt's tokens that one rank has cached.
     """

@@ -1,6 +1,4 @@
-"""Tests of the order in which prompts are tokenized for matching with KV events, and of
-its bounds.
-"""
+"""Tests of which prompts are tokenized, so that KV events can be matched with them, and when."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the KV event stream of one engine rank: replays, restarts, groups of layers,
-and bounds.
-"""
+"""Tests of one rank's KV events (reports of cached blocks): replays, restarts and limits."""
 
 from __future__ import annotations
 

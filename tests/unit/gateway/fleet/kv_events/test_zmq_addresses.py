@@ -1,6 +1,4 @@
-"""Tests of the addresses at which engines publish KV events: configured, or described by the
-engine.
-"""
+"""Tests of the addresses at which engines publish KV events, reports of cached blocks."""
 
 from __future__ import annotations
 

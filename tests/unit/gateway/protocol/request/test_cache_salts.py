@@ -1,4 +1,4 @@
-"""Tests of cache salts: which requests share one, what engines receive, tenants' isolation."""
+"""Tests of cache salts, texts that keep tenants' cached prompts apart: what engines receive."""
 
 from __future__ import annotations
 

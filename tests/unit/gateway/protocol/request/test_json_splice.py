@@ -1,5 +1,5 @@
-"""Tests of edits of a client's JSON body: every member occurs once, and other values are
-unchanged.
+"""Tests of edits of a client's JSON body: no member occurs twice, and other members do not
+change.
 """
 
 from __future__ import annotations

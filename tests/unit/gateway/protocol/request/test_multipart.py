@@ -1,4 +1,4 @@
-"""Tests of form bodies: fields, limits, and forms that could be interpreted differently."""
+"""Tests of multipart forms: fields, limits, and refusal of ambiguous forms."""
 
 from __future__ import annotations
 

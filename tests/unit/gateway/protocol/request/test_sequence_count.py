@@ -1,6 +1,4 @@
-"""Tests that each prompt of a list counts towards the request's limit, its choices and the tenant's
-quota.
-"""
+"""Tests that each prompt of a request with several prompts counts for limits and quotas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of which session a request belongs to, by headers, members of the body, and hints."""
+"""Tests of how the gateway finds a request's session: in headers, in the body, or by hints."""
 
 from __future__ import annotations
 

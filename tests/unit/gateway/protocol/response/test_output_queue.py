@@ -1,4 +1,4 @@
-"""Tests that a relay does long work in steps: few bytes and little new memory for each of them."""
+"""Tests that long work on a response is done in small steps, with little memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the whole request is retried if a response breaks before the client has got a byte.
+"""Tests that a request is retried if a response breaks before the client has received a byte.
 
 The engines are scripted; the gateway in front of them is real.
 """

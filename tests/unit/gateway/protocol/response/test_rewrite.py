@@ -1,6 +1,4 @@
-"""Tests of responses rewritten while streaming: equal bytes however they are split, and little
-buffering.
-"""
+"""Tests of responses that are changed while they are streamed, however their bytes are split."""
 
 from __future__ import annotations
 

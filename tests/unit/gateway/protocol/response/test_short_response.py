@@ -1,5 +1,6 @@
-"""Tests of short responses: any split of the bytes gives the same result, and malformed ones are
-refused.
+"""Tests of short responses, which give the same result however their bytes are split.
+
+Malformed ones are refused.
 """
 
 from __future__ import annotations

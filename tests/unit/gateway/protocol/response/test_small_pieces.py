@@ -1,4 +1,4 @@
-"""Tests that bytes which arrive in many small pieces take linear time, however they are read."""
+"""Tests that bytes in many small pieces take time in proportion to their number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat completions of an engine for tests, whole and streamed, and readers of translated events."""
+"""Chat completions as an engine sends them, and readers of translated streams, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of which members of a request would be lost in a translation to chat completions."""
+"""Tests that requests are refused if a translation to chat completions would lose a member."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the translation of Anthropic Messages to chat completions: requests, answers, errors,
-counts.
-"""
+"""Tests of the translation of Anthropic's Messages API to chat completions, and back."""
 
 from __future__ import annotations
 

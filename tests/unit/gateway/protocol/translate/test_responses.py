@@ -1,4 +1,4 @@
-"""Tests of the translation of OpenAI Responses to chats: requests, answers, events."""
+"""Tests of the translation of OpenAI's Responses API to chat completions, and back."""
 
 from __future__ import annotations
 

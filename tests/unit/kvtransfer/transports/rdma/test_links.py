@@ -1,4 +1,4 @@
-"""Tests of RDMA links over real sockets and a fake device: unproven peers, failing devices."""
+"""Tests of RDMA connections with a fake device: untrusted peers and failing devices."""
 
 from __future__ import annotations
 

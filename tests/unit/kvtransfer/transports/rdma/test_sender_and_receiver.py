@@ -1,6 +1,4 @@
-"""Tests of sender and receiver of an RDMA link without a device: keys, work requests, control
-messages.
-"""
+"""Tests of both sides of an RDMA connection without a device: keys, writes, control messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers for tests of lanes (parallel connections): access to a link's lanes, paused threads."""
+"""Helpers for tests of parallel connections (lanes): access to them, and paused threads."""
 
 from __future__ import annotations
 

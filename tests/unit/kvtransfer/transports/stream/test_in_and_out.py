@@ -1,6 +1,4 @@
-"""Tests that bytes sent into one end of a stream arrive in their places, and that errors are
-detected.
-"""
+"""Tests that KV sent over a socket arrives in its place, and that errors are detected."""
 
 from __future__ import annotations
 

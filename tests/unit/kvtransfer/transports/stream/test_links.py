@@ -1,4 +1,4 @@
-"""Tests of links over real sockets: driving by the caller, closing, hostile or stalled peers."""
+"""Tests of connections over real sockets: use by the caller's thread, closing, hostile peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of lanes: data sent over several parallel connections of a link, in order."""
+"""Tests of KV sent over several parallel connections (lanes), in order."""
 
 from __future__ import annotations
 

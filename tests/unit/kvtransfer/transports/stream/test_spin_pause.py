@@ -1,4 +1,4 @@
-"""Tests the pauses of spinning on a contended core."""
+"""Tests of when a thread stops polling, because other threads want its core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that windows which the pump moves in batches end like windows that are moved one by one."""
+"""Tests that pieces of KV moved in batches by C code end like those moved one by one."""
 
 from __future__ import annotations
 
