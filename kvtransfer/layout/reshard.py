@@ -4,8 +4,8 @@ Source (sender) and sink (receiver) compute the same TransferPlan from the same 
 addresses are sent: a window, which is one piece of a transfer, names its byte ranges by their index
 in the plan.
 
-If the byte ranges of a plan or their order change, messages.VERSION must be raised. A test compares
-today's plans. This module does not copy bytes.
+If the byte ranges of a plan or their order change, agent_messages.VERSION must be raised. A test
+compares today's plans. This module does not copy bytes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 block_keys          names of blocks, which cover their content and their tenant
 tier_index          which block is in which place (slot) of one tier, memory or disk; no I/O
 store_index         both tiers, the leases of readers, and what to save or load; no I/O
-slots               the file format of both tiers, and verified reads
+slot_format         the file format of both tiers, and verified reads
 memory_slots        the slots in memory
 disk_slots          the slots in a file on disk
 block_store         the store within one process: index and slots together

@@ -1,6 +1,6 @@
 """Reads vLLM's KV cache: the facts that describe its layout, and its memory as a Region.
 
-geometry.py decides which caches are supported.
+cache_layout.py decides which caches are supported.
 """
 
 from __future__ import annotations

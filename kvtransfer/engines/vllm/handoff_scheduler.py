@@ -5,7 +5,7 @@ handoffs for finished prefills, checks those of incoming requests, and tells the
 step which transfers to begin and end. If a request names a transfer, its KV is offered in parts
 while it is computed (prefill_parts.py).
 
-connector.py converts vLLM's objects, and worker.py does the transfers.
+connector.py converts vLLM's objects, and handoff_worker.py does the transfers.
 """
 
 from __future__ import annotations

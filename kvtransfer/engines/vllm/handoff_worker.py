@@ -1,7 +1,7 @@
 """Does the KV transfers of one vLLM worker, as instructed by the scheduler process.
 
 TransferWorker keeps the transfers of its agent by request, and reports when they end. connector.py
-converts vLLM's objects, and scheduler.py decides what is transferred.
+converts vLLM's objects, and handoff_scheduler.py decides what is transferred.
 """
 
 from __future__ import annotations
