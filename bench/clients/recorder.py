@@ -21,6 +21,7 @@ from bench.clients.threaded_server import threaded_server
 
 HOST = "127.0.0.1"
 END = b"\r\n\r\n"
+LAST_EVENTS = (b"data: [DONE]", b"event: message_stop", b"event: response.completed")
 
 
 class Message(NamedTuple):
@@ -84,7 +85,10 @@ class Connection:
         offset = 0
         for request, started in requests:
             has_body = not request.line.startswith("HEAD ")
-            answer = read_message(bytes(self.received), offset, has_body=has_body)
+            received = bytes(self.received)
+            answer = read_message(received, offset, has_body=has_body)
+            if answer is None:
+                answer = read_left_stream(received, offset)
             offset = offset if answer is None else answer[1]
             yield Exchange(request, None if answer is None else answer[0], started)
 
@@ -116,6 +120,17 @@ def read_message(
     length = int(values.get("content-length", 0 if is_request else -1))
     stop = len(data) if length < 0 else start + length
     return None if stop > len(data) else (Message(line, headers, data[start:stop]), stop)
+
+
+def read_left_stream(data: bytes, offset: int) -> tuple[Message, int] | None:
+    """Parse the last response of a connection that the client closed after the last event.
+
+    Some agents exit then, before the last chunk has arrived. Returns None for any other response.
+    """
+    read = read_message(data + b"0\r\n\r\n", offset)
+    if read is None or not any(event in read[0].body for event in LAST_EVENTS):
+        return None
+    return read[0], len(data)
 
 
 def _read_chunks(data: bytes, offset: int) -> tuple[bytes, int] | None:
