@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import IO
 
 import aiohttp
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT / "build" / "real"
@@ -217,8 +218,5 @@ async def troubles(engines: Sequence[Engine]) -> dict[str, float]:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    # Return ports that no other process takes while an engine is killed and started again.
+    return [free_port() for _ in range(count)]
