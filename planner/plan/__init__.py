@@ -1,4 +1,4 @@
-"""Compares two configurations by two replays of the last minutes of an access log."""
+"""Compares two gateway configurations by replaying the last minutes of an access log with both."""
 
 from planner.plan.comparison import ConfigComparison, PoolComparison, plan
 from planner.plan.pool_case import Assumptions, PoolCase, PoolCaseError, cases

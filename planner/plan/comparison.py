@@ -1,4 +1,4 @@
-"""Replays every pool of two configurations on the same traffic, and computes the differences."""
+"""Replays every pool of two configurations on the same traffic, and compares the results."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PoolComparison(msgspec.Struct, frozen=True):
     """The results of one pool before and after a change of the configuration.
 
     pool    the pool's name
-    before  its results before the change; None: the pool does not exist there
-    after   its results after the change; None in the same case
+    before  results with the old configuration; None: it does not have the pool
+    after   results with the new configuration; None: it does not have the pool
     notes   what the comparison leaves out
     """
 
@@ -31,9 +31,10 @@ class PoolComparison(msgspec.Struct, frozen=True):
 
     @property
     def gain(self) -> float:
-        """Return by how much the changed configuration raises the SLO attainment, -1 to 1.
+        """Return by how much the new configuration raises the SLO attainment, -1 to 1.
 
-        It is computed for each service class, and the smallest value is returned.
+        Attainment is the share of requests served within their latency budgets. The change is
+        computed for each service class, and the smallest one is returned.
         """
         before, after = self.before, self.after
         if before is None or after is None:
@@ -48,9 +49,9 @@ class PoolComparison(msgspec.Struct, frozen=True):
 class ConfigComparison(msgspec.Struct, frozen=True):
     """The comparison of all pools of two configurations.
 
-    requests  number of counted requests
+    requests  number of requests that were counted
     span_s    seconds of traffic in which they arrived
-    blocks    whether the log has the prompts' block ids
+    blocks    whether the log has block ids of prompts, which show shared prefixes
     """
 
     pools: tuple[PoolComparison, ...]
@@ -65,14 +66,14 @@ def plan(
     lately: RecentTraffic,
     seed: int = 0,
 ) -> ConfigComparison:
-    """Replay every pool with both configurations and return the comparison.
+    """Replay every pool with both configurations, and return the comparison.
 
-    before  the pools of the present configuration, by name
-    after   the pools of the changed configuration
+    before  the pools of the old configuration, by name
+    after   the pools of the new configuration, by name
     lately  the recent requests of the access log
-    seed    seed of the replays
+    seed    random seed of the replays
 
-    Both are measured by the service classes of the present configuration.
+    Both are measured by the service classes of the old configuration.
     """
     pools = []
     for name in dict.fromkeys((*before, *after)):

@@ -1,7 +1,7 @@
-"""Converts a gateway's configuration to what a replay of one of its pools needs.
+"""Converts a gateway's configuration to the input of a replay: one case per pool.
 
-The module decides which mock TP groups represent a pool's endpoints, and the pool's policy and
-admission. The gateway reads and checks configurations; the input is its own dump as plain values.
+A case has the mock engines that represent the pool's endpoints, its policy and its admission. The
+gateway itself reads and checks configurations. The input is its dump as plain values.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ LIMIT_LABELS = (SLOTS_LABEL, "max_num_batched_tokens")
 
 
 class PoolCaseError(ValueError):
-    """Raised for a configuration that cannot be replayed; the message says why."""
+    """Raised if a configuration cannot be replayed. The message contains the reason."""
 
 
 class Assumptions(msgspec.Struct, frozen=True):
-    """What to assume where a configuration does not state it; None: the default.
+    """What to assume if a configuration does not contain it; None: use the default.
 
     model  name of the model
     gpu    GPU type
@@ -136,19 +136,20 @@ class _Config(msgspec.Struct):
 class PoolCase(msgspec.Struct, frozen=True):
     """One pool of one configuration, as the input of a replay.
 
-    models            the names it serves; None: all, because the configuration has none
-    fleet             the mock groups that represent its endpoints
+    models            names of the models that it serves; None: all, because the configuration has
+                      none
+    fleet             the mock engines that represent its endpoints
     policy_name       name of the routing policy
     policy_params     its parameters
     admission_name    name of the admission policy
     admission_params  its parameters
     limits            limits of the wait queue
-    shares            parameters for sharing between tenants
+    shares            parameters by which tenants share the pool
     classes           service classes by name
     standard          the service class of requests that name none
-    assumed           texts about what was assumed where the configuration states nothing
+    assumed           texts about what was assumed because the configuration does not contain it
     slow_start_s      setting of slow start, see ReplayOptions
-    slow_factor       setting of the ejection of slow groups, see ReplayOptions
+    slow_factor       setting of the ejection of slow endpoints, see ReplayOptions
     hedge_share       setting of hedges, see ReplayOptions
     index_tokens      tokens per block of the prefix index
     """
@@ -171,9 +172,9 @@ class PoolCase(msgspec.Struct, frozen=True):
     index_tokens: int | None = None
 
     def options(self, seed: int = 0) -> ReplayOptions:
-        """Return the options of a replay that behaves as the gateway does with this configuration.
+        """Return options with which a replay behaves like a gateway with this configuration.
 
-        It learns the lengths of answers, and looks for slow groups as configured.
+        The replay learns the lengths of answers, and ejects slow endpoints as configured.
         """
         return ReplayOptions(
             seed,
@@ -195,7 +196,7 @@ class PoolCase(msgspec.Struct, frozen=True):
         return policy_registry.build(self.policy_name, self.policy_params)
 
     def admission(self) -> Admission:
-        """Return a new admission policy for the pool, with the tenants' weights if it uses them."""
+        """Return a new admission policy for the pool. If it has tenant weights, they are set."""
         takes_weights = (
             "weights" in admission_registry.params_type(self.admission_name).__struct_fields__
             and self.shares.weights
@@ -209,9 +210,10 @@ class PoolCase(msgspec.Struct, frozen=True):
 
 
 def cases(config: Mapping[str, Any], taken: Assumptions | None = None) -> dict[str, PoolCase]:
-    """Return every pool of a configuration as input of a replay, by name.
+    """Return every pool of a configuration as the input of a replay, by name.
 
-    `config` is the gateway's dump, with durations in seconds. Raises PoolCaseError.
+    `config` is the gateway's dump, with durations in seconds. Raises PoolCaseError if a pool cannot
+    be replayed.
     """
     try:
         read = msgspec.convert(config, _Config)

@@ -1,7 +1,7 @@
-"""The last minutes of a gateway's access log, as the requests of one pool.
+"""Reads the last minutes of a gateway's access log, as the requests of one pool.
 
-The module decides how far back to read, and what to assume about refused requests. The log's format
-is in planner/traces/access_log.py.
+This module decides how far back to read, and what to assume about refused requests. The format of
+the log is in planner/traces/access_log.py.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SHED, USUAL_TOKENS = 429, 256
 class RecentTraffic(msgspec.Struct, frozen=True):
     """The last requests of an access log, in order of arrival.
 
-    Requests between `begins_s` and `from_s` warm caches in a replay, and do not count in its
+    Requests between `begins_s` and `from_s` fill the caches of a replay, and are not counted in its
     results.
 
     lines     the log lines
     begins_s  Unix time from which requests are replayed
-    from_s    Unix time from which requests count
-    until_s   Unix time before which requests count; later ones only keep engines busy
+    from_s    Unix time from which requests are counted
+    until_s   Unix time until which requests are counted; later ones only keep engines busy
     """
 
     lines: Sequence[LoggedRequest]
@@ -45,24 +45,24 @@ class RecentTraffic(msgspec.Struct, frozen=True):
 
     @property
     def warmup_s(self) -> float:
-        """Return the seconds of traffic that only fills caches; it precedes the requests that
-        count.
+        """Return the seconds of traffic that only fill caches, before the requests that are
+        counted.
         """
         return self.from_s - self.begins_s
 
     def counts(self, arrived_s: float) -> bool:
-        """Return whether a request counts that arrived at this Unix time."""
+        """Return whether a request that arrived at this Unix time is counted."""
         return self.from_s <= arrived_s < self.until_s
 
     def requests(self, models: Collection[str] | None) -> list[TraceRequest]:
-        """Return the recent requests for these models, or for all models if None."""
+        """Return the recent requests for these models. None: for all models."""
         return [request for _, request in self.pairs(models)]
 
     def pairs(self, models: Collection[str] | None) -> list[tuple[LoggedRequest, TraceRequest]]:
-        """Return the log lines for some models, each with the request to replay.
+        """Return the log lines for these models (None: all), each with the request to replay.
 
-        `models` are the models' names; None: all. A refused request is assumed to have wanted an
-        answer of median length. A request that failed for another reason is left out.
+        A refused request is assumed to want an answer of median length. A request that failed for
+        another reason is left out.
         """
         lines = [line for line in self.lines if models is None or line.model in models]
         lengths = [line.completion_tokens for line in lines if line.completion_tokens]
@@ -75,11 +75,11 @@ class RecentTraffic(msgspec.Struct, frozen=True):
 
 
 def recent(path: Path, last_s: float, tail_bytes: int = TAIL_BYTES) -> RecentTraffic:
-    """Read the last `last_s` seconds of an access log, and as much before them to warm caches.
+    """Read the last `last_s` seconds of an access log, and as much before them to fill caches.
 
-    Only the last `tail_bytes` of the log are read.
+    At most the last `tail_bytes` of the log are read.
 
-    Raises TraceError if the log cannot be read or has no such lines.
+    Raises TraceError if the log cannot be read, or has no request in that time.
     """
     with open_lines(path) as lines:
         source = lines if path.suffix == ".gz" else _tail(path, tail_bytes)

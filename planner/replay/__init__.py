@@ -1,6 +1,6 @@
-"""Replays traffic on simulated TP groups and a virtual clock, with the gateway's own policies.
+"""Replays traffic on simulated engines in virtual time, with the gateway's own policies.
 
-Readers of recorded traffic are in planner/traces.
+A TP group is one simulated engine. Readers of recorded traffic are in planner/traces.
 """
 
 from planner.replay.fleet_sim import replay

@@ -1,8 +1,8 @@
-"""Simulates admission in a replay: which requests enter, wait or are refused, and what clients do
-then.
+"""Simulates admission in a replay: which requests enter, wait or are refused.
 
-Clients retry or give up. Wait queue and admission are the gateway's own (wait_queue.py,
-policies/admission/admission_policy.py). fleet_sim.py serves admitted requests.
+It also simulates the clients, which retry or give up. The wait queue and the admission policy are
+the gateway's own (wait_queue.py, policies/admission/admission_policy.py). fleet_sim.py serves the
+admitted requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHORT_BACKOFF_S, LONG_BACKOFF_S = 0.5, 8.0
 class AdmissionSim:
     """The wait queue of a replay, and its simulated clients, which retry or give up.
 
-    If `wait_queue`, the wait queue, is None, every request enters at once.
+    If `wait_queue` is None, every request enters at once.
     """
 
     def __init__(self, fleet: FleetPort, wait_queue: WaitQueue[int] | None) -> None:
@@ -36,39 +36,33 @@ class AdmissionSim:
         self._waiting: dict[int, InflightRequest] = {}
 
     def open(self) -> None:
-        """Set the capacity of the replay's wait queue, and start the queue's periodic tick."""
+        """Set the capacity of the wait queue, and start its periodic work."""
         if self._wait_queue is not None:
             self.refresh(0.0)
             self._fleet.schedule(0.0, self._tick)
 
     def arrive(self, now: float, inflight: InflightRequest) -> None:
-        """Simulate the arrival of a request, which enters, waits or is refused.
+        """Simulate the arrival of a request: it enters, waits or is refused.
 
-        The client's patience begins to run out at this time.
+        The client's patience starts to run at this time.
         """
         if self._clients.patience_s is not None:
             self._fleet.schedule(now + self._clients.patience_s, self._give_up, inflight)
         self._try_enter(now, inflight)
 
     def refresh(self, now: float) -> None:
-        """Update the capacity of the replay's wait queue after groups were added, removed or
-        failed.
-        """
+        """Update the capacity of the wait queue after groups were added, removed or failed."""
         if self._wait_queue is not None:
             self._wait_queue.refresh(self._fleet.gateway.candidates)
             self._apply_verdicts(now)
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Charge the tenant of a request that was assigned to a group, if the replay has a wait
-        queue.
-        """
+        """Charge the tenant of a request that was sent to a group, if there is a wait queue."""
         if self._wait_queue is not None:
             self._wait_queue.on_reserved(query, pick)
 
     def on_ended(self, now: float, inflight: InflightRequest) -> None:
-        """Release the permit of a request that has ended, and report its outcome to the admission
-        policy.
-        """
+        """Release the permit of a request that has ended, and report how it ended to the policy."""
         if self._returns_permit(inflight):
             assert self._wait_queue is not None
             self._wait_queue.release(inflight.request, _outcome(now, inflight.record))

@@ -25,7 +25,10 @@ FAULTS = (
 
 
 class ArgumentError(ValueError):
-    """Raised for an invalid argument of `penstock replay`; the message names the invalid part."""
+    """Raised if an argument of `penstock replay` is invalid.
+
+    The message contains the wrong part.
+    """
 
 
 class _Class(msgspec.Struct, forbid_unknown_fields=True):
@@ -35,9 +38,9 @@ class _Class(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse_seconds(text: str) -> float:
-    """Return the number of seconds in a text such as 250ms, 30s, 5m, 1h or a number.
+    """Parse a duration such as 250ms, 30s, 5m or 1h, and return it in seconds.
 
-    Raises ArgumentError.
+    A number without a unit is in seconds. Raises ArgumentError if the text is invalid.
     """
     match = _TIME.fullmatch(text.strip())
     if match is None:
@@ -46,7 +49,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_loads(text: str) -> list[float]:
-    """Return the positive numbers in a text such as `0.5,1,2`. Raises ArgumentError."""
+    """Parse a list of positive numbers such as `0.5,1,2`. Raises ArgumentError if it is invalid."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
@@ -57,9 +60,10 @@ def parse_loads(text: str) -> list[float]:
 
 
 def parse_classes(text: str) -> tuple[Slo, Mapping[str, Slo]]:
-    """Return the default service class, and the named ones by name.
+    """Parse latency budgets, and return the default service class and the others by name.
 
-    `text` is `ttft=2s,tpot=50ms` or the path of a YAML file. Raises ArgumentError.
+    `text` is such as `ttft=2s,tpot=50ms`, or the path of a YAML file. Raises ArgumentError if it is
+    invalid.
     """
     if "=" not in text:
         return _from_file(Path(text))
@@ -68,8 +72,7 @@ def parse_classes(text: str) -> tuple[Slo, Mapping[str, Slo]]:
         name, _, value = part.partition("=")
         if name.strip() not in budgets:
             raise ArgumentError(
-                f"{part!r} is not a valid SLO, which consists of ttft and tpot, as in "
-                "ttft=2s,tpot=50ms"
+                f"{part!r} is not a latency budget; give ttft and tpot, such as ttft=2s,tpot=50ms"
             )
         budgets[name.strip()] = parse_seconds(value)
     return Slo("standard", budgets["ttft"], budgets["tpot"]), {}
@@ -101,7 +104,10 @@ def _from_file(path: Path) -> tuple[Slo, Mapping[str, Slo]]:
 def apply_faults(
     text: str, spec: FleetSpec, options: ReplayOptions
 ) -> tuple[FleetSpec, ReplayOptions]:
-    """Return the fleet and the options changed by a --faults text. Raises ArgumentError."""
+    """Parse a --faults text, and return the fleet and the options with these faults.
+
+    Raises ArgumentError if the text is invalid.
+    """
     groups = list(spec.groups)
     faults: list[GroupFault] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -115,13 +121,11 @@ def apply_faults(
         group, at_s = int(match[2]), parse_seconds(match[3])
         if group >= len(groups):
             raise ArgumentError(
-                f"the fault {part!r} names a group that does not exist; the "
-                f"groups are 0 to {len(groups) - 1}"
+                f"the fault {part!r} has an unknown group; the groups are 0 to {len(groups) - 1}"
             )
         if (match[5] and match[1] != "slow") or (match[4] and match[1] == "cold"):
             raise ArgumentError(
-                f"the fault {part!r} is invalid: only slow takes a factor, and "
-                "cold takes no duration"
+                f"the fault {part!r} is invalid: only slow has a factor, and cold has no duration"
             )
         duration_s, factor = parse_seconds(match[4]) if match[4] else None, float(match[5] or 2.0)
         if not factor:

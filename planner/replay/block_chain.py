@@ -1,6 +1,4 @@
-"""Computes chained block ids of prompts in the fleet's block size, and the hits of an unlimited
-cache.
-"""
+"""Converts block ids of prompts to the fleet's block size, and measures the best possible cache."""
 
 from __future__ import annotations
 
@@ -12,9 +10,9 @@ from planner.traces.recorded_request import TraceRequest, to_64_bits
 def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
     """Return the chained ids of a prompt's complete blocks of `block_tokens` tokens each.
 
-    The trace may have blocks of another size. An id covers the whole prompt up to the end of its
-    block, so an equal id means an equal prefix. A new block takes the id of the recorded block in
-    which it ends; several that end in one recorded block are distinguished by their position in it.
+    An id represents the whole prompt up to the end of its block, so equal ids mean equal prefixes.
+    The trace may have blocks of another size. A new block then gets the id of the recorded block in
+    which it ends. If several end in the same one, their position in it is added.
     """
     whole, size = request.input_tokens // block_tokens, request.block_tokens
     if size == block_tokens:
@@ -40,7 +38,7 @@ def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
 
 
 class AnswerBlocks:
-    """Creates the ids of blocks that answers fill. No prompt has them."""
+    """Creates new ids for blocks that answers fill. No prompt has these ids."""
 
     __slots__ = ("_block_tokens", "_next_id")
 
@@ -51,7 +49,7 @@ class AnswerBlocks:
     def append_to(self, keys: tuple[int, ...], request: TraceRequest) -> tuple[int, ...]:
         """Return the ids of all complete blocks of a prompt and its answer.
 
-        `keys` are those of the prompt. Blocks without a recorded id get new ones too.
+        `keys` are those of the prompt. Blocks without a recorded id get new ids.
         """
         filled = (request.input_tokens + request.output_tokens) // self._block_tokens
         first = self._next_id
@@ -62,7 +60,7 @@ class AnswerBlocks:
 class UnlimitedCache:
     """A simulated cache that never evicts.
 
-    It shows how much of each prompt could have been cached at best.
+    It shows how much of each prompt the best possible cache would have cached.
     """
 
     __slots__ = ("_block_tokens", "_known")

@@ -1,6 +1,6 @@
-"""Searches for the capacity, the highest load at which a policy meets its target, by bisection.
+"""Finds the capacity of a policy by bisection: the highest load at which it meets its target.
 
-The search is independent of replays.
+The search does not depend on how loads are replayed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ STRIDE = 1.5
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """The highest load at which the SLO attainment reaches the share `target`.
+    """The highest load at which the share `target` of requests meets the latency budgets.
 
-    load    the load; 0.0 if the target is missed even at the lowest load tried; the highest load
-            tried if it is met even there
+    load    the load; 0.0: the target is missed even at the lowest load tried. If it is met even at
+            the highest load tried, that load
     target  the share, 0 to 1
     tried   (load, attainment) of every run, in order
     """
@@ -36,15 +36,15 @@ def capacity(
 ) -> Capacity:
     """Find the load at which the function `attainment` crosses `target`, by bisection.
 
-    attainment  called once per load, and assumed to fall with load
+    attainment  function of a load, assumed to fall as the load rises
     target      share, 0 to 1
     start       the first load tried
     tolerance   relative width of the interval at which the bisection ends
     least       lowest load tried
     most        highest load tried
 
-    Bisects on a logarithmic scale, then interpolates. Where `attainment` varies around the target,
-    one of the crossings is returned.
+    Loads are on a logarithmic scale, and the result is interpolated. If `attainment` crosses the
+    target several times, one of these loads is returned.
     """
     known: dict[float, float] = {}
 

@@ -1,7 +1,10 @@
 """The command `penstock replay`: converts its options to a Comparison, and prints the result.
 
-The result is a table, JSON or an HTML page. Exit status: 0 success; 1 a file could not be read,
-nothing was served, or a capacity could not be determined; 2 usage.
+The result is a table, JSON or an HTML page. Exit status:
+
+- 0: success
+- 1: a file could not be read, nothing was served, or a capacity could not be determined
+- 2: wrong usage
 """
 
 from __future__ import annotations
@@ -33,12 +36,17 @@ Trace = Annotated[
     Path,
     Argument(
         is_file=True,
-        help="File of recorded traffic, or a .yaml file that describes a mix of several.",
+        help="File of recorded traffic, or a .yaml file that describes a mix of several files.",
     ),
 ]
 Fleet = Annotated[
     str,
-    Option(help="Fleet to simulate: F1-F4, F6, F5:6p2d@50 (groups, GB/s), or a YAML or JSON file."),
+    Option(
+        help=(
+            "Fleet to simulate: a preset (F1-F4, F6), F5:6p2d@50 (6 prefill and 2 decode groups, "
+            "links of 50 GB/s), or a YAML or JSON file."
+        )
+    ),
 ]
 Policies = Annotated[
     str,
@@ -50,14 +58,20 @@ Policies = Annotated[
 ]
 Door = Annotated[
     str,
-    Option("--admission", help="Admission policy: none, cap, or another one (docs/admission.md)."),
+    Option(
+        "--admission",
+        help=("Admission policy: none, cap, or another name listed in docs/admission.md."),
+    ),
 ]
 Rates = Annotated[
     str | None,
     Option(
         "--rate",
         metavar="X,...",
-        help="Request rates to replay, as multiples of the recorded rate (default 1).",
+        help=(
+            "Request rates to replay, as multiples of the recorded rate, such as 0.5,1,2 "
+            "(default 1)."
+        ),
     ),
 ]
 Users = Annotated[
@@ -65,8 +79,8 @@ Users = Annotated[
     Option(
         "--users",
         metavar="N,...",
-        help="Closed loop: number of users, each of whom sends the "
-        "requests of sessions one after another.",
+        help="Numbers of users to simulate instead of request rates. Each user waits for an "
+        "answer before the next request (closed loop).",
     ),
 ]
 Targets = Annotated[
@@ -74,7 +88,10 @@ Targets = Annotated[
     Option(
         "--capacity",
         metavar="90,99",
-        help="Find the highest load at which this percentage of requests meets the SLO.",
+        help=(
+            "Find the highest load at which this percentage of requests meets the latency "
+            "targets of --slo."
+        ),
     ),
 ]
 Slos = Annotated[
@@ -97,7 +114,9 @@ Format = Annotated[
 From = Annotated[
     str,
     Option(
-        "--from", metavar="TIME", help="Replay only requests that were recorded from this time on."
+        "--from",
+        metavar="TIME",
+        help=("Replay only requests that were recorded at this time or later."),
     ),
 ]
 To = Annotated[
@@ -111,7 +130,10 @@ Warmup = Annotated[
     Option(
         "--warmup",
         metavar="TIME",
-        help="Length of the warm-up: requests before this time fill caches and are not counted.",
+        help=(
+            "Length of the warm-up: earlier requests fill caches, but are not counted in the "
+            "results."
+        ),
     ),
 ]
 For = Annotated[
@@ -125,25 +147,33 @@ For = Annotated[
 ]
 Retries = Annotated[
     int,
-    Option(min=0, max=100, help="Number of times that a client retries a request after a 429."),
+    Option(
+        min=0,
+        max=100,
+        help=("Number of times that a client retries a request after status 429 (refused)."),
+    ),
 ]
 Stubborn = Annotated[
     bool,
     Option(
         "--ignore-retry-after",
-        help="Let clients retry after their own back-off instead of the Retry-After time.",
+        help=(
+            "Let clients retry after their own back-off instead of the gateway's Retry-After time."
+        ),
     ),
 ]
 Patience = Annotated[
     str | None,
     Option(
-        "--patience", metavar="TIME", help="Time without a first token after which clients give up."
+        "--patience",
+        metavar="TIME",
+        help=("Time without a first token after which clients give up, such as 30s."),
     ),
 ]
 Expected = Annotated[
-    int, Option(min=1, help="Number of output tokens that the gateway expects per request.")
+    int, Option(min=1, help="Number of output tokens that the gateway assumes for each request.")
 ]
-Seed = Annotated[int, Option(help="Random seed; replays with equal seeds are equal.")]
+Seed = Annotated[int, Option(help="Random seed. Replays with the same seed are equal.")]
 AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 Report = Annotated[
     Path | None,
@@ -178,7 +208,7 @@ def replay(
     as_json: AsJson = False,
     report: Report = None,
 ) -> None:
-    """Compare routing policies on recorded traffic, with simulated TP groups on a virtual clock."""
+    """Compare routing policies on recorded traffic, with simulated engines in virtual time."""
     try:
         patience_s = None if patience is None else argument_parsing.parse_seconds(patience)
         clients = ClientBehaviour(retries, not ignore_retry_after, patience_s)
@@ -249,17 +279,17 @@ def _policy_names(text: str) -> tuple[str, ...]:
     for name in names:
         policy_registry.build(name, {})
     if not names:
-        raise argument_parsing.ArgumentError("--policy needs at least one name")
+        raise argument_parsing.ArgumentError("--policy requires at least one policy name")
     return names
 
 
 def _check(comparison: Comparison, both: bool) -> None:
     if both:
         raise argument_parsing.ArgumentError(
-            "--rate (open loop) and --users (closed loop) exclude each other"
+            "--rate (open loop) and --users (closed loop) exclude each other; give only one of them"
         )
     if any(target >= 1 for target in comparison.targets):
-        raise argument_parsing.ArgumentError("--capacity takes percentages below 100")
+        raise argument_parsing.ArgumentError("--capacity requires percentages below 100")
     if comparison.admission is not None:
         build_admission(comparison.admission, {})
 
@@ -296,8 +326,7 @@ def _print(result: ComparisonResult, as_json: bool) -> None:
 
 
 def as_plain(result: ComparisonResult) -> dict[str, Any]:
-    """Return the result of a comparison of policies as a JSON object: figures by policy and load,
-    and capacities.
+    """Return a comparison of policies as a JSON object: results by policy and load, and capacities.
 
     Single requests are left out.
     """

@@ -1,8 +1,7 @@
-"""Simulates split requests in a replay: prefill job, KV transfer over the groups' links, decode
-job.
+"""Simulates split requests in a replay: a prefill job, a KV transfer, and a decode job.
 
-The gateway's own Splitter decides which requests are split. Blocks are kept and fetched as in a
-live mock group.
+The transfer goes over the network links of the two groups (simulated engines). The gateway's own
+Splitter decides which requests are split. KV blocks are kept and fetched as in a live mock engine.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ _NOWHERE = AgentPeer("")
 
 
 class DisaggSim:
-    """Simulates split requests, with the schedules of the groups' network links and the splitter's
-    mode.
-    """
+    """Simulates split requests: which are split, and when their KV is transferred."""
 
     def __init__(self, fleet: FleetPort, rule: SplitRule, policy: Policy) -> None:
         self._fleet = fleet
@@ -54,8 +51,8 @@ class DisaggSim:
     def fitting(self, request: TraceRequest) -> SplitPools:
         """Return the groups that may serve the request, as pools for splitting.
 
-        Groups whose KV could not hold their part are left out. A prefill group needs the prompt and
-        one token, a decode group prompt and answer.
+        Groups with too little KV memory are left out. A prefill group needs memory for the prompt
+        and one token, a decode group for the prompt and the answer.
         """
         front = self._fleet.gateway
         if front.fits_everywhere(request):
@@ -81,9 +78,9 @@ class DisaggSim:
         )
 
     def serve(self, now: float, inflight: InflightRequest, query: RoutingQuery) -> bool:
-        """Send the request to two groups if the gateway would split it, and return True.
+        """Send the request to two groups if the gateway would split it, and return whether it was.
 
-        Returns False if a single group should serve it.
+        If the result is False, a single group must serve the request.
         """
         front = self._fleet.gateway
         pools = self.fitting(inflight.trace_request)
@@ -133,7 +130,7 @@ class DisaggSim:
     def on_prefilled(
         self, now: float, inflight: InflightRequest, prefill_group: ReplayGroup, given: Job
     ) -> None:
-        """Send the decode half of a split request, whose prompt was computed by another group."""
+        """Send the decode half of a split request, after another group has computed its prompt."""
         record, decode_group = inflight.record, inflight.decode_group
         assert inflight.prefill_reservation is not None
         assert decode_group is not None
@@ -159,7 +156,7 @@ class DisaggSim:
         )
 
     def on_first_token(self, now: float, inflight: InflightRequest) -> None:
-        """Record when the KV of a split request had arrived at its decode group."""
+        """Record when the KV of a split request arrived at its decode group."""
         pair, transfer = inflight.pair, inflight.transfer
         if transfer is None or pair is None or inflight.prefilled_s is None:
             return
@@ -169,9 +166,9 @@ class DisaggSim:
         inflight.transfer = None
 
     def fetch(self, decode_group: ReplayGroup, job: Job, now: float) -> None:
-        """Transfer the KV that the decode group lacks.
+        """Transfer the KV that the decode group does not have cached.
 
-        The transfers of a group's link follow one another, so this one may have to wait.
+        A group's link carries one transfer at a time, so this one may have to wait.
         """
         inflight = self._fleet.inflight[job]
         prefill_group = inflight.prefill_group
@@ -224,7 +221,7 @@ class DisaggSim:
     def on_group_died(self, now: float, group: ReplayGroup) -> None:
         """Record that a group has failed.
 
-        Its KV that was not fetched yet is lost, and split requests that decode there fail.
+        KV that was not fetched from it yet is lost, and split requests that decode there fail.
         """
         group.sends_at_s = group.receives_at_s = now
         for inflight in list(self._fleet.inflight.values()):

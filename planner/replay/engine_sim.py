@@ -1,7 +1,8 @@
-"""One rank of a simulated engine: the mock engine's scheduler on a virtual clock.
+"""One rank of a simulated engine: the mock engine's scheduler in virtual time.
 
-fleet_sim.py assigns and measures requests. A TP group is one rank with a clock of its own;
-data-parallel ranks in lockstep share one. rank_choice.py has ranks that the gateway cannot see.
+An engine without data parallelism is one rank with its own clock. Data-parallel ranks in lockstep
+share a clock. rank_choice.py has engines whose ranks the gateway cannot see. fleet_sim.py sends
+requests and measures them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from planner.replay.lockstep_clock import StepClock
 
 
 class EngineMetrics(NamedTuple):
-    """What a scrape of an engine reads.
+    """The metrics that a scrape of an engine returns.
 
     running   number of running jobs
     waiting   number of waiting jobs
@@ -29,7 +30,7 @@ class EngineMetrics(NamedTuple):
 
 
 class JobEvents(NamedTuple):
-    """Functions that a replay engine calls with a job and the current time.
+    """Functions that a simulated engine calls with a job and the current time.
 
     first_token       called when the job's first token has been generated
     last_token        called when the job's last token has been generated
@@ -47,8 +48,8 @@ class ReplayEngine:
 
     The replay must call `advance()` at the time `due_s`, which is inf while the rank is idle.
 
-    slow_prefill  factor on the duration of steps with prompt tokens
-    slow_decode   factor on the duration of steps without prompt tokens
+    slow_prefill  multiplies the duration of steps with prompt tokens; 1: normal speed
+    slow_decode   multiplies the duration of steps without prompt tokens; 1: normal speed
     """
 
     __slots__ = (
@@ -78,9 +79,7 @@ class ReplayEngine:
 
     @property
     def due_s(self) -> float:
-        """Return the time at which the current step or run of steps ends; inf while the rank is
-        idle.
-        """
+        """Return when the current step or run of steps ends; inf: the rank is idle."""
         return self.clock.due_s
 
     @property
@@ -89,14 +88,12 @@ class ReplayEngine:
 
     @property
     def busy_s(self) -> float:
-        """Return for how many seconds the engine has computed, including dummy batches of this
-        rank.
-        """
+        """Return how many seconds the engine has computed, including dummy batches of this rank."""
         return self.clock.busy_s - self._busy_before_s
 
     @property
     def largest_blocks(self) -> int:
-        """Return the largest number of KV blocks that one request may fill."""
+        """Return the largest number of KV blocks that one request may use."""
         return self.scheduler.pool.total
 
     @property
@@ -117,27 +114,25 @@ class ReplayEngine:
         return self.scheduler
 
     def add(self, job: Job, now: float) -> None:
-        """Add a job to the queue. The engine looks at the queue when `wake()` is called."""
+        """Add a job to the queue. The engine reads the queue when `wake()` is called."""
         self.scheduler.add(job)
 
     def wake(self, now: float) -> None:
-        """Let the engine notice a new job in its queue.
+        """Let the engine read its queue, because a job was added.
 
-        An idle engine starts a step. Otherwise the current run of steps is shortened to its current
+        An idle engine starts a step. A busy one ends its current run of steps after the current
         step.
         """
         self.clock.wake(now)
 
     def advance(self, now: float) -> None:
-        """Finish the step or the run of steps that is due, report its results and begin the next
-        one.
-        """
+        """Finish the steps that are due, report their results, and begin the next step."""
         self.clock.advance(now)
 
     def abort(self, job: Job, now: float) -> None:
         """Remove a job from the simulated engine at once.
 
-        A run of steps ends after its current step, because the batch changes.
+        The current run of steps ends after its current step, because the batch changes.
         """
         self.clock.shorten(now)
         self.scheduler.abort(job)
@@ -149,7 +144,7 @@ class ReplayEngine:
         return self.scheduler.count_output(job) + self.clock.completed_steps(now)
 
     def stop(self) -> None:
-        """Stop the engine of a group that has failed; its current work is lost."""
+        """Stop the engine of a group that has failed. Its current work is lost."""
         self.clock.leave(self)
 
     def longest_gap_s(self, job: Job, since_s: float) -> float:
@@ -160,7 +155,7 @@ class ReplayEngine:
         return max(self.clock.longest_step_s(since_s), self._pauses.pop(job, 0.0))
 
     def plan_step(self, now: float) -> StepPlan | None:
-        """Return the work of the next step; None if there is nothing to compute."""
+        """Plan and return the rank's next step; None: there is nothing to compute."""
         plan = self.scheduler.step()
         for job in self.scheduler.to_fetch():
             self._events.blocks_allocated(job, now)
@@ -186,5 +181,5 @@ class ReplayEngine:
             self._events.last_token(job, now)
 
     def holds(self, job: Job) -> bool:
-        """Return whether the engine has taken this job, or has it in its queue."""
+        """Return whether the job runs in this engine or is in its queue."""
         return job.state is not JobState.WAITING or job in self.scheduler.waiting

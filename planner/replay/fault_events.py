@@ -1,5 +1,6 @@
-"""Simulates events of a replayed fleet other than requests: faults, drains, new groups, scraped
-metrics.
+"""Simulates events of a fleet other than requests: faults, drains, new groups and scrapes.
+
+A group is one simulated engine. A scrape reads the metrics of an engine.
 """
 
 from __future__ import annotations
@@ -20,10 +21,7 @@ SWEEP_S = 0.25
 
 
 class FaultEvents:
-    """Schedules and executes the faults, drains and scrapes of a replay.
-
-    The object has no state of its own.
-    """
+    """Schedules and executes the faults, drains and metric scrapes of a replay. It has no state."""
 
     def __init__(self, fleet: FleetPort) -> None:
         self._fleet = fleet

@@ -1,6 +1,6 @@
-"""The interfaces by which the parts of a replay call each other.
+"""The interfaces with which the parts of a replay call each other.
 
-fleet_sim.py creates the parts. With these interfaces, no part needs to import it.
+fleet_sim.py creates the parts. Thanks to these interfaces, no part must import fleet_sim.py.
 """
 
 from __future__ import annotations
@@ -18,50 +18,52 @@ from policies.routing_types import Pick, RoutingQuery
 
 
 class AdmissionPort(Protocol):
-    """The interface of the simulated admission (AdmissionSim) to the other parts of a replay."""
+    """The interface of the simulated admission (AdmissionSim) for the other parts of a replay."""
 
     def refresh(self, now: float) -> None:
         """Update the capacity of the wait queue after groups were added, removed or failed."""
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Charge the tenant of a request that was assigned to a group."""
+        """Charge the tenant of a request that was sent to a group."""
 
 
 class DisaggPort(Protocol):
-    """The interface of the simulation of split requests (DisaggSim) to the other parts of a
-    replay.
-    """
+    """The interface of the simulation of split requests (DisaggSim) for other parts of a replay."""
 
     def on_group_died(self, now: float, group: ReplayGroup) -> None:
-        """Fail or retry the split requests that depended on a group that has failed."""
+        """Fail or retry the split requests that depend on a group which has failed."""
 
 
 class HedgesPort(Protocol):
-    """The interface of the simulation of hedged requests to the other parts of a replay."""
+    """The interface of the simulation of hedges for other parts of a replay.
+
+    A hedge is a second copy of a late request, sent to another group.
+    """
 
     def may_send(self) -> bool:
-        """Return whether one more hedge (second copy of a slow request) is within the allowed
-        share.
-        """
+        """Return whether one more hedge (second copy of a late request) is allowed now."""
 
     def send(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
-        """Send a copy of the request to a second group. The first answer wins."""
+        """Send a copy of the request to a second group.
+
+        The group with the earlier first token wins.
+        """
 
 
 class SpeedsPort(Protocol):
-    """The interface of the review of groups' speeds to the other parts of a replay."""
+    """The interface of the review of groups' speeds for other parts of a replay."""
 
     def on_overtaken(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
-        """Record that the request left the group before its first token.
-
-        This is a sign that the group is slow.
+        """Record that a request left the group before its first token, a sign that the group is
+        slow.
         """
 
 
 class FleetPort(Protocol):
-    """The interface of a running replay (Fleet): its events, its groups and its requests.
+    """The interface of a running replay (Fleet): its events, groups and requests.
 
-    engines  the groups of each engine, which are its data-parallel ranks if there are several
+    engines  the groups of each engine; an engine with several data-parallel ranks has a group for
+             each
     """
 
     options: ReplayOptions
@@ -90,22 +92,21 @@ class FleetPort(Protocol):
     def schedule(
         self, when_s: float, callback: Callable[[float, Any], None], what: Any = None
     ) -> None:
-        """Schedule a call of `callback` at the virtual time `when_s`, with that time and `what` as
-        arguments.
+        """Schedule the call `callback(when_s, what)` for the virtual time `when_s`.
 
         Events of the same moment run in the order in which they were scheduled.
         """
 
     def serve(self, now: float, inflight: InflightRequest, query: RoutingQuery) -> None:
-        """Pick a group for an admitted request, reserve capacity there and send the request."""
+        """Pick a group for an admitted request, reserve capacity there, and send the request."""
 
     def start(self, now: float, inflight: InflightRequest, group: ReplayGroup, pick: Pick) -> None:
-        """Reserve capacity at the picked group and send it the whole request."""
+        """Reserve capacity at the picked group, and send it the whole request."""
 
     def send(
         self, now: float, inflight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job
     ) -> None:
-        """Send a job to a simulated group.
+        """Send a job to a group.
 
         It enters the queue of the group's engine after the API latency.
         """
@@ -114,18 +115,23 @@ class FleetPort(Protocol):
         """Return the ids of the blocks that a request's job adds to the prefix cache."""
 
     def enter(self, now: float, what: tuple[ReplayGroup, Job]) -> None:
-        """Put a job into the queue of its group's engine, unless the job was withdrawn
+        """Put a job into the queue of its group's engine, unless the job was cancelled
         meanwhile.
         """
 
     def wake(self, now: float, group: ReplayGroup) -> None:
-        """Let a group's engine read its job queue after the current step, or now if it is idle."""
+        """Let a group's engine read its queue after the current step, or now if the engine is
+        idle.
+        """
 
     def withdraw(self, now: float, inflight: InflightRequest) -> None:
-        """Cancel a request's jobs and release its reserved load."""
+        """Cancel a request's jobs, and release its reserved load."""
 
     def retry_elsewhere(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
-        """Retry a request whose group died at another group, or end it if its answer had begun."""
+        """Retry a request at another group, because its group has failed.
+
+        If the answer had already begun, the request ends instead.
+        """
 
     def end(self, now: float, inflight: InflightRequest, end: RequestEnd, reason: str) -> None:
         """End a request of the replay with this result and reason."""

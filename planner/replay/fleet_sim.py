@@ -1,11 +1,14 @@
-"""Simulation of a fleet on a virtual clock: traffic in, one record per request out.
+"""Simulates a fleet in virtual time: traffic is the input, one record per request the output.
 
     run = replay(preset("F1"), traffic(requests), registry.build("prefix_aware", {}))
 
-Mock TP groups serve the requests, and the gateway's own code decides about them. All events are in
-one heap; nothing waits in real time, and an equal seed gives an equal run. Admission and retries
-are in admission_sim.py, the gateway's view and decisions in gateway_sim.py, a group's computation
-in engine_sim.py, split requests in disagg_sim.py.
+Mock engines (groups) serve the requests, and the gateway's own code decides about them. All events
+are in one heap, and nothing waits in real time. Runs with equal seeds are equal.
+
+- admission_sim.py: admission and retries
+- gateway_sim.py: the gateway's information and decisions
+- engine_sim.py: the computation of a group
+- disagg_sim.py: split requests
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def replay(
                the groups' caps
     options    the options of the replay; None: the defaults
     limits     limits of the wait queue
-    shares     how a contended pool is shared between tenants
+    shares     how tenants share a full pool
     watch      called with (clock, finished requests) at every end of a request
     """
     wait_queue = None if admission is None else WaitQueue[int](admission, limits, shares)
@@ -116,7 +119,7 @@ class Fleet:
     def run(self) -> ReplayRun:
         """Process all events of the replay, and return the run.
 
-        It ends with the last token, or at the end that the options set (`horizon_s`).
+        It ends with the last token, or at the time `horizon_s` of the options.
         """
         began = perf_counter()
         self._prepare()
@@ -131,8 +134,7 @@ class Fleet:
     def schedule(
         self, when_s: float, callback: Callable[[float, Any], None], what: Any = None
     ) -> None:
-        """Schedule a call of `callback` at the virtual time `when_s`, with that time and `what` as
-        arguments.
+        """Schedule the call `callback(when_s, what)` for the virtual time `when_s`.
 
         Events of the same moment run in the order in which they were scheduled.
         """
@@ -197,9 +199,9 @@ class Fleet:
     # Sending to a group
 
     def serve(self, now: float, inflight: InflightRequest, query: RoutingQuery) -> None:
-        """Pick a group for the request, reserve the capacity there and send the request.
+        """Pick a group for the request, reserve capacity there, and send the request.
 
-        As in the gateway, this is one step, in which no other request is decided about.
+        As in the gateway, this is one step: no other request is decided about in between.
         """
         if self.disagg is not None and self.disagg.serve(now, inflight, query):
             return
@@ -262,7 +264,7 @@ class Fleet:
         self.schedule(now + group.kind.software.request_s, self.enter, (group, job))
 
     def enter(self, now: float, what: tuple[ReplayGroup, Job]) -> None:
-        """Put a job into the queue of its group's engine, unless the job was withdrawn
+        """Put a job into the queue of its group's engine, unless the job was cancelled
         meanwhile.
         """
         group, job = what
@@ -271,9 +273,9 @@ class Fleet:
             self.wake(now, group)
 
     def wake(self, now: float, group: ReplayGroup) -> None:
-        """Let a group's engine read its job queue after the current step, or now if it is idle.
+        """Let a group's engine read its queue after the current step, or now if the engine is idle.
 
-        An idle engine wakes after all other events of this moment, so that simultaneous jobs start
+        An idle engine starts after all other events of this moment, so that simultaneous jobs start
         together.
         """
         if group.engine.due_s == inf:
@@ -330,15 +332,14 @@ class Fleet:
             self.disagg.on_first_token(now, inflight)
 
     def on_blocks_allocated(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Start the KV transfer of a job whose KV comes from another group.
-
-        Its blocks have just been allocated.
+        """Start the KV transfer of a job whose KV comes from another group, after blocks were
+        allocated.
         """
         assert self.disagg is not None
         self.disagg.fetch(group, job, now)
 
     def stop_expecting(self, inflight: InflightRequest) -> None:
-        """Record that a group will not compute a request's KV blocks after all, or has done so.
+        """Record that a group has computed a request's KV blocks, or will not compute them.
 
         They no longer count as blocks that the group will soon have cached.
         """
@@ -348,7 +349,7 @@ class Fleet:
             inflight.group.expect_no_more(inflight.keys)
 
     def on_last_token(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Record a job's last token, and end its request or start its decode half."""
+        """Record a job's last token. Its request ends, or its decode half starts."""
         inflight = self.inflight.pop(job)
         if job.keeps_blocks:
             assert self.disagg is not None
@@ -389,7 +390,7 @@ class Fleet:
             self._schedule_next(now, inflight.next_requests)
 
     def withdraw(self, now: float, inflight: InflightRequest) -> None:
-        """Cancel a request's job, KV transfer and hedge; the computed tokens count as wasted."""
+        """Cancel a request's job, KV transfer and hedge. Tokens computed so far count as wasted."""
         job, group = inflight.job, inflight.group
         if inflight.race is not None:
             self.hedges.end_race(now, inflight)
@@ -423,7 +424,7 @@ class Fleet:
         inflight.job = inflight.group = None
 
     def retry_elsewhere(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
-        """Retry a request after its group failed, or end it if its answer had begun."""
+        """Retry a request after its group has failed. If its answer had begun, the request ends."""
         self.withdraw(now, inflight)
         if inflight.is_hedge:
             return

@@ -1,4 +1,4 @@
-"""The description of a replayed fleet: TP groups by kind, from a preset, a file or code."""
+"""The description of a replayed fleet: kinds of groups (engines), from a preset, a file or code."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ MOST_SKEW = 64.0
 
 
 class FleetError(ValueError):
-    """Raised for an invalid description of a fleet; the message says what is wrong and where."""
+    """Raised if the description of a fleet is invalid.
+
+    The message contains the problem and its place.
+    """
 
 
 class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A kind of equal TP groups in a fleet; there are `count` of them.
+    """A kind of equal groups in a fleet; there are `count` of them. A group is one engine.
 
     model                    name of the model
     gpu                      GPU type
@@ -50,29 +53,28 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     up_at_s                  time at which the group joins the fleet, with an empty cache
     link_gb_s                speed of the group's link for the KV of split requests, in GB/s per
                              direction
-    labelled_gpu             GPU type that the gateway is configured with for the group; empty: the
-                             true type
-    labelled_batched_tokens  max_num_batched_tokens that the gateway is configured with for the
-                             group; None: the true value
-    labelled_num_seqs        max_num_seqs that the gateway is configured with for the group; None:
-                             none, so that the gateway must learn it
-    knows_model              whether the gateway knows the model's exact shape. If not, it begins
-                             with costs for the labelled GPU, the layout and the next two, as a
-                             gateway with a configuration does
-    labelled_params_b        billions of parameters that the gateway is configured with; None: none
-    labelled_active_b        the same of parameters that a token activates
+    labelled_gpu             GPU type in the gateway's configuration; empty: the true type
+    labelled_batched_tokens  max_num_batched_tokens in the gateway's configuration; None: the true
+                             value
+    labelled_num_seqs        max_num_seqs in the gateway's configuration; None: the gateway must
+                             learn it
+    knows_model              whether the gateway knows the model's exact shape. If not, it starts
+                             with costs estimated from the labelled GPU, the layout and the next two
+                             fields, like a gateway with a configuration
+    labelled_params_b        billions of parameters in the gateway's configuration; None: none
+    labelled_active_b        billions of parameters that one token uses, in the same place
     pp                       pipeline-parallel size of the group
     ep                       expert-parallel size
     dp                       data-parallel size
     cp                       context-parallel size
-    ep_skew                  work of the busiest expert-parallel rank over the mean rank's, at least
+    ep_skew                  work of the busiest expert-parallel rank divided by the mean, at least
                              1
     ranks                    number of data-parallel ranks of each engine that requests can address.
                              Each has its own scheduler, limit and `kv_tokens`; they share their
                              experts if ep exceeds tp
-    lockstep                 whether the steps of these ranks begin and end together; None: they do
-                             if the ranks share their experts
-    rank_choice              which component chooses the rank of a request
+    lockstep                 whether the steps of these ranks begin and end together; None: if they
+                             share their experts
+    rank_choice              whether the gateway or the engine chooses the rank of a request
     """
 
     model: str = "llama-3.1-70b-fp8"
@@ -106,9 +108,9 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shape(self) -> Llm:
-        """Return the shape (layers, heads, sizes) of the groups' model.
+        """Return the shape of the groups' model.
 
-        Raises ValueError, which lists the known models.
+        Raises ValueError, with a list of the known models, if the model is unknown.
         """
         return msgspec.structs.replace(model_named(self.model), kv_bytes=self.kv_scalar_bytes)
 
@@ -116,15 +118,15 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def hardware(self) -> Gpu:
         """Return the GPU type of the groups.
 
-        Raises ValueError, which lists the known types.
+        Raises ValueError, with a list of the known types, if the type is unknown.
         """
         return gpu_named(self.gpu)
 
     @property
     def software(self) -> Profile:
-        """Return the generation of the groups' engine software.
+        """Return the profile (generation) of the groups' engine software.
 
-        Raises ValueError, which lists the known generations.
+        Raises ValueError, with a list of the known profiles, if it is unknown.
         """
         return profile_named(self.profile)
 
@@ -138,39 +140,41 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shares_experts(self) -> bool:
-        """Return whether the experts are spread over all addressable ranks. Otherwise, each rank
-        has all experts.
+        """Return whether the experts are spread over all addressable ranks.
+
+        If not, each rank has all experts.
         """
         return self.ranks > 1 and self.ep > self.tp
 
     @property
     def is_lockstep(self) -> bool:
-        """Return whether the steps of the addressable ranks begin and end together."""
+        """Return whether the steps of all addressable ranks begin and end together."""
         return self.shares_experts if self.lockstep is None else self.lockstep
 
     @property
     def layout(self) -> Layout:
-        """Return the layout of the whole engine if its ranks share experts, otherwise that of one
-        rank.
+        """Return the layout whose step times apply: of the whole engine if its ranks share experts.
+
+        Otherwise, it is the layout of one rank.
         """
         dp = self.ranks if self.shares_experts else self.dp
         return Layout(self.tp, self.pp, self.ep, dp, self.cp)
 
     @property
     def step_budget(self) -> int:
-        """Return the prompt tokens that one engine step may process, over all stages and ranks of
-        the layout.
+        """Return the maximum prompt tokens of one engine step, over all stages and ranks of the
+        layout.
         """
         return self.max_num_batched_tokens * self.pp * self.dp
 
     def roofline(self) -> StepTimes:
-        """Return the durations of steps of a group, or of a rank whose peers have equal work."""
+        """Return the step times of a group, or of a rank whose fellow ranks have equal work."""
         alone = msgspec.structs.replace(self.layout, dp=self.dp)
         budget = self.max_num_batched_tokens
         return step_times_for(self.shape, self.hardware, alone, self.software, budget, self.ep_skew)
 
     def times(self) -> LockstepTimes:
-        """Return the durations of the steps of a group, or of ranks that step together."""
+        """Return the step times of one rank, or of several ranks that step together."""
         if not self.shares_experts or not self.is_lockstep:
             return SlowestRank(self.roofline())
         budget = self.max_num_batched_tokens
@@ -186,8 +190,8 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_tokens    tokens per KV block; blocks of traces are merged or divided to this size
     split           when to split a request
     pairs           whether groups that serve both roles may also split requests
-    caches_answers  whether the blocks of answers stay in the prefix cache, as in engines, until
-                    they are evicted. No recorded prompt continues them: they only take room
+    caches_answers  whether the blocks of answers stay in the prefix cache until they are evicted,
+                    as in engines. No recorded prompt continues them: they only use memory
     """
 
     name: str
@@ -199,19 +203,14 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def groups(self) -> tuple[GroupKind, ...]:
-        """Return the groups of the fleet one by one, each as a GroupKind with a count of 1, in
-        order.
-        """
+        """Return the groups of the fleet one by one, each as a GroupKind with a count of 1."""
         return tuple(
             msgspec.structs.replace(kind, count=1) for kind in self.kinds for _ in range(kind.count)
         )
 
 
 def validate(spec: FleetSpec) -> FleetSpec:
-    """Return the description of the fleet unchanged if it is valid.
-
-    Raises FleetError otherwise.
-    """
+    """Return this fleet unchanged if it is valid. Raises FleetError otherwise."""
     if not spec.kinds:
         raise FleetError(f"fleet {spec.name}: a fleet needs at least one group")
     if spec.block_tokens < 1:
@@ -249,7 +248,9 @@ def _check(kind: GroupKind, block_tokens: int) -> None:
         if not 0 < getattr(kind, name) < inf:
             raise ValueError(f"{name} must be positive, not {getattr(kind, name)}")
     if not 0 <= kind.up_at_s < inf:
-        raise ValueError(f"up_at_s must be a time within the replay, not {kind.up_at_s}")
+        raise ValueError(
+            f"up_at_s must be 0 or more and finite, in seconds of the replay, not {kind.up_at_s}"
+        )
     _check_layout(kind)
     _check_ranks(kind)
     if kind.max_num_batched_tokens < kind.max_num_seqs:
@@ -284,11 +285,13 @@ def _check_ranks(kind: GroupKind) -> None:
     if kind.ranks == 1:
         return
     if kind.dp > 1:
-        raise ValueError("ranks and dp are two ways to give the same ranks; use only one of them")
+        raise ValueError(
+            "ranks and dp both set the number of data-parallel ranks: use only one of them"
+        )
     if kind.role is not Role.BOTH:
-        raise ValueError("ranks are possible only for groups that serve whole requests (role both)")
+        raise ValueError("ranks require groups that serve whole requests (role both)")
     if kind.shares_experts and kind.pp * kind.cp > 1:
-        raise ValueError("ranks that share experts can be combined with neither pp nor cp")
+        raise ValueError("ranks with shared experts (ep above tp) cannot be combined with pp or cp")
 
 
 def _f5(prefills: int, decodes: int, link_gb_s: float) -> FleetSpec:
@@ -319,10 +322,9 @@ _SPLIT = re.compile(r"(?i)F5(?::(\d+)p(\d+)d)?(?:@(\d+(?:\.\d+)?))?")
 
 
 def preset(name: str) -> FleetSpec:
-    """Return one of the preset fleets F1 to F6. Raises FleetError for an unknown name.
+    """Return one of the preset fleets F1 to F6. Raises FleetError if the name is unknown.
 
-    Fleet F5 is written as `F5:6p2d@50`: 6 prefill groups and 2 decode groups, with links of 50
-    GB/s.
+    F5 has the form `F5:6p2d@50`: 6 prefill groups, 2 decode groups, and links of 50 GB/s.
 
     The fleets are taken from published comparisons of routers:
 
@@ -348,7 +350,7 @@ def preset(name: str) -> FleetSpec:
 def read_fleet(path: Path) -> FleetSpec:
     """Return the fleet described in a YAML or JSON file.
 
-    Raises FleetError with the file and the place in it.
+    Raises FleetError, with the place in the file, if it is invalid.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError

@@ -1,7 +1,6 @@
-"""Simulates the gateway in a replay: its view of the fleet, its routing decisions, and what it
-learns.
+"""Simulates the gateway in a replay: its information about the fleet, its decisions, its learning.
 
-Uses the gateway's own policy, ledger and prefix index. fleet_sim.py schedules the events.
+It uses the gateway's own policy, ledger and prefix index. fleet_sim.py schedules the events.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class GatewaySim:
     clock         function that returns the wall time in seconds
     index_tokens  tokens per block of the prefix index
     picks         number of routing decisions so far
-    pick_s        wall time in seconds that these decisions took
+    pick_s        total wall time of these decisions in seconds
     """
 
     def __init__(
@@ -89,13 +88,13 @@ class GatewaySim:
         return DEFAULT_OUTPUT_TOKENS if expected is None else max(1, round(expected))
 
     def learn_length(self, record: ReplayRecord) -> None:
-        """Record the length of an answer that has ended, to predict later ones."""
+        """Record the length of an answer that has ended, to predict the lengths of later ones."""
         self.output_lengths.record("model", record.tenant, record.slo.name, record.output_tokens)
 
     def fingerprint(
         self, request: Request, trace_request: TraceRequest, keys: tuple[int, ...]
     ) -> Fingerprint | None:
-        """Return the fingerprint of the prompt's complete blocks of the prefix index.
+        """Return the fingerprint of the prompt, in blocks of the prefix index.
 
         `keys` are the ids of its KV blocks. Returns None if the policy reads no prefixes.
         """
@@ -110,10 +109,10 @@ class GatewaySim:
         return fingerprint_of_chain(keys, block_bytes, n_bytes, salt)
 
     def query(self, inflight: InflightRequest, now: float) -> RoutingQuery:
-        """Return the question for the policy: the request, and the cached prompt tokens at each
-        group.
+        """Return the policy's question: the request, and the cached prompt tokens at each group.
 
-        The numbers are what the gateway believes or, with an exact view, what is really cached.
+        The numbers are what the gateway believes. With the option of an exact view, they are the
+        true ones.
         """
         request, fingerprint, keys = inflight.request, inflight.fingerprint, inflight.keys
         cached: Sequence[int] = ()
@@ -127,13 +126,13 @@ class GatewaySim:
         return RoutingQuery(request, now, self.rng, cached, inflight.failed_endpoints, fingerprint)
 
     def fitting(self, request: TraceRequest) -> Sequence[Candidate]:
-        """Return the groups whose KV memory could hold the request's prompt and answer."""
+        """Return the groups whose KV memory is large enough for the request's prompt and answer."""
         if self.fits_everywhere(request):
             return self.candidates
         return self.with_room_for(request.input_tokens + request.output_tokens, self.candidates)
 
     def fits_everywhere(self, request: TraceRequest) -> bool:
-        """Return whether the KV memory of every group could hold the request's prompt and
+        """Return whether the KV memory of every group is large enough for the prompt and the
         answer.
         """
         return (
@@ -142,17 +141,16 @@ class GatewaySim:
         )
 
     def with_room_for(self, tokens: int, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return those of the candidate groups whose KV memory could hold this many tokens."""
+        """Return those of the candidate groups whose KV memory is large enough for so many
+        tokens.
+        """
         needed = blocks_for(tokens, self._block_tokens)
         return [
             candidate for candidate in candidates if needed <= self._kv_blocks[candidate.load.slot]
         ]
 
     def pick(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Pick | None:
-        """Return the group that the policy picks, or None.
-
-        The time that the pick takes is added to `pick_s`.
-        """
+        """Return the group that the policy picks; None: no group. The time is added to `pick_s`."""
         began = self.clock()
         if self._order is not None and candidates is self.candidates:
             pick = self._order.pick(query)
@@ -190,14 +188,15 @@ class GatewaySim:
     def forget_prompt(
         self, fingerprint: Fingerprint | None, slot: int, kept_tokens: int, prompt_tokens: int
     ) -> None:
-        """Remove a prompt from the prefix index, beyond `kept_tokens` tokens, because it was never
-        computed.
+        """Remove the part of a prompt after `kept_tokens` tokens from the prefix index.
+
+        That part was never computed.
         """
         if fingerprint is not None:
             self.index.trim(fingerprint, slot, kept_tokens, prompt_tokens)
 
     def forget_group(self, group: ReplayGroup) -> None:
-        """Remove a group that has failed from the prefix index."""
+        """Remove all entries of a failed group from the prefix index."""
         self.index.forget(group.load.slot)
         group.load.prefix_cache_tokens = 0.0
 

@@ -1,6 +1,6 @@
-"""A TP group of the replayed fleet: its engine, the gateway's view of it, and its network link.
+"""A group of the replayed fleet: its engine, the gateway's data about it, and its network link.
 
-The module contains state only; fleet_sim.py and gateway_sim.py decide.
+This module contains only state. fleet_sim.py and gateway_sim.py make decisions.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class JobListener(Protocol):
     def on_last_token(self, group: ReplayGroup, job: Job, now: float) -> None: ...
 
     def on_blocks_allocated(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Record that the blocks of a job, whose KV comes from another group, are allocated."""
+        """Record that KV blocks were allocated for a job whose KV comes from another group."""
         ...
 
 
 class ReplayGroup:
-    """One endpoint of the fleet: a TP group, or one or all of an engine's data-parallel ranks.
+    """One endpoint of the fleet: an engine, or one data-parallel rank of an engine.
 
     Ranks in lockstep share a clock.
 
     clocks         the step clocks, one per rank of the endpoint
-    rank           number of the data-parallel rank; None if the endpoint is a whole engine
-    expected_keys  block ids of the prompts that were sent to the endpoint and are not yet computed,
+    rank           number of the data-parallel rank; None: the endpoint is a whole engine
+    expected_keys  block ids of prompts that were sent to the endpoint and are not computed yet,
                    each with the number of such prompts
-    sends_at_s     time at which its network link is free again to send KV
-    receives_at_s  time at which its network link is free again to receive KV
+    sends_at_s     time at which its network link can send KV again
+    receives_at_s  time at which its network link can receive KV again
     watched_s      time of the next event that is scheduled for the endpoint's engine
     """
 
@@ -105,14 +105,12 @@ class ReplayGroup:
 
     @property
     def capacity_tokens(self) -> int:
-        """Return how many tokens of KV the endpoint holds, over all of its ranks."""
+        """Return how many tokens of KV the endpoint can store, over all of its ranks."""
         return self.kind.capacity_tokens * len(self.clocks)
 
     @property
     def step_tokens(self) -> int:
-        """Return the largest number of prompt tokens that the group's current prefill step may have
-        to compute.
-        """
+        """Return the maximum number of prompt tokens in the group's current prefill step."""
         load, speed = self.load, self.speed
         others = load.in_flight - load.decoding - speed.waiting
         return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
@@ -144,10 +142,7 @@ class ReplayGroup:
         self.watched_s = inf
 
     def add_totals(self) -> None:
-        """Add the counters of the group's engine to the group's totals.
-
-        Call this once per engine.
-        """
+        """Add the counters of the group's engine to the group's totals. Call it once per engine."""
         self.totals.steps += self.engine.steps
         self.totals.busy_s += self.engine.busy_s
 
@@ -156,7 +151,7 @@ class ReplayGroup:
         self.expected_keys.update(keys)
 
     def expect_no_more(self, keys: tuple[int, ...]) -> None:
-        """Undo `expect` for KV blocks that the group has now computed, or will not compute."""
+        """Undo `expect`: the group has computed these KV blocks, or will not compute them."""
         coming = self.expected_keys
         for key in keys:
             count = coming[key] - 1
@@ -166,7 +161,7 @@ class ReplayGroup:
                 del coming[key]
 
     def count_cached(self, keys: tuple[int, ...], limit: int) -> int:
-        """Return how many of the first `limit` block ids the group has cached or will compute
+        """Return how many of the first `limit` block ids the group has cached, or will have
         soon.
         """
         engine, coming, matched = self.engine, self.expected_keys, 0
@@ -185,7 +180,8 @@ class ReplayGroup:
 def build_engines(
     spec: FleetSpec, listener: JobListener, merges_steps: bool, has_caps: bool
 ) -> list[list[ReplayGroup]]:
-    """Build the engines of a fleet: each one group, or one per rank if the gateway chooses ranks.
+    """Build the engines of a fleet, as one group each, or one per rank if the gateway chooses
+    ranks.
 
     merges_steps  False: every step is simulated separately
     has_caps      whether the gateway limits the requests in flight per group

@@ -1,6 +1,6 @@
-"""Hedged requests in a replay: a late request is also sent to a second group.
+"""Simulates hedged requests: a late request is also sent to a second group.
 
-The group with the earlier first token serves the request; the other attempt is cancelled.
+The group with the earlier first token serves the request, and the other attempt is cancelled.
 policies/health/stall.py decides when a request is late. The retry budget is not simulated.
 """
 
@@ -15,7 +15,8 @@ CREDIT, MOST_SAVED = 200, 50.0  # as in gateway/forwarding/hedge.py
 
 
 class Hedges:
-    """Starts second attempts (hedges) for late requests, for at most `share` of all requests.
+    """Starts second attempts (hedges) for late requests, for at most the share `share` of all
+    requests.
 
     sent  the times at which hedges were sent
     won   number of hedges that answered before the first attempt
@@ -29,7 +30,7 @@ class Hedges:
         self.won = 0
 
     def may_send(self) -> bool:
-        """Return whether one more request may get a second attempt (hedge), within the allowed
+        """Return whether one more request may get a second attempt (hedge) within the allowed
         share.
         """
         came = self._fleet.arrived - self._paid_for
@@ -57,7 +58,7 @@ class Hedges:
         fleet.start(now, second, group, pick)
 
     def decide(self, now: float, first: InflightRequest) -> InflightRequest:
-        """Withdraw the slower of two attempts at a request, because the other has its first token.
+        """Cancel the slower of a request's two attempts, because the other one has its first token.
 
         Returns the attempt that represents the request from now on.
         """
@@ -84,11 +85,11 @@ class Hedges:
         return first
 
     def end_race(self, now: float, inflight: InflightRequest) -> None:
-        """End the hedging of a request, one of whose two attempts was withdrawn.
+        """End the hedging of a request, because one of its two attempts was cancelled.
 
-        If the first attempt was withdrawn, the second one (its hedge) is withdrawn as well.
+        If that was the first attempt, the second one (the hedge) is cancelled as well.
 
-        inflight  the withdrawn attempt
+        inflight  the cancelled attempt
         """
         other, inflight.race = inflight.race, None
         if other is not None:

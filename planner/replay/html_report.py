@@ -1,6 +1,4 @@
-"""Builds the HTML page of a comparison of policies: curves over load, latencies, hits and a
-table.
-"""
+"""Builds the HTML page of a comparison of policies: curves over load, latencies, and a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of one running request of a replay: where it is, and what it occupies there."""
+"""The state of one running request of a replay: where it runs, and what it has reserved there."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from policies.routing_types import Request
 class InflightRequest:
     """A request of a replay between its arrival and its end.
 
-    Changed by fleet.py, admission_sim.py and disagg_sim.py only. A group is a simulated endpoint; a
-    job is the request's work there.
+    Only fleet_sim.py, admission_sim.py and disagg_sim.py change it. A group is a simulated
+    endpoint, and a job is the request's work there.
 
     record            what is recorded about the request
     trace_request     the request in the trace
     request           the request as policies see it
     keys              chained ids of the prompt's complete blocks
-    fingerprint       the prompt's fingerprint; None if the policy reads no prefixes
+    fingerprint       the prompt's fingerprint; None: the policy reads no prefixes
     next_requests     the following requests of its client, in a closed loop
-    has_permit        whether it holds a permit to run, given by its pool's wait queue
+    has_permit        whether it has a permit to run, from the wait queue
     has_ended         whether its result is final
     failed_endpoints  names of groups on which it has failed
-    group             the group that serves it; None while it waits
+    group             the group that serves it; None: it waits
     job               its job there
     reservation       its reserved load there
     believed_tokens   prompt tokens that its group was believed to have cached at the pick
     ahead_tokens      prompt tokens that its group had to compute when it was sent, including its
                       own
     sent_s            time at which it was sent
-    is_expected       whether its block ids are counted among those its group is about to compute
+    is_expected       whether its block ids count as blocks that its group will compute soon
     race              the other attempt at the same request, while there are two
     is_hedge          whether this is the second attempt
     is_overtaken      whether its group's speed samples no longer wait for its first token
@@ -47,8 +47,9 @@ class InflightRequest:
     For a split request:
 
     decode_group         the group that decodes it
-    prefill_group        the group that computes its prompt; None once its KV was fetched or lost
-    prefill_job          the job there, whose blocks are kept until they were fetched
+    prefill_group        the group that computes its prompt; None: its KV was already fetched or
+                         lost
+    prefill_job          the job there, whose blocks are kept until they are fetched
     prefill_reservation  its reserved load there
     pair                 both endpoints
     transfer             the transfer of its KV, as the gateway forecasts it

@@ -24,10 +24,10 @@ Plans = list[StepPlan | None]
 
 
 class ClockedRank(Protocol):
-    """The interface of a simulated engine's rank whose steps a StepClock times.
+    """The interface of one rank whose steps the clock of a simulated engine computes.
 
-    slow_prefill  factor on the times of steps with prompt tokens
-    slow_decode   factor on the times of steps without prompt tokens
+    slow_prefill  multiplies the duration of steps with prompt tokens; 1: normal speed
+    slow_decode   multiplies the duration of steps without prompt tokens; 1: normal speed
     """
 
     scheduler: Scheduler
@@ -35,16 +35,16 @@ class ClockedRank(Protocol):
     slow_decode: float
 
     def plan_step(self, now: float) -> StepPlan | None:
-        """Return the work of the rank's next step; None if the rank has nothing to compute."""
+        """Plan and return the rank's next step; None: it has nothing to compute."""
         ...
 
     def finish_step(self, plan: StepPlan, now: float) -> None:
-        """Deliver the results of a simulated engine step that has just ended."""
+        """Deliver the results of a step that has just ended."""
         ...
 
 
 class StepClock:
-    """The current step of a simulated engine, or a run of its decode steps, which ends at `due_s`.
+    """The current step of a simulated engine, or a run of decode steps, which ends at `due_s`.
 
     merges_steps  False: every step is simulated separately (for tests and comparison)
     """
@@ -68,20 +68,20 @@ class StepClock:
         self._gaps: list[tuple[float, float]] = []
 
     def join(self, rank: ClockedRank) -> None:
-        """Let a rank take part in every further step of the simulated engine."""
+        """Add a rank, which takes part in all further steps of the simulated engine."""
         self._ranks.append(rank)
 
     def leave(self, rank: ClockedRank) -> None:
-        """Stop the engine, whose current step is lost, and remove a rank that has failed."""
+        """Stop the engine, discard its current step, and remove a rank that has failed."""
         if rank in self._ranks:
             self._ranks.remove(rank)
         self._plans = self._run = None
         self.due_s = inf
 
     def wake(self, now: float) -> None:
-        """Let the engine notice a new job in a queue.
+        """Let the engine read its queue, because a job was added.
 
-        An idle engine starts a step. Otherwise the current run of steps is shortened to its current
+        An idle engine starts a step. A busy one ends its current run of steps after the current
         step.
         """
         if self._plans is None:
@@ -90,16 +90,14 @@ class StepClock:
             self.shorten(now)
 
     def advance(self, now: float) -> None:
-        """Finish the engine step or run of steps that is due, deliver its results and begin the
-        next.
-        """
+        """Finish the steps that are due, deliver their results, and begin the next step."""
         for rank, plan in zip(self._ranks, self._finish_steps(now), strict=True):
             if plan is not None:
                 rank.finish_step(plan, now)
         self._begin(now)
 
     def shorten(self, now: float) -> None:
-        """Let a run of engine steps end after its current step, because a batch changes."""
+        """End the current run of steps after its current step, because a batch changes."""
         run = self._run
         if run is None:
             return
@@ -111,7 +109,7 @@ class StepClock:
     def completed_steps(self, now: float) -> int:
         """Return how many steps of the current run have ended by `now`.
 
-        The schedulers do not know of them yet: they are informed when the run ends.
+        The schedulers do not know these steps yet: they are informed when the run ends.
         """
         return 0 if self._run is None else self._run.completed_by(now - self._since)
 

@@ -1,7 +1,6 @@
-"""Simulates data-parallel ranks that the gateway cannot see: the engine chooses the rank of each
-request.
+"""Simulates engines that choose the data-parallel rank of each request themselves.
 
-The gateway knows one endpoint. Engines choose by counts of requests as vLLM does, or in turn as
+The gateway sees only one endpoint. Engines choose by counts of requests as vLLM does, or in turn as
 SGLang does by default.
 """
 
@@ -26,8 +25,9 @@ class RankChoice(StrEnum):
 
 
 class HiddenRanks:
-    """An engine with several data-parallel ranks behind one endpoint, with the interface of
-    ReplayEngine.
+    """An engine with several data-parallel ranks behind one endpoint.
+
+    It has the interface of ReplayEngine.
     """
 
     def __init__(self, ranks: Sequence[ReplayEngine], choice: RankChoice) -> None:
@@ -39,7 +39,7 @@ class HiddenRanks:
 
     @property
     def due_s(self) -> float:
-        """Return when the first of the ranks' current steps ends; inf while all ranks are idle."""
+        """Return when the first of the ranks' current steps ends; inf: all ranks are idle."""
         return min(clock.due_s for clock in self._clocks)
 
     @property
@@ -52,7 +52,7 @@ class HiddenRanks:
 
     @property
     def slow_prefill(self) -> float:
-        """Return the factor on the times of engine steps with prompt tokens."""
+        """Return the factor on the duration of steps with prompt tokens; 1: normal speed."""
         return self.ranks[0].slow_prefill
 
     @slow_prefill.setter
@@ -62,7 +62,7 @@ class HiddenRanks:
 
     @property
     def slow_decode(self) -> float:
-        """Return the factor on the times of engine steps without prompt tokens."""
+        """Return the factor on the duration of steps without prompt tokens; 1: normal speed."""
         return self.ranks[0].slow_decode
 
     @slow_decode.setter
@@ -72,7 +72,7 @@ class HiddenRanks:
 
     @property
     def largest_blocks(self) -> int:
-        """Return the number of KV blocks that one request may fill, which are those of one rank."""
+        """Return the largest number of KV blocks that one request may use: those of one rank."""
         return min(rank.largest_blocks for rank in self.ranks)
 
     @property
@@ -81,7 +81,9 @@ class HiddenRanks:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """Return the ranks' metrics as the gateway reads them: sums, and the mean KV usage."""
+        """Return the engine's metrics as the gateway reads them: sums over ranks, and mean KV
+        usage.
+        """
         pages = [rank.metrics for rank in self.ranks]
         return EngineMetrics(
             sum(page.running for page in pages),
@@ -90,7 +92,9 @@ class HiddenRanks:
         )
 
     def count_hits(self, keys: Sequence[int], limit: int) -> int:
-        """Return the mean number of cached blocks over the ranks, of which any may be chosen."""
+        """Return the mean number of cached blocks over the ranks, because any of them may be
+        chosen.
+        """
         return sum(rank.count_hits(keys, limit) for rank in self.ranks) // len(self.ranks)
 
     def scheduler_of(self, job: Job) -> Scheduler:
@@ -98,7 +102,7 @@ class HiddenRanks:
         return self._rank_of[job].scheduler
 
     def add(self, job: Job, now: float) -> None:
-        """Choose a data-parallel rank, and add a job to the queue of that rank."""
+        """Choose a data-parallel rank, and add a job to its queue."""
         self._rank_of[job] = rank = self.ranks[self._choose(now)]
         rank.add(job, now)
 
@@ -112,20 +116,18 @@ class HiddenRanks:
         return [(page.waiting, page.running) for page in (rank.metrics for rank in self.ranks)]
 
     def wake(self, now: float) -> None:
-        """Start steps of idle ranks, and shorten current runs of steps, because a new job is in a
-        queue.
-        """
+        """Let all ranks read their queues, because a job was added."""
         for clock in self._clocks:
             clock.wake(now)
 
     def advance(self, now: float) -> None:
-        """Finish the ranks' steps that are due, report their results and begin the next steps."""
+        """Finish the ranks' steps that are due, report their results, and begin the next steps."""
         for clock in self._clocks:
             if clock.due_s == now:
                 clock.advance(now)
 
     def holds(self, job: Job) -> bool:
-        """Return whether a rank has taken this job, or has it in its queue."""
+        """Return whether the job runs on one of the ranks or is in a queue."""
         return job in self._rank_of and self._rank_of[job].holds(job)
 
     def abort(self, job: Job, now: float) -> None:
@@ -137,7 +139,7 @@ class HiddenRanks:
         return self._rank_of[job].generated_tokens(job, now)
 
     def stop(self) -> None:
-        """Stop the engine, which has failed; its current work is lost."""
+        """Stop the engine, which has failed. Its current work is lost."""
         for rank in self.ranks:
             rank.stop()
 

@@ -9,8 +9,9 @@ from policies.routing_types import Slo
 
 
 class RequestEnd(StrEnum):
-    """The ways in which a request of a replay can end; every request ends in exactly one of
-    them.
+    """The ways in which a request of a replay can end.
+
+    Every request ends in exactly one of them.
     """
 
     SERVED = "served"
@@ -22,9 +23,9 @@ class RequestEnd(StrEnum):
 
 @dataclass(slots=True)
 class ReplayRecord:
-    """One request of a replay as its client saw it.
+    """One request of a replay, as its client saw it.
 
-    Times are on the replay's clock; None if the event did not occur.
+    Times are on the replay's clock; None: the event did not occur.
 
     number            number of the request, in order of arrival
     arrived_s         time at which the client first sent the request
@@ -32,24 +33,24 @@ class ReplayRecord:
     output_tokens     tokens of its answer
     slo               its service class
     tenant            its tenant
-    session           key of its session; "" if it has none
+    session           key of its session; "": none
     entered_s         time at which the request was admitted and a group was picked
     group             name of the group that served the request
     prefilled_by      name of the prefill group of a split request
     cached_tokens     prompt tokens that the engine had cached
     believed_tokens   prompt tokens that the gateway expected to be cached
-    ideal_tokens      prompt tokens that would have been cached if all groups shared one cache
-                      without evictions
+    ideal_tokens      prompt tokens that would be cached if all groups shared one cache without
+                      evictions
     predicted_ttft_s  seconds to the first token that were predicted at the pick
     predicted_tpot_s  seconds per further token that were predicted at the pick
     first_s           time of the first token
     done_s            time of the last token
     longest_gap_s     longest time between two tokens in seconds
     wasted_tokens     prompt tokens that were computed in vain
-    preemptions       how often an engine interrupted the request for lack of KV
-    refusals          how often the request was refused before it was admitted or given up
+    preemptions       how often an engine interrupted the request because KV memory was full
+    refusals          how often the request was refused
     refused_s         time of the first refusal
-    promised_s        time at which the client may retry by the first Retry-After
+    promised_s        time at which the client may retry, by the first Retry-After
     retries           number of further attempts after a group had failed
     end               how the request ended
     reason            reason of a refusal or failure
@@ -84,15 +85,14 @@ class ReplayRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Return the seconds from the first attempt to the first token; None without a first
-        token.
-        """
+        """Return the seconds from the first attempt to the first token; None: no token came."""
         return None if self.first_s is None else self.first_s - self.arrived_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Return the mean seconds per token after the first; None for incomplete answers and those
-        of one token.
+        """Return the mean seconds per token after the first one.
+
+        Returns None for an incomplete answer, or one of a single token.
         """
         if self.first_s is None or self.done_s is None or self.output_tokens < 2:
             return None
@@ -100,9 +100,7 @@ class ReplayRecord:
 
     @property
     def is_good(self) -> bool:
-        """Return whether the request was served within the TTFT and TPOT budgets of its service
-        class.
-        """
+        """Return whether the request was served within the latency budgets of its service class."""
         ttft_s, tpot_s = self.ttft_s, self.tpot_s
         if self.end is not RequestEnd.SERVED or ttft_s is None:
             return False
@@ -115,7 +113,7 @@ class GroupTotals:
 
     name           name of the group
     prompt_tokens  prompt tokens of its requests
-    cached_tokens  the part of them that was cached
+    cached_tokens  number of these tokens that were cached
     output_tokens  generated tokens
     requests       number of requests
     steps          number of engine steps

@@ -1,5 +1,6 @@
-"""The options of a replay other than fleet, traffic and policy: classes, clients, faults and
-metrics.
+"""The options of a replay: service classes, clients, faults and metrics.
+
+Fleet, traffic and policy are not options.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from policies.routing_types import STANDARD, Slo
 
 
 class CacheView(StrEnum):
-    """How the simulated gateway knows what is cached.
+    """Where the simulated gateway gets its information about cached prompts from.
 
-    It reads either its own prefix index, as a real gateway does, or the engines' true state.
+    It is either its own prefix index, as in a real gateway, or the true state of the engines.
     """
 
     INDEX = "index"
@@ -24,14 +25,14 @@ class CacheView(StrEnum):
 
 
 class ClientBehaviour(msgspec.Struct, frozen=True):
-    """The behaviour of simulated clients whose requests are refused or wait for a long time.
+    """How simulated clients behave if their requests are refused or wait for a long time.
 
-    retries            how often a client retries after a 429 (OpenAI's SDKs: 2)
-    obeys_retry_after  whether the client waits for Retry-After. If not, or without that header, it
-                       waits 0.5 s, doubled at each retry up to 8 s, minus a random part of up to a
-                       quarter, like those SDKs
-    patience_s         seconds for which the client waits for the first token; it announces this
-                       time as the request's deadline
+    retries            how often a client retries after status 429 (OpenAI's SDKs: 2)
+    obeys_retry_after  whether the client waits for the Retry-After time. If not, or without that
+                       header, it waits 0.5 s, doubled at each retry up to 8 s, minus a random part
+                       of up to a quarter, like OpenAI's SDKs
+    patience_s         seconds for which the client waits for the first token; it sends this time as
+                       the request's deadline
     """
 
     retries: int = 0
@@ -56,10 +57,10 @@ class GroupFault(msgspec.Struct, frozen=True):
     start_s     when it begins, in seconds of the replay
     group       index of the group in the fleet; all data-parallel ranks of an engine count as one
     kind        kind of fault
-    duration_s  how long it lasts; None: for ever
+    duration_s  how long it lasts, in seconds; None: forever
     factor      how many times as long the steps of a slow group take
-    only        which steps are slow: prefill (with prompt tokens), decode (without), or empty for
-                both
+    only        which steps are slow: "prefill" (with prompt tokens), "decode" (without), or ""
+                (both)
     """
 
     start_s: float
@@ -75,26 +76,24 @@ class ReplayOptions(msgspec.Struct, frozen=True):
 
     expected_output  output tokens that the gateway expects of each request; None: as many as
                      max_tokens, which clients then use completely
-    learns_lengths   whether the gateway learns expected lengths from completed answers, as the live
-                     gateway does. It begins with DEFAULT_OUTPUT_TOKENS and ignores
-                     `expected_output`
+    learns_lengths   whether the gateway learns expected lengths from completed answers, like a live
+                     gateway. It starts with DEFAULT_OUTPUT_TOKENS and ignores `expected_output`
     scrape_s         seconds between two scrapes of the engines' metrics; None: no scrapes
     scrape_age_s     age of the metrics in seconds when they reach the gateway
     lost_events      share of the prefix index updates that are lost, from 0 to 1
-    horizon_s        time after which clients with sequential requests send nothing, and at which
-                     unfinished requests are cut; None: the replay ends with the last token
+    horizon_s        time after which closed-loop clients send nothing, and at which unfinished
+                     requests are cut; None: the replay ends with the last token
     merges_steps     whether to simulate consecutive decode steps at once; False is slower, and is
                      used for comparison
     slow_start_s     seconds in which a new group gets fewer concurrent requests while other groups
                      have capacity
-    slow_factor      ratio of a group's latency to that of its peers at which the group is ejected;
-                     0: never
-    hedge_share      largest share of requests that get a second attempt (hedge); 0: none. It needs
+    slow_factor      a group is ejected if its latency is this multiple of its peers'; 0: never
+    hedge_share      maximum share of requests that get a second attempt (hedge); 0: none. It needs
                      a `slow_factor`
     always_predicts  whether the gateway learns its endpoints' speed and predicts latencies even if
                      neither policy nor admission reads that; a live gateway does not
-    index_tokens     tokens per block of the gateway's prefix index; None: as the KV blocks of the
-                     fleet
+    index_tokens     tokens per block of the gateway's prefix index; None: those of the fleet's KV
+                     blocks
     classes          service classes by name; STANDARD is used for requests without a known class
     """
 

@@ -1,7 +1,7 @@
-"""Computes the results of a replay: goodput, attainment, latencies, cache hits, balance, waste and
-fairness.
+"""Computes the results of a replay: goodput, attainment, latencies, cache hits and fairness.
 
-All functions are pure functions of a ReplayRun.
+Attainment is the share of requests served within their latency budgets; goodput is the number of
+such requests per second. All functions are pure functions of a ReplayRun.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class ShareFigures(msgspec.Struct, frozen=True):
     """The results of one service class or tenant.
 
     offered     number of its requests
-    good        number of those that were served within both budgets
-    ttft_p50_s  median TTFT in seconds; None if none was served
-    ttft_p99_s  99th percentile of the TTFT in seconds
+    good        number of requests served within both latency budgets
+    ttft_p50_s  median time to the first token in seconds; None: no request was served
+    ttft_p99_s  99th percentile of the time to the first token in seconds
     """
 
     offered: int
@@ -35,14 +35,16 @@ class ShareFigures(msgspec.Struct, frozen=True):
 
     @property
     def attainment(self) -> float:
-        """Return the share of requests that kept their latency budgets; 1 if there were none."""
+        """Return the share of requests served within their latency budgets; 1: there were no
+        requests.
+        """
         return self.good / self.offered if self.offered else 1.0
 
 
 class ReplayFigures(msgspec.Struct, frozen=True):
-    """The results of one replay; rates are per second of the span in which requests arrived.
+    """The results of one replay. Rates are per second of the time in which requests arrived.
 
-    A request is good if it was served within both budgets.
+    A request is good if it was served within both of its latency budgets (TTFT and TPOT).
 
     policy          name of the routing policy
     fleet           name of the fleet
@@ -50,7 +52,7 @@ class ReplayFigures(msgspec.Struct, frozen=True):
     ends            number of requests by the way in which they ended (RequestEnd)
     reasons         number of refused and failed requests by reason
     span_s          seconds in which the requests arrived
-    attainment      share of all offered requests that were good; 0 if none were offered
+    attainment      share of all offered requests that were good; 0: none were offered
     goodput         good requests per second
     token_goodput   prompt and output tokens of good requests per second
     good_input      prompt tokens of good requests per second
@@ -59,24 +61,24 @@ class ReplayFigures(msgspec.Struct, frozen=True):
     tpot            seconds per further token
     longest_gap     longest seconds between two tokens of an answer
     hit_ratio       share of prompt tokens that were cached
-    of_ideal        cached tokens, relative to those if all groups shared one cache without
-                    evictions
+    of_ideal        cached tokens divided by those that one shared cache without evictions would
+                    have
     believed_ratio  share of prompt tokens that the gateway expected to be cached
-    imbalance       computed and generated tokens of the busiest group, relative to the mean group
-    wasted          prompt tokens computed for requests that were not served, as a share of all
-                    computed
-    long_kept       share of prompts above 32k tokens that were good
+    imbalance       computed and generated tokens of the busiest group divided by the mean of all
+                    groups
+    wasted          share of computed prompt tokens whose requests were not served
+    long_kept       share of requests with prompts above 32k tokens that were good
     jain            Jain's index over tenants' attainment: 1 if all are equal
     worst_tenant    the lowest attainment of a tenant
     classes         results by service class
     tenants         results by tenant
     ttft_error      mean relative error (MAPE) of the TTFT that was predicted at the pick, counted
-                    from the pick; None without predictions
-    ttft_error_p50  median of these errors; None without predictions
-    tpot_error      mean relative error of the TPOT; None without predictions
-    at_first_retry  share of the requests refused once and retried that were admitted then; None if
-                    there were none
-    preemptions     how often engines interrupted a request for lack of KV
+                    from the pick; None: no predictions
+    ttft_error_p50  median of these errors; None: no predictions
+    tpot_error      mean relative error of the TPOT; None: no predictions
+    at_first_retry  of the requests refused once and retried, the share admitted then; None: there
+                    were none
+    preemptions     how often engines interrupted a request because KV memory was full
     pick_us         microseconds per decision
     wall_s          wall time of the replay in seconds
     """
@@ -118,7 +120,7 @@ def figures(run: ReplayRun, from_s: float = 0.0, to_s: float | None = None) -> R
     """Return the results of a replay for requests that arrived in [from_s, to_s), in seconds.
 
     A request that was unfinished at the end of the replay is left out, because it might have been
-    good. If its first token was overdue by then, it counts as a miss.
+    good. If its first token was already too late by then, it counts as a miss.
     """
     counted = list(_counted(run, from_s, inf if to_s is None else to_s))
     served = [record for record in counted if record.end is RequestEnd.SERVED]
@@ -201,7 +203,7 @@ def _gaps(records: Sequence[ReplayRecord]) -> list[float]:
 def jain(values: Sequence[float]) -> float:
     """Return Jain's fairness index of the values: (sum x)^2 / (n sum x^2).
 
-    It is between 1/n (one has all) and 1 (all have the same).
+    It is 1 if all values are equal, and 1/n if only one of n values is not zero.
     """
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
@@ -213,8 +215,8 @@ def regret(own: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> f
     own     the policy's figure by workload; more is better
     others  the same for each other policy
 
-    For each workload, the own figure is divided by the best other one. The result is the smallest
-    of these quotients: 0.9 means that the policy is never more than 10 % worse than the best.
+    For each workload, the policy's figure is divided by that of the best other policy. The result
+    is the smallest quotient: 0.9 means that the policy is never more than 10 % worse than the best.
     Workloads where all figures are 0 do not count.
     """
     rivals = list(others)

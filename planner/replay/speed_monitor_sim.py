@@ -1,9 +1,11 @@
-"""Detects slow groups in a replay, by the gateway's own comparison of speeds.
+"""Detects slow groups in a replay, with the gateway's own comparison of speeds.
 
-Slow groups get fewer requests, are ejected and return after a probe. Samples and verdicts come from
-speed_samples.py, speed_outlier.py and stall.py in policies/health. Late requests at a suspect group
-are moved, and so are all that wait at an ejected group. Late requests at other groups are hedged
-(hedge_sim.py). The retry budget is left out.
+A slow group gets fewer requests, is ejected, and returns after a successful probe. A late request
+is moved away from a suspect group. When a group is ejected, all its waiting requests are moved. At
+other groups, a late request is hedged: it is also sent to a second group (hedge_sim.py).
+
+Samples and verdicts are computed by speed_samples.py, speed_outlier.py and stall.py in
+policies/health. The retry budget is not simulated.
 """
 
 from __future__ import annotations
@@ -113,9 +115,9 @@ class SpeedMonitorSim:
         ]
 
     def on_overtaken(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
-        """Record that a request leaves the group before its first token, as evidence of slowness.
+        """Record that a request left the group before its first token, as evidence of slowness.
 
-        It does the same as EndpointTable.on_overtaken of the gateway.
+        It does the same as EndpointTable.on_overtaken in the gateway.
         """
         member = _member(group)
         group.speed.on_overtaken(
@@ -129,8 +131,8 @@ class SpeedMonitorSim:
         self._doubt(now, group)
 
     def on_dropped(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
-        """Record that a request was withdrawn before its first token, and not because the group is
-        slow.
+        """Record that a request was cancelled before its first token, but not because of
+        slowness.
         """
         step_s = self._expectations.running_step_s(_member(group))
         group.speed.on_dropped(_awaited_tokens(inflight), now, step_s=step_s)

@@ -29,8 +29,8 @@ class Axis(msgspec.Struct, frozen=True):
     """An axis of a chart.
 
     label  text beside the axis
-    least  its lower end; None: from the data, or 0 without data
-    most   its upper end; None in the same case
+    least  its lower end; None: the smallest value, or 0 without data
+    most   its upper end; None: the largest value, or 0 without data
     log    whether it is logarithmic
     write  function that formats a number
     """
@@ -78,9 +78,7 @@ class _Scale:
 
 
 def ink(index: int) -> tuple[str, str]:
-    """Return the colour and dash pattern for the line with this index: solid lines first, then
-    dashed.
-    """
+    """Return the colour and dash pattern of the line with this index. Solid lines come first."""
     return INKS[index % len(INKS)], DASHES[index // len(INKS) % len(DASHES)]
 
 
@@ -111,7 +109,7 @@ def chart(
 def bars(
     title: str, values: Sequence[tuple[str, float, int]], write: Callable[[float], str]
 ) -> str:
-    """Return a horizontal bar chart as SVG text, from 0 to the largest value; "" without values.
+    """Return a horizontal bar chart as SVG text; "" if there are no values.
 
     title   text above the chart
     values  (name, value, index of the name) of each bar; the index gives the colour

@@ -1,6 +1,7 @@
-"""Compares routing policies by many replays: every policy at every load, and capacities.
+"""Compares routing policies by many replays: every policy at every load, and their capacities.
 
-It is run by `penstock replay`.
+`penstock replay` runs it. The capacity of a policy is the highest load at which it meets its
+target.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Its second argument is the share of the replay's requests that have ended, 0 to 
 
 
 class NoCountedRequestError(ValueError):
-    """Raised when no request came after the warm-up at a load; `tried` holds the results so far."""
+    """Raised if no request arrived after the warm-up. `tried` has the results so far."""
 
     def __init__(self, message: str, tried: tuple[tuple[float, float], ...]) -> None:
         super().__init__(message)
@@ -37,9 +38,9 @@ class NoCountedRequestError(ValueError):
 
 
 class UnknownCapacity(msgspec.Struct, frozen=True):
-    """The result in place of a Capacity that could not be determined.
+    """The result instead of a Capacity if the capacity could not be determined.
 
-    reason  why
+    reason  why it could not be determined
     target  as in Capacity
     tried   as in Capacity
     load    always None
@@ -60,8 +61,8 @@ class Comparison(msgspec.Struct, frozen=True):
     admission  name of the admission policy; None: every request is admitted
     loads      request rates relative to the recorded rate; with `by_users`, numbers of users
     by_users   whether the loads are numbers of users, each of whom waits for answers
-    targets    shares of requests within their SLO, 0 to 1; for each, the highest load that reaches
-               it is determined
+    targets    shares (0 to 1) of requests within their latency budgets. For each, the highest load
+               that reaches it is determined
     warmup_s   requests that arrive before this time in seconds are not counted
     options    the options of each replay
     """
@@ -80,8 +81,8 @@ class Comparison(msgspec.Struct, frozen=True):
 class ComparisonPoint(msgspec.Struct, frozen=True):
     """One replay of a comparison: a routing policy at a load, and its results.
 
-    ttfts_s  TTFT of each served request in seconds, sorted
-    tpots_s  TPOT of each served request in seconds, sorted
+    ttfts_s  time to the first token of each served request in seconds, sorted
+    tpots_s  time per further token of each served request in seconds, sorted
     """
 
     policy: str
@@ -124,7 +125,7 @@ def one_run(
     load: float,
     watch: Callable[[float, int], None] | None = None,
 ) -> ReplayRun:
-    """Replay the traffic at a load, with new policies and empty caches.
+    """Replay the traffic at one load, with new policies and empty caches.
 
     comparison  the fleet, traffic and options
     policy      name of the routing policy
@@ -143,9 +144,7 @@ def one_run(
 
 
 def compare(comparison: Comparison, show_progress: Progress | None = None) -> ComparisonResult:
-    """Run all replays of a comparison of routing policies, one after another, and return the
-    result.
-    """
+    """Run all replays of a comparison one after another, and return the result."""
     points = []
     capacities: dict[str, tuple[Capacity | UnknownCapacity, ...]] = {}
     for policy in comparison.policies:

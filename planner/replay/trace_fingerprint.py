@@ -1,4 +1,4 @@
-"""Computes fingerprints of prompts that a trace contains only as ids of their blocks."""
+"""Computes fingerprints (block hashes) of prompts that a trace contains only as block ids."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from policies.prefix.fingerprint import Fingerprint
 def fingerprint_of_chain(
     ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0
 ) -> Fingerprint:
-    """Return the fingerprint of a prompt that is known only by chained block ids, as in traces.
+    """Return the fingerprint of a prompt from its chained block ids, as traces contain them.
 
     ids          the ids of the prompt's whole blocks
     block_bytes  bytes per block
     n_bytes      bytes of the prompt
-    salt         added to every id, so that other salts give other keys
+    salt         added to every id, so that prompts with different salts have different keys
 
-    Keys are the ids, mixed over 64 bits (splitmix64's finalizer), because the index distributes its
-    entries by low bits. Not for client prompts: a client who knows the ids knows the keys.
+    Keys are the ids mixed over 64 bits (splitmix64's finalizer), because the index distributes its
+    entries by low bits. Do not use it for prompts of clients: it has no secret, so a client could
+    predict keys.
     """
     keys = np.array(ids, np.uint64)
     keys += np.uint64(salt & 0xFFFFFFFFFFFFFFFF)

@@ -1,5 +1,6 @@
-"""The traffic for a replayed fleet: requests at given times (open), and users that wait for answers
-(closed).
+"""The traffic of a replay: requests at given times (open loop), and users that wait for answers.
+
+Users that wait for an answer before the next request are a closed loop.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ _COPY_SHIFT = TRACE_BITS + PART_BITS
 class ClosedLoop(msgspec.Struct, frozen=True):
     """A client that sends a request, waits for the answer, pauses, and sends the next one.
 
-    The first request is sent at `begins_s`, each further one `think_s` after the previous answer.
-    `requests` begins with the first one at every call, because a traffic is replayed many times.
+    The first request is sent at `begins_s`, each further one `think_s` seconds after the previous
+    answer. Each call of `requests` starts with the first request, because traffic is replayed many
+    times.
     """
 
     begins_s: float
@@ -30,7 +32,7 @@ class ClosedLoop(msgspec.Struct, frozen=True):
 class Traffic(msgspec.Struct, frozen=True):
     """The traffic of a replay: single requests with arrival times, in any order, and closed loops.
 
-    A closed loop is a user who sends the next request after the answer to the last one.
+    A closed loop is a user that sends each request only after the answer to the previous one.
     """
 
     arrivals: Sequence[TraceRequest] = ()
@@ -38,9 +40,10 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 def traffic(requests: Iterable[TraceRequest]) -> Traffic:
-    """Return the traffic that consists of a trace's requests.
+    """Convert a trace's requests to the traffic of a replay.
 
-    A session with think times becomes a closed loop that begins at its first request.
+    A session with think times (pauses after answers) becomes a closed loop, which begins when its
+    first request was recorded.
     """
     alone: list[TraceRequest] = []
     sessions: dict[str, list[TraceRequest]] = {}
@@ -66,15 +69,15 @@ def traffic(requests: Iterable[TraceRequest]) -> Traffic:
 def users(
     requests: Iterable[TraceRequest], count: int, seed: int = 0, ramp_s: float = 120.0
 ) -> Traffic:
-    """Return `count` users without end, who run sessions of the trace one after another.
+    """Return `count` users that run sessions of the trace one after another, without end.
 
     requests  the trace; a request without a session is a session of its own
-    seed      seed of the random beginnings
+    seed      random seed for where and when users start
     ramp_s    each user starts at a random moment of this many seconds
 
-    A user pauses 1 s between two sessions. Each user starts at a random request of its first
-    session, as in a fleet that has been busy for long. When the sessions are used up, they are
-    repeated with new ids for all blocks that are not shared.
+    A user pauses 1 s between two sessions. It starts at a random request of its first session, as
+    in a fleet that has been busy for a long time. When all sessions are used, they are repeated
+    with new ids for all blocks that are not shared.
     """
     rng = Random(f"users {seed}")
     sessions = _sessions(requests)

@@ -1,3 +1,3 @@
-"""The command `penstock size`: computes a fleet for a model and promised latencies, and gives
-reasons.
+"""The command `penstock size`: computes how many GPUs a model and its latency promises need,
+and why.
 """

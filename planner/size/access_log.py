@@ -32,19 +32,20 @@ def replay_log(
     read_config: ConfigReader,
     is_quiet: bool,
 ) -> list[Finalist]:
-    """Replay the best fleets on a log and return their results, best attainment first.
+    """Replay the best fleets on a log, and return their results, best attainment first.
 
-    As many are replayed at a time as there are cores.
+    As many replays run at a time as there are cores. Attainment is the share of requests that are
+    served within their latency promises.
 
     emission     the plan, whose gateway.yaml gives policies and limits
     points       the alternatives
     log          the access log or trace
-    last         how much of its end to replay, such as 60m
-    read_config  reads the text of a gateway.yaml
+    last         how much of the end of the log to replay, such as 60m
+    read_config  function that reads the text of a gateway.yaml
     is_quiet     whether to show no progress bar
 
-    Raises SizingError if the log has no usable request, or if no mock group is like the plan's,
-    and WorkerError if a replay's process ends without a result.
+    Raises SizingError if the log has no usable request, or if no mock engine can imitate the plan's
+    engines. Raises WorkerError if the process of a replay ends without a result.
     """
     plan = emission.plan
     assumed = Assumptions(known_model(plan), plan.hardware.gpu.name)

@@ -1,8 +1,12 @@
 """The command `penstock size`: converts its options to a plan, and prints it as text, JSON or
 files.
 
-Exit status: 0 the plan keeps all promises; 1 the process of a replay failed; 2 wrong input, or no
-layout holds the model; 3 the plan misses a promise or needs more GPUs than there are.
+Exit status:
+
+- 0: the plan keeps all latency promises
+- 1: the process of a replay failed
+- 2: the input is wrong, or no layout holds the model
+- 3: the plan misses a promise, or needs more GPUs than there are
 """
 
 from __future__ import annotations
@@ -38,8 +42,8 @@ from policies.sizing.model_shapes import MODELS, Llm
 Model = Annotated[
     str,
     Argument(
-        help="Model to size: a built-in name (llama-3.1-70b, ...), a "
-        "config.json, or the folder that contains it."
+        help="Model to size: a built-in name such as llama-3.1-70b, a config.json file, or the "
+        "folder that contains it."
     ),
 ]
 GpuKinds = Annotated[
@@ -52,79 +56,98 @@ GpuKinds = Annotated[
 ]
 GpuCount = Annotated[
     int | None,
-    Option("--gpus", help="Number of available GPUs; default: as many as needed."),
+    Option("--gpus", help="Number of available GPUs. Default: as many as needed."),
 ]
 Prompt = Annotated[str, Option("--in", help="Number of tokens of a typical prompt.")]
 Output = Annotated[str, Option("--out", help="Number of tokens of a typical answer.")]
 Cached = Annotated[
     float,
-    Option("--cached", help="Share of the prompt that is found in a prefix cache, 0 to 1."),
+    Option("--cached", help="Share of a prompt that is found in a prefix cache, 0 to 1."),
 ]
 Rate = Annotated[float | None, Option("--rate", help="Mean number of requests per second.")]
 Concurrency = Annotated[
-    float | None, Option("--concurrency", help="Number of requests in progress at once.")
+    float | None,
+    Option("--concurrency", help=("Mean number of requests in progress at the same time.")),
 ]
 Context = Annotated[
     str | None,
-    Option("--context", help="Maximum number of tokens of prompt plus answer, for example 8k."),
+    Option(
+        "--context",
+        help=("Maximum number of tokens of a prompt and its answer together, for example 8k."),
+    ),
 ]
 Ttft = Annotated[
-    str | None, Option("--ttft", help="Promised time to the first token, for example 2s.")
+    str | None, Option("--ttft", help="Promised maximum time to the first token, for example 2s.")
 ]
 Tpot = Annotated[
     str | None,
-    Option("--tpot", help="Promised time per output token after the first, for example 50ms."),
+    Option(
+        "--tpot", help=("Promised maximum time per output token after the first, for example 50ms.")
+    ),
 ]
 Percentile = Annotated[
-    float, Option("--percentile", help="Percentage of requests that must keep each promise.")
+    float,
+    Option(
+        "--percentile", help=("Percentage of requests that must stay within each promised time.")
+    ),
 ]
 Promises = Annotated[
     list[str] | None,
     Option(
         "--promise",
-        help="Promises of one service class, for example "
-        "chat:ttft=1s,tpot=40ms,p=99. Repeat the option for more "
-        "classes.",
+        help="Promised times of one service class, for example chat:ttft=1s,tpot=40ms,p=99. "
+        "Repeat the option for more classes.",
     ),
 ]
 MaxConcurrency = Annotated[
     int | None,
-    Option("--max-concurrency", help="The gateway's limit of concurrent requests per replica."),
+    Option(
+        "--max-concurrency",
+        help=("Maximum number of concurrent requests that the gateway sends to a replica."),
+    ),
 ]
 Headroom = Annotated[
-    float, Option("--headroom", help="Share of KV memory that stays free, 0 to 1.")
+    float, Option("--headroom", help="Share of the KV memory to keep free, 0 to 1.")
 ]
 Quant = Annotated[str, Option("--quant", help="Data type of the weights: auto, bf16 or fp8.")]
 KvDtype = Annotated[str, Option("--kv-dtype", help="Data type of the KV cache: bf16 or fp8.")]
 DomainGpus = Annotated[
     int | None,
     Option(
-        "--domain", help="Number of GPUs that fast links connect; default: that of the GPU type."
+        "--domain",
+        help=("Number of GPUs that fast links connect. Default: that of the GPU type, such as 8."),
     ),
 ]
 Price = Annotated[
     str,
     Option(
-        "--price", help="Price in dollars per GPU and hour, for example 2.5, or h100=2.5,h200=3.5."
+        "--price",
+        help=(
+            "Price in dollars per GPU and hour: 2.5 for all GPU types, or one for each, such as "
+            "h100=2.5,h200=3.5."
+        ),
     ),
 ]
 BestEffort = Annotated[
     bool,
     Option(
         "--best-effort",
-        help="If a promise is out of reach, use the largest TP that "
-        "still pays off instead of failing.",
+        help="If no TP size keeps a promised time, do not fail; use the largest TP that still "
+        "makes decoding clearly faster.",
     ),
 ]
 SmallestTp = Annotated[
     int,
-    Option("--tp", help="Least TP size to use, where more than the least pays off."),
+    Option(
+        "--tp",
+        help=("Smallest TP size to consider, for example if a larger one than needed pays off."),
+    ),
 ]
 Front = Annotated[
     bool,
     Option(
         "--front",
-        help="Compare all layouts of --gpus GPUs. Without --gpus: of as many as fast links "
+        help="Compare all layouts of --gpus GPUs. Without --gpus: of as many GPUs as fast links "
         "connect.",
     ),
 ]
@@ -132,7 +155,7 @@ Ladder = Annotated[
     int | None,
     Option(
         "--ladder",
-        help="Show the decode speed with TP 1 to 16 at this batch size.",
+        help="Show the decode speed at TP 1 to 16 with this number of requests in a batch.",
         metavar="BATCH",
     ),
 ]
@@ -142,12 +165,16 @@ Emit = Annotated[
 ]
 Name = Annotated[
     str | None,
-    Option("--name", help="Model name that clients use; default: the model's own name."),
+    Option("--name", help="Model name that clients use. Default: the model's own name."),
 ]
 Against = Annotated[
     str | None,
     Option(
-        "--against", help="Model to size as well, usually a smaller one, for a comparison of costs."
+        "--against",
+        help=(
+            "Second model, usually a smaller one, to size for the same traffic and compare the "
+            "costs."
+        ),
     ),
 ]
 FirstPort = Annotated[
@@ -156,7 +183,7 @@ FirstPort = Annotated[
         "--first-port",
         min=1,
         max=60_000,
-        help="With --emit: port of the first engine; the others get the next ports.",
+        help="With --emit: port of the first engine; the other engines use the following ports.",
     ),
 ]
 From = Annotated[
@@ -164,7 +191,7 @@ From = Annotated[
     Option(
         "--from",
         is_file=True,
-        help="Access log or trace on which the plan and the best other layouts are replayed.",
+        help="Access log or trace on which to replay the plan and the best other layouts.",
     ),
 ]
 Last = Annotated[
@@ -172,7 +199,10 @@ Last = Annotated[
     Option(
         "--last",
         metavar="TIME",
-        help="Use only this much of the end of the log in --from or --calibrate, for example 1h.",
+        help=(
+            "Read only this much of the end of the log given to --from or --calibrate, for "
+            "example 1h."
+        ),
     ),
 ]
 Calibrate = Annotated[
@@ -180,20 +210,20 @@ Calibrate = Annotated[
     Option(
         "--calibrate",
         is_file=True,
-        help="Access log of engines that serve the model. The GPU's step-time constants are fitted "
-        "to it before planning.",
+        help="Access log of engines that already serve the model. The GPU's step times are "
+        "fitted to it before planning.",
     ),
 ]
 MeasuredTp = Annotated[
     int | None,
-    Option("--measured-tp", help="With --calibrate: TP size of the engines in the log."),
+    Option("--measured-tp", help="With --calibrate: TP size of the engines that wrote the log."),
 ]
 Report = Annotated[
     Path | None,
     Option(
         "--report",
         check=check_writable,
-        help="File to which an HTML page of the plan and all layouts is written.",
+        help="Write an HTML page with the plan and all layouts to this file.",
     ),
 ]
 AsJson = Annotated[bool, Option("--json", help="Print the plan as JSON.")]
@@ -203,9 +233,10 @@ ConfigReader = Callable[[str], Mapping[str, Any]]
 
 
 class SizeOutput(msgspec.Struct, frozen=True):
-    """The options of `penstock size` for what to print in addition to the plan, or in its place.
+    """The options of `penstock size` that choose what to print in addition to the plan, or instead
+    of it.
 
-    read_config  reads the emitted gateway.yaml for the replays, as the gateway does
+    read_config  function that reads the emitted gateway.yaml for replays, as the gateway does
     """
 
     front: bool
@@ -257,7 +288,10 @@ def size(
     report: Report = None,
     as_json: AsJson = False,
 ) -> None:
-    """Size a fleet for a model and promises, with the reason for each step. Needs no GPU."""
+    """Size a fleet for a model and promised latencies, with the reason for each step.
+
+    Needs no GPU.
+    """
     options = SizeOptions(
         *(model, gpu, gpus, in_, out, cached, rate, concurrency, context, ttft, tpot, percentile),
         *(tuple(promise or ()), max_concurrency, headroom, quant, kv_dtype, domain, price),
@@ -266,7 +300,10 @@ def size(
     try:
         if calibrate is not None or measured_tp is not None:
             if from_ is not None:
-                raise SizingError("--calibrate cannot be combined with --from")
+                raise SizingError(
+                    "--calibrate cannot be combined with --from: replays use built-in GPU types "
+                    "only"
+                )
             options = _calibrated(options, calibrate, measured_tp, last)
         raise SystemExit(
             _run(
@@ -288,7 +325,7 @@ def _calibrated(options: SizeOptions, log: Path | None, tp: int | None, last: st
 
     hardware = hardware_of(options)
     if log is None or tp is None or len(hardware) > 1:
-        raise SizingError("--calibrate requires exactly one --gpu, and --measured-tp")
+        raise SizingError("--calibrate requires --measured-tp and exactly one GPU type in --gpu")
     model = variants(model_of(options), options.quant)[0]
     found = calibrate_from(model, hardware[0].gpu, tp, log, last)
     write_line("\n".join(calibration_lines(found, tp, log)), err=True)
@@ -299,7 +336,7 @@ def _run(options: SizeOptions, output: SizeOutput) -> int:
     _check_output(output)
     batch = output.ladder
     if batch is not None and not 1 <= batch <= 4096:
-        raise SizingError(f"--ladder must be from 1 to 4096, not {batch}")
+        raise SizingError(f"--ladder must be a batch size from 1 to 4096, not {batch}")
     model = model_of(options)
     plans = _plans(options, model, grids := load_grids())
     best = min(plans, key=lambda plan: (len(plan.shortfalls), plan.usd_hour))
@@ -337,7 +374,8 @@ def _check_output(output: SizeOutput) -> None:
     ignored = [name for name, value in options.items() if value not in (None, False)]
     if output.target is not None and ignored:
         raise SizingError(
-            f"--emit prints one file alone; run the command again without it for {ignored[0]}"
+            f"--emit prints only one file; to get {ignored[0]}, run the command again without "
+            "--emit"
         )
 
 

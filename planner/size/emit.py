@@ -1,5 +1,6 @@
-"""Writes files and commands for a sizing plan: engine commands, gateway.yaml, Helm values, mock
-groups.
+"""Writes files and commands for a sizing plan, to start its engines and gateway.
+
+These are engine commands, gateway.yaml, Helm values, and a command for mock engines.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Emission(msgspec.Struct, frozen=True):
 
     source         the model's repository or folder, from which the engines load it
     name           the model name that engines serve and clients send
-    is_quantising  whether engines quantise bf16 weights as they load them
-    first_port     port of the first engine on 127.0.0.1; the next groups use the next ports
+    is_quantising  whether engines quantise bf16 weights when they load them
+    first_port     port of the first engine on 127.0.0.1; the other engines use the following ports
     """
 
     plan: FleetPlan
@@ -49,9 +50,9 @@ class Emission(msgspec.Struct, frozen=True):
     first_port: int = 9000
 
     def launch(self, all_to_all: str | None = None) -> EngineLaunch:
-        """Return the settings of the engines.
+        """Return the settings with which an engine of the plan is launched.
 
-        `all_to_all` is the engine's backend for experts on several nodes, by its own name.
+        `all_to_all` is the engine's own name of the backend for experts on several nodes.
         """
         plan = self.plan
         ranks = plan.layout.ep
@@ -137,7 +138,7 @@ def _mock(emission: Emission) -> str:
     plan = emission.plan
     if emission.name.lower() not in MODELS:
         raise SizingError(
-            f"mock groups need a built-in model, but the plan is for {emission.name}; built-in "
+            f"mock engines need a built-in model, but the plan is for {emission.name}; built-in "
             f"models: {', '.join(sorted(MODELS))}"
         )
     layout = plan.layout
@@ -163,9 +164,9 @@ EMITTERS: Mapping[str, Callable[[Emission], str]] = MappingProxyType(
 
 
 def emit(target: str, emission: Emission) -> str:
-    """Return the file or command that `target` names, as text.
+    """Return the file or command named `target` as text.
 
-    Raises SizingError for an unknown target.
+    Raises SizingError if the name is unknown.
     """
     emitter = EMITTERS.get(target)
     if emitter is None:

@@ -1,6 +1,6 @@
-"""The type of the result of one replayed fleet.
+"""The result of replaying recorded traffic on one candidate fleet.
 
-It is in its own module because the replay is slow to import.
+The type is in its own module, because the modules that replay are slow to import.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ class Finalist(msgspec.Struct, frozen=True):
     gpus        number of its GPUs
     usd_hour    their cost in dollars per hour
     attainment  share of requests served within the promised latencies, 0 to 1
-    refused     share of requests that the gateway refused with 429
-    ttft_p95_s  95th percentile of the TTFT in seconds; None if no request was served
-    tpot_p95_s  95th percentile of the TPOT in seconds; None in the same case
+    refused     share of requests that the gateway refused with status 429
+    ttft_p95_s  95th percentile of the time to first token in seconds; None: no request was served
+    tpot_p95_s  95th percentile of the time per further token in seconds; None: no request was
+                served
     hit_ratio   share of prompt tokens that were cached
     """
 

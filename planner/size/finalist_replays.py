@@ -1,8 +1,8 @@
-"""Replays the best fleets of a sizing on recorded traffic, each with its emitted configuration.
+"""Replays the best fleets of a sizing on recorded traffic, each with its own gateway.yaml.
 
-A static estimate has steady batches; a replay has arrivals, queues and prefix caches. Fleets are
-compared by attainment, the share of requests that are served within the promises. Policy,
-admission, limits and health checks are those of the plan's gateway.yaml.
+The estimate of a plan assumes steady batches. A replay also has arrivals, queues and prefix caches.
+Fleets are compared by attainment, the share of requests served within the promised latencies.
+Policy, admission, limits and health checks are those of the plan's gateway.yaml.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def replay_finalists(
     """Replay the planned fleet and its best alternatives, and return their results.
 
     case         the pool of the plan's gateway.yaml. The alternatives are the best other points,
-                 and the plan with separate prefill and decode groups; their pools differ from it
-                 in endpoints only, and in the policy if they split requests
+                 and the plan with separate prefill and decode engines. Their pools have other
+                 endpoints, and another policy if they split requests
     on_progress  called with the name of a fleet and the share of its requests that have ended
-    processes    the most replays at a time, each in a process of its own if there are several.
+    processes    maximum number of replays at a time, each in its own process if there are several.
                  The results do not depend on it
 
     Raises WorkerError if a process ends without a result.
@@ -110,7 +110,7 @@ def replay_case(
 def known_model(plan: FleetPlan) -> str:
     """Return the built-in name of a sizing plan's model.
 
-    Raises SizingError if its model or GPU is not a built-in one, since mock groups know no others.
+    Raises SizingError if its model or GPU is not built in, because only those can be simulated.
     """
     gpu = plan.hardware.gpu.name
     if plan.model.name.lower() not in MODELS:

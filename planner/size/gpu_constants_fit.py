@@ -1,9 +1,8 @@
-"""Fits a GPU's eight constants to the times of recorded answers.
+"""Fits a GPU's eight speed constants to the times of recorded answers.
 
-The equation is that of mockgpu/timing/roofline.py. Its constants are fitted by damped least squares
-on the logarithms of times, with Huber weights against outliers. Constants that the log does not
-determine stay near their prior, so a plan for another TP size changes less than one for the
-measured size.
+The equation is that of mockgpu/timing/roofline.py. The fit is damped least squares on the
+logarithms of times, with Huber weights against outliers. If the log does not determine a constant,
+it stays near its prior. So a plan for another TP size changes less than one for the measured size.
 """
 
 from __future__ import annotations
@@ -41,13 +40,14 @@ Residuals = Callable[[Sequence[float]], list[float]]
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """The fitted constants of a GPU, and their errors on measurements that the fit has not seen.
+    """The fitted constants of a GPU, and their errors on measurements that were not used for the
+    fit.
 
     gpu           the GPU with fitted constants; its `errors` are the 90th percentiles
     prior_errors  the same percentiles with the constants before the fit, for (prefill, decode)
     api_s         seconds of a request outside of engine steps
     prefills      number of measured prefills, for the fit and the errors together
-    decodes       number of measured answers, likewise
+    decodes       number of measured answers, for the fit and the errors together
     """
 
     gpu: Gpu
@@ -62,14 +62,16 @@ def calibrate_from(model: Llm, gpu: Gpu, tp: int, log_file: Path, last: str) -> 
 
     tp        TP size of the engines that wrote the log
     log_file  the access log
-    last      how much of its end to read, such as 60m
+    last      how much of the end of the log to read, such as 60m
 
     Raises SizingError if the log or `last` is invalid.
     """
     sizes = valid_tp_sizes(facts_of(model), gpu.domain_gpus)
     if tp not in sizes:
         valid = ", ".join(map(str, sizes))
-        raise SizingError(f"--measured-tp {tp} is not possible for {model.name}; valid: {valid}")
+        raise SizingError(
+            f"--measured-tp {tp} is impossible for {model.name}; valid TP sizes: {valid}"
+        )
     try:
         last_s = parse_seconds(last)
     except ArgumentError as error:
@@ -78,9 +80,7 @@ def calibrate_from(model: Llm, gpu: Gpu, tp: int, log_file: Path, last: str) -> 
 
 
 def calibration_lines(found: Calibration, tp: int, log_file: Path) -> Iterator[str]:
-    """Yield the fit of a GPU's constants as text: its errors before and after, and each
-    constant.
-    """
+    """Yield the fit of a GPU's constants as text: errors before and after, then each constant."""
     gpu, before = found.gpu, found.prior_errors
     yield (
         f"{gpu.name}: constants fitted to {found.prefills} prefills and {found.decodes} answers of "
@@ -97,16 +97,16 @@ def calibration_lines(found: Calibration, tp: int, log_file: Path) -> Iterator[s
 
 
 def calibrate(model: Llm, gpu: Gpu, tp: int, phases: Sequence[Phase]) -> Calibration:
-    """Fit a GPU's constants to prefills and decodes measured on TP groups of `tp` of these GPUs.
+    """Fit a GPU's constants to prefills and decodes measured on engines of `tp` of these GPUs.
 
-    Raises SizingError if there are fewer than LEAST_PHASES phases of a kind.
+    Raises SizingError if there are fewer than LEAST_PHASES measured prefills or decodes.
     """
     prefills = sum(isinstance(phase, PrefillPhase) for phase in phases)
     decodes = len(phases) - prefills
     if min(prefills, decodes) < LEAST_PHASES:
         raise SizingError(
-            f"--calibrate needs at least {LEAST_PHASES} undisturbed prefills and {LEAST_PHASES} "
-            f"answers of usable length; the log has {prefills} and {decodes}"
+            f"--calibrate needs at least {LEAST_PHASES} prefills without other prompts and "
+            f"{LEAST_PHASES} answers of usable length; the log has {prefills} and {decodes}"
         )
     held_out = phases[::HELD_OUT]
     kept = [phase for index, phase in enumerate(phases) if index % HELD_OUT]
@@ -221,10 +221,9 @@ def _huber(value: float) -> float:
 
 
 def least_squares(residuals: Residuals, start: Sequence[float], bound: float) -> list[float]:
-    """Return the parameter values, each within -bound to bound, that minimise the squared
-    residuals.
+    """Return the parameter values, within -bound to bound, that minimise the squared residuals.
 
-    Levenberg and Marquardt's method with a numeric Jacobian.
+    Uses Levenberg and Marquardt's method with a numeric Jacobian.
     """
     values, damping = list(start), 1e-2
     found = residuals(values)
@@ -270,7 +269,7 @@ def _squares(residuals: Sequence[float]) -> float:
 
 
 def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """Solve the linear equations matrix x = right by elimination, and return x.
+    """Return the solution x of the linear equations matrix x = right, by elimination.
 
     The matrix must be positive definite.
     """

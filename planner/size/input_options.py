@@ -1,4 +1,4 @@
-"""Converts the options of `penstock size` to a model, GPUs and workload, with clear errors."""
+"""Converts the options of `penstock size` to a model, GPUs and traffic, and checks them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class SizeOptions(msgspec.Struct, frozen=True):
     """The options of `penstock size` as given on the command line.
 
     smallest_tp  TP sizes below this one are not considered (--tp)
-    calibrated   the GPU of `gpu` with constants fitted to a log (--calibrate)
+    calibrated   the GPU of --gpu with constants fitted to a log (--calibrate); None: built-in
+                 constants
     """
 
     model: str
@@ -54,9 +55,9 @@ class SizeOptions(msgspec.Struct, frozen=True):
 
 
 def model_of(options: SizeOptions) -> Llm:
-    """Return the model's shape: from a built-in name, a config.json, or its folder.
+    """Return the model's shape, from a built-in name, a config.json file, or its folder.
 
-    Raises SizingError if it is unknown or invalid.
+    Raises SizingError if the name is unknown or the file is invalid.
     """
     text = options.model
     path = Path(text)
@@ -97,9 +98,9 @@ def _json(path: Path) -> Any:
 
 
 def hardware_of(options: SizeOptions) -> list[PlanHardware]:
-    """Return the kinds of GPU with which a fleet is planned, at least one.
+    """Return the kinds of GPU to plan a fleet for, at least one.
 
-    Raises SizingError for invalid options.
+    Raises SizingError if an option is invalid.
     """
     names = [name.strip() for name in options.gpu.split(",") if name.strip()]
     if not names:
@@ -150,7 +151,8 @@ def _prices(text: str, known: Sequence[str]) -> Mapping[str, float]:
         prices[name.strip().lower()] = price
     if unknown := sorted(prices.keys() - {"", *known}):
         raise SizingError(
-            f"--price names {', '.join(unknown)}, which --gpu does not; valid: {', '.join(known)}"
+            f"--price has a price for {', '.join(unknown)}, but --gpu does not contain it; "
+            f"valid: {', '.join(known)}"
         )
     return prices
 
@@ -158,14 +160,14 @@ def _prices(text: str, known: Sequence[str]) -> Mapping[str, float]:
 def workload_of(options: SizeOptions, model: Llm) -> Workload:
     """Return the planned traffic and its promised latencies.
 
-    Raises SizingError if options contradict each other.
+    Raises SizingError if an option is invalid or contradicts another one.
     """
     prompt, output = _tokens("--in", options.prompt), _tokens("--out", options.output)
     context = _tokens("--context", options.context or str(prompt + output))
     if context < prompt + output:
         raise SizingError(
-            f"--context must be at least {prompt + output:,}, the sum of --in {prompt:,} and "
-            f"--out {output:,}, not {context:,}"
+            f"--context must be at least {prompt + output:,} tokens (--in {prompt:,} plus --out "
+            f"{output:,}), not {context:,}"
         )
     if context > model.max_context:
         source = f"--context {context:,}" if options.context else f"--in plus --out ({context:,})"
@@ -182,7 +184,7 @@ def workload_of(options: SizeOptions, model: Llm) -> Workload:
 
 def _check_load(options: SizeOptions) -> None:
     if options.rate is not None and options.concurrency is not None:
-        raise SizingError("--rate and --concurrency contradict each other; give only one of them")
+        raise SizingError("--rate and --concurrency exclude each other; give only one of them")
     limits: tuple[tuple[str, float | None, float, float], ...] = (
         ("--rate", options.rate, 1e-6, 1e6),
         ("--concurrency", options.concurrency, 1, 1e7),
@@ -211,9 +213,7 @@ def _seconds(name: str, text: str | None) -> float | None:
 
 
 def promises_of(options: SizeOptions) -> tuple[Promise, ...]:
-    """Return the promised latencies by class: those of --ttft and --tpot, and one for each
-    --promise.
-    """
+    """Return the promised latencies by class: of --ttft and --tpot, and of each --promise."""
     promises = [_promise(text, options.percentile) for text in options.promises]
     if options.ttft is not None or options.tpot is not None:
         ttft_s, tpot_s = _seconds("--ttft", options.ttft), _seconds("--tpot", options.tpot)
@@ -226,7 +226,7 @@ def promises_of(options: SizeOptions) -> tuple[Promise, ...]:
             "chat:ttft=1s,tpot=40ms,p=99 (--ttft and --tpot are those of the class 'standard')"
         )
     if options.is_best_effort and not promises:
-        raise SizingError("--best-effort requires a promise: --ttft or --tpot")
+        raise SizingError("--best-effort requires a promised time: --ttft or --tpot")
     return tuple(promises)
 
 

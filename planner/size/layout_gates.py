@@ -1,6 +1,6 @@
 """The steps (gates) of the sizing recipe that choose weights, GPUs and layout, in order.
 
-Each reads the draft of a plan, makes one decision in it and records the reason.
+Each gate reads the draft of a plan, adds one decision to it, and records the reason.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MAX_CP = 8
 def quantise(
     candidates: Sequence[Llm], plans: Sequence[FleetPlan], problems: Sequence[str], best: FleetPlan
 ) -> RecipeGate:
-    """Return the first gate of the recipe: whether fp8 weights save GPUs at equal promises.
+    """Return gate 1 of the recipe: do fp8 weights save GPUs at the same latency promises?
 
-    `best` is the chosen plan; `problems` say why other candidates have no plan.
+    `best` is the chosen plan. `problems` are the reasons why other candidates have no plan.
     """
     numbers = [
         f"{plan.model.name}: {gb(plan.model.weights_bytes)} of weights, {plan.layout.label}, "
@@ -53,17 +53,15 @@ def quantise(
 
 
 def fits_one(draft: Draft) -> None:
-    """Decide whether one GPU can hold the model's weights and the requests with their headroom
-    (gate 2).
-    """
+    """Decide gate 2: can one GPU hold the weights and the requests, with their headroom?"""
     check = draft.memory(Layout())
     answer = "yes: TP 1" if check.is_enough else "no"
     draft.add("Does it fit one GPU?", [_memory(check)], answer, "seed 002 (fits? replicate), 003")
 
 
 def least_tp(draft: Draft) -> None:
-    """Choose the smallest TP size that divides the attention heads and holds the requests
-    (gate 3).
+    """Decide gate 3: the smallest TP size that divides the attention heads and holds the
+    requests.
     """
     numbers: list[str] = []
     chosen = draft.tp_sizes[-1]
@@ -96,9 +94,9 @@ def _refused_sizes(draft: Draft) -> Iterator[str]:
 
 
 def raise_tp(draft: Draft) -> None:
-    """Raise the TP size until a single request keeps the promised speeds (gate 4).
+    """Decide gate 4: raise TP until a single request is as fast as promised.
 
-    Promises that no TP size keeps are left out.
+    A promise that no TP size can keep is ignored here, and reported.
     """
     sizes = [tp for tp in draft.tp_sizes if tp >= draft.layout.tp]
     limits = draft.work.limits
@@ -143,9 +141,9 @@ def _missed(draft: Draft, tp: int) -> str:
 
 
 def knee_of(draft: Draft, sizes: Sequence[int]) -> int:
-    """Return the TP size from which a larger one is hardly faster.
+    """Return the TP size above which more TP makes decoding hardly faster.
 
-    It is the first of `sizes` after which doubling TP speeds decoding up by less than the factor
+    It is the first of `sizes` at which doubling TP makes decoding faster by less than the factor
     KNEE.
     """
     for tp, larger in pairwise(sizes):
@@ -183,7 +181,7 @@ def _unreachable(draft: Draft, sizes: Sequence[int], names: Sequence[str]) -> st
 
 
 def least_pp(draft: Draft) -> None:
-    """Choose the number of pipeline stages, only as many as the memory needs (gate 5)."""
+    """Decide gate 5: the number of pipeline stages, only as many as the memory needs."""
     numbers: list[str] = []
     tp, limit = draft.layout.tp, draft.hardware.gpus
     most = min(MAX_PP, draft.model.layers)
@@ -248,9 +246,7 @@ def _pp_notes(draft: Draft) -> Iterator[str]:
 
 
 def most_ep(draft: Draft) -> None:
-    """Spread the experts over all ranks, and with MLA use data-parallel attention if possible (gate
-    6).
-    """
+    """Decide gate 6: spread the experts over all ranks; with MLA, use data-parallel attention."""
     source = "seeds 000, 001, 004 (EP maximal for MoE)"
     question = "How are experts spread?"
     experts, tp, pp = draft.model.experts, draft.layout.tp, draft.layout.pp
@@ -293,9 +289,7 @@ def _keeps_promises(draft: Draft, layout: Layout) -> bool:
 
 
 def split_context(draft: Draft) -> None:
-    """Decide about context parallelism, only for very long prompts that miss their TTFT (gate
-    7).
-    """
+    """Decide gate 7: context parallelism, only if very long prompts are too slow (TTFT)."""
     work, ttft_s = draft.work, draft.times().prefill_s(draft.work.uncached, draft.work.cached)
     if work.prompt < LONG_PROMPT:
         answer = "CP 1: the prompts are short"

@@ -1,8 +1,8 @@
-"""All layouts of a number of GPUs: their speed and cost, and which of them no other layout
-surpasses.
+"""Compares all layouts of a number of GPUs by speed and cost, and marks the best ones.
 
-A point is (weights, TP, PP, replicas, batch). Its times are the static estimate of
-replica_times.py; attainment under real arrivals needs a replay.
+A layout is among the best if no other one is better in both time per token and throughput (the
+Pareto front). A point is (weights, TP, PP, replicas, batch). Its times are the static estimate of
+replica_times.py. Only a replay shows attainment under real arrivals.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class FleetPoint(msgspec.Struct, frozen=True):
     pp            pipeline-parallel size
     ep            expert-parallel size
     replicas      number of replicas
-    batch         requests per replica at a time
+    batch         number of requests per replica at a time
     ttft_s        seconds to the first token
     tpot_s        seconds per further token
     requests_s    requests per second of the fleet
     tokens_s_gpu  answer tokens per second and GPU
-    usd_million   dollars per million answer tokens, prompts included
+    usd_million   dollars per million answer tokens, including the cost of prompts
     kv_use        share of the KV cache that the batch fills, 0 to 1
-    reason        why the layout is impossible; empty if it is possible
-    is_best       True if every other point is slower or serves fewer requests
+    reason        why the layout is impossible; empty: it is possible
+    is_best       whether every other point is slower or serves fewer requests
     """
 
     model: str
@@ -69,7 +69,9 @@ class FleetPoint(msgspec.Struct, frozen=True):
 def fleet_points(
     models: Sequence[Llm], hardware: PlanHardware, work: Workload, grids: Sequence[Grid]
 ) -> list[FleetPoint]:
-    """Return every layout and batch size for the GPUs of `hardware`, with the best ones marked."""
+    """Return every layout and batch size for the GPUs of `hardware`, with the best points
+    marked.
+    """
     gpus = hardware.gpus or hardware.domain
     points = [
         point
@@ -85,7 +87,7 @@ def fleet_points(
 
 
 def best_of(points: Sequence[FleetPoint]) -> list[FleetPoint]:
-    """Return the points that no other point beats in both time per token and requests per
+    """Return the best points: no other point is better in both time per token and requests per
     second.
     """
     best: list[FleetPoint] = []
@@ -148,8 +150,8 @@ def _reason(memory: MemoryCheck, batch: int) -> str:
 
 
 def headline(points: Sequence[FleetPoint], work: Workload) -> str:
-    """Return the main result of a sizing as one sentence: whether to replicate, or for what to use
-    TP.
+    """Return the main result of a sizing in one sentence: use more replicas, or more TP, and
+    why.
     """
     feasible = [point for point in points if not point.reason]
     if not feasible:
@@ -184,8 +186,8 @@ class LadderStep(msgspec.Struct, frozen=True):
     tokens_s_gpu  tokens per second and GPU
     usd_million   dollars per million tokens
     tax           relative change of tokens per second and GPU, compared with the smallest TP size
-                  that holds the batch; None where the batch does not fit
-    problem       why the size is impossible; empty if it is possible
+                  that holds the batch; None: the batch does not fit
+    problem       why the size is impossible; empty: it is possible
     intensity     FLOPs per byte of the matrix products at this TP size
     balance       FLOPs per byte at which the GPU's compute and memory are equally busy
     """

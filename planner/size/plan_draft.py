@@ -1,6 +1,4 @@
-"""A sizing plan under construction: what the steps of the recipe have decided, and the finished
-plan.
-"""
+"""A sizing plan under construction, with the decisions so far, and the finished plan."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from policies.sizing.token_cost import TokenPrices, token_prices, usd_of
 
 
 class SizingError(ValueError):
-    """Raised when no sizing plan can be computed; the message says which values are valid."""
+    """Raised if no sizing plan can be computed. The message contains the valid values."""
 
 
 class RecipeGate(msgspec.Struct, frozen=True):
@@ -34,7 +32,7 @@ class RecipeGate(msgspec.Struct, frozen=True):
 
     number    its number in the recipe
     question  what is decided
-    numbers   the figures that decide it, one text each
+    numbers   the figures that the decision is based on, one text each
     answer    the decision
     source    the document or measurement that the step follows
     notes     remarks
@@ -49,14 +47,14 @@ class RecipeGate(msgspec.Struct, frozen=True):
 
 
 class PlanHardware(msgspec.Struct, frozen=True):
-    """The GPUs with which a fleet is planned.
+    """The GPUs to plan a fleet for.
 
     gpu             GPU type
     domain          number of GPUs that fast links connect
     gpus            number of available GPUs; None: as many as needed
     price_hour      price of one GPU in dollars per hour
-    is_best_effort  what to do if no TP size keeps a promised latency: True raises TP for as long as
-                    that speeds up decoding
+    is_best_effort  what to do if no TP size keeps a promised latency. True: raise TP as long as
+                    that makes decoding faster
     smallest_tp     TP sizes below this one are not considered
     """
 
@@ -78,10 +76,10 @@ class FleetPlan(msgspec.Struct, frozen=True):
     memory       the memory check of a replica
     single       times of a replica with one request
     loaded       times of a replica with `ceiling` requests
-    ceiling      requests that one replica serves at once
+    ceiling      number of requests that one replica serves at once
     replicas     number of replicas
-    wait_s       the wait before a prefill, in seconds, that the promised percentile of requests
-                 does not exceed
+    wait_s       wait before a prefill, in seconds, that the promised percentile of requests stays
+                 within
     gates        the steps of the recipe with their reasons
     shortfalls   what the plan does not achieve, one sentence each
     findings     layout rules that the plan violates
@@ -114,14 +112,14 @@ class FleetPlan(msgspec.Struct, frozen=True):
 
     @property
     def prices(self) -> TokenPrices:
-        """Return the dollars per million tokens when every replica serves `ceiling` requests."""
+        """Return the dollars per million tokens if every replica serves `ceiling` requests."""
         return token_prices(self.loaded.seconds, self.hardware.price_hour, self.layout.gpus)
 
 
 class Draft:
     """The decisions of a sizing plan so far.
 
-    The gates (steps) of the recipe read and change it; `finish` makes the plan.
+    The gates (steps) of the recipe read and change it. `finish` returns the plan.
     """
 
     def __init__(
@@ -133,7 +131,9 @@ class Draft:
         sizes = valid_tp_sizes(self.facts, limit)
         if (smallest := hardware.smallest_tp) > 1 and smallest not in sizes:
             valid = ", ".join(map(str, sizes))
-            raise SizingError(f"--tp {smallest} is not possible for {model.name}; valid: {valid}")
+            raise SizingError(
+                f"--tp {smallest} is impossible for {model.name}; valid TP sizes: {valid}"
+            )
         self.tp_sizes = [tp for tp in sizes if tp >= smallest]
         self.demand = Demand(work.context, work.max_concurrency or 1, work.headroom)
         self.layout = Layout()
@@ -144,11 +144,13 @@ class Draft:
         self._times: dict[Layout, ReplicaTimes] = {}
 
     def memory(self, layout: Layout | None = None) -> MemoryCheck:
-        """Return the GPU memory check of a layout, by default of the one decided so far."""
+        """Return the GPU memory check of a layout; by default, of the layout decided so far."""
         return check_memory(self.model, self.hardware.gpu, layout or self.layout, self.demand)
 
     def times(self, layout: Layout | None = None) -> ReplicaTimes:
-        """Return the step times of a layout in seconds, by default of the one decided so far."""
+        """Return the step times of a layout in seconds; by default, of the layout decided so
+        far.
+        """
         layout = layout or self.layout
         if layout not in self._times:
             self._times[layout] = ReplicaTimes(self.model, self.hardware.gpu, layout, self.grids)
@@ -159,14 +161,14 @@ class Draft:
     ) -> None:
         """Record the decision of a gate (a step of the sizing recipe) with its reason.
 
-        The arguments are the members of RecipeGate. The gates' numbers begin with 2, because the
-        first gate compares finished plans.
+        The arguments are the fields of RecipeGate. Numbers begin with 2, because gate 1 compares
+        finished plans.
         """
         number = len(self.gates) + 2
         self.gates.append(RecipeGate(number, question, tuple(numbers), answer, source, notes))
 
     def finish(self) -> FleetPlan:
-        """Return the finished sizing plan, after all layout rules were applied."""
+        """Apply all layout rules, and return the finished sizing plan."""
         hardware, memory, times = self.hardware, self.memory(), self.times()
         group = self._group(memory)
         return FleetPlan(

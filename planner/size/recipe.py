@@ -1,8 +1,8 @@
 """The sizing recipe: eight steps (gates) from a model to a number of replicas, each with a reason.
 
-Each gate takes what the gates before it decided, and records its question, numbers, answer and the
-source it follows (docs/sizing.md lists these "seeds"). Gates are in layout_gates.py and
-replica_gates.py; pareto_front.py compares all layouts, and show.py prints.
+Each gate uses the decisions of the gates before it. It records its question, numbers and answer,
+and the source that it follows (a "seed", listed in docs/sizing.md). Gates are in layout_gates.py
+and replica_gates.py. pareto_front.py compares all layouts, and show.py prints.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["FleetPlan", "PlanHardware", "RecipeGate", "SizingError", "plan_fleet
 
 
 def variants(model: Llm, quant: str) -> list[Llm]:
-    """Return the model as it is, with one-byte weights, or both.
+    """Return the candidate models: unchanged, with one-byte weights, or both.
 
-    `quant` is auto, bf16 or fp8. A model whose weights are quantised already has no other variant.
-    Raises SizingError for bf16 then.
+    `quant` is auto, bf16 or fp8. A model with quantised weights has only one candidate. Raises
+    SizingError if bf16 is requested for it.
     """
     if model.weight_bytes <= 1:
         if quant == "bf16":
             raise SizingError(
-                f"--quant bf16 is not possible, because the weights of {model.name} are "
-                "quantised; valid: auto, fp8"
+                f"--quant bf16 is impossible: the weights of {model.name} are quantised already; "
+                "valid: auto, fp8"
             )
         return [model]
     named = MODELS.get(f"{model.name}-fp8".lower())
@@ -46,7 +46,7 @@ def variants(model: Llm, quant: str) -> list[Llm]:
 def plan_fleet(
     candidates: Sequence[Llm], hardware: PlanHardware, work: Workload, grids: Sequence[Grid]
 ) -> FleetPlan:
-    """Return the sizing plan of the candidate model that needs the fewest GPUs at equal promises.
+    """Return the sizing plan of the candidate that needs the fewest GPUs for the same promises.
 
     Raises SizingError if no candidate fits the GPUs.
     """

@@ -1,8 +1,7 @@
-"""Finds the prefills and decodes of recorded answers, with the work that their engine did
-meanwhile.
+"""Finds measurements of prefills and decodes in an access log, to calibrate step times.
 
-They are read from the access log. A prefill is used if no other prompt was waiting or computed on
-its endpoint; an answer's decoding is used with all sequences and prompts beside it.
+A prefill is used if no other prompt waited or was computed on its endpoint. The decoding of an
+answer is used together with all sequences and prompts that ran beside it.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class MeasuredAnswer(msgspec.Struct, frozen=True):
 
     endpoint  name of the endpoint
     sent_s    when the request was sent, in seconds
-    first_s   time of the first token
-    last_s    time of the last token
+    first_s   time of the first token, in seconds
+    last_s    time of the last token, in seconds
     prompt    number of prompt tokens
-    cached    the part of them that was cached
+    cached    number of them that were cached
     output    number of generated tokens
     """
 
@@ -47,13 +46,13 @@ class MeasuredAnswer(msgspec.Struct, frozen=True):
 
 
 class PrefillPhase(msgspec.Struct, frozen=True):
-    """A recorded prefill, and what the engine did beside it.
+    """A recorded prefill, and the work that the engine did beside it.
 
     seconds  its duration
-    chunks   (tokens, attention area) of each step in which a part of the prompt was computed; the
-             area is the number of query-key pairs
+    chunks   (tokens, attention area) of each step that computed a part of the prompt; the area is
+             the number of query-key pairs
     seqs     mean number of sequences that decoded beside it
-    context  tokens of KV that these read per step, in total
+    context  tokens of KV that these sequences read per step, in total
     """
 
     seconds: float
@@ -63,12 +62,12 @@ class PrefillPhase(msgspec.Struct, frozen=True):
 
 
 class DecodePhase(msgspec.Struct, frozen=True):
-    """The tokens of an answer after its first, and what the engine did beside them.
+    """The tokens of an answer after its first one, and the work that the engine did beside them.
 
     seconds  their duration
     steps    number of steps, one per token
     chunks   (tokens, attention area) of other prompts that were computed meanwhile
-    seqs     mean number of sequences of a step, this answer included
+    seqs     mean number of sequences of a step, including this answer
     context  mean tokens of KV that a step reads
     """
 
@@ -93,7 +92,7 @@ class _TimedLine(LoggedRequest):
 def read_answers(log: Path, last_s: float) -> list[MeasuredAnswer]:
     """Return the complete streamed answers of the log's last `last_s` seconds.
 
-    Raises SizingError for a log that is not readable, or of several models.
+    Raises SizingError if the log is not readable, or has several models.
     """
     try:
         with log.open("rb") as file:
@@ -104,7 +103,9 @@ def read_answers(log: Path, last_s: float) -> list[MeasuredAnswer]:
     rows = [row for row in rows if row.status == 200 and arrived_s(row) >= begin_s]
     models = sorted({row.model for row in rows})
     if len(models) > 1:
-        raise SizingError(f"--calibrate needs a log of one model; this log has {', '.join(models)}")
+        raise SizingError(
+            f"--calibrate needs a log of one model, but this log has {', '.join(models)}"
+        )
     return [answer for row in rows for answer in _answer(row)]
 
 
@@ -121,7 +122,7 @@ def _answer(row: _TimedLine) -> Iterator[MeasuredAnswer]:
 
 
 def phases_of(answers: Sequence[MeasuredAnswer], model: Llm) -> list[PrefillPhase | DecodePhase]:
-    """Return the prefill and decode phases of the answers that can serve as samples.
+    """Return the prefill and decode phases of the answers that are usable as measurements.
 
     At most MOST_PHASES of each kind are returned.
     """

@@ -1,5 +1,5 @@
-"""The last steps (gates) of the sizing recipe: the number of replicas, and whether to split
-phases.
+"""The last steps (gates) of the sizing recipe: number of replicas, and split into prefill and
+decode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_FOR_WAITS = 2
 
 
 def count_replicas(draft: Draft) -> None:
-    """Choose the number of replicas of a sizing plan (gate 8).
+    """Decide gate 8: the number of replicas of a sizing plan.
 
     It follows from Little's law, and from how long requests may wait for a prefill.
     """
@@ -115,7 +115,7 @@ def _budget(draft: Draft, loaded: BatchTimes) -> Iterator[str]:
 def split_phases(draft: Draft) -> None:
     """Record the figures of a sizing plan that matter for separate prefill and decode pools.
 
-    They come after the gates. Whether such pools are better needs a replay.
+    This is not a gate: only a replay shows whether such pools are better.
     """
     work, single = draft.work, at_batch(draft.times(), draft.work, 1)
     loaded = at_batch(draft.times(), work, draft.ceiling)

@@ -1,8 +1,7 @@
-"""Computes the times of one replica (engine) in any layout: prefill, decode steps, and the
-resulting speed of a batch.
+"""Computes how fast one replica (engine) is in any layout: prefill, decode steps, and batches.
 
-TP follows the mock's step-time model, which is exact at measured points. PP, EP and DP follow from
-what they change in it: a stage has a part of the layers, a rank a part of the experts, and tokens
+TP follows the mock engine's step-time model, which is exact at measured points. The other axes
+change it: a pipeline stage has a part of the layers, a rank has a part of the experts, and tokens
 are sent between ranks.
 """
 
@@ -35,7 +34,7 @@ class ReplicaTimes:
         self._prefill: dict[tuple[int, int], float] = {}
 
     def prefill_s(self, tokens: int, cached: int = 0) -> float:
-        """Return the seconds until the first token of a prompt that is alone on the replica.
+        """Return the seconds until the first token of a prompt, if the replica has no other work.
 
         tokens  prompt tokens to compute
         cached  prompt tokens before them that are cached
@@ -50,7 +49,8 @@ class ReplicaTimes:
     def decode_s(self, batch: int, context: int) -> float:
         """Return the seconds between two tokens of each of `batch` sequences of `context` tokens.
 
-        Each rank of DP has a part of the batch; each stage of PP works on one part at a time.
+        Each data-parallel rank has a part of the batch. Each pipeline stage works on one part at a
+        time.
         """
         key = batch, context
         if key not in self._decode:
@@ -61,17 +61,14 @@ class ReplicaTimes:
         return self._decode[key]
 
     def bubble_s(self, tokens: int) -> float:
-        """Return the seconds of a prefill in which all pipeline stages but one wait (the pipeline
-        bubble).
+        """Return the seconds of a prefill in which pipeline stages wait (the pipeline bubble).
 
         They are the times of pp - 1 stages. `tokens` is the number of prompt tokens.
         """
         return self.prefill_s(tokens) * (self.layout.pp - 1) / self.layout.pp
 
     def parts(self, batch: int, context: int) -> StepTimeParts:
-        """Return how the time of a decode step is divided among weights, KV, compute and
-        collectives.
-        """
+        """Return the parts of a decode step's time: weights, KV, compute and collectives."""
         seqs = -(-batch // (self.layout.dp * self.layout.pp))
         kept = round(seqs * self.model.cached_tokens(context))
         return self._line.terms(StepWork(0, 0.0, seqs, kept))
@@ -90,10 +87,10 @@ class BatchTimes(msgspec.Struct, frozen=True):
     batch       number of requests in the batch
     ttft_s      seconds of a request's prefill, without a wait for others
     step_s      seconds of a decode step
-    tpot_s      seconds per token, with the prefills of other requests between
+    tpot_s      seconds per token, including interruptions by prefills of other requests
     requests_s  completed requests per second
     tokens_s    generated tokens per second
-    seconds     the engine seconds that one request takes
+    seconds     the engine seconds of one request
     """
 
     batch: int
@@ -106,11 +103,11 @@ class BatchTimes(msgspec.Struct, frozen=True):
 
 
 def at_batch(times: ReplicaTimes, work: Workload, batch: int) -> BatchTimes:
-    """Return a replica's estimated times when it always has `batch` requests.
+    """Return the estimated times of a replica that always has `batch` requests.
 
-    A cycle of the batch is its prefills and the steps of one answer; each request waits for the
-    prefills of others. Prefills of a pipeline overlap, one in each stage; ranks of DP prefill at
-    the same time.
+    The batch repeats a cycle: its prefills, then the steps of one answer. Each request waits for
+    the prefills of others. Prefills of a pipeline overlap, one in each stage; ranks of DP prefill
+    at the same time.
     """
     lanes = times.layout.pp * times.layout.dp
     ttft_s = times.prefill_s(work.uncached, work.cached)

@@ -1,7 +1,7 @@
-"""The self-contained page of `penstock size --report`: everything is computed here, in Python.
+"""The HTML page of `penstock size --report`. It is self-contained, and computed here in Python.
 
-Sliders and choices of the page only show what was rendered for their value. Its script contains no
-formula, so that the page and the command cannot differ.
+Sliders and choices of the page only show what was rendered for their value. The page's script has
+no formula, so that page and command cannot differ.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ for (const cell of cells) cell.addEventListener("click", () => {
 def size_page(
     plan: FleetPlan, points: Sequence[FleetPoint], ladders: Mapping[int, Sequence[LadderStep]]
 ) -> str:
-    """Return the HTML page of a plan, all its layouts, and the TP ladders by batch."""
+    """Return the HTML page of a plan: all its layouts, and decode speeds by TP and batch."""
     gpus = plan.hardware.gpus or plan.hardware.domain
     title = f"{escape(plan.model.name)} on {escape(plan.hardware.gpu.name)}"
     return "\n".join(

@@ -1,8 +1,7 @@
-"""Fleets of one shape (weights, TP, PP): with a chosen number of replicas, or with enough replicas
-for a request rate.
+"""Fleets of one shape (weights, TP, PP), with a given number of replicas or for a request rate.
 
 They are computed from the points of pareto_front.py. Replicas of a shape are independent and equal,
-so their request rates add up.
+so their request rates are added.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from planner.size.units import ms
 
 
 class LoadChoice(msgspec.Struct, frozen=True):
-    """The least fleet of one shape that serves a request rate within the promises.
+    """The smallest fleet of one shape that serves a request rate within the promised latencies.
 
-    point   one of its replicas at the best batch, repeated; None if no batch keeps the promises
+    point   one of its replicas at the best batch; None: no batch keeps the promises
     gpus    number of its GPUs
-    reason  why the fleet is impossible; empty if it is possible
+    reason  why the fleet is impossible; empty: it is possible
     """
 
     shape: FleetPoint
@@ -31,7 +30,7 @@ class LoadChoice(msgspec.Struct, frozen=True):
 
 
 def shapes_of(points: Sequence[FleetPoint]) -> list[list[FleetPoint]]:
-    """Return the points of each shape (weights, TP, PP) by batch.
+    """Return the points of each shape (weights, TP, PP), sorted by batch.
 
     Shapes with more pipeline stages than needed are left out.
     """
@@ -53,9 +52,9 @@ def replica_counts(gpus: int) -> list[int]:
 def with_replicas(point: FleetPoint, replicas: int, gpus: int) -> FleetPoint:
     """Return the point with another number of replicas.
 
-    If these replicas need more than `gpus` GPUs, the reason of the new point says so. The new point
-    is marked as one of the best only if `point` is, and if one more replica would not fit: further
-    replicas of a shape are as fast, and serve more requests.
+    If these replicas need more than `gpus` GPUs, the new point has that as its reason. It is marked
+    as one of the best only if `point` is, and if one more replica would not fit. More replicas of a
+    shape are as fast, and serve more requests.
     """
     needed = point.tp * point.pp * replicas
     reason = point.reason or (f"needs {needed} GPUs of {gpus}" if needed > gpus else "")
@@ -75,7 +74,7 @@ def choices_for(
     ttft_s: float | None,
     gpus: int,
 ) -> Iterator[LoadChoice]:
-    """Yield for every shape the least fleet that serves a request rate within the promises.
+    """Yield for each shape the smallest fleet that serves a request rate within the promises.
 
     points      the points of pareto_front.fleet_points
     requests_s  requests per second

@@ -92,9 +92,7 @@ def comparison_lines(plans: Sequence[FleetPlan]) -> Iterator[str]:
 
 
 def front_lines(points: Sequence[FleetPoint], headline: str) -> Iterator[str]:
-    """Yield a table of a sizing's best configurations, and the reasons why layouts are impossible,
-    line by line.
-    """
+    """Yield a table of the best layouts, and why others are impossible, line by line."""
     yield headline
     heads = ("weights", "gpu", "TP", "PP", "replicas", "batch", "TTFT", "per token", "req/s")
     rows = [
@@ -197,9 +195,7 @@ def against_lines(plan: FleetPlan, other: FleetPlan) -> Iterator[str]:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the rows as lines of aligned columns; the first and the last column are
-    left-aligned.
-    """
+    """Yield the rows as lines of aligned columns. The first and last column are left-aligned."""
     widths = [max(len(row[index]) for row in (heads, *rows)) for index in range(len(heads))]
     for row in (heads, *rows):
         cells = [

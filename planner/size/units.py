@@ -1,4 +1,4 @@
-"""Converts numbers to texts with units, and such texts to numbers."""
+"""Converts numbers to texts with units, and texts with units to numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def gb(size: float) -> str:
 
 
 def usd(amount: float | None) -> str:
-    """Return an amount of dollars as text; a dash for None."""
+    """Return an amount of dollars as text, such as $2.50; a dash for None."""
     return "-" if amount is None else f"${amount:,.2f}" if amount >= 0.1 else f"${amount:.4f}"
 
 
@@ -31,7 +31,7 @@ def parse_tokens(text: str) -> int:
     except ValueError:
         tokens = -1.0
     if not 1 <= tokens <= 1 << 32 or tokens != int(tokens):
-        raise ValueError(f"{text!r} is not a number of tokens; valid: 8192, 8k")
+        raise ValueError(f"{text!r} is not a number of tokens; valid forms: 8192, 8k, 1m")
     return int(tokens)
 
 
@@ -49,4 +49,4 @@ def parse_seconds(text: str) -> float:
             if 0 < seconds < 1e6:
                 return seconds
             break
-    raise ValueError(f"{text!r} is not a time above zero; valid: 1.2s, 40ms")
+    raise ValueError(f"{text!r} is not a time above zero; valid forms: 1.2s, 40ms, 2m")

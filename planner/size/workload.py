@@ -1,4 +1,4 @@
-"""The input of a sizing plan: traffic, promised latencies and limits. No I/O."""
+"""The input of a sizing plan: traffic, promised latencies and limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Promise(msgspec.Struct, frozen=True):
     name        name of the class
     ttft_s      maximum seconds to the first token; None: no promise
     tpot_s      maximum seconds per further token; None: no promise
-    percentile  percent of the requests that must stay within each limit
+    percentile  percentage of requests that must stay within each limit
     """
 
     name: str = "default"
@@ -23,15 +23,15 @@ class Promise(msgspec.Struct, frozen=True):
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """The traffic for which a fleet is planned; one of `rate_s` and `concurrency` is given.
+    """The traffic to plan a fleet for. Either `rate_s` or `concurrency` is given.
 
     prompt           prompt tokens of a typical request
     output           output tokens of a typical request
-    cached_share     share of the prompt that a prefix cache holds
+    cached_share     share of the prompt that is found in a prefix cache, 0 to 1
     context          maximum tokens of prompt plus answer to serve
     rate_s           requests per second
-    concurrency      requests at once
-    max_concurrency  the gateway's cap per replica; None: what memory and promises allow
+    concurrency      number of requests in progress at the same time
+    max_concurrency  the gateway's cap per replica; None: as many as memory and promises allow
     headroom         share of KV to keep free, 0 to 1
     """
 
@@ -47,9 +47,7 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def cached(self) -> int:
-        """Return the number of prompt tokens that a prefix cache holds; at least one token is not
-        cached.
-        """
+        """Return the number of cached prompt tokens. At least one token is never cached."""
         return min(self.prompt - 1, round(self.prompt * self.cached_share))
 
     @property
@@ -59,17 +57,17 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def mean_context(self) -> int:
-        """Return the tokens in the KV cache of a decoding request, as the mean over its answer."""
+        """Return the KV tokens of a decoding request, as a mean over its answer."""
         return self.prompt + self.output // 2
 
     @property
     def ttft_s(self) -> float | None:
-        """Return the shortest TTFT that any class promises, in seconds; None without a promise."""
+        """Return the shortest TTFT that any class promises, in seconds; None: no promise."""
         return min((p.ttft_s for p in self.promises if p.ttft_s is not None), default=None)
 
     @property
     def tpot_s(self) -> float | None:
-        """Return the shortest TPOT that any class promises, in seconds; None without a promise."""
+        """Return the shortest TPOT that any class promises, in seconds; None: no promise."""
         return min((p.tpot_s for p in self.promises if p.tpot_s is not None), default=None)
 
     @property

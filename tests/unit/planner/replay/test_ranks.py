@@ -130,9 +130,9 @@ def test_a_slow_engine_slows_all_of_its_ranks(choice: RankChoice) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ep": 1, "dp": 8}, "two ways to give the same ranks"),
+        ({"ep": 1, "dp": 8}, "both set the number of data-parallel ranks"),
         ({"role": Role.PREFILL}, "role both"),
-        ({"pp": 2}, "neither pp nor cp"),
+        ({"pp": 2}, "cannot be combined with pp or cp"),
         ({"ranks": 0}, "ranks must be positive"),
     ],
 )

@@ -110,7 +110,7 @@ def test_least_squares_finds_the_minimum_within_its_bounds() -> None:
 
 def test_too_few_answers_are_refused_with_the_number_that_is_needed() -> None:
     answer = MeasuredAnswer("a", 0.0, 0.2, 2.2, 1000, 0, 100)
-    with pytest.raises(SizingError, match="at least 50 undisturbed prefills"):
+    with pytest.raises(SizingError, match="at least 50 prefills without other prompts"):
         calibrate(MODEL, H100, TP, phases_of([answer], MODEL))
 
 
@@ -147,7 +147,7 @@ def test_complete_answers_of_the_log_are_measured(tmp_path: Path) -> None:
 def test_a_log_of_two_models_is_refused(tmp_path: Path) -> None:
     log = tmp_path / "access.jsonl"
     log.write_text("\n".join([log_line(1), log_line(2, model="n")]))
-    with pytest.raises(SizingError, match="model; this log has m, n"):
+    with pytest.raises(SizingError, match="model, but this log has m, n"):
         read_answers(log, 1e6)
 
 
@@ -155,11 +155,11 @@ def test_the_command_refuses_what_it_cannot_calibrate(tmp_path: Path) -> None:
     log = tmp_path / "access.jsonl"
     log.write_text(log_line(1))
     for options, text in (
-        ([], "requires exactly one --gpu"),
+        ([], "requires --measured-tp and exactly one GPU"),
         (["--measured-tp", "4", "--from", str(log)], "--calibrate cannot be combined with --from"),
-        (["--measured-tp", "7"], "--measured-tp 7 is not possible"),
+        (["--measured-tp", "7"], "--measured-tp 7 is impossible"),
         (["--measured-tp", "4", "--last", "x"], "--last: 'x'"),
-        (["--measured-tp", "4"], "at least 50 undisturbed prefills"),
+        (["--measured-tp", "4"], "at least 50 prefills without other prompts"),
     ):
         result = CommandRunner().invoke(SIZE, [NAME, "--calibrate", str(log), *options])
         assert (result.exit_code, text in result.output) == (2, True), result.output
