@@ -1,3 +1,1 @@
-"""Offline tools: generate load, read traces, replay them on virtual time, compare
-configurations.
-"""
+"""Offline tools: load generation, traces, replays in virtual time, sizing, and comparisons."""

@@ -1,4 +1,4 @@
-"""Checks output paths of commands before the work begins. Nothing is written here."""
+"""Checks that output files of commands can be written, before the work begins."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from command_line import UsageError
 
 
 def check_writable(path: Path | None) -> Path | None:
-    """Return the path if it can be written, as the callback of a command-line option.
+    """Return the path if it can be written. Used to check a command-line option.
 
-    Raises UsageError otherwise.
+    Raises UsageError if it cannot be written.
     """
     if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(

@@ -1,10 +1,10 @@
-"""Runs independent computations in several processes, and shows how far all of them are.
+"""Runs independent computations in several processes, and shows their progress.
 
     results = map_in_processes(measure, fleets, processes=2, on_progress=show)
 
-Every computation has a process of its own, which begins from a new interpreter (spawn), so that it
-inherits neither threads nor locks. Results are in the order of the items, however many processes
-there are. With one process, everything runs in the calling process.
+Each computation has its own process, with a new interpreter (spawn), so that it inherits neither
+threads nor locks. Results are in the order of the items, whatever the number of processes. With one
+process, everything runs in the calling process.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ ItemProgress = Callable[[int, float], None]
 
 
 class WorkerError(RuntimeError):
-    """Raised when a process ended without a result.
+    """Raised if a process ended without a result.
 
-    The message says how it ended, or has the traceback of its error. `index` is that of its item.
+    The message states how the process ended, or contains the traceback of its error. `index` is the
+    index of its item.
     """
 
     def __init__(self, index: int, message: str) -> None:
@@ -65,14 +66,14 @@ def map_in_processes(
     processes: int,
     on_progress: ItemProgress,
 ) -> list[Result]:
-    """Return work(item, report_share) of every item, in their order.
+    """Return work(item, report_share) for every item, in the order of the items.
 
     work         a function of a module, which a new process can import; items and results must be
                  picklable
-    processes    the most computations at a time; 1: one after another in this process
+    processes    maximum number of computations at a time; 1: one after another in this process
     on_progress  called in this process, at most a hundred times per item
 
-    Raises WorkerError if a process ends without a result, and whatever on_progress raises. All
+    Raises WorkerError if a process ends without a result, and any exception of on_progress. All
     processes have ended then, as after Ctrl-C.
     """
     if min(processes, len(items)) <= 1:
@@ -92,7 +93,7 @@ def map_in_processes(
 
 
 class _Workers:
-    """The running processes of one call of map_in_processes; all have ended after the block."""
+    """The running processes of one call of map_in_processes. All have ended when the block ends."""
 
     def __init__(self, work: Callable[..., object]) -> None:
         self._work = work
@@ -127,9 +128,9 @@ class _Workers:
             raise _died(index, process) from None
 
     def receive_until_one_ends(self, results: dict[int, Result], on_progress: ItemProgress) -> None:
-        """Report shares until a process has sent a result; add it to `results` by its index.
+        """Report progress until a process has sent a result, and add the result to `results`.
 
-        Raises WorkerError if a process ends otherwise.
+        Raises WorkerError if a process ends without a result.
         """
         while True:
             for pipe in wait(list(self._running)):

@@ -12,15 +12,15 @@ ShowProgress = Callable[[str, float], None]
 
 
 def can_show_progress() -> bool:
-    """Return whether stderr is a terminal, and rich, which draws progress bars, is installed."""
+    """Return whether progress bars can be drawn: stderr is a terminal, and `rich` is installed."""
     return sys.stderr.isatty() and find_spec("rich") is not None
 
 
 @contextmanager
 def progress_bar(is_quiet: bool) -> Iterator[ShowProgress]:
-    """Show a progress bar on stderr until the block ends; its value is the callback to advance it.
+    """Show a progress bar on stderr until the block ends, and yield the function that advances it.
 
-    Nothing is shown if `is_quiet`, or where can_show_progress() is false.
+    Nothing is shown if `is_quiet` is true or can_show_progress() is false.
     """
     if is_quiet or not can_show_progress():
         yield lambda name, share: None
@@ -36,10 +36,10 @@ def progress_bar(is_quiet: bool) -> Iterator[ShowProgress]:
 
 @contextmanager
 def progress_rows(is_quiet: bool) -> Iterator[ShowProgress]:
-    """Show a progress bar per description on stderr until the block ends, for simultaneous work.
+    """Show several progress bars on stderr until the block ends, for simultaneous work.
 
-    The value is the callback to advance them. A bar appears with the first call that has its
-    description. Nothing is shown in the same cases as with progress_bar().
+    It yields the function that advances them. A bar appears at the first call with its description.
+    Nothing is shown in the same cases as with progress_bar().
     """
     if is_quiet or not can_show_progress():
         yield lambda name, share: None

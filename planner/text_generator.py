@@ -1,7 +1,8 @@
 """Generates text with a known number of tokens.
 
-It consists of three-letter English words and a space, 4 bytes and one token each. Equal keys give
-equal text on every machine, so prompts share a prefix exactly where a trace or workload defines it.
+The text consists of three-letter English words. A word and its space are 4 bytes and one token.
+Equal keys give equal text on every machine, so prompts share exactly the prefixes that a trace or
+workload defines.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _TABLE = tuple(word.encode() + b" " for word in _WORDS.split()) * 2
 
 
 def block(*key: object) -> str:
-    """Return a text of 512 tokens (2,048 bytes) that is generated from this key."""
+    """Return a text of 512 tokens (2,048 bytes) that depends only on this key."""
     digest = hashlib.shake_128(repr(key).encode()).digest(BLOCK_TOKENS)
     return b"".join(map(_TABLE.__getitem__, digest)).decode()
 
@@ -31,7 +32,7 @@ def block(*key: object) -> str:
 def text(tokens: int, *key: object) -> str:
     """Return a reproducible text of `tokens` tokens, which depends only on the key.
 
-    A longer text starts with the shorter ones of the same key.
+    A longer text begins with the shorter texts of the same key.
     """
     blocks = (block(*key, index) for index in range(-(-tokens // BLOCK_TOKENS)))
     return "".join(blocks)[: tokens * BYTES_PER_TOKEN]

@@ -1,1 +1,1 @@
-"""Replay of the last minutes of an access log through a portfolio of routing policies."""
+"""Compares routing policies by replaying the last minutes of an access log with each of them."""

@@ -1,8 +1,8 @@
-"""A process that replays traffic for a gateway: it reads one job from stdin, writes one result to
-stdout, and ends.
+"""The replay process beside a gateway: reads one job from stdin, writes one result to stdout, and
+ends.
 
-It ends at once when its stdin closes, because the gateway has then ended or does not need the
-result any more.
+If its stdin closes, the process ends at once, because the gateway has ended or no longer needs the
+result.
 """
 
 from __future__ import annotations

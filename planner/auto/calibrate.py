@@ -1,8 +1,7 @@
-"""Corrects the speeds of a pool's mock groups by comparing a replay with the access log.
+"""Corrects the speeds of simulated engines by comparing a replay with the access log.
 
-The log's requests are replayed on the endpoints that served them, so that nothing differs from the
-log except the speed of the engines. The ratio of the times per token is then the correction of the
-speed.
+The log's requests are replayed on the endpoints that served them, so that only the speed of the
+engines differs from the log. The ratio of the times per token is the correction of the speed.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ def calibrate(
     """Return the replay case with engine speeds corrected by the access log.
 
     case         the pool's configuration for a replay
-    endpoints    names of the groups in the log, in order
+    endpoints    names of its endpoints in the log, in order
     lately       the recent requests of the log
     on_progress  called during replays
 
-    A case with separate prefill and decode groups is returned unchanged.
+    A case with separate prefill and decode engines is returned unchanged.
     """
     kinds = case.fleet.groups
     is_split = case.fleet.pairs or any(kind.role is not Role.BOTH for kind in kinds)

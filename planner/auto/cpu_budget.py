@@ -1,4 +1,4 @@
-"""The limits of a replay process beside a gateway: idle priority, CPU time and memory."""
+"""Limits a replay process beside a gateway: lowest priority, limited CPU time and memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CpuBudget:
         self._paused_at_s = 0.0  # so that the CPU time of the start counts as well
 
     def pause(self, _clock_s: float = 0.0, _ended: int = 0) -> None:
-        """Sleep for as long as the allowed share of CPU time requires.
+        """Sleep as long as needed to stay within the allowed share of CPU time.
 
         The CPU time since the last pause counts. The arguments are those of OnProgress, and are not
         used.

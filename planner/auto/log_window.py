@@ -1,7 +1,7 @@
-"""Finds the part of an access log that has all requests that arrived in it.
+"""Finds the part of an access log that contains all requests which arrived in it.
 
-A request is logged when it ends. So the newest part of a log has only short answers, and a replay
-of it meets emptier engines than the requests did. That part must not count.
+A request is logged when it ends. So the newest part of a log has only short answers. A replay of
+that part would have emptier engines than in reality, so its requests must not count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def complete_until(lines: Sequence[LoggedRequest], now_s: float) -> float:
     """Return the Unix time in seconds before which nearly all arrived requests are in the log.
 
     lines  the log lines in order of arrival
-    now_s  Unix time at which the log was read, in seconds; the end of a logged request if later
+    now_s  Unix time in seconds at which the log was read, or the end of the last logged request if
+           that is later
     """
     if not lines:
         return now_s
@@ -48,12 +49,11 @@ def complete_until(lines: Sequence[LoggedRequest], now_s: float) -> float:
 
 
 def carry_over(lines: Sequence[LoggedRequest], begins_s: float) -> list[LoggedRequest]:
-    """Return the requests in progress at the Unix time `begins_s`, in seconds, as if they arrived
-    then.
+    """Return the requests in progress at the Unix time `begins_s`, as if they arrived then.
 
-    Without them a replay of an overloaded fleet begins with empty queues. An answer that had begun
-    is reduced to its rest, with a prompt of BEGUN_TOKENS tokens, because its prompt had been
-    computed.
+    Without them, the replay of an overloaded fleet would begin with empty queues. An answer that
+    had begun is reduced to its rest, with a prompt of BEGUN_TOKENS tokens, because its prompt was
+    computed already.
     """
     carried = []
     for line in lines:
@@ -78,15 +78,15 @@ def _duration_s(line: LoggedRequest) -> float:
 def choose_window(
     lately: RecentTraffic, counts_from_s: float, now_s: float, most: int = MOST_REQUESTS
 ) -> RecentTraffic:
-    """Return the traffic with the part that counts, and no more requests than a comparison takes.
+    """Return the traffic with the part that counts, and not too many requests for a comparison.
 
     lately         the recent requests of the log
-    counts_from_s  Unix time before which requests only warm caches
+    counts_from_s  Unix time before which requests only fill caches
     now_s          Unix time at which the log was read
     most           maximum number of requests before the end of the counted part
 
-    The newest third of the requests at most is left after the counted part, and the oldest third
-    warms caches if older ones are left out.
+    At most the newest third of the requests comes after the counted part. If older requests are
+    left out, the oldest third of the others fills caches.
     """
     until_s = complete_until(lately.lines, now_s)
     lines = list(lately.lines)

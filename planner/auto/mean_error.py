@@ -1,6 +1,6 @@
 """Estimates the error of a mean over requests, from blocks of consecutive requests.
 
-Requests close in time meet the same queues, so single requests are not independent.
+Requests that arrive close together wait in the same queues, so single requests are not independent.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ T_95 = 2.36
 
 
 def in_blocks(items: Sequence[Item]) -> list[Sequence[Item]]:
-    """Split a sequence into BLOCKS consecutive parts of equal size, and return them.
+    """Split a sequence into BLOCKS consecutive parts of equal size.
 
-    The sequence must have at least BLOCKS items.
+    It must have that many items.
     """
     edges = [len(items) * block // BLOCKS for block in range(BLOCKS + 1)]
     return [items[begin:end] for begin, end in pairwise(edges)]
 
 
 def error_of_mean(of_blocks: Sequence[float]) -> float:
-    """Return the error of the mean of BLOCKS values: half of the width of its 95 % interval."""
+    """Return the error of the mean of BLOCKS values: half the width of its 95 % confidence
+    interval.
+    """
     return T_95 * stdev(of_blocks) / sqrt(len(of_blocks))

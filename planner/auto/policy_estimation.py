@@ -1,4 +1,4 @@
-"""Estimates how each routing policy of a portfolio would have served the requests of an access log.
+"""Estimates how well each routing policy would have served the requests of an access log.
 
 All policies are replayed on the same arrivals, so that their results differ only because of the
 policies. The error of a difference is computed from blocks of consecutive requests. The best
@@ -43,12 +43,11 @@ def evaluate(
     """Estimate each routing policy's goodput by replaying the recent requests of the pool.
 
     case              the pool's configuration for a replay
-    members           the policies to compare; the first is the policy in force
-    endpoints         names of the case's groups in the log, in order
+    members           the policies to compare; the current policy is first
+    endpoints         names of the pool's endpoints in the log, in order
     lately            the recent requests
-    in_force_since_s  Unix time since which the policy in force has routed all requests. Only later
-                      requests are used to test whether the replay of this policy agrees with the
-                      log
+    in_force_since_s  Unix time since which the current policy has routed all requests. Only later
+                      requests are used to check the replay of this policy against the log
     on_progress       called during replays
     """
     requests = lately.requests(case.models)
@@ -109,7 +108,7 @@ def _estimate(
 
 
 class _Runs:
-    """Replays the requests of one pool with each routing policy, and keeps the results.
+    """Replays the requests of one pool with each routing policy, and stores the results.
 
     A policy is replayed when its result is first needed.
     """
@@ -128,7 +127,7 @@ class _Runs:
     def records(self, member: PolicyMember, seed: int) -> list[ReplayRecord]:
         """Replay the traffic with a policy; return the records of the counted requests, by arrival.
 
-        The same requests are counted for all policies. A result is kept and returned again.
+        The same requests are counted for all policies. A stored result is returned again.
 
         member  the policy and its parameters
         seed    random seed of the replay
@@ -199,9 +198,9 @@ def _served(line: LoggedRequest, case: PoolCase) -> ServedRequest | None:
 
 
 def portfolio(incumbent: PolicyMember, members: Sequence[PolicyMember]) -> tuple[PolicyMember, ...]:
-    """Return the routing policies to compare: first the policy in force, then the others.
+    """Return the routing policies to compare: first the current policy, then the others.
 
-    incumbent  the policy in force
-    members    the configured policies; the one in force may be among them
+    incumbent  the current policy
+    members    the configured policies; the current one may be among them
     """
     return (incumbent, *(member for member in members if member.label != incumbent.label))

@@ -1,8 +1,8 @@
-"""Checks whether a replay of the policy in force reproduces the access log.
+"""Checks whether a replay of the current routing policy reproduces the access log.
 
-If the simulated engines are better than the real ones, the replay must not choose a policy for
-them. If they are worse, it may: other policies must then exceed what the log says of the one in
-force.
+If the replay is better than the log, its engines are better than the real ones, and it must not
+choose a policy for them. If it is worse, it may choose: another policy must then exceed the logged
+result of the current one.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class ServedRequest(msgspec.Struct, frozen=True):
     """How one request was served, in the access log or in the replay.
 
     slo      its service class
-    is_good  whether it was served within both budgets
-    ttft_s   seconds to the first token; None if unknown
-    tpot_s   seconds per further token; None if unknown
+    is_good  whether it was served within both latency budgets
+    ttft_s   seconds to the first token; None: unknown
+    tpot_s   seconds per further token; None: unknown
     """
 
     slo: Slo
@@ -55,7 +55,7 @@ class ServedRequest(msgspec.Struct, frozen=True):
 
 
 def from_line(line: LoggedRequest, slo: Slo) -> ServedRequest | None:
-    """Convert an access log line to a ServedRequest; return None if the outcome is unknown.
+    """Convert an access log line to a ServedRequest; None: the result of the request is unknown.
 
     A refused request counts as one that missed its latency budgets.
     """
@@ -76,13 +76,12 @@ def from_record(record: ReplayRecord) -> ServedRequest:
 
 
 def find_doubt(logged: Sequence[ServedRequest], replayed: Sequence[ServedRequest]) -> str:
-    """Return, as text, how the replay is better than the log by more than the tolerance; "" if it
-    is not.
+    """Return by how much the replay is better than the log, as text; "": within the tolerance.
 
     logged    the requests as the access log has them
     replayed  the same requests as the replay served them
 
-    Fewer than LEAST_LINES requests are a reason for doubt as well.
+    If there are fewer than LEAST_LINES requests, the text states that instead.
     """
     if len(logged) < LEAST_LINES or not replayed:
         return f"the log has only {len(logged)} comparable requests of the policy in force"
@@ -110,7 +109,9 @@ def find_doubt(logged: Sequence[ServedRequest], replayed: Sequence[ServedRequest
 
 
 def goodput(requests: Sequence[ServedRequest | ReplayRecord]) -> float:
-    """Return the share of good requests, weighted by their classes; 0.0 without requests."""
+    """Return the share of requests within their latency budgets, weighted by class; 0.0: no
+    requests.
+    """
     total = sum(request.slo.weight for request in requests)
     good = sum(request.slo.weight for request in requests if request.is_good)
     return good / total if total else 0.0

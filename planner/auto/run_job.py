@@ -1,5 +1,5 @@
-"""Runs one comparison of routing policies that the gateway asks for: reads the log, and evaluates
-every pool.
+"""Runs a gateway's job: compares routing policies for each pool on the requests of the access
+log.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ TAIL_BYTES = 32 << 20
 
 
 def read_job(pipe: BinaryIO) -> ReplayJob | None:
-    """Return the comparison job in one line of JSON from the gateway; None at the end of the
-    pipe.
-    """
+    """Return the gateway's job in one line of JSON; None: the pipe has ended."""
     line = pipe.readline()
     return msgspec.json.decode(line, type=ReplayJob) if line.endswith(b"\n") else None
 
 
 def run_job(job: ReplayJob, on_progress: OnProgress | None = None) -> bytes:
-    """Run a comparison job of the gateway, and return its result as a line of JSON."""
+    """Run a comparison job of the gateway, and return its result as one line of JSON."""
     estimates: list[PoolEstimate] = []
     failed: dict[str, str] = {}
     for pool in job.pools:

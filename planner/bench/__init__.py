@@ -1,7 +1,7 @@
 """Load generator for an OpenAI-compatible server: `await run(plan)` returns a BenchReport.
 
-Contains workloads, open and closed loop, timing of streamed answers, and JSON for other tools.
-Trace readers are in planner/traces, the comparison with other gateways in bench.
+The package has workloads, open and closed loops, the timing of streamed answers, and reports as
+JSON. Trace readers are in planner/traces. The comparison with other gateways is in bench.
 """
 
 from planner.bench.answer_timeline import AnswerTimeline

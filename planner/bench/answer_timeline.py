@@ -1,6 +1,6 @@
 """Parses a streamed answer, and records the times of its tokens, its token usage and its end.
 
-No I/O.
+This module does no I/O.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ class _Details(msgspec.Struct):
 
 
 class ReportedUsage(msgspec.Struct):
-    """The token usage that an engine reports.
-
-    `cached_tokens` is None if the engine does not report it.
-    """
+    """The token usage that an engine reports. `cached_tokens` is None if it is not reported."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -58,13 +55,13 @@ A longer line cannot be an event of an answer and is dropped before it fills the
 class AnswerTimeline:
     """Parses the received bytes of one streamed answer, and records the times of its tokens.
 
-    first_s  time of the first event with generated content; None before it
-    last_s   time of the latest such event; None before it
+    first_s  time of the first event with generated content; None: not yet
+    last_s   time of the latest event with generated content; None: not yet
     gaps_s   seconds between these events
     usage    the latest token usage that was reported
     done     whether [DONE] was received
-    error    an error event's code, else its type
-    broken   whether invalid data was received: no JSON, or a line without end
+    error    code of an error event, or its type if it has no code
+    broken   whether invalid data was received: no JSON, or a line that does not end
     """
 
     __slots__ = (
@@ -99,7 +96,7 @@ class AnswerTimeline:
 
     @property
     def tokens(self) -> int:
-        """Return the number of generated tokens: the engine's count, or one for each event with
+        """Return the number of generated tokens: as the engine reports, or one per event with
         content.
         """
         if self.usage is not None:
@@ -107,10 +104,10 @@ class AnswerTimeline:
         return 0 if self.first_s is None else len(self.gaps_s) + 1
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Parse the next bytes of the streamed answer, which arrived at `now_s` in chunks of any
-        size.
+        """Parse the next bytes of the streamed answer, which arrived at `now_s`.
 
-        Lines end with a line feed, with or without a carriage return before it.
+        Chunks may have any size. Lines end with a line feed, with or without a carriage return
+        before it.
         """
         *lines, rest = data.split(b"\n")
         if lines and self._buffer:

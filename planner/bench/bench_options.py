@@ -1,4 +1,4 @@
-"""The options of one benchmark run, and the rules between them."""
+"""The options of one benchmark run, and the rules for combining them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,32 @@ from planner.bench.workloads import shapes
 
 
 class PlanError(ValueError):
-    """Raised for invalid options of a benchmark; the message names the option and the reason."""
+    """Raised if the options of a benchmark are invalid.
+
+    The message has the option and the reason.
+    """
 
 
 class BenchSlo(msgspec.Struct, frozen=True):
-    """Latency limits within which a request counts as good, in seconds; None means no limit."""
+    """Latency limits within which a request counts as good, in seconds. None: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
 
 class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of one benchmark run: an open loop with `rate` or `trace`, else a closed loop.
+    """The options of one benchmark run.
+
+    With `rate` or `trace`, requests are sent at given times (open loop). Otherwise, users wait for
+    each answer before the next request (closed loop).
 
     url          scheme, host and port; /v1/chat/completions is appended
-    model        None: the first that /v1/models lists
+    model        model to request; None: the first one that /v1/models lists
     rate         requests per second of an open loop
     concurrency  number of users of a closed loop
-    duration_s   no request is due after it; None with `requests`: no limit
+    duration_s   no request is sent after so many seconds; None with `requests`: no limit
     requests     maximum number of requests
-    trace        a Mooncake file instead of a shape; `speed` and `limit` apply to it
+    trace        path of a Mooncake trace to replay instead of a shape, with `speed` and `limit`
     think        factor on the pauses between the turns of a session; 0: no pauses
     ignore_eos   makes engines that support it generate exactly the requested length
     warmup       requests sent before the run, one after another, and not counted
@@ -59,14 +65,12 @@ class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_open(self) -> bool:
-        """Return whether requests are sent at given times, whether or not earlier ones were
-        answered.
-        """
+        """Return whether requests are sent at given times, without waiting for earlier answers."""
         return self.rate is not None or self.trace is not None
 
 
 def with_defaults(plan: BenchPlan) -> BenchPlan:
-    """Return the benchmark's plan with defaults: 8 users if it has no load, 30 s if it has no end.
+    """Return the plan with defaults filled in: 8 users if it has no load, 30 s if it has no end.
 
     Raises PlanError if options are invalid or exclude each other.
     """
@@ -84,7 +88,7 @@ def with_defaults(plan: BenchPlan) -> BenchPlan:
             "times; use --speed instead"
         )
     if plan.trace is None and plan.limit is not None:
-        raise PlanError("--limit is only for --trace; use --requests with a shape")
+        raise PlanError("--limit requires --trace; use --requests with a shape")
     if not plan.is_open and plan.concurrency is None:
         plan = msgspec.structs.replace(plan, concurrency=8)
     if plan.duration_s is None and plan.requests is None and plan.trace is None:

@@ -1,7 +1,10 @@
-"""The command `penstock bench`: converts its options to a plan, and prints the report.
+"""The command `penstock bench`: converts its options to a benchmark plan, and prints the report.
 
-The gateway's CLI registers the command. Exit status: 0 success; 1 no answer, unreachable server or
-interrupted run; 2 usage.
+The gateway's command line registers this command. Exit status:
+
+- 0: success
+- 1: no answer, server unreachable, or run interrupted
+- 2: wrong usage
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ _WARMUP = 8
 
 
 def duration_s(value: str) -> float:
-    """Return the seconds of a text such as 250ms, 30s, 5m or 1h. Raises UsageError."""
+    """Parse a duration such as 250ms, 30s, 5m or 1h, and return it in seconds.
+
+    Raises UsageError if the text is invalid.
+    """
     match = _DURATION.fullmatch(value)
     if match is None or float(match[1]) == 0:
         raise UsageError(f"{value!r} is not a valid duration; examples are 250ms, 30s and 5m")
@@ -48,26 +54,32 @@ Url = Annotated[
 ]
 Model = Annotated[
     str | None,
-    Option(help="Model to request; default: the first model that the server lists."),
+    Option(help="Model to request. Default: the first model that the server lists."),
 ]
 Shape = Annotated[str, Option(help="Kind of traffic: chat, rag, agent or shared-prefix.")]
 Rate = Annotated[
     float | None,
-    Option(min=1e-3, help="Open loop: mean number of requests per second, sent at random times."),
+    Option(
+        min=1e-3,
+        help=(
+            "Mean number of requests per second, sent at random times without waiting for answers "
+            "(open loop)."
+        ),
+    ),
 ]
 Users = Annotated[
     int | None,
     Option(
         min=1,
-        help="Closed loop: number of users, each of whom waits for "
-        "an answer before the next request (8).",
+        help="Number of users, each of whom waits for an answer before the next request (closed "
+        "loop). Default: 8.",
     ),
 ]
 Requests = Annotated[int | None, Option(min=1, help="Stop after this many requests.")]
 Warmup = Annotated[
     bool, Option("--warmup", help=f"Send {_WARMUP} requests first that are not counted.")
 ]
-Seed = Annotated[int, Option(help="Random seed; runs with equal seeds send equal requests.")]
+Seed = Annotated[int, Option(help="Random seed. Runs with the same seed send the same requests.")]
 Trace = Annotated[
     Path | None,
     Option(
@@ -77,22 +89,22 @@ Trace = Annotated[
 ]
 Speed = Annotated[
     float,
-    Option(min=1e-3, help="With --trace: speed of the replay relative to the recording."),
+    Option(min=1e-3, help="With --trace: factor on the recorded request rate; 2 is twice as fast."),
 ]
 Limit = Annotated[
     int | None,
-    Option(min=1, help="With --trace: maximum number of requests to replay, from the beginning."),
+    Option(min=1, help="With --trace: replay only this many requests, from the beginning."),
 ]
 Think = Annotated[
     float,
-    Option(min=0, help="Factor by which the pauses between the turns of a session are multiplied."),
+    Option(min=0, help="Factor on the pauses between the turns of a session; 0: no pauses."),
 ]
 IgnoreEos = Annotated[
     bool,
     Option(
         "--ignore-eos",
-        help="Make engines generate the full requested length, "
-        "without stopping earlier (vLLM, SGLang).",
+        help="Ask engines to generate the full requested length, without an earlier end (vLLM, "
+        "SGLang).",
     ),
 ]
 ApiKey = Annotated[
@@ -104,7 +116,7 @@ Out = Annotated[
     Path | None,
     Option(
         check=check_writable,
-        help="File to which the report is also written, as JSON.",
+        help="Write the report to this file too, as JSON.",
     ),
 ]
 For = Annotated[float | None, _time("How long to send requests (default: 30s).", "--for")]
@@ -139,7 +151,7 @@ def bench(
     as_json: AsJson = False,
     out: Out = None,
 ) -> None:
-    """Put load on an OpenAI server and measure TTFT, TPOT, ITL, throughput and goodput."""
+    """Put load on an OpenAI-compatible server, and measure latencies, throughput and goodput."""
     plan = BenchPlan(
         url=url,
         model=model,

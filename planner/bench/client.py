@@ -1,4 +1,4 @@
-"""Client of an OpenAI-compatible server: sends one request and measures its streamed answer.
+"""Client of an OpenAI-compatible server: sends a request, and measures its streamed answer.
 
 open_and_closed_loop.py decides when a request is sent.
 """
@@ -18,26 +18,26 @@ from planner.bench.bench_options import BenchPlan
 
 
 class BenchError(Exception):
-    """Raised when the server cannot be used at all; the message says what it answered."""
+    """Raised if the server cannot be used at all. The message contains its response."""
 
 
 class BenchRecord(msgspec.Struct):
-    """Measurements of one request; times in seconds of one clock.
+    """Measurements of one request. All times are in seconds of one clock.
 
-    Written by the client, read by the report.
+    The client writes it, and the report reads it.
 
     session  number of its session
     turn     number of the request within the session
-    due_s    when it should have been sent. Latencies count from here, so that they include the time
-             for which a slow server delays the sender
+    due_s    when it should have been sent. Latencies count from here, so that they include delays
+             of the sender that a slow server has caused
     sent_s   when it was sent
     ended_s  when its answer ended
-    first_s  time of the first token; None if there was none
+    first_s  time of the first token; None: there was none
     last_s   time of the last token
     gaps_s   seconds between events with tokens
-    status   HTTP status; None without a response
-    error    None after a complete answer, else what went wrong: http_429, connect, disconnected,
-             timeout, stream_error, truncated, empty, unfinished
+    status   HTTP status; None: no response
+    error    what went wrong: http_429, connect, disconnected, timeout, stream_error, truncated,
+             empty or unfinished. None: the answer is complete
     """
 
     session: int
@@ -60,9 +60,7 @@ class BenchRecord(msgspec.Struct):
 
     @property
     def tpot_s(self) -> float | None:
-        """Return the mean seconds per output token after the first; None for fewer than two
-        tokens.
-        """
+        """Return the mean seconds per output token after the first; None: fewer than two tokens."""
         if self.first_s is None or self.last_s is None or self.output_tokens < 2:
             return None
         return (self.last_s - self.first_s) / (self.output_tokens - 1)
@@ -73,12 +71,12 @@ class BenchRecord(msgspec.Struct):
 
     @property
     def lag_s(self) -> float:
-        """Return how many seconds later than planned the client sent the request."""
+        """Return how many seconds too late the client sent the request."""
         return self.sent_s - self.due_s
 
 
 class BenchClient:
-    """A client with a pool of connections to one server, for any number of concurrent requests."""
+    """A client of one server, with a pool of connections for any number of concurrent requests."""
 
     def __init__(self, plan: BenchPlan) -> None:
         self._plan = plan
@@ -99,8 +97,7 @@ class BenchClient:
         await self._http.close()
 
     async def model(self) -> str:
-        """Return the name of the model to request: the plan's, or the first one that the server
-        lists.
+        """Return the model to request: the plan's model, or the first one that the server lists.
 
         Raises BenchError if the server lists none.
         """

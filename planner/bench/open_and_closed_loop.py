@@ -1,8 +1,7 @@
-"""The run of a benchmark: open loop (requests at given times) or closed loop (users who wait for
-answers).
+"""Runs a benchmark, as an open loop or a closed loop. The main function is `run`.
 
-A user of a closed loop sends the next request after the answer to the last one. The main function
-is `run`.
+- Open loop: requests are sent at given times.
+- Closed loop: each user sends the next request after the answer to the last one.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class RunProgress(msgspec.Struct):
 async def run(plan: BenchPlan, watch: Watch | None = None) -> BenchReport:
     """Run the benchmark that `plan` describes, and return its report.
 
-    Raises PlanError for an invalid plan, and BenchError without a usable server. When cancelled,
+    Raises PlanError if the plan is invalid, and BenchError if the server is unusable. If cancelled,
     the run ends early and returns a report that is marked as `interrupted`.
     """
     plan = with_defaults(plan)

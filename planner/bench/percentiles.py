@@ -1,5 +1,6 @@
-"""Computes percentiles and summaries of samples, interpolated linearly between ranks (numpy's
-default).
+"""Computes percentiles and summaries of samples.
+
+Percentiles are interpolated linearly between samples, as by numpy's default.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return the value below which `percent` percent of the sorted samples lie.
+    """Return the value below which `percent` percent of the sorted samples are.
 
-    Raises ValueError if there are none.
+    Raises ValueError if there are no samples.
     """
     if not ordered:
         raise ValueError("percentiles cannot be computed without samples")
@@ -42,7 +43,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def summarise(samples: Sequence[float]) -> Summary | None:
-    """Return the Summary of samples in any order; None if there are none.
+    """Return the Summary of samples in any order; None: there are no samples.
 
     `std` is the standard deviation of the population.
     """
@@ -56,7 +57,7 @@ def summarise(samples: Sequence[float]) -> Summary | None:
 
 
 def convert_unit(summary: Summary, factor: float) -> Summary:
-    """Return the statistics with all values multiplied by `factor`, to change their unit."""
+    """Return a copy with all values multiplied by `factor`, to change their unit."""
     values = {
         name: getattr(summary, name) * factor
         for name in summary.__struct_fields__

@@ -1,8 +1,7 @@
-"""The report of a benchmark run: percentiles, throughput, goodput and errors, as JSON with three
-naming schemes.
+"""The report of a benchmark run, as JSON: percentiles, throughput, goodput and errors.
 
-Names at the top level are those of vLLM's and SGLang's benchmarks. `guidellm` and `aiperf` hold the
-same numbers with the names and definitions of those tools, for comparison.
+Names at the top level are those of vLLM's and SGLang's benchmarks. The members `guidellm` and
+`aiperf` have the same numbers with the names and definitions of those tools, for comparison.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from planner.bench.percentiles import Summary, convert_unit, summarise
 
 
 def is_good(record: BenchRecord, slo: BenchSlo) -> bool:
-    """Return whether a request succeeded within the latency limits of the SLO.
+    """Return whether a request succeeded within the latency limits.
 
-    The limit of TPOT does not apply to an answer of one token.
+    The limit per token (TPOT) does not apply to an answer of one token.
     """
     if record.error is not None or record.ttft_s is None:
         return False
@@ -31,9 +30,7 @@ def is_good(record: BenchRecord, slo: BenchSlo) -> bool:
 
 
 class BenchReport:
-    """The immutable result of one benchmark run, with times in seconds, and None where nothing was
-    measured.
-    """
+    """The result of one benchmark run. Times are in seconds; None: nothing was measured."""
 
     def __init__(
         self,
@@ -73,7 +70,8 @@ class BenchReport:
     def cached_ratio(self) -> float | None:
         """Return the share of prompt tokens that came from prefix caches, 0 to 1.
 
-        Answers that do not report cached tokens are left out. Returns None if none reports them.
+        Answers that do not report cached tokens are left out. Returns None if no answer reports
+        them.
         """
         reporting = [record for record in self.completed if record.cached_tokens is not None]
         prompt = sum(record.prompt_tokens or 0 for record in reporting)
@@ -91,9 +89,7 @@ class BenchReport:
         return amount / self.duration_s if self.duration_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole benchmark report as a JSON object, except the records of single
-        requests.
-        """
+        """Return the whole report as a JSON object, without the records of single requests."""
         return {
             "schema": "penstock-bench/1",
             "plan": _plain(self.plan),

@@ -1,4 +1,4 @@
-"""Terminal output of a benchmark run: a progress line while it runs, and a table at its end."""
+"""Terminal output of a benchmark run: a progress line while it runs, and tables at its end."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _RECENT = 200
 
 
 class LiveProgress:
-    """A progress bar on a terminal, as a context manager whose `watch` is passed to run().
+    """A progress bar on a terminal, as a context manager. Pass its method `watch` to run().
 
-    It counts requests if the plan limits them, else seconds.
+    It counts requests if the plan limits their number, otherwise seconds.
     """
 
     def __init__(self, plan: BenchPlan, console: Console) -> None:
@@ -54,8 +54,7 @@ class LiveProgress:
 def describe(progress: RunProgress) -> str:
     """Return the progress of a benchmark run as one line of text.
 
-    It has the numbers of finished and running requests, the errors, and the median TTFT of the
-    latest requests.
+    It has the numbers of finished and running requests and of errors, and the recent median TTFT.
     """
     recent = progress.records[-_RECENT:]
     errors = sum(record.error is not None for record in progress.records)
@@ -68,7 +67,7 @@ def describe(progress: RunProgress) -> str:
 
 
 def table(report: BenchReport) -> Iterator[str]:
-    """Yield the latencies of a benchmark report as lines: a title, and a table of percentiles."""
+    """Yield the latencies of a report line by line: a title, then a table of percentiles."""
     yield _title(report)
     summaries = (
         ("TTFT", report.ttft),
@@ -104,7 +103,7 @@ def _cells(summary: Summary | None) -> list[str]:
 
 
 def lines(report: BenchReport) -> list[str]:
-    """Return the figures of a report outside the table: counts, rates, goodput, cache and
+    """Return the numbers of a report that are not latencies: counts, rates, goodput, cache,
     errors.
     """
     failed = len(report.records) - len(report.completed)

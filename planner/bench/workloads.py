@@ -1,6 +1,6 @@
-"""The workloads of `penstock bench`: kinds of traffic as seeded generators of sessions.
+"""The workloads of `penstock bench`: kinds of traffic as generators of random sessions.
 
-Lengths follow the published workloads named at each shape. Equal seeds give equal sessions on every
+Lengths follow published workloads, which each shape names. Equal seeds give equal sessions on every
 machine. open_and_closed_loop.py decides when they are sent.
 """
 
@@ -31,11 +31,11 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class WorkloadSession(msgspec.Struct, frozen=True):
-    """One conversation. Each turn is sent with all earlier turns and their answers.
+    """One conversation. Each turn is sent together with all earlier turns and their answers.
 
     id      number of the session
     turns   the user's messages
-    system  the system prompt; None without one
+    system  the system prompt; None: there is none
     """
 
     id: int
@@ -44,10 +44,9 @@ class WorkloadSession(msgspec.Struct, frozen=True):
 
 
 class WorkloadShape(msgspec.Struct, frozen=True):
-    """A kind of traffic with a generator of sessions.
+    """A kind of traffic, with a generator of sessions.
 
-    mean_turns  mean number of requests of a session, by which a rate of requests is converted to a
-                rate of sessions
+    mean_turns  mean number of requests per session, to convert a request rate to a session rate
     """
 
     name: str
@@ -57,7 +56,7 @@ class WorkloadShape(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A session of a workload that is due at a time.
+    """A session of a workload, with the time to start it.
 
     due_s    seconds from the start of the benchmark
     session  the session
@@ -70,7 +69,7 @@ class Arrival(msgspec.Struct, frozen=True):
 def lognormal(rng: Random, median: float, mean: float, least: int, most: int) -> int:
     """Draw a length from a log-normal distribution with this median and mean.
 
-    The result is clipped to [least, most].
+    A result below `least` or above `most` is replaced by that limit.
     """
     sigma = sqrt(2 * log(mean / median))
     return round(min(max(exp(rng.gauss(log(median), sigma)), least), most))

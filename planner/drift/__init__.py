@@ -1,3 +1,1 @@
-"""The command `penstock drift`: checks whether recorded requests have the shapes that a fleet was
-sized for.
-"""
+"""The command `penstock drift`: do recorded requests have the shapes that a fleet was sized for?"""

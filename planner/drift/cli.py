@@ -1,6 +1,10 @@
 """The command `penstock drift`: compares a log with `sized_for` of a configuration, or prints it.
 
-Exit status: 0 no drift; 2 wrong input; 3 drift.
+The section `sized_for` contains the request shapes that a fleet was sized for. Exit status:
+
+- 0: no drift
+- 2: wrong input
+- 3: drift
 """
 
 from __future__ import annotations
@@ -26,28 +30,31 @@ ConfigFile = Annotated[
     Option(
         "--config",
         "-c",
-        help="Configuration that contains sized_for; without it, the command prints a "
-        "sized_for for the log.",
+        help="Configuration with a section sized_for to compare with. Without it, the command "
+        "prints a sized_for for the log.",
     ),
 ]
 Pool = Annotated[
     str | None,
-    Option("--pool", help="Name of the pool in the configuration; default: the only pool."),
+    Option("--pool", help="Name of the pool in the configuration. Default: the only pool."),
 ]
 Only = Annotated[
     list[str] | None,
     Option(
         "--only",
         metavar="MODEL",
-        help="Count requests of the access log for this model; may be repeated. Default: with "
-        "--config the models of the pool, else all.",
+        help="Count only requests of the access log for this model; may be repeated. Default: "
+        "with --config the models of the pool, otherwise all.",
     ),
 ]
 Replay = Annotated[
     bool,
     Option(
         "--replay/--no-replay",
-        help="After drift, replay the newest requests on the running and on a newly sized fleet.",
+        help=(
+            "If there is drift, replay the newest requests on the running fleet and on a newly "
+            "sized one."
+        ),
     ),
 ]
 Last = Annotated[
@@ -55,27 +62,31 @@ Last = Annotated[
     Option(
         "--last",
         metavar="TIME",
-        help="Length of the period, up to the end of the log, whose requests are replayed.",
+        help="Replay the requests of this period before the end of the log, for example 30m.",
     ),
 ]
 Model = Annotated[
     str | None,
-    Option("--model", help="Model of the replayed engines, if no name in the file is known."),
+    Option(
+        "--model",
+        help=("Model of the replayed engines, if the configuration contains no known model name."),
+    ),
 ]
 GpuKind = Annotated[
-    str | None, Option("--gpu", help="GPU of the replayed engines, if they have no label.")
+    str | None,
+    Option(
+        "--gpu", help=("GPU type of the replayed engines, if their endpoints have no label gpu.")
+    ),
 ]
 Reload = Annotated[
     str | None,
     Option(
         "--reload",
         metavar="TIME",
-        help="Time that an engine needs to load its weights; default: at 2 GB/s per GPU.",
+        help="Time that an engine needs to load its weights. Default: at 2 GB/s per GPU.",
     ),
 ]
-Limit = Annotated[
-    str, Option("--limit", metavar="TIME", help="CPU time that the replays may take.")
-]
+Limit = Annotated[str, Option("--limit", metavar="TIME", help="Maximum CPU time of the replays.")]
 AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 
 
@@ -83,17 +94,17 @@ ConfigReader = Callable[[str], Mapping[str, Any]]
 
 
 class DriftError(ValueError):
-    """Raised when a comparison with `sized_for` is impossible; the message says what is valid."""
+    """Raised if a log cannot be compared with `sized_for`. The message contains what is valid."""
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):
-    """The options of `penstock drift` for the suggestion of another layout.
+    """The options of `penstock drift` for suggesting another layout.
 
     last_s    seconds of recent requests to replay
-    model     the model, where the configuration does not name it
-    gpu       the GPU type, likewise
+    model     the model, if the configuration does not contain it; None: none given
+    gpu       the GPU type, if the configuration does not contain it; None: none given
     reload_s  seconds in which one engine reloads; None: from the size of its weights
-    limit_s   seconds of CPU time that the replays may take
+    limit_s   maximum CPU seconds of the replays
     """
 
     last_s: float
@@ -119,7 +130,7 @@ def drift(
 ) -> None:
     """Show whether recorded requests still have the shapes that a pool was sized for.
 
-    After drift, replays say whether another layout gains enough to switch to it.
+    If not, replays can show whether another layout is worth a switch.
     """
     try:
         options = ReplayOptions(
@@ -214,8 +225,8 @@ def _block(requests: Sequence[TraceRequest], begin_s: float, pool: str) -> str:
 def hourly_rates(times_s: Sequence[float]) -> list[float]:
     """Return the requests per second in each hour of the day (UTC), 24 numbers.
 
-    `times_s` are the times of arrival, ascending, in Unix seconds. An hour that the log covers in
-    part counts with that part; one that it does not cover is 0.
+    `times_s` are the arrival times in Unix seconds, ascending. If the log covers only a part of an
+    hour, the rate is that of this part. The rate of an hour that is not covered is 0.
     """
     counts, seconds = [0] * 24, [0.0] * 24
     for at_s in times_s:
@@ -245,12 +256,12 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 def pool_of(data: Mapping[str, Any], pool: str | None) -> str:
     """Return the name of the pool to compare: `pool`, or the only one with a `sized_for`.
 
-    Raises DriftError.
+    Raises DriftError if there is no such pool, or if there are several.
     """
     blocks = data.get("sized_for")
     if not isinstance(blocks, dict) or not blocks:
         raise DriftError(
-            "has no section sized_for; `penstock drift LOG` prints one that can be inserted"
+            "has no section sized_for; to get one, run `penstock drift LOG` and insert its output"
         )
     name = pool or (next(iter(blocks)) if len(blocks) == 1 else "")
     if not isinstance(blocks.get(name), dict):
@@ -261,7 +272,7 @@ def pool_of(data: Mapping[str, Any], pool: str | None) -> str:
 
 
 def models_of(data: Mapping[str, Any], pool: str) -> list[str] | None:
-    """Return the models of a pool; None where the configuration lists no models."""
+    """Return the models of a pool; None: the configuration does not list its models."""
     models = data.get("models")
     if not isinstance(models, list) or not models:
         return None
@@ -277,7 +288,7 @@ def sized_for_of(
 ) -> tuple[Mapping[str, Sequence[float]], Sequence[float]]:
     """Return the shares of requests and the hourly rates in a pool's `sized_for`.
 
-    Raises DriftError.
+    Raises DriftError if they are invalid.
     """
     block = data["sized_for"][pool]
     return {key: _numbers(block, key, BINS[key]) for key in MEASURES}, (

@@ -1,4 +1,6 @@
-"""Reads the requests of a log for drift: for some models, with the Unix time of the first."""
+"""Reads the requests of a log for drift detection: for some models, with the time of the first
+one.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ from planner.traces import (
 
 
 def read_log(path: Path, models: Collection[str] | None) -> tuple[float, list[TraceRequest]]:
-    """Return the requests of an access log or trace in order of arrival, and the time of the first.
+    """Return the requests of an access log or trace by arrival, and the time of the first one.
 
-    The time is Unix time for an access log, and 0 for a trace, whose times are relative. A trace
-    has requests for one model. Raises TraceError.
+    The time is Unix time for an access log. For a trace, whose times are relative, it is 0. A trace
+    has requests for one model. Raises TraceError if the file cannot be read.
     """
     is_log = path.suffix not in (".yaml", ".yml") and looks_like(path) == "access"
     if not is_log:

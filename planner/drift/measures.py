@@ -1,7 +1,7 @@
-"""Converts recorded requests to the measures of workload drift, such as the prompt length and the
-turn of the session.
+"""Converts recorded requests to the measures of drift, such as prompt length and turn of the
+session.
 
-No I/O.
+This module does no I/O.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from policies.sizing.workload_drift import (
 
 
 def shape_of(memory: ShapeMemory, request: TraceRequest) -> RequestShape:
-    """Return the shape of the next recorded request, in order of arrival."""
+    """Return the measures of the next recorded request. Call it in order of arrival."""
     return memory.shape(
         request.input_tokens, request.output_tokens, request.blocks, request.session
     )
@@ -35,11 +35,12 @@ def count_shapes(requests: Iterable[TraceRequest]) -> ShapeCounts:
 def windows_of(
     requests: Iterable[TraceRequest], watch: DriftWatch, begin_s: float = 0.0
 ) -> Iterator[DriftWindow]:
-    """Group requests into consecutive windows (usually ten minutes), and yield these in order.
+    """Group requests into consecutive windows (usually ten minutes), and yield the windows in
+    order.
 
     requests  the recorded requests in order of arrival
     watch     compares each window with what the fleet was sized for
-    begin_s   time of the first request, in Unix seconds where it is known
+    begin_s   time of the first request, in Unix seconds if known
 
     The last, incomplete window is left out.
     """

@@ -1,7 +1,7 @@
-"""Decides after drift whether another layout gains enough, by replays of the recent requests.
+"""Decides after drift whether another layout is worth a switch, by replaying recent requests.
 
-The plan is the one that `penstock size --from` makes for these requests, and the replays are its
-replays. Both fleets get the same requests, and are judged by the running service classes.
+The other layouts are those of `penstock size --from` for these requests. All fleets get the same
+requests, and are judged by the service classes of the running configuration.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ Progress = Callable[[str, float], None]
 
 
 class SuggestionError(ValueError):
-    """Raised when no suggestion can be computed; the message says why, and what helps."""
+    """Raised if no suggestion can be computed. The message contains the reason and what to do."""
 
 
 class SuggestionInput(msgspec.Struct, frozen=True):
     """The configuration and the options from which another fleet is suggested.
 
     config    the running configuration as plain values
-    assumed   model and GPU, where the configuration does not name them
+    assumed   model and GPU to assume if the configuration does not contain them
     reload_s  seconds in which one engine reloads; None: from the size of its weights
-    limit_s   seconds of CPU time that the replays may take
+    limit_s   maximum CPU seconds of the replays
     """
 
     config: Mapping[str, Any]
@@ -70,13 +70,13 @@ class SuggestionInput(msgspec.Struct, frozen=True):
 
 
 class Suggestion(msgspec.Struct, frozen=True):
-    """The running fleet beside the best other one, for the same requests.
+    """The running fleet compared with the best other one, for the same requests.
 
-    gain      relative increase of the requests served in time per dollar, if the best fleet
-              replaces the running one
+    gain      relative increase of requests served in time per dollar, if the best fleet replaces
+              the running one
     switch_s  cost of reloading the engines, as seconds of the whole fleet's work
     span_s    seconds of traffic that were replayed
-    reason    why it is suggested, or why not
+    reason    why the other fleet is suggested, or why not
     """
 
     running: Finalist
@@ -91,8 +91,7 @@ class Suggestion(msgspec.Struct, frozen=True):
 def suggest(given: SuggestionInput, on_progress: Progress | None = None) -> Suggestion:
     """Replay the running fleet and the planned ones, and return the comparison.
 
-    Raises SuggestionError if the fleet or its requests cannot be replayed, or if that takes too
-    long.
+    Raises SuggestionError if the replays are impossible or take too long.
     """
     requests = list(given.requests)[-MAX_REQUESTS:]
     if not requests:
@@ -123,11 +122,13 @@ def suggest(given: SuggestionInput, on_progress: Progress | None = None) -> Sugg
 def choose(
     running: Finalist, finalists: Sequence[Finalist], switch_s: float, span_s: float
 ) -> Suggestion:
-    """Compare the running fleet with others (`finalists`) that were replayed on the same requests.
+    """Compare the running fleet with others (`finalists`), replayed on the same requests.
 
-    A fleet is suggested if it serves 5 % more requests in time per dollar, its attainment is not
-    lower, and it gains more in the replayed `span_s` seconds than reloading costs
-    (Suggestion.switch_s).
+    A fleet is suggested if it meets three conditions:
+
+    - It serves 5 % more requests in time per dollar.
+    - Its attainment is not lower.
+    - It gains more in the replayed `span_s` seconds than reloading costs (Suggestion.switch_s).
     """
     eligible = [each for each in finalists if each.attainment >= running.attainment - MAX_LOST]
     best = max(eligible or finalists, key=_value)

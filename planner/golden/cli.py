@@ -1,6 +1,11 @@
 """The command `penstock golden run`: compares a candidate engine's answers with a base engine's.
 
-Exit status: 0 as good as the base; 1 an engine does not answer; 2 wrong usage; 3 worse.
+Exit status:
+
+- 0: the candidate is as good as the base engine
+- 1: an engine does not answer
+- 2: wrong usage
+- 3: the candidate is worse
 """
 
 from __future__ import annotations
@@ -38,7 +43,9 @@ Model = Annotated[
     str | None,
     Option(
         "--model",
-        help="Model to request from both engines; default: the first model that each engine lists.",
+        help=(
+            "Model to request from both engines. Default: the first model that each engine lists."
+        ),
     ),
 ]
 Key = Annotated[
@@ -59,7 +66,7 @@ Concurrency = Annotated[
         "--concurrency",
         min=1,
         max=256,
-        help="Maximum number of prompts that are in progress at the same time.",
+        help="Maximum number of prompts that are sent at the same time.",
     ),
 ]
 Tolerance = Annotated[
@@ -88,9 +95,9 @@ def golden(
     fail_if_worse: Tolerance = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the answers of a candidate engine to golden prompts with those of a base engine.
+    """Compare a candidate engine's answers to golden prompts with those of a base engine.
 
-    The base is also compared with itself, to measure chance.
+    The base engine answers twice. The difference between its two answers shows what is chance.
     """
     if action != "run":
         raise UsageError(f"unknown action {action!r}; the only action is run")

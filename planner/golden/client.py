@@ -1,4 +1,4 @@
-"""Sends golden prompts to engines: each prompt several times, with a bounded number at once."""
+"""Sends golden prompts to the engines to compare, a limited number of prompts at a time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ TOP = 5
 
 
 class ComparedEngine(msgspec.Struct, frozen=True):
-    """An engine or gateway whose answers are compared.
-
-    `key` is a bearer token; "" means none.
-    """
+    """An engine or gateway whose answers are compared. `key` is a bearer token; "": none."""
 
     url: str
     model: str
@@ -40,8 +37,8 @@ async def send_to_all(
     concurrency  number of prompts that are sent at once
     on_progress  called with the share that is done, 0 to 1
 
-    The engines get a prompt one after another, so that all of them see a similar load. Raises
-    GoldenError if an engine answers no prompt.
+    The engines get each prompt one after another, so that all of them have a similar load. Raises
+    GoldenError if an engine answers none of the prompts.
     """
     slots, answers = (
         asyncio.Semaphore(concurrency),

@@ -1,3 +1,3 @@
-"""The command `penstock seeds`: 119 statements about LLM serving, each with the command that
-answers it.
+"""The command `penstock seeds`: 119 statements about LLM serving, each with a command to test
+it.
 """

@@ -1,5 +1,5 @@
-"""The command `penstock seeds`: lists statements about LLM serving, and the command that answers
-each.
+"""The command `penstock seeds`: lists statements about LLM serving, each with a command to test
+it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from command_line import Argument, Option, write_line
 from planner.seeds.items import TITLES, ItemStatus, SeedItem, golden_text, seed_items
 
 Number = Annotated[
-    int | None, Argument(help="Number of the item to show, 1 to 119; by default all items.")
+    int | None, Argument(help="Number of the statement to show, 1 to 119. Default: all.")
 ]
 OfSeed = Annotated[
     str | None,
@@ -27,9 +27,7 @@ AsJson = Annotated[bool, Option("--json", help="Print the items as JSON.")]
 
 
 def seeds(number: Number = None, seed: OfSeed = None, as_json: AsJson = False) -> None:
-    """List 119 statements about LLM serving, the command that answers each, and its expected
-    outcome.
-    """
+    """List 119 statements about LLM serving, with the command that tests each, and its outcome."""
     items = [
         item for item in seed_items() if number in (None, item.number) and seed in (None, item.seed)
     ]

@@ -1,6 +1,4 @@
-"""Computes the share of a decode step that collectives take, for the checklist of `penstock
-doctor`.
-"""
+"""Computes what share of a decode step collectives take, for the checklist of `penstock doctor`."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from policies.sizing.model_shapes import Llm
 def collectives_share(model: Llm, gpu: Gpu, tp: int, batch: int, context: int) -> float:
     """Return the share of a decode step's time (0 to 1) that collective operations take.
 
-    Collectives, such as all-reduce, exchange data among the GPUs of a TP group. The share is
+    Collectives, such as all-reduce, exchange data among the GPUs of an engine. The share is
     computed by the step-time equation.
 
     batch    number of decoding requests

@@ -1,7 +1,7 @@
 """The 119 statements of `penstock seeds`, each with its command and expected outcome.
 
-The data is data/items.json. Tests run the command or function of every answered item and compare
-its outcome with the expected one.
+The data is data/items.json. Tests run the command or function of every answered statement, and
+compare its outcome with the expected one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TITLES: Mapping[str, str] = {
 class ItemStatus(StrEnum):
     """Whether Penstock answers a statement of `penstock seeds`.
 
-    LATER statements belong to features that are planned; MISSING ones lack a part, which `note`
-    names.
+    LATER: the statement belongs to a planned feature. MISSING: a part is missing, which `note`
+    describes.
     """
 
     ANSWERED = "answered"
@@ -37,12 +37,13 @@ class SeedItem(msgspec.Struct, frozen=True):
     """One statement of `penstock seeds`, such as a table, a worked example or a checklist item.
 
     number   number of the statement, 1 to 119
-    seed     number of the document that makes the statement (docs/sizing.md)
+    seed     number of the document that contains the statement (docs/sizing.md)
     item     the statement
     status   whether Penstock answers it
     command  the command line, configuration check or documentation page that tests the statement
-    golden   expected outcomes by name: a number that is met within 1 %, or a text that the outcome
-             contains. Dotted names are members of the JSON that `penstock size ... --json` prints
+    golden   expected outcomes by name: a number that must be met within 1 %, or a text that the
+             outcome must contain. A name such as `a.b` is a field of the JSON that `penstock size
+             --json` prints
     note     how the outcome differs from the statement, or what is missing
     """
 
@@ -62,9 +63,7 @@ def seed_items() -> Sequence[SeedItem]:
 
 
 def golden_text(item: SeedItem) -> str:
-    """Return the expected outcome of a statement in one line, or the status of a statement without
-    one.
-    """
+    """Return the expected outcome of a statement in one line, or its status if it has none."""
     if not item.golden:
         return item.status.value
     return ", ".join(f"{name} {_value(value)}" for name, value in item.golden.items())

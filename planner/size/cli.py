@@ -288,10 +288,7 @@ def size(
     report: Report = None,
     as_json: AsJson = False,
 ) -> None:
-    """Size a fleet for a model and promised latencies, with the reason for each step.
-
-    Needs no GPU.
-    """
+    """Size a fleet for a model and promised latencies, and give reasons. Needs no GPU."""
     options = SizeOptions(
         *(model, gpu, gpus, in_, out, cached, rate, concurrency, context, ttft, tpot, percentile),
         *(tuple(promise or ()), max_concurrency, headroom, quant, kv_dtype, domain, price),
@@ -300,10 +297,7 @@ def size(
     try:
         if calibrate is not None or measured_tp is not None:
             if from_ is not None:
-                raise SizingError(
-                    "--calibrate cannot be combined with --from: replays use built-in GPU types "
-                    "only"
-                )
+                raise SizingError("--calibrate cannot be combined with --from")
             options = _calibrated(options, calibrate, measured_tp, last)
         raise SystemExit(
             _run(

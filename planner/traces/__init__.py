@@ -1,5 +1,6 @@
-"""Readers of recorded traffic, one module per format; all yield TraceRequest
-(recorded_request.py).
+"""Readers of recorded traffic, one module per format.
+
+All yield TraceRequest (recorded_request.py).
 """
 
 from planner.traces.access_log import access, read_access

@@ -1,8 +1,8 @@
 """Reads the gateway's own access log: JSON lines, one per request.
 
-A log has times, lengths, tenant and model, but shared prefixes only if the gateway logs `blocks`
-(docs/replay.md). Without them nothing is cached in the replay: compare policies by load then, not
-by hits.
+A log has times, lengths, tenant and model. It shows shared prefixes only if the gateway logs
+`blocks` (docs/replay.md). Without them, nothing is cached in a replay, so compare loads and not
+cache hits.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from policies.sizing.workload_drift import request_tokens
 class LoggedRequest(msgspec.Struct):
     """The fields of an access log line that a replay needs.
 
-    time               Unix time at which the request's head was received
+    time               Unix time at which the request's headers were received
     status             HTTP status of the response
     endpoint           name of the endpoint that served it
-    received_us        microseconds from then until its last byte was received; None if unknown
+    received_us        microseconds from `time` until the request's last byte was received; None:
+                       unknown
     body_bytes         bytes of its body
     events             number of events of the streamed answer
-    prompt_tokens      tokens of the prompt, as the engine reported; None if it did not
-    completion_tokens  tokens of the answer, likewise
+    prompt_tokens      tokens of the prompt, as the engine reported; None: not reported
+    completion_tokens  tokens of the answer, as the engine reported; None: not reported
     first_token_us     microseconds from `time` to the first token
     last_us            microseconds from `time` to the end of the response
     slo                name of its service class
-    slo_outcome        whether it met its budgets: met, or what was missed; empty if unknown
-    session_id         id of its session; 0 if it has none
-    blocks             ids of the prompt's blocks; empty if the gateway does not log them
+    slo_outcome        "met" if it met its latency budgets, or what it missed; empty: unknown
+    session_id         id of its session; 0: none
+    blocks             ids of the prompt's blocks; empty: the gateway does not log them
     block_tokens       tokens per block
     """
 
@@ -63,10 +64,11 @@ def access(
 ) -> Iterator[TraceRequest]:
     """Yield the requests of an access log in order of arrival, with times relative to the first.
 
-    Refused and failed requests are left out, and those for models other than `model` if given. If
-    an engine reported no usage, as in most streams, lengths are estimated: four bytes of body per
-    prompt token, one event per token of the answer. Lines are written when requests end, so all are
-    read before the first is yielded.
+    Refused and failed requests are left out. If `model` is given, so are requests for other models.
+
+    If an engine reported no usage, as in most streams, lengths are estimated: one prompt token per
+    four bytes of body, and one answer token per event. Lines are written when requests end, so all
+    lines are read before the first request is yielded.
     """
     yield from read_access(lines, name, None if model is None else (model,))[1]
 
@@ -76,7 +78,7 @@ def read_access(
 ) -> tuple[float, list[TraceRequest]]:
     """Return the Unix time of the first request of an access log, and the requests.
 
-    `models` are the models whose requests count; None: all. The function access() says which
+    `models` are the models whose requests count; None: all. The function access() describes which
     requests are left out.
     """
     rows = [
@@ -92,9 +94,9 @@ def read_access(
 def request_of(
     row: LoggedRequest, begin_s: float, output_tokens: int | None = None
 ) -> TraceRequest:
-    """Return one line of an access log as a request, with times relative to `begin_s` (Unix time).
+    """Convert one line of an access log to a request, with times relative to `begin_s` (Unix time).
 
-    `output_tokens` overrides the line's own number.
+    `output_tokens` replaces the line's own number.
     """
     prompt, output = _tokens(row)
     return TraceRequest(

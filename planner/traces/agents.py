@@ -1,7 +1,7 @@
 """Reads agent sessions (callanjfox/kv-cache-tester): one session per line, with think times.
 
-A session's requests wait for earlier answers. Its subagents run in parallel to it and become
-sessions of their own.
+A think time is the pause between an answer and the next request, which waits for it. The subagents
+of a session run at the same time, and become sessions of their own.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def agents(
 ) -> Iterator[TraceRequest]:
     """Yield the requests of agent sessions, session by session.
 
-    The first of a session is due at its own time, the others `think_s` after answers. A session
-    ends before the first request that exceeds `most_context` tokens. Block ids in the file are
-    local to a session. Across sessions, tools and system prompt are treated as shared where they
-    have equal lengths. Blocks are merged to 512 tokens. Raises TraceError for invalid lines or too
-    many sessions.
+    The first request of a session has its own time, the others follow answers after `think_s`. A
+    session ends before the first request that exceeds `most_context` tokens. Block ids in the file
+    are local to a session: tools and system prompts of equal lengths are assumed to be shared
+    between sessions. Blocks are merged to 512 tokens. Raises TraceError if a line is invalid or
+    there are too many sessions.
     """
     trunks = _SharedPrefixes()
     count = 0
@@ -79,14 +79,14 @@ def agents(
         where = f"{name}:{number}"
         if BLOCK_TOKENS % row.block_size:
             raise TraceError(
-                f"{where}: blocks of {row.block_size} tokens do not divide {BLOCK_TOKENS}"
+                f"{where}: block_size must divide {BLOCK_TOKENS}, but is {row.block_size}"
             )
         waiting = deque[tuple[str, float, _Agent]]([(row.id, 0.0, row)])
         while waiting:
             key, begin_s, agent = waiting.popleft()
             count += 1
             if count >= MOST_SESSIONS:
-                raise TraceError(f"{where}: more than {MOST_SESSIONS} sessions")
+                raise TraceError(f"{where}: the file has more than {MOST_SESSIONS} sessions")
             requests = list(_within(agent.requests, most_context))
             shared = trunks.of(agent.tool_tokens, agent.system_tokens)
             yield from _conversation(
@@ -134,7 +134,8 @@ class _Blocks(msgspec.Struct, frozen=True):
         local = list(islice(ids, whole * step))
         if len(local) < whole * step:
             raise TraceError(
-                f"{self.where}: {input_tokens} tokens do not fit {len(local)} blocks of {self.size}"
+                f"{self.where}: {input_tokens} tokens do not match {len(local)} blocks of "
+                f"{self.size} tokens"
             )
         own = [self.first_id + block_id for block_id in local[step - 1 :: step]]
         trunk = self.shared[:whole]

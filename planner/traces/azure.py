@@ -18,7 +18,7 @@ _ROW = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?(?:\+00:00)?,(\d{1,
 def azure(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
     """Yield the requests of an Azure trace in order of arrival, with times relative to the first.
 
-    Prompts share no prefix.
+    The trace has no prompts, so no prefixes are shared.
     """
     begin_s: float | None = None
     for number, line in enumerate(lines, 1):

@@ -1,7 +1,6 @@
 """Generates llm-d's workload of business customers (B2B) as a trace.
 
-The workload has 150 customers with prompts of 6,000 tokens, and five questions of 1,200 tokens on
-each.
+There are 150 customers, each with a prompt of 6,000 tokens and five questions of 1,200 tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def b2b(
 ) -> Iterator[TraceRequest]:
     """Yield Poisson arrivals at `rate` per second, each a new question of a random customer.
 
-    There are `prompts` customers, each with a prompt of its own.
+    There are `prompts` customers, each with its own prompt.
     """
     rng = Random(f"b2b {seed}")
     shared = prompt_tokens // BLOCK_TOKENS

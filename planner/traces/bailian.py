@@ -1,4 +1,4 @@
-"""Reads Qwen's Bailian traces: chats by turns, in 16-token blocks.
+"""Reads Qwen's Bailian traces: chats with several turns, in blocks of 16 tokens.
 
 Source: alibaba-edu/qwen-bailian-usagetraces-anon.
 """
@@ -26,18 +26,17 @@ class _Line(msgspec.Struct):
 
 
 def bailian(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
-    """Yield the requests of a Bailian trace in the order of the file, at their recorded times in
-    seconds.
+    """Yield the requests of a Bailian trace in the order of the file, at recorded times in seconds.
 
-    The session is the root chat of a turn; the type (text, search, image, file) is the service
-    class.
+    The session is the first chat of the conversation. The service class is the request's type
+    (text, search, image or file).
     """
     roots: dict[int, int] = {}
     for number, row in parse_lines(_Line, lines, name):
         if not 0 < row.input_length <= len(row.hash_ids) * TOKENS:
             raise TraceError(
-                f"{name}:{number}: "
-                f"{row.input_length} tokens do not fit {len(row.hash_ids)} blocks of 16"
+                f"{name}:{number}: {row.input_length} tokens do not match {len(row.hash_ids)} "
+                "blocks of 16 tokens"
             )
         root = roots[row.chat_id] = roots.get(
             row.parent_chat_id, row.chat_id if row.turn <= 1 else row.parent_chat_id

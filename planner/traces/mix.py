@@ -1,7 +1,6 @@
-"""Changes traces before their replay: scales their rate, cuts out a period, and mixes several
-traces.
+"""Changes traces before their replay: scales rates, cuts out periods, and mixes several traces.
 
-The functions return new traces and leave their arguments unchanged.
+The functions return new traces, and leave their arguments unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ MOST_PARTS = 1 << PART_BITS
 
 
 class MixPart(msgspec.Struct, frozen=True):
-    """One trace of a mix, and the changes to make to it. None means no change.
+    """One trace of a mix, and the changes to make to it. None: no change.
 
     rate      arrival rate relative to the recorded rate
     from_s    beginning of the period of the recording to use, in seconds; it becomes the beginning
@@ -42,7 +41,7 @@ def slice_span(
 ) -> list[TraceRequest]:
     """Return the requests of a trace that arrive in [from_s, to_s), with times relative to from_s.
 
-    Sessions belong to the span of their first request.
+    A session is included if its first request arrives in that period.
     """
     selected: list[TraceRequest] = []
     sessions: set[str] = set()
@@ -60,9 +59,10 @@ def slice_span(
 
 
 def scale_rate(requests: Iterable[TraceRequest], rate: float) -> list[TraceRequest]:
-    """Return the requests at `rate` times their arrival rate, in the same order.
+    """Return the requests with `rate` times their arrival rate, in the same order.
 
-    Lengths, and the pauses within sessions, do not change. Raises ValueError for an invalid rate.
+    Lengths, and pauses within sessions, do not change. Raises ValueError if the rate is not above
+    0.
     """
     if not 0 < rate < inf:
         raise ValueError(f"a rate must be above 0, not {rate}")
@@ -74,11 +74,11 @@ def scale_rate(requests: Iterable[TraceRequest], rate: float) -> list[TraceReque
 def mix_parts(parts: Sequence[MixPart]) -> list[TraceRequest]:
     """Return the requests of all parts in order of arrival.
 
-    Parts share no blocks, even if their ids are equal. Raises ValueError for too many parts or an
-    invalid rate.
+    Parts share no blocks, even if their ids are equal. Raises ValueError if there are too many
+    parts, or a rate is invalid.
     """
     if len(parts) > MOST_PARTS:
-        raise ValueError(f"a mix has at most {MOST_PARTS} parts, not {len(parts)}")
+        raise ValueError(f"a mix may have at most {MOST_PARTS} parts, not {len(parts)}")
     merged: list[TraceRequest] = []
     for number, part in enumerate(parts):
         members = scale_rate(slice_span(part.requests, part.from_s, part.to_s), part.rate)

@@ -1,4 +1,6 @@
-"""Reads the YAML file of a mix: a list of traces, each with its rate, period and class."""
+"""Reads a YAML file that describes a mix: a list of traces, each with its rate, period and
+class.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from planner.traces.recorded_request import TraceError, TraceRequest
 
 
 class MixMember(msgspec.Struct, forbid_unknown_fields=True):
-    """One trace of a mix as its YAML file names it.
+    """One trace of a mix, as the YAML file describes it.
 
-    `trace` is a path relative to that file; `format` None: it is detected. The other members are
-    those of MixPart.
+    trace   path of the trace, relative to the YAML file
+    format  format of the trace; None: it is detected
+
+    The other fields are those of MixPart.
     """
 
     trace: str
@@ -28,16 +32,16 @@ class MixMember(msgspec.Struct, forbid_unknown_fields=True):
     priority: int | None = None
 
     def part(self, requests: Sequence[TraceRequest]) -> MixPart:
-        """Return the part of the mix with these requests, which are the trace's."""
+        """Return this part of the mix with its requests, which were read from the trace."""
         return MixPart(
             requests, self.rate, self.from_s, self.to_s, self.slo, self.tenant, self.priority
         )
 
 
 def read_mix_file(path: Path) -> list[MixMember]:
-    """Return the members of the mix in a YAML file.
+    """Return the parts of the mix that a YAML file describes.
 
-    Raises TraceError if the file cannot be read or is not a list of members.
+    Raises TraceError if the file cannot be read, or is not a list of traces.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError

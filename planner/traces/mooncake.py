@@ -41,7 +41,8 @@ def read_mooncake(
 ) -> Iterator[TraceRequest]:
     """Yield the first `limit` requests of a Mooncake trace file (.jsonl or .jsonl.gz).
 
-    The requests come in order of arrival, `speed` times as fast as recorded. Raises TraceError.
+    The requests come in order of arrival, `speed` times as fast as recorded. Raises TraceError if
+    the file cannot be read.
     """
     with open_lines(path) as lines:
         for request in islice(mooncake(lines, str(path)), limit):
@@ -49,9 +50,9 @@ def read_mooncake(
 
 
 def mooncake(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
-    """Yield the requests in Mooncake JSON lines, with arrivals spread evenly between timestamps.
+    """Yield the requests in Mooncake JSON lines.
 
-    The file has one timestamp for all requests of 3 s.
+    The file has one timestamp for all requests of 3 s, so arrivals are spread evenly in between.
     """
     for timestamp_ms, batch in groupby(_rows(lines, name), key=lambda row: row.timestamp):
         members = list(batch)
@@ -64,6 +65,7 @@ def _rows(lines: Iterable[bytes], name: str) -> Iterator[_Line]:
     for number, row in parse_lines(_Line, lines, name):
         if not 0 < row.input_length <= len(row.hash_ids) * BLOCK_TOKENS:
             raise TraceError(
-                f"{name}:{number}: {row.input_length} tokens do not fit {len(row.hash_ids)} blocks"
+                f"{name}:{number}: {row.input_length} tokens do not match {len(row.hash_ids)} "
+                "blocks of 512 tokens"
             )
         yield row

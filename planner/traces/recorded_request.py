@@ -1,6 +1,6 @@
-"""The common form of a recorded request that all readers yield, their error, and line reading.
+"""The common form of a recorded request, which all trace readers yield, and their common errors.
 
-The modules beside this one each read one format.
+Each other module of this package reads one format.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ TRACE_BITS, PART_BITS = 48, 8
 # 2^64 over the golden ratio: its multiples are far apart modulo 2^64.
 _GOLDEN = 0x9E3779B97F4A7C15
 PRIVATE = 1 << 32
-"""The first block id that belongs to a single session; smaller ids may be shared between sessions.
+"""The first block id that belongs to a single session; smaller ids may be shared between
+sessions.
 """
 
 BlockId = Annotated[int, Meta(ge=0, lt=1 << TRACE_BITS)]
@@ -40,9 +41,9 @@ Tokens = Annotated[int, Meta(ge=0, le=1 << 24)]
 
 
 class TraceError(ValueError):
-    """Raised when a file or line is not in the expected trace format.
+    """Raised if a file or line does not have the expected trace format.
 
-    The message has the file and the line.
+    The message contains the file and the number of the line.
     """
 
 
@@ -52,13 +53,13 @@ class TraceRequest(msgspec.Struct, frozen=True):
     arrival_s      arrival in seconds from the beginning of its trace
     input_tokens   tokens of its prompt
     output_tokens  tokens of its answer
-    blocks         chained 64-bit ids: an equal id means an equal prompt up to the end of that
-                   block, including the incomplete last block. Empty: the prompt is unknown and
-                   shares nothing
+    blocks         chained 64-bit ids: equal ids mean equal prompts up to the end of that block,
+                   including the incomplete last block. Empty: the prompt is unknown and shares
+                   nothing
     block_tokens   tokens per block, at least 1
-    session        key of its session; "" if it has none
-    think_s        in a closed loop, seconds after the answer to the previous request of its session
-                   at which it is sent; None: sent at arrival_s, independent of others
+    session        key of its session; "": none
+    think_s        seconds between the answer to the previous request of its session and this
+                   request (closed loop); None: sent at arrival_s, whatever the other requests do
     tenant         name of its tenant
     slo            name of its service class
     priority       its priority; higher is served first
@@ -76,9 +77,9 @@ class TraceRequest(msgspec.Struct, frozen=True):
     priority: int = 0
 
     def prompt(self) -> str:
-        """Return a prompt of `input_tokens` tokens in which equal block ids are equal text.
+        """Return a prompt of `input_tokens` tokens, in which equal block ids are equal text.
 
-        Only for blocks of 512 tokens.
+        It supports only blocks of 512 tokens.
         """
         return "".join(block("mooncake", one) for one in self.blocks)[
             : self.input_tokens * BYTES_PER_TOKEN
@@ -94,8 +95,8 @@ def to_64_bits(number: int) -> int:
 def open_lines(path: Path) -> Iterator[Iterable[bytes]]:
     """Open a file, and yield an iterator over its lines.
 
-    A file whose name ends in .gz is decompressed. Raises TraceError, also while lines are read: for
-    a missing, corrupt or truncated file, or a line of MOST_LINE_BYTES or more.
+    A file whose name ends in .gz is decompressed. Raises TraceError, also while lines are read, if
+    the file is missing, corrupt or truncated, or has a line of MOST_LINE_BYTES or more.
     """
     try:
         with (
@@ -112,14 +113,17 @@ def _bounded(file: IO[bytes] | gzip.GzipFile, name: str) -> Iterator[bytes]:
     while line := file.readline(MOST_LINE_BYTES):
         number += 1
         if len(line) == MOST_LINE_BYTES:
-            raise TraceError(f"{name}:{number}: a line of {MOST_LINE_BYTES >> 20} MiB or more")
+            raise TraceError(
+                f"{name}:{number}: the line is too long; it must be shorter than "
+                f"{MOST_LINE_BYTES >> 20} MiB"
+            )
         yield line
 
 
 def parse_lines(kind: type[Row], lines: Iterable[bytes], name: str) -> Iterator[tuple[int, Row]]:
-    """Yield (line number, parsed line) for every line that is not empty, as JSON of type `kind`.
+    """Yield (line number, parsed line) for every non-empty line, parsed as JSON of type `kind`.
 
-    Raises TraceError for an invalid line.
+    Raises TraceError if a line is invalid.
     """
     decoder = msgspec.json.Decoder(kind)
     for number, line in enumerate(lines, 1):

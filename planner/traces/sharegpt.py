@@ -24,13 +24,15 @@ class _Line(msgspec.Struct):
 def sharegpt(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceRequest]:
     """Yield the requests of ShareGPT conversations in the order of the file.
 
-    Blocks of 16 tokens get ids at first occurrence, by content and previous block.
+    The prompts are divided into blocks of 16 tokens. Equal blocks after equal beginnings get equal
+    ids.
     """
     known: dict[tuple[int, tuple[int, ...]], int] = {}
     for number, row in parse_lines(_Line, lines, name):
         if not row.input_tok_ids or len(row.input_tok_ids) != row.input_toks:
             raise TraceError(
-                f"{name}:{number}: {row.input_toks} input tokens, but {len(row.input_tok_ids)} ids"
+                f"{name}:{number}: input_toks is {row.input_toks}, but there are "
+                f"{len(row.input_tok_ids)} token ids"
             )
         blocks, previous = [], -1
         for start in range(0, row.input_toks, TOKENS):

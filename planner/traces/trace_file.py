@@ -1,4 +1,4 @@
-"""Reads any trace file; its format is detected from the first line unless it is given.
+"""Reads any trace file. Its format is detected from the first line, unless it is given.
 
 A .yaml file describes a mix of traces (mix_file.py).
 """
@@ -43,9 +43,9 @@ _SIGNS = (
 
 
 def read_trace(path: Path, kind: str | None = None) -> list[TraceRequest]:
-    """Return all requests of a file of recorded traffic; the file may be compressed (.gz).
+    """Return all requests of a trace file, which may be compressed (.gz).
 
-    `kind` is the format; None: it is detected. Raises TraceError if the file cannot be read or has
+    `kind` is the format; None: it is detected. Raises TraceError if the file cannot be read, or has
     another format.
     """
     return _read(path, kind, ())
@@ -62,9 +62,9 @@ def _read(path: Path, kind: str | None, within: tuple[Path, ...]) -> list[TraceR
 
 
 def looks_like(path: Path) -> str:
-    """Return the format of a trace file, recognised by its first line.
+    """Detect the format of a trace file from its first line, and return its name.
 
-    Raises TraceError if the file has none of the known formats.
+    Raises TraceError if it is none of the known formats.
     """
     with open_lines(path) as lines:
         first = next((line for line in lines if line.strip()), b"")
@@ -75,17 +75,17 @@ def looks_like(path: Path) -> str:
     try:
         fields = msgspec.json.decode(first, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TraceError(f"{path}:1: neither JSON lines nor Azure's CSV: {error}") from None
+        raise TraceError(f"{path}:1: the line is neither JSON nor Azure's CSV: {error}") from None
     for field, kind in _SIGNS:
         if field in fields:
             return kind
-    raise TraceError(f"{path}:1: no known format; known formats: {', '.join(READERS)}")
+    raise TraceError(f"{path}:1: unknown format; known formats: {', '.join(READERS)}")
 
 
 def _mix(path: Path, within: tuple[Path, ...]) -> list[TraceRequest]:
     resolved = path.resolve()
     if resolved in within:
-        raise TraceError(f"{path}: a mix cannot be a part of itself")
+        raise TraceError(f"{path}: a mix cannot contain itself")
     parts = [
         member.part(_read(path.parent / member.trace, member.format, (*within, resolved)))
         for member in read_mix_file(path)

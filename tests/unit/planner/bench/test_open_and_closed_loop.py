@@ -190,7 +190,7 @@ async def test_a_missing_server_is_reported() -> None:
         ({"shape": "tea"}, "--shape tea"),
         ({"rate": 1.0, "concurrency": 2}, "cannot be combined"),
         ({"rate": 1.0, "trace": Path("x")}, "--speed"),
-        ({"limit": 3}, "--limit is only for --trace"),
+        ({"limit": 3}, "--limit requires --trace"),
     ],
 )
 async def test_a_plan_that_makes_no_sense_is_refused_with_the_option(

@@ -305,7 +305,9 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(
     monkeypatch.setattr("planner.traces.recorded_request.MOST_LINE_BYTES", 1 << 20)
     path = tmp_path / "trace"
     path.write_bytes(AZURE + b"9" * (2 << 20))
-    with pytest.raises(TraceError, match="trace:5: a line of 1 MiB or more"):
+    with pytest.raises(
+        TraceError, match="trace:5: the line is too long; it must be shorter than 1 MiB"
+    ):
         read_trace(path, "azure")
 
 

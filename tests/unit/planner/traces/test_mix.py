@@ -100,7 +100,7 @@ def test_a_mix_with_a_rate_that_is_none_is_refused_by_name(tmp_path: Path, rate:
 def test_a_mix_that_is_a_part_of_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "inner.yaml").write_text("- {trace: outer.yaml}\n")
     (tmp_path / "outer.yaml").write_text("- {trace: inner.yaml}\n")
-    with pytest.raises(TraceError, match=r"outer\.yaml: .*part of itself"):
+    with pytest.raises(TraceError, match=r"outer\.yaml: .*cannot contain itself"):
         read_trace(tmp_path / "outer.yaml")
 
 
