@@ -113,7 +113,7 @@ class Link(Protocol):
     def send(self, message: bytes) -> None:
         """Queue a control message for the other agent.
 
-        Messages and KV bytes of one side keep their order.
+        Messages and KV that one agent sends arrive in order.
         """
         ...
 

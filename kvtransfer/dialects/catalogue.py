@@ -30,7 +30,7 @@ def get_dialect(name: str) -> Dialect:
 
 
 def known_members(engine: str, *, chat: bool) -> frozenset[str] | None:
-    """Return the JSON members that a request to this engine may have.
+    """Return the names of all JSON members that this kind of engine accepts in a request.
 
     Returns None if the engine ignores unknown members.
     """

@@ -70,9 +70,9 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
 
 
 def identify(body: bytes) -> tuple[PrefillIdentity, ...]:
-    """Return the identities of the ranks on a bootstrap server's `GET /query` page, in order.
+    """Return the identities of an engine's ranks, in order, from its bootstrap server's answer.
 
-    Return an empty tuple if the page is invalid.
+    The answer is that of `GET /query`. Returns () if it is invalid.
     """
     try:
         page = _page(body)

@@ -62,7 +62,10 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
 
 
 def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
-    """Return the decode request for PenstockConnector, with the prefill engine's card."""
+    """Return the decode request for PenstockConnector.
+
+    It has the prefill engine's card, a text with the engine's addresses and KV layout.
+    """
     identity = engine_identity.find_identity(_identity, terms, answer)
     if identity is None or identity.card is None:
         return UnusableResponse("the prefill engine's card is unknown")

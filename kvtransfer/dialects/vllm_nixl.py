@@ -134,7 +134,8 @@ def _blocks(ids: list[int | list[int]]) -> int:
     except TypeError:
         if set(map(type, ids)) != {int}:
             raise msgspec.ValidationError(
-                "kv_transfer_params mixes block ids with and without a group of layers"
+                "kv_transfer_params mixes two formats: some block ids are in lists per cache "
+                "group, others are not"
             ) from None
         return len(ids)
 

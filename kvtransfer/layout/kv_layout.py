@@ -176,10 +176,14 @@ class KvLayout(msgspec.Struct, frozen=True):
         inner = self.order.value[-3:]
         if self.content in (KvContent.HEADS, KvContent.PAGES) and inner == "nhc":
             raise ValueError(
-                f"the content {self.content} is not possible in the memory order {self.order}"
+                f"the KV layout cannot combine the content {self.content} with the memory "
+                f"order {self.order}"
             )
         if self.content is KvContent.PLANES and inner not in ("hnc", "nhc"):
-            raise ValueError(f"the content planes is not possible in the memory order {self.order}")
+            raise ValueError(
+                "the KV layout cannot combine the content planes with the memory order "
+                f"{self.order}"
+            )
 
     @property
     def ranks(self) -> int:

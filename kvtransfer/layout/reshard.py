@@ -157,7 +157,7 @@ class TransferPlan:
         self._cached_runs: dict[tuple[int, int], ByteRuns] = {}
 
     def layers(self, group: int) -> range:
-        """Return the numbers of the model layers in a layer group.
+        """Return the layers of the model that belong to a layer group, which is sent together.
 
         Raises IndexError if there is no such group.
         """

@@ -122,7 +122,9 @@ def encode_window_frame(head: WindowHead, payload_bytes: int, proof: PayloadProo
             _FIELDS_AND_HEAD.pack(FrameKind.WINDOW, proof, 0, _HEAD.size, payload_bytes, *fields)
         )
     except struct.error as error:
-        raise FrameError(f"the window header {head} cannot be encoded: {error}") from error
+        raise FrameError(
+            f"the header of a window (piece of KV) cannot be encoded: {error} ({head})"
+        ) from error
 
 
 def decode_header(data: memoryview, limits: FrameLimits) -> FrameHeader:
@@ -159,13 +161,17 @@ def pack_head(head: WindowHead) -> bytes:
             head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes
         )
     except struct.error as error:
-        raise FrameError(f"the window header {head} cannot be encoded: {error}") from error
+        raise FrameError(
+            f"the header of a window (piece of KV) cannot be encoded: {error} ({head})"
+        ) from error
 
 
 def unpack_head(header: bytes | memoryview) -> WindowHead:
     """Decode the header of a window (piece of KV). Raises FrameError if there are too few bytes."""
     if len(header) < _HEAD.size:
-        raise FrameError(f"{len(header)} bytes are too few for a window header")
+        raise FrameError(
+            f"the header of a received window (piece of KV) is too short: {len(header)} bytes"
+        )
     return WindowHead(*_HEAD.unpack_from(header))
 
 
@@ -182,7 +188,9 @@ def decode_trailer(data: memoryview) -> tuple[WindowVerdict, bytes]:
     """Return the source's verdict and the proof in a trailer. Raises FrameError if invalid."""
     verdict, proof = _TRAILER.unpack_from(data)
     if verdict >= len(_VERDICTS):
-        raise FrameError(f"the window's trailer has the unknown verdict {verdict}")
+        raise FrameError(
+            f"a received window (piece of KV) has the unknown verdict {verdict} in its trailer"
+        )
     return _VERDICTS[verdict], proof
 
 

@@ -123,11 +123,17 @@ class SlotFile(Protocol):
         ...
 
     def write(self, slot: int, data: memoryview) -> None:
-        """Write the bytes of a block into a void slot. Raises OSError if the disk fails."""
+        """Write the bytes of a block into a slot, whose previous block must have been made
+        unreadable.
+
+        Raises OSError if the disk fails.
+        """
         ...
 
     def commit(self, slot: int, key: Key, length: int, digest: bytes) -> None:
-        """Make the block that was written into a slot readable. Raises OSError if it fails."""
+        """Make the block that was written into a slot readable. Raises OSError if the disk
+        fails.
+        """
         ...
 
     def read(self, slot: int, key: Key, parts: Parts) -> ReadOutcome:
@@ -168,7 +174,7 @@ class SlotReader:
         return ReadOutcome(is_current=True, is_intact=digest_of(parts) == before.digest)
 
     def headers(self) -> Iterator[tuple[int, SlotHeader]]:
-        """Yield all readable headers with their slots, in order of the slots."""
+        """Yield (slot, header) of all readable blocks, in order of the slots."""
         step = _SCAN_BYTES // HEADER_BYTES
         for first in range(0, self.geometry.slots, step):
             count = min(step, self.geometry.slots - first)

@@ -135,7 +135,7 @@ class StoreIndex:
         return slot
 
     def end_write(self, key: Key, *, is_complete: bool) -> None:
-        """Make a writer's block ready for readers, or free its slot."""
+        """End a write: make the block readable if it is complete, otherwise free its slot."""
         if is_complete:
             self._commit_memory(key)
             self.counters.stored += 1

@@ -96,7 +96,7 @@ class TierIndex:
         return slot
 
     def abort(self, key: Key) -> None:
-        """Free the slot of a block that is being written."""
+        """Free the slot of a block whose writer has given up."""
         self._free(self._writing.pop(key))
 
     def pin(self, key: Key) -> int:
@@ -166,7 +166,9 @@ class TierIndex:
         self._freed.append(slot)
 
     def check(self) -> None:
-        """Assert that every slot is in exactly one state. Tests use this method."""
+        """Check with assertions that every slot has exactly one state. Only tests use this
+        method.
+        """
         ready, writing = set(self._ready.values()), set(self._writing.values())
         dropped = {s for s in range(self.slots) if self._keys[s] is None and self._pins[s]}
         freed, unused = set(self._freed), set(range(self._fresh, self.slots))

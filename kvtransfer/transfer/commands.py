@@ -93,9 +93,9 @@ class DialPeer(msgspec.Struct, frozen=True):
 
 
 class EndGroup(msgspec.Struct, frozen=True):
-    """Command of the source to end all of its KV offers.
+    """Command of the source to end all of its offers, because a rank of its engine is lost.
 
-    A rank of its group is lost, and the KV of a group is of use only as a whole.
+    The KV of an engine is useful only as a whole.
     """
 
     detail: str

@@ -9,9 +9,9 @@ BlockNumbers = NDArray[np.int64]
 
 
 class OfferedBlocks:
-    """The number of open offers of each KV block.
+    """For each KV block, the number of open offers that contain it.
 
-    Several offers protect the same block if their requests share a prefix.
+    Several offers contain the same block if their requests share the beginning of a prompt.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -23,13 +23,13 @@ class OfferedBlocks:
             raise ValueError(f"block numbers must be from 0 to {self._offers.size - 1}")
 
     def protect(self, blocks: BlockNumbers) -> None:
-        """Count one more offer of each of these blocks, which must be distinct."""
+        """Record an offer that contains these blocks, each of which may be listed only once."""
         self._offers[blocks] += 1
 
     def release(self, blocks: BlockNumbers) -> BlockNumbers:
-        """Count one offer less of each of these distinct blocks.
+        """Record that an offer of these distinct blocks has ended.
 
-        Returns those that no offer protects any more.
+        Returns the blocks that no other offer contains.
         """
         self._offers[blocks] -= 1
         freed: BlockNumbers = blocks[self._offers[blocks] == 0]

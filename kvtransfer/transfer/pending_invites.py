@@ -142,7 +142,9 @@ class PendingInvites:
             self._remove_one(*waiting)
 
     def mark_ended(self, name: str, reason: EndReason, now: float) -> None:
-        """Refuse further invitations for the offer `name`, with `reason`.
+        """Refuse all later invitations for the offer `name`, because it has ended.
+
+        reason  why it has ended
 
         The name is remembered for AgentOptions.name_memory_s seconds.
         """

@@ -48,11 +48,12 @@ class ReceiveTracker:
             runs = self.plan.runs(group, pair).cut(first, count)
         except IndexError as error:
             raise WindowError(
-                f"a received window is not in the transfer's plan: {error}"
+                f"a received window (piece of KV) is not in the transfer's plan: {error}"
             ) from error
         if runs.n_bytes != n_bytes:
             raise WindowError(
-                f"a received window has {n_bytes} bytes instead of the planned {runs.n_bytes}"
+                f"a received window (piece of KV) has {n_bytes} bytes, but {runs.n_bytes} "
+                "bytes are planned"
             )
         if not self._begun_runs.setdefault((group, pair), _Spans()).add(first, first + count):
             raise RepeatedWindowError(
@@ -63,9 +64,9 @@ class ReceiveTracker:
         return runs
 
     def peek(self, group: int, pair: int, first: int, count: int) -> ByteRuns | None:
-        """Return the byte ranges (runs) of a window (piece) of KV that has not begun.
+        """Return the byte ranges of a window (piece of KV) of which nothing has arrived yet.
 
-        Returns None if any part of it has begun. Raises IndexError for one that is not planned.
+        Returns None if any part of it has arrived. Raises IndexError if it is not planned.
         """
         begun = self._begun_runs.get((group, pair))
         if begun is not None and begun.overlaps(first, first + count):
@@ -73,7 +74,8 @@ class ReceiveTracker:
         return self.plan.runs(group, pair).cut(first, count)
 
     def mark_verified(self, group: int, pair: int, first: int, count: int) -> bool:
-        """Count a window (piece) of KV as verified, and return whether its layer group is complete.
+        """Count a window (piece of KV) as verified, and return whether its group of layers is
+        complete.
 
         Raises WindowError if the window was not begun.
         """

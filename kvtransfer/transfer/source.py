@@ -358,7 +358,7 @@ class TransferSource:
         check_seconds("an offer", spec.ttl_s)
         size = self._card.layout.block_tokens
         if spec.name in self._names:
-            raise ValueError(f"an offer named {spec.name} exists already")
+            raise ValueError(f"an open offer already has the name {spec.name}; use another name")
         if not 0 < spec.tokens <= spec.blocks.size * size:
             raise ValueError(
                 f"{spec.tokens} tokens do not fit into the {spec.blocks.size} blocks of the offer"

@@ -8,11 +8,11 @@ import msgspec
 
 
 class Priority(IntEnum):
-    """The priorities of KV transfers, in descending order of urgency.
+    """The priorities of KV transfers, most urgent first.
 
-    INTERACTIVE  a client waits for the first token
+    INTERACTIVE  a client waits for its first token
     BULK         the transfer fills a cache
-    MIGRATION    the transfer moves KV away from a group that is to be emptied
+    MIGRATION    the transfer moves KV away from an engine that will be stopped
     """
 
     INTERACTIVE = 0

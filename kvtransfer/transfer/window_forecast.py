@@ -18,7 +18,7 @@ _MOST_SKIPPED = 64  # windows that may be missing before a forecast is given up
 
 
 class WindowForecast:
-    """The windows of a transfer in the order of its plan; not thread-safe."""
+    """The windows (pieces of KV) of a transfer, in the order of its plan. Not thread-safe."""
 
     def __init__(self, transfer: int, plan: TransferPlan, window_bytes: int) -> None:
         self.window_bytes = window_bytes

@@ -63,9 +63,11 @@ class WireConditions(msgspec.Struct, frozen=True):
 class InprocWire:
     """The simulated network between the Inproc transports of one process.
 
-    All calls run on `clock`, which its owner closes. `freeze` stops an agent like SIGSTOP, `thaw`
-    resumes it, and `kill` ends it for good. `stall` holds back all messages to and from an agent
-    that keeps running; `unstall` delivers them late.
+    freeze, thaw    suspend an agent like SIGSTOP, and resume it
+    kill            end an agent for ever
+    stall, unstall  hold back all messages from and to an agent that keeps running, and deliver them
+
+    All calls run on `clock`, which its owner closes.
     """
 
     def __init__(

@@ -326,9 +326,8 @@ class MemoryPieces:
         return self.done - (self._ends[self.fed_count - 1] if self.fed_count else 0)
 
     def parts(self, first: int = 0, last: int | None = None) -> list[memoryview]:
-        """Return memoryviews of the pieces of memory `first` to `last` - 1, in order.
-
-        If `last` is None, all pieces from `first` on are returned.
+        """Return memoryviews of the pieces of memory from `first` to `last` - 1, or to the end if
+        None.
         """
         memory = self._memory.data
         starts, lengths = self._offsets[first:last].tolist(), self._lengths[first:last].tolist()

@@ -225,7 +225,9 @@ class ShmLink(StreamLink):
             are_within(peer_region, runs.src, runs.length)
             and are_within(window.region, runs.dst, runs.length)
         ):
-            raise FrameError("a window of KV exceeds its memory region")
+            raise FrameError(
+                "an announced window (piece of KV) does not lie within its memory region"
+            )
         for step in split_by_bytes(runs, _STEP_BYTES) if n_bytes > _STEP_BYTES else (runs,):
             copy_runs(peer_region.bytes, window.region.bytes, step)
             if self._orders:

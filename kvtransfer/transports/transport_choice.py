@@ -17,9 +17,9 @@ from kvtransfer.protocol.agent_messages import AgentCard
 def host_id() -> str:
     """Return 16 hex digits that are equal for processes that can share memory.
 
-    Such processes have the same boot of a kernel, the same network namespace (which contains the
-    names of shm's sockets) and the same user. The result is "", which matches no host, if /proc is
-    not readable.
+    Such processes run on the same boot of the same kernel, as the same user, and in the same
+    network namespace, which contains the names of shm's sockets. Returns "", which matches no host,
+    if /proc cannot be read.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()

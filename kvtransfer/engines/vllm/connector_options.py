@@ -1,4 +1,4 @@
-"""The options of Penstock's connector: the members of vLLM's kv_connector_extra_config."""
+"""The options of Penstock's KV connector, which vLLM passes as kv_connector_extra_config."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ConnectorOptions:
         self.block_report = _path(values.pop("block_report", None))
         if values:
             raise ValueError(
-                f"kv_connector_extra_config has the unknown member {sorted(values)[0]}"
+                f"kv_connector_extra_config has the unknown member {sorted(values)[0]}; remove it"
             )
         if self.store is not None and failure_policy != "recompute":
             raise ValueError(

@@ -119,12 +119,17 @@ def open_handoff(key: bytes, text: object) -> Handoff:
 
 
 def seal_card(key: bytes, card: EngineCard) -> str:
-    """Return an engine's card as signed text; equal cards have equal texts."""
+    """Return an engine's card (addresses and KV layout) as signed text; equal cards give equal
+    texts.
+    """
     return _seal(key, _CARD_DOMAIN, card)
 
 
 def open_card(key: bytes, text: object) -> EngineCard:
-    """Return the card in a signed text. Raises HandoffRefused if it is malformed or forged."""
+    """Return the card (an engine's addresses and KV layout) in a signed text.
+
+    Raises HandoffRefused if the text is malformed or forged.
+    """
     return _open(key, _CARD_DOMAIN, text, _CARD_DECODER)
 
 

@@ -52,10 +52,10 @@ class QueuePairEpochs:
         return QueuePairSetup(self.epoch, self.pair.card)
 
     def join(self, setup: QueuePairSetup) -> QueuePairReady | None:
-        """Connect to the peer's queue pair, as described in its message `setup`.
+        """Connect to the other agent's queue pair, which its message `setup` describes.
 
-        Returns the message to send to the peer, or None if that epoch is over or already connected.
-        Raises TransportError for a later epoch.
+        Returns the message to send back, or None if that epoch is over or already connected. Raises
+        TransportError if it is a later epoch than this agent's.
         """
         if setup.epoch < self.epoch or self._joined or self.pair is None:
             return None

@@ -127,7 +127,10 @@ class RdmaReceiver:
         # Raise TransportError for too many incomplete windows of KV; an honest source has only a
         # few.
         if len(self._written) + len(self._waiting) > _MAX_INCOMPLETE:
-            raise TransportError(f"more than {_MAX_INCOMPLETE} windows of KV are incomplete")
+            raise TransportError(
+                f"more than {_MAX_INCOMPLETE} windows (pieces of KV) are incomplete, which "
+                "the protocol forbids"
+            )
 
     def is_granted(self, transfer: int) -> bool:
         """Return whether the other agent may write to the blocks of this transfer."""

@@ -422,8 +422,8 @@ class Inbound:
             )
         if announced.payload_bytes not in (0, head.n_bytes):
             raise FrameError(
-                f"a window of {head.n_bytes} bytes was sent with {announced.payload_bytes} "
-                "bytes of payload"
+                f"the frame of a window (piece of KV) of {head.n_bytes} bytes has "
+                f"{announced.payload_bytes} bytes of payload"
             )
         window = self._listener.place_window(head)
         bounce: NDArray[np.uint8] | None = None
@@ -439,8 +439,8 @@ class Inbound:
             )
             if pieces.size != head.n_bytes:
                 raise FrameError(
-                    f"a window of {head.n_bytes} bytes was sent, but {pieces.size} bytes are "
-                    "planned"
+                    f"a received window (piece of KV) has {head.n_bytes} bytes, but "
+                    f"{pieces.size} bytes are planned"
                 )
         arrival = _Arrival(pieces, head, window)
         arrival.bounce, arrival.proof = bounce, announced.proof

@@ -94,7 +94,9 @@ class LinkOptions(msgspec.Struct, frozen=True):
                 f"window_bytes must be 1 to {MAX_PAYLOAD_BYTES} and spin_s below 1 s, got {self}"
             )
         if not 1 <= self.lanes <= MAX_LANES:
-            raise ValueError(f"a link must have 1 to {MAX_LANES} lanes, got {self}")
+            raise ValueError(
+                f"the number of lanes (parallel connections) must be 1 to {MAX_LANES}, got {self}"
+            )
         if self.switch_interval_s and not 1e-6 <= self.switch_interval_s <= 1.0:
             raise ValueError(f"switch_interval_s must be 0, or 1 µs to 1 s, got {self}")
 

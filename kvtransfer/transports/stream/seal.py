@@ -34,8 +34,7 @@ class WindowSeal:
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
         except ImportError as error:
             raise TransportError(
-                "encryption of KV windows needs the Python package cryptography; install the "
-                "extra `seal`"
+                "encryption of KV needs the Python package cryptography; install penstock-kv[seal]"
             ) from error
         self._make: Any = Cipher
         self._mode: Any = modes.GCM
@@ -83,7 +82,8 @@ class WindowSeal:
             cipher.finalize()
         except self._invalid as error:
             raise WindowSealError(
-                "a window of KV is not authentic: altered, out of order, or sealed with another key"
+                "a received window (piece of KV) was altered, is out of order, or was "
+                "encrypted with another key"
             ) from error
         return view[: len(sealed)]
 

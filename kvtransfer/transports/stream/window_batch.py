@@ -65,7 +65,7 @@ class WindowBatch:
         return self._free[self._count - 1]
 
     def add(self, pieces: MemoryPieces, header: bytes, check: GenerationCheck | None) -> None:
-        """Add the window that follows, whose frame ends with `header`."""
+        """Add the next window (piece of KV) to the batch. Its frame ends with `header`."""
         index = self._count
         self._frames[index, TRAILER_BYTES:] = np.frombuffer(header, np.uint8)
         self._fill(pieces, self._frame(index))
@@ -94,7 +94,10 @@ class WindowBatch:
         return self._count
 
     def frame_bytes(self, index: int, begin: int) -> bytes:
-        """Return the frame of window `index` from byte `begin` on, as the pump completed it."""
+        """Return the frame (trailer and header) of window `index` from byte `begin` on.
+
+        The pump has completed it.
+        """
         return bytes(self._frames[index, begin:])
 
     def move(self, digest: Digest | None, stage: int = 0) -> tuple[int, int | None, int]:

@@ -92,7 +92,7 @@ def test_a_latent_cache_has_one_row_per_token_on_every_rank() -> None:
         ({"dtype": "fp8_per_token_head"}, "backend CPU_ATTN stores its scales"),
         ({"cell_bytes": 72}, "72 bytes, but 64 bytes are expected"),
         ({"order": "NHBLC"}, "is not a valid KvOrder"),
-        ({"order": "LBNHC"}, "content pages is not possible"),
+        ({"order": "LBNHC"}, "cannot combine the content pages"),
         ({"page_format": ""}, "page_format must be"),
         ({"backend": "FLASH_ATTN"}, "page_format must be"),
         ({"tp": 3}, "neither split nor repeated"),

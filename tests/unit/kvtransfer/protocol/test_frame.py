@@ -86,7 +86,7 @@ def test_a_windows_frame_is_its_head_in_a_frame() -> None:
 def test_a_head_that_does_not_fit_or_is_too_short_is_an_error() -> None:
     with pytest.raises(FrameError, match="cannot be encoded"):
         pack_head(WindowHead(-1, 0, 0, 0, 0, 0))
-    with pytest.raises(FrameError, match="too few for a window header"):
+    with pytest.raises(FrameError, match="is too short"):
         unpack_head(pack_head(HEAD)[:-1])
 
 
