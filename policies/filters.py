@@ -43,8 +43,7 @@ def below_cap(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[
     """
     for candidate in candidates:
         load = candidate.load
-        in_flight = load.in_flight
-        if in_flight >= candidate.endpoint.max_concurrency or in_flight >= load.soft_cap:
+        if load.in_flight >= load.soft_cap or load.in_flight >= candidate.endpoint.max_concurrency:
             return _with_room(query, candidates)
     return candidates
 

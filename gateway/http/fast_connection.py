@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import cast
 
 from aiohttp.tcp_helpers import tcp_keepalive
@@ -348,7 +349,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         if self.is_draining:
             self.will_close = self._must_close = True
         if not self._unread:
-            self._enter(IDLE)
+            self.phase, self.phase_since = IDLE, monotonic()
             return
         self.phase = SERVING
         if not self._is_turn_due:

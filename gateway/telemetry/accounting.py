@@ -188,7 +188,9 @@ class Accounting:
             exchange.canary_arm.count(exchange)
         log, is_recorded = self._log, bool(self.shapes.pools) and exchange.pick is not None
         line = _line(exchange, relay, usage, now, unix_offset) if log.is_enabled else None
-        if log.has_blocks or is_recorded:
+        call = exchange.call
+        has_ids = exchange.fingerprint is not None or (call is not None and call.request.session)
+        if is_recorded or (has_ids and log.has_blocks):  # otherwise the line has no ids
             blocks, session = self._ids(exchange)
             if is_recorded:
                 self.shapes.add(exchange, relay, usage, unix_offset + now, blocks, session)

@@ -264,8 +264,10 @@ class Relay(PayloadScan):
         is_copied = self.rewriter is None and self.translator is None and self.event_writer is None
         if is_start and is_copied:
             whole = read_whole(data)  # the usual answer that is not streamed
-            if whole is not None and find_error_body(whole[1]) is None:
-                return self._relay_whole(whole[0], whole[1], now)
+            if whole is not None:
+                head, payload = whole
+                if find_error_body(payload) is None:
+                    return self._relay_whole(head, payload, now)
         return self._read_start(data, now, is_copied)
 
     def _read_start(self, data: bytes, now: float, is_copied: bool) -> bytes:
