@@ -1,7 +1,7 @@
 """Reads a YAML configuration file into an immutable typed tree, with a position for every error.
 
 - file_reader.py reads files; yaml_source.py parses their text and keeps positions.
-- values.py, tree.py and the section modules define the types.
+- The section modules define the keys, values.py the types of their values, tree.py the whole.
 - cross_checks.py and the rule modules check relations between values.
 - loader.py combines all of this.
 """
@@ -9,7 +9,10 @@
 from gateway.config.auto_section import AutoPolicy
 from gateway.config.batch_section import BatchApi
 from gateway.config.endpoint_sections import EndpointSpec, LayoutSpec
+from gateway.config.hardware_section import Hardware
+from gateway.config.health_sections import HealthSpec, Scrape
 from gateway.config.limits_section import Limits
+from gateway.config.listener_sections import Admin, AdminListener, Listener, Listeners
 from gateway.config.loader import (
     SCHEMA_ID,
     SECRET_MASK,
@@ -24,30 +27,18 @@ from gateway.config.mirror_section import Mirror
 from gateway.config.model_sections import Model, Overflow, Resume, Split
 from gateway.config.observability_sections import Observability, OperatorLog, Traces
 from gateway.config.policy_sections import AdmissionSpec, Canary, PolicySpec
+from gateway.config.pool_section import Pool, WaitingRoom
+from gateway.config.prefix_section import Prefix
 from gateway.config.problems import ConfigError, Problem
 from gateway.config.reload_section import AutoRollback, Reload
 from gateway.config.s3_section import BatchS3
 from gateway.config.sized_for_section import SizedFor
+from gateway.config.slo_section import SloClass, Slos
 from gateway.config.tenant_rules import salt_member
 from gateway.config.tenant_sections import Cache, Tenant
+from gateway.config.timeout_sections import Retries, Timeouts
 from gateway.config.tls_sections import ClientTls, EngineTls, ListenerTls
-from gateway.config.tree import (
-    Admin,
-    AdminListener,
-    Config,
-    Hardware,
-    HealthSpec,
-    Listener,
-    Listeners,
-    Pool,
-    Prefix,
-    Retries,
-    Scrape,
-    SloClass,
-    Slos,
-    Timeouts,
-    WaitingRoom,
-)
+from gateway.config.tree import Config
 from gateway.config.values import Secret
 
 __all__ = [

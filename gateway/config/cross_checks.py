@@ -28,7 +28,7 @@ from gateway.config.rule_findings import (
     iter_tls_sections,
 )
 from gateway.config.secret_rules import further_keys
-from gateway.config.tree import Slos
+from gateway.config.slo_section import Slos
 from gateway.config.values import engine_url, without_scheme
 
 

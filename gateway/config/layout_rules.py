@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from gateway.config.hardware_section import Hardware
 from gateway.config.problems import Path
 from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
-from gateway.config.tree import Hardware
 from policies.sizing.gpu_memory import Demand, MemoryCheck, check_memory
 from policies.sizing.gpus import GPUS
 from policies.sizing.known_models import ModelFacts, facts_of_name

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 
 from gateway.config import Config
-from gateway.config.tree import Discover
+from gateway.config.discovery_sections import Discover
 from gateway.fleet.discovery.dns import DnsSource
 from gateway.fleet.discovery.file_list import FileSource
 from gateway.fleet.discovery.kubernetes import KubernetesSource, pod_service_account

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gateway.config import Config
+from gateway.config.discovery_sections import Discover
 from gateway.config.endpoint_sections import EndpointSpec
-from gateway.config.tree import Discover
 from gateway.fleet.discovery.file_list import FileSource
 from gateway.fleet.discovery.source import specs_for
 from gateway.fleet.endpoint_registry import EndpointRegistry, to_endpoint

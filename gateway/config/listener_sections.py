@@ -1,0 +1,76 @@
+"""Configuration sections for the two servers: addresses, TLS, trusted proxies and the admin key."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from gateway.config.tls_sections import ListenerTls
+from gateway.config.values import Cidr, Host, Origin, Port, Secret, Section, check_sendable, setting
+
+
+class Listener(Section):
+    """The address (host and port) and TLS settings of one of the gateway's two servers."""
+
+    host: Host
+    port: Port
+    tls: ListenerTls | None = setting(None, "TLS settings of this server; plain HTTP by default.")
+
+
+class ApiListener(Listener):
+    """The address of the server for the OpenAI API, which applications use."""
+
+    host: Host = setting(
+        "127.0.0.1", "Address on which the OpenAI API listens; 0.0.0.0 listens on every interface."
+    )
+    port: Port = setting(8080, "Port of the OpenAI API; 0 chooses a free one.")
+    trusted_proxies: Annotated[tuple[Cidr, ...], Field(max_length=256)] = setting(
+        (),
+        "Networks, in CIDR notation, of proxies and load balancers that you operate. They are "
+        "exempt from limits per client address, and their headers X-Forwarded-For and "
+        "x-request-id are trusted.",
+    )
+    cors_origins: Annotated[tuple[Origin, ...], Field(max_length=256)] = setting(
+        (),
+        "Origins of web pages that may call the API from a browser, as in https://app.example.com, "
+        "or * for all. None by default.",
+    )
+
+
+class AdminListener(Listener):
+    """The address of the admin server, which operators and Prometheus use."""
+
+    host: Host = setting(
+        "127.0.0.1",
+        "Address on which the admin server (/healthz, /readyz, /metrics and others) listens.",
+    )
+    port: Port = setting(
+        8081, "Port of the admin server, different from that of the API; 0 chooses a free one."
+    )
+
+
+class Listeners(Section):
+    """The gateway's two servers: one for applications, one for operators."""
+
+    api: ApiListener = setting({}, "Address and TLS of the OpenAI API.")
+    admin: AdminListener = setting(
+        {}, "Address and TLS of the admin server: health, metrics and state."
+    )
+
+
+class Admin(Section):
+    """Settings of the admin server that decide who may make changes. Reading needs no key."""
+
+    key: Secret | None = setting(
+        None,
+        "Key that requests for changes must send, by reference: ${NAME} or ${file:/path}. Without "
+        "it, changes are accepted only from this machine.",
+    )
+    hosts: tuple[Host, ...] = setting(
+        (),
+        "Further host names that the admin server accepts in the Host header; addresses and "
+        "localhost are always accepted.",
+    )
+
+    _sendable_key = field_validator("key")(check_sendable)
