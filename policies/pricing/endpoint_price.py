@@ -218,21 +218,14 @@ class PriceScorer:
         """
         weights, request, load = self.weights, query.request, candidates[index].load
         fast, attention, slow = (factors[index] for factors in self.speeds(candidates))
-        slo, room = request.slo, load.kv_tokens or UNKNOWN_KV_TOKENS
-        cached_here = (
-            query.cached_by_slot[load.slot] if load.slot < len(query.cached_by_slot) else 0
-        )
-        uncached = request.prompt_tokens - cached_here
-        pair_s = attention * load.attention_s_per_pair
-        token_s = load.prefill_s_per_token + (cached_here + 0.5 * uncached) * pair_s
-        fill_s = fast * uncached * token_s
+        slo, usual = request.slo, usual_slots(candidates)
+        cached = query.cached_by_slot
+        hit = cached[load.slot] if load.slot < len(cached) else 0
+        fill_s = self._fill_s(load, request.prompt_tokens, hit, fast, attention)
         work_s = part.prefills * fill_s
-        usual = usual_slots(candidates)
         wait_s = known_s = backlog_s(load, query.now)
-        share = (load.kv_used_tokens + 0.5 * load.expected_tokens) / room
-        if load.external_requests and is_fresh(load, query.now - weights.fresh_s):
+        if self._reads_scrape(load, query.now):
             wait_s += waiting_external_requests(load) * work_s
-            share = max(share, load.kv_usage or 0.0)
         start_s = max(wait_s, room_s(load, request.prompt_tokens), slot_wait_s(load, usual))
         transfer_s = part.transfers_s[index] if part.transfers_s else part.transfer_s
         first_s = transfer_s + start_s + load.fixed_ttft_s + work_s
@@ -242,9 +235,7 @@ class PriceScorer:
         busy = prefill_share(load)
         own_s = (step_s + more_s) * (1.0 + (weights.lumps - 1.0) * busy)
         pace_s = step_s * (1.0 - 0.5 * busy)
-        grown = (uncached + part.decodes * request.output_tokens) / room
-        # the queue of the next request, so short that it can be in time
-        ahead = min(wait_s / slo.ttft_s, max(0.0, weights.late - work_s / slo.ttft_s))
+        grown = request.prompt_tokens - hit + part.decodes * request.output_tokens
         return PriceTerms(
             ttft=self._loss(first_s / patience_s(request, query.now)),
             tpot=part.decodes * weights.tpot_weight * self._loss(own_s / slo.tpot_s),
@@ -252,17 +243,39 @@ class PriceScorer:
             * self._loss_of_others(load, query.now, slo.tpot_s, pace_s, more_s, known_s, work_s),
             work=weights.work_weight
             * (
-                self._loss(ahead + work_s / slo.ttft_s)
-                - self._loss(ahead)
+                self._loss_of_next(wait_s / slo.ttft_s, work_s / slo.ttft_s)
                 + busy * work_s / slo.ttft_s
                 + weights.regret_weight * load.eviction_regret * fill_s / slo.ttft_s
             ),
             kv=weights.kv_weight
-            * (
-                min(FULLEST, share + grown) ** 3 * grown * (load.answers + 1)
-                + slot_loss(load, usual)
-            ),
+            * (self._loss_by_kv(load, query.now, grown) + slot_loss(load, usual)),
         )
+
+    def _fill_s(
+        self, load: EndpointLoad, prompt_tokens: int, hit: int, fast: float, attention: float
+    ) -> float:
+        # Return the seconds of the prefill of a prompt of which `hit` tokens are cached.
+        uncached = prompt_tokens - hit
+        pair_s = attention * load.attention_s_per_pair
+        return fast * uncached * (load.prefill_s_per_token + (hit + 0.5 * uncached) * pair_s)
+
+    def _reads_scrape(self, load: EndpointLoad, now: float) -> bool:
+        return bool(load.external_requests) and is_fresh(load, now - self.weights.fresh_s)
+
+    def _loss_of_next(self, wait: float, work: float) -> float:
+        # Return what the next request loses, in whose queue `work` comes after `wait`, both in TTFT
+        # budgets. That queue is taken as so short that the next request can be in time.
+        ahead = min(wait, max(0.0, self.weights.late - work))
+        return self._loss(ahead + work) - self._loss(ahead)
+
+    def _loss_by_kv(self, load: EndpointLoad, now: float, grown_tokens: float) -> float:
+        # Return the expected number of other requests that will lack KV.
+        room = load.kv_tokens or UNKNOWN_KV_TOKENS
+        share = (load.kv_used_tokens + 0.5 * load.expected_tokens) / room
+        if self._reads_scrape(load, now):
+            share = max(share, load.kv_usage or 0.0)
+        grown = grown_tokens / room
+        return min(FULLEST, share + grown) ** 3 * grown * (load.answers + 1)
 
     def _loss_of_others(
         self,
