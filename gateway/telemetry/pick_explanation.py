@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 
@@ -26,18 +27,28 @@ monotonic time of its end."""
 
 _OBJECTS = ("belief", "reservations", "changes", "timeline")
 _NUMBERS = tuple(name for name in LOAD_FIELDS if name not in _OBJECTS)
-load_values = attrgetter(*_NUMBERS)
+# The last three are of the running answers; their groups are never changed in place.
+load_values = attrgetter(
+    *_NUMBERS, "timeline.answers.age_groups", "timeline.answers.ratios", "timeline.prefill_s"
+)
+
+NEXT_BEST = 2
+"""Number of candidates besides the picked one whose load is recorded.
+
+A pick does not complete the price of a candidate that cannot be the cheapest, so the one with the
+next best score need not be the next best one.
+"""
 
 
 class PickSnapshot(msgspec.Struct, frozen=True):
-    """The load of two endpoints at a pick, before capacity was reserved: the picked and the second
-    best.
+    """The load of a few endpoints at a pick: the picked one and those with the next best scores.
 
-    Recording all candidates would cost as much as the pick itself. The latency models are not
-    copied; an explanation that needs them uses their current state.
+    The load is that before the capacity reservation. Recording all candidates would cost as much as
+    the pick. The learned speeds are not copied, so an explanation that needs them uses their
+    current state.
 
     terms       function of the policy that computes the parts (terms) of each candidate's score
-    candidates  the picked candidate and the second best, each with its load at the pick
+    candidates  the picked candidate and the next best, each with its load at the pick
     """
 
     terms: PriceTermsFunction
@@ -68,36 +79,41 @@ class PickSnapshot(msgspec.Struct, frozen=True):
         }
 
 
-def restore_load(candidate: Candidate, numbers: tuple[object, ...]) -> EndpointLoad:
+def restore_load(candidate: Candidate, numbers: tuple[Any, ...]) -> EndpointLoad:
     """Return a candidate's load at the pick, rebuilt from values recorded by load_values()."""
     load = EndpointLoad(candidate.load.slot, candidate.load.belief)
-    for name, value in zip(_NUMBERS, numbers, strict=True):
+    *values, age_groups, ratios, prefill_s = numbers
+    for name, value in zip(_NUMBERS, values, strict=True):
         setattr(load, name, value)
+    load.timeline.prefill_s = prefill_s
+    load.timeline.answers.restore(load, age_groups, ratios)
     return load
 
 
 def snapshot_pick(policy: Policy, pick: Pick) -> PickSnapshot | None:
-    """Return the load of the two best candidates, before capacity is reserved for the request.
+    """Return the load of the best candidates, as it was before the capacity reservation.
 
-    Returns None if the policy does not divide its scores into terms.
+    The result is None if the policy has no score terms.
     """
     if policy.price_terms is None:
         return None
-    stood = [(pick.candidate, load_values(pick.candidate.load))]
-    other = runner_up(pick)
-    if other is not None:
-        stood.append((other, load_values(other.load)))
-    return PickSnapshot(policy.price_terms, tuple(stood))
+    recorded = (pick.candidate, *next_best(pick))
+    return PickSnapshot(
+        policy.price_terms,
+        tuple([(candidate, load_values(candidate.load)) for candidate in recorded]),
+    )
 
 
-def runner_up(pick: Pick) -> Candidate | None:
-    """Return the candidate with the second best score, or None if there was only one."""
-    candidates = pick.candidates
-    if len(candidates) < 2:
-        return None
-    scores = list(pick.scores)
+def next_best(pick: Pick) -> list[Candidate]:
+    """Return up to NEXT_BEST candidates with the best scores after the picked one, best first."""
+    candidates, scores = pick.candidates, list(pick.scores)
     scores[candidates.index(pick.candidate)] = -inf
-    return candidates[scores.index(max(scores))]
+    chosen = []
+    for _ in range(min(NEXT_BEST, len(candidates) - 1)):
+        index = scores.index(max(scores))
+        chosen.append(candidates[index])
+        scores[index] = -inf
+    return chosen
 
 
 class RecentExchanges:
@@ -192,17 +208,36 @@ def _admission(exchange: Exchange) -> dict[str, object]:
 
 
 def _pick(exchange: Exchange, pick: Pick) -> dict[str, object]:
-    other = runner_up(pick)
     terms: Mapping[str, Mapping[str, float]] = {}
     if exchange.pick_snapshot is not None and exchange.first_query is not None:
         terms = exchange.pick_snapshot.score_terms(exchange.first_query, pick.candidates)
-    rows = sorted(zip(pick.scores, pick.candidates, strict=True), key=lambda row: -row[0])
+    rows = sorted(
+        [
+            (_complete_score(pick, candidate, score, terms), candidate)
+            for score, candidate in zip(pick.scores, pick.candidates, strict=True)
+        ],
+        key=lambda row: (row[1] is not pick.candidate, -row[0]),
+    )
+    recorded = next_best(pick)
+    other = next((candidate for _, candidate in rows if candidate in recorded), None)
     return {
         "policy": pick.reason,
         "endpoint": pick.candidate.endpoint.name,
         "runner_up": None if other is None else other.endpoint.name,
         "candidates": [_candidate(exchange, score, candidate, terms) for score, candidate in rows],
     }
+
+
+def _complete_score(
+    pick: Pick,
+    candidate: Candidate,
+    score: float,
+    terms: Mapping[str, Mapping[str, float]],
+) -> float:
+    # Return the score with the terms that the pick left out because they could not change it.
+    if candidate is pick.candidate or candidate.endpoint.name not in terms:
+        return score
+    return -sum(terms[candidate.endpoint.name].values())
 
 
 def _candidate(

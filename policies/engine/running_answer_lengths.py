@@ -116,6 +116,14 @@ class RunningAnswers:
             self._expected_tokens = load.expected_tokens
         return self._next[0][0] if self._next else inf
 
+    def restore(
+        self, load: EngineLoad, age_groups: list[AgeGroup], ratios: Sequence[float]
+    ) -> None:
+        """Replace the groups by those that `update` once computed for `load`, for explanations."""
+        self.age_groups, self.ratios = age_groups, ratios
+        self._is_current, self._answers = True, load.answers
+        self._expected_tokens = load.expected_tokens
+
     def length_groups(self) -> Iterator[LengthGroup]:
         """Yield the answers of `age_groups` by their probable final length."""
         for count, inverse, began_s, _, _, _, _, age in self.age_groups:
