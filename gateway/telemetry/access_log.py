@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.config import Observability
 from gateway.metrics.metric_types import Counter
-from gateway.telemetry.log_file import LogFile, Rotation
+from gateway.telemetry.log_rotation import LogFile, Rotation
 
 log = logging.getLogger("penstock")
 

@@ -14,7 +14,7 @@ from planner.size.plan_draft import PlanHardware, SizingError
 from planner.size.units import parse_seconds, parse_tokens
 from planner.size.workload import Promise, Workload
 from policies.sizing.gpus import GPUS, Gpu, gpu_from_members, gpu_named
-from policies.sizing.hf_config import shape_from_config
+from policies.sizing.hf_parameter_count import shape_from_config
 from policies.sizing.model_shapes import MODELS, Llm, model_named
 
 MAX_FILE_BYTES = 4 << 20

@@ -1,8 +1,8 @@
 """The shapes and sizes of models: parameters, bytes of weights, KV per token and per request.
 
 The built-in shapes are the models' published configurations with their published totals.
-hf_config.py counts the shape of a local config.json. gpu_memory.py checks what fits into GPU
-memory. mockgpu/timing/roofline.py computes times.
+hf_parameter_count.py counts the shape of a local config.json. gpu_memory.py checks what fits into
+GPU memory. mockgpu/timing/roofline.py computes times.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from policies.sizing.gpu_memory import stages
-from policies.sizing.hf_config import shape_from_config
+from policies.sizing.hf_parameter_count import shape_from_config
 from policies.sizing.parallel_layout import Layout
 from tests.real.engines import ENV, REAL, ROOT, free_ports
 

@@ -98,7 +98,7 @@ SMALL = (
     *_modules("gateway/protocol/response", "event_grammar long_event retryable_start rewrite"),
     *_modules("gateway/protocol/response", "resumable_relay short_response token_ledger"),
     *_modules("gateway/proxy", "attempt_loop engine_api split_request"),
-    *_modules("gateway/telemetry", "access_log cost_counter log_file pick_explanation"),
+    *_modules("gateway/telemetry", "access_log cost_counter log_rotation pick_explanation"),
     *_modules("gateway/telemetry", "request_shapes spans"),
     *_modules("policies", "policy_types"),
     *_modules("policies/engine", "first_token_calibration kalman peer_load"),

@@ -1,5 +1,5 @@
 // Vercel's AI SDK: @ai-sdk/openai (responses), @ai-sdk/anthropic or @ai-sdk/openai-compatible.
-import { INSTRUCTIONS, KEY, KIND, MODEL, TOOL_SCHEMA, TOOL_TEXT, URL_, load, measure, run } from './driver.mjs';
+import { INSTRUCTIONS, KEY, KIND, MODEL, TOOL_SCHEMA, TOOL_TEXT, URL_, load, measure, run } from './conversations.mjs';
 
 const { jsonSchema, stepCountIs, streamText, tool } = await load('ai');
 

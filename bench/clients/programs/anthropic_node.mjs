@@ -1,5 +1,5 @@
 // Anthropic's SDK for Node: messages.
-import { INSTRUCTIONS, KEY, MODEL, TOOL_NAME, TOOL_SCHEMA, TOOL_TEXT, URL_, load, measure, run } from './driver.mjs';
+import { INSTRUCTIONS, KEY, MODEL, TOOL_NAME, TOOL_SCHEMA, TOOL_TEXT, URL_, load, measure, run } from './conversations.mjs';
 
 const { Anthropic } = await load('@anthropic-ai/sdk');
 const client = new Anthropic({ baseURL: URL_, apiKey: KEY });

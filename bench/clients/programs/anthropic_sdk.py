@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from anthropic import AsyncAnthropic
-from driver import (
+from conversations import (
     INSTRUCTIONS,
     KEY,
     MODEL,

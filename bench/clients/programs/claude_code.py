@@ -6,7 +6,7 @@ import json
 from asyncio.subprocess import Process
 
 import agent_process
-from driver import KEY, MODEL, URL, Turn, measured_pump, run, shell_call
+from conversations import KEY, MODEL, URL, Turn, measured_pump, run, shell_call
 
 COMMAND = ("claude", "-p", "--verbose", "--include-partial-messages")
 FORMATS = ("--input-format", "stream-json", "--output-format", "stream-json")

@@ -6,7 +6,7 @@ Each turn is one process, which resumes the session.
 from __future__ import annotations
 
 import agent_process
-from driver import KEY, MODEL, URL, Turn, measured_pump, run, shell_call
+from conversations import KEY, MODEL, URL, Turn, measured_pump, run, shell_call
 
 CONFIG = f"""
 model = "{MODEL}"

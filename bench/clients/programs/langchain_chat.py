@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import driver
-from driver import INSTRUCTIONS, KEY, MODEL, URL, VARIANT, Turn, run
+import conversations
+from conversations import INSTRUCTIONS, KEY, MODEL, URL, VARIANT, Turn, run
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 
@@ -17,7 +17,7 @@ from langchain_core.tools import tool
 @tool
 def measure(pump: int) -> str:
     """Measure the water depth at a pump, in metres."""
-    return driver.measure(pump)
+    return conversations.measure(pump)
 
 
 def model() -> Any:

@@ -1,5 +1,5 @@
 // LangChain for Node: ChatOpenAI, by the Responses API with VARIANT=responses.
-import { INSTRUCTIONS, KEY, KIND, MODEL, TOOL_NAME, TOOL_SCHEMA, TOOL_TEXT, URL_, load, measure, run } from './driver.mjs';
+import { INSTRUCTIONS, KEY, KIND, MODEL, TOOL_NAME, TOOL_SCHEMA, TOOL_TEXT, URL_, load, measure, run } from './conversations.mjs';
 
 const { ChatOpenAI } = await load('@langchain/openai');
 const definition = { type: 'function', function: { name: TOOL_NAME, description: TOOL_TEXT, parameters: TOOL_SCHEMA } };

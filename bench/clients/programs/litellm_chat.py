@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 import litellm
-from driver import (
+from conversations import (
     INSTRUCTIONS,
     KEY,
     MODEL,

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import driver
-from driver import INSTRUCTIONS, KEY, MODEL, URL, VARIANT, Turn, run
+import conversations
+from conversations import INSTRUCTIONS, KEY, MODEL, URL, VARIANT, Turn, run
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 
 
 def measure(pump: int) -> str:
     """Measure the water depth at a pump, in metres."""
-    return driver.measure(pump)
+    return conversations.measure(pump)
 
 
 def model() -> Any:

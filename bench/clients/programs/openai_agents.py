@@ -5,7 +5,7 @@ It uses the Responses API, or chat completions with VARIANT=chat.
 
 from __future__ import annotations
 
-import driver
+import conversations
 from agents import (
     Agent,
     Runner,
@@ -15,7 +15,7 @@ from agents import (
     set_default_openai_key,
     set_tracing_disabled,
 )
-from driver import INSTRUCTIONS, KEY, MODEL, VARIANT, Turn, run
+from conversations import INSTRUCTIONS, KEY, MODEL, VARIANT, Turn, run
 
 set_tracing_disabled(True)  # traces go to OpenAI
 set_default_openai_key(KEY)
@@ -32,7 +32,7 @@ class Conversation:
         def measure(pump: int) -> str:
             """Measure the water depth at a pump, in metres."""
             self.turn.measured.append(pump)
-            return driver.measure(pump)
+            return conversations.measure(pump)
 
         self.agent = Agent(name="pumps", instructions=INSTRUCTIONS, model=MODEL, tools=[measure])
 

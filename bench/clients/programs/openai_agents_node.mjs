@@ -1,5 +1,5 @@
 // OpenAI's Agents SDK for Node: responses, or chat completions with VARIANT=chat.
-import { INSTRUCTIONS, KEY, KIND, MODEL, TOOL_NAME, TOOL_SCHEMA, TOOL_TEXT, URL_, load, measure, run } from './driver.mjs';
+import { INSTRUCTIONS, KEY, KIND, MODEL, TOOL_NAME, TOOL_SCHEMA, TOOL_TEXT, URL_, load, measure, run } from './conversations.mjs';
 
 const agents = await load('@openai/agents');
 const { OpenAI } = await load('openai');

@@ -1,5 +1,5 @@
 // OpenAI's SDK for Node: chat completions, or responses with VARIANT=responses.
-import { INSTRUCTIONS, KEY, KIND, MODEL, TOOL_NAME, TOOL_SCHEMA, TOOL_TEXT, URL_, load, measure, run } from './driver.mjs';
+import { INSTRUCTIONS, KEY, KIND, MODEL, TOOL_NAME, TOOL_SCHEMA, TOOL_TEXT, URL_, load, measure, run } from './conversations.mjs';
 
 const { OpenAI } = await load('openai');
 const client = new OpenAI({ baseURL: `${URL_}/v1`, apiKey: KEY });

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from driver import (
+from conversations import (
     INSTRUCTIONS,
     KEY,
     MODEL,

@@ -13,7 +13,7 @@ from asyncio.subprocess import Process
 from typing import Any
 
 import agent_process
-from driver import KEY, MODEL, URL, Turn, measured_pump, run, shell_call
+from conversations import KEY, MODEL, URL, Turn, measured_pump, run, shell_call
 
 PROVIDER = {
     "npm": "@ai-sdk/openai-compatible",

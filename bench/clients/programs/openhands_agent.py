@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 
-from driver import KEY, MODEL, URL, Turn, measured_pump, run, shell_call
+from conversations import KEY, MODEL, URL, Turn, measured_pump, run, shell_call
 from openhands.sdk import LLM, Agent, Conversation
 from openhands.sdk.event import ActionEvent, Event, MessageEvent
 from openhands.sdk.tool import Tool

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import driver
-from driver import INSTRUCTIONS, MODEL, VARIANT, Turn, run
+import conversations
+from conversations import INSTRUCTIONS, MODEL, VARIANT, Turn, run
 from pydantic_ai import Agent
 
 
@@ -22,7 +22,7 @@ class Conversation:
         def measure(pump: int) -> str:
             """Measure the water depth at a pump, in metres."""
             self.turn.measured.append(pump)
-            return driver.measure(pump)
+            return conversations.measure(pump)
 
     async def ask(self, text: str) -> Turn:
         self.turn = Turn()

@@ -1,5 +1,5 @@
 // Runs the conversations of one client program and prints what came of them as a line of JSON, as
-// driver.py does. A program calls run() with a function that begins a session and returns its `ask`.
+// conversations.py does. A program calls run() with a function that begins a session and returns its `ask`.
 import { createRequire } from 'node:module';
 import { pathToFileURL } from 'node:url';
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from policies.sizing.hf_layers import LayerKinds, layer_kinds
+from policies.sizing.hf_layer_kinds import LayerKinds, layer_kinds
 from policies.sizing.hf_members import ConfigError, ConfigMembers
 from policies.sizing.model_shapes import Llm
 
