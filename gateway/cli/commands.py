@@ -23,26 +23,25 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "bench": (
             "planner.bench.cli:bench",
-            "Put load on an OpenAI server and measure TTFT, TPOT, ITL, throughput and goodput.",
+            "Put load on an OpenAI-compatible server, and measure "
+            "latencies, throughput and goodput.",
         ),
         "replay": (
             "planner.replay.cli:replay",
-            "Compare routing policies on recorded traffic, with "
-            "simulated TP groups on a virtual clock.",
+            "Compare routing policies on recorded traffic, with simulated engines in virtual time.",
         ),
         "size": (
             "planner.size.cli:size",
-            "Size a fleet for a model and promises, with the reason for each step.",
+            "Size a fleet for a model and promised latencies, and give reasons.",
         ),
         "seeds": (
             "planner.seeds.cli:seeds",
-            "List 119 statements about LLM serving, the command that "
-            "answers each, and its expected outcome.",
+            "List 119 statements about LLM serving, with the command "
+            "that tests each, and its outcome.",
         ),
         "golden": (
             "planner.golden.cli:golden",
-            "Compare the answers of a candidate engine to golden prompts "
-            "with those of a base engine.",
+            "Compare a candidate engine's answers to golden prompts with those of a base engine.",
         ),
         "drift": (
             "planner.drift.cli:drift",
