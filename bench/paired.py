@@ -1,14 +1,15 @@
 """Compares the CPU time of two versions of the gateway, per request and per stream chunk.
 
     make bench-paired BASE=main~20
-    python bench/paired.py BASE [--head REVISION] [--pairs N] [--window-ms D] [--compiled]
+    python bench/paired.py BASE [--head REVISION] [--pairs N] [--window-ms D] [--cells TEXT]
+                                [--compiled]
 
 BASE and REVISION are git revisions; without --head, the working tree is compared with BASE.
 
 Both gateways run at the same time with the same configuration, core and backend. They are measured
 in pairs of short periods, one of each version, in random order. The result is the median ratio of
 the pairs with its 95% interval, which assumes no distribution. Counts of Python instructions
-(bench/opcodes.py) follow.
+(bench/opcodes.py) follow, unless --cells selects some kinds of traffic.
 
 Exit status: 0 if the upper end of every interval is at most --limit (1.02), else 1.
 """
@@ -77,7 +78,7 @@ def main() -> int:
         new = stack.enter_context(sources(options.head, work / "new", compiled=options.compiled))
         with backend(base):
             highest = _compare(old, new, options, base, work, order)
-        if not options.compiled:
+        if not options.compiled and not options.cells:
             _print_instructions(old, new)
     return 0 if highest <= options.limit else 1
 
@@ -87,7 +88,8 @@ def _compare(
 ) -> float:
     # Print the ratios of all cells; return the highest upper end of their intervals.
     pace, highest = Pace(options.window_ms, 300), 0.0
-    for policy in dict.fromkeys(cell.policy for cell in CELLS):
+    cells = [cell for cell in CELLS if options.cells in cell.name]
+    for policy in dict.fromkeys(cell.policy for cell in cells):
         with ExitStack() as stack:
             pair = []
             for number, home in enumerate((old, new)):
@@ -97,7 +99,7 @@ def _compare(
                 system = System(f"tree {number}", policy, base + 101 + number, command, home)
                 pair.append(start(system, place))
                 stack.callback(pair[-1].stop)
-            for cell in (cell for cell in CELLS if cell.policy == policy):
+            for cell in (cell for cell in cells if cell.policy == policy):
                 figures = [
                     _measure_pair(cell, pair, pace, work, order) for _ in range(options.pairs)
                 ]
@@ -184,6 +186,12 @@ def _options() -> argparse.Namespace:
         type=float,
         default=1.02,
         help="highest allowed ratio new / old (upper end of the 95 %% interval)",
+    )
+    parser.add_argument(
+        "--cells",
+        default="",
+        help="measure only the kinds of traffic whose name contains this text, and count no "
+        "instructions",
     )
     parser.add_argument(
         "--compiled", action="store_true", help="compile both versions before measuring them"
