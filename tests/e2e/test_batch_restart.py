@@ -5,9 +5,11 @@ expiry.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -263,6 +265,26 @@ def test_workers_share_a_batch_folder_and_one_of_them_owns_each_batch(
         assert total(metrics, "penstock_batch_requests_total", outcome="completed") == 40
 
 
+def stop_between_writes(process: int, store: Path) -> None:
+    # Stop a process (SIGSTOP) while it holds no lock on a file of the store. A process that is
+    # stopped within a write keeps its lock, and with it the batch, until it continues or dies.
+    while True:
+        os.kill(process, signal.SIGSTOP)
+        if not any(is_locked(path) for path in (*store.rglob("owner"), store / "commits")):
+            return
+        os.kill(process, signal.SIGCONT)
+        time.sleep(0.01)
+
+
+def is_locked(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def test_a_process_that_hangs_loses_its_batch_and_does_no_harm_when_it_goes_on(
     engine: MockProcess, tmp_path: Path
 ) -> None:
@@ -275,7 +297,7 @@ def test_a_process_that_hangs_loses_its_batch_and_does_no_harm_when_it_goes_on(
     ):
         batch_id = create(hung_sdk, upload(hung_sdk, asked)).id
         until(lambda: completed(hung_sdk, batch_id) >= 2)
-        os.kill(hung.pid, signal.SIGSTOP)
+        stop_between_writes(hung.pid, tmp_path / "store")
         try:
             with (
                 gateway_process(tmp_path / "second", config) as running,
@@ -284,7 +306,8 @@ def test_a_process_that_hangs_loses_its_batch_and_does_no_harm_when_it_goes_on(
                 ended = wait(sdk, batch_id)
         finally:
             os.kill(hung.pid, signal.SIGCONT)
+        # Until it has to renew its lease, the process believes that it still owns the batch.
+        until(lambda: hung_sdk.batches.retrieve(batch_id) == ended)
         until(lambda: total(page(hung.admin_url), "penstock_batch_running") == 0)
-        assert hung_sdk.batches.retrieve(batch_id) == ended
         assert ended.status == "completed"
         check_texts(hung_sdk, ended.output_file_id, asked)
