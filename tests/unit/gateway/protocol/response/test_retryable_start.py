@@ -59,14 +59,15 @@ async def test_a_response_that_breaks_at_its_start_is_retried_on_another_engine(
     raw: bytes, resume: bool
 ) -> None:
     models = [{"name": MODEL, "pool": "main"} | ({"resume": {}} if resume else {})]
-    # Bytes that are held back for a token that never comes are retried after half of `progress`.
-    health = {"progress": "4s"}
+    # Bytes that are held back for a token that never comes are retried once the engine counts as
+    # stalled: 1.8 times `progress`, because these engines have no metrics, and only after an engine
+    # of the pool has answered. So both requests run at once, one at each engine.
+    health = {"progress": "2s"}
     sides = {"decode_role": "both", "policy": "round_robin", "health": health}
     async with split_gateway(
         "vllm_nixl", [], [responds(raw), decodes], models=models, **sides
     ) as running:
-        for _ in range(2):  # at least one of them goes to the first engine
-            reply = await running.ask(words=3, stream=True)
+        for reply in await asyncio.gather(*(running.ask(words=3, stream=True) for _ in range(2))):
             assert (reply.status, reply.text) == (200, "".join(TEXT))
         assert running.error_count(running.decode[0]) > 0
         await running.at_rest()
