@@ -33,11 +33,11 @@ from mockgpu.timing.layout_times import (
     shared_experts_for,
     step_times_for,
 )
+from mockgpu.timing.ranked_engine import RankedEngine
 from mockgpu.timing.roofline import PROFILES, Profile
 from policies.sizing.gpu_memory import Demand, check_memory
 from policies.sizing.gpus import Gpu
 from policies.sizing.model_shapes import Llm
-from policies.sizing.parallel_layout import Layout
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.kv_bytes import KvMemory
@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's
     from mockgpu.kv_store import StoreTier
 
 
-class GroupSpec(msgspec.Struct, frozen=True):
+class GroupSpec(RankedEngine, msgspec.Struct, frozen=True):
     """The parameters of one mock engine (TP group).
 
     kv_tokens         size of the KV cache in tokens; None: as many as the GPU memory holds
@@ -96,28 +96,6 @@ class GroupSpec(msgspec.Struct, frozen=True):
     ranks: int = 1
     lockstep: bool | None = None
     kv_store: StoreSpec | None = None
-
-    @property
-    def shares_experts(self) -> bool:
-        """Return whether the experts are spread over all addressable ranks.
-
-        If not, every rank has all experts.
-        """
-        return self.ranks > 1 and self.ep > self.tp
-
-    @property
-    def is_lockstep(self) -> bool:
-        """Return whether the steps of all addressable ranks begin and end together."""
-        return self.shares_experts if self.lockstep is None else self.lockstep
-
-    @property
-    def layout(self) -> Layout:
-        """Return the layout whose step times apply.
-
-        It is that of the whole engine if its ranks share experts, otherwise that of one rank.
-        """
-        dp = self.ranks if self.shares_experts else self.dp
-        return Layout(self.tp, self.pp, self.ep, dp, self.cp)
 
     def times(self) -> LockstepTimes:
         """Return the step times of one rank, or of several ranks that step together."""

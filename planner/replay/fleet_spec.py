@@ -14,6 +14,7 @@ from mockgpu.timing.layout_times import (
     shared_experts_for,
     step_times_for,
 )
+from mockgpu.timing.ranked_engine import RankedEngine
 from mockgpu.timing.roofline import Profile, StepTimes, profile_named
 from planner.replay.rank_choice import RankChoice
 from planner.text_generator import BLOCK_TOKENS
@@ -37,7 +38,7 @@ class FleetError(ValueError):
     """
 
 
-class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GroupKind(RankedEngine, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A kind of equal groups in a fleet; there are `count` of them. A group is one engine.
 
     model                    name of the model
@@ -137,28 +138,6 @@ class GroupKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self.kv_tokens
         tokens = check_memory(self.shape, self.hardware, self.layout, Demand(1)).tokens
         return tokens // self.ranks if self.shares_experts else tokens
-
-    @property
-    def shares_experts(self) -> bool:
-        """Return whether the experts are spread over all addressable ranks.
-
-        If not, each rank has all experts.
-        """
-        return self.ranks > 1 and self.ep > self.tp
-
-    @property
-    def is_lockstep(self) -> bool:
-        """Return whether the steps of all addressable ranks begin and end together."""
-        return self.shares_experts if self.lockstep is None else self.lockstep
-
-    @property
-    def layout(self) -> Layout:
-        """Return the layout whose step times apply: of the whole engine if its ranks share experts.
-
-        Otherwise, it is the layout of one rank.
-        """
-        dp = self.ranks if self.shares_experts else self.dp
-        return Layout(self.tp, self.pp, self.ep, dp, self.cp)
 
     @property
     def step_budget(self) -> int:

@@ -195,7 +195,7 @@ def test_the_service_manager_is_notified_at_its_socket(tmp_path: Path, abstract:
 
 def test_without_a_service_manager_notify_returns_false(tmp_path: Path) -> None:
     assert not systemd_notify.report_ready({})
-    assert not systemd_notify.report_ready({"NOTIFY_SOCKET": str(tmp_path / "nobody")})
+    assert not systemd_notify.report_ready({"NOTIFY_SOCKET": str(tmp_path / "missing")})
 
 
 def test_a_port_is_taken_while_a_socket_listens_on_it() -> None:
