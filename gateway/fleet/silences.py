@@ -25,6 +25,13 @@ LEAST_FACTOR = 1.8
 With the default of 5 s a stall is still found within 10 s.
 """
 
+FIRST_ANSWER_FACTOR = 12.0
+"""Time for a silence in a pool that has not answered yet, as a multiple in the same way.
+
+A minute by default: nothing is known of how long its answers take, but requests must not wait for
+`timeouts.first_byte` (10 minutes) at an engine that will never answer.
+"""
+
 
 class _Silence:
     # What is known about the silences of one endpoint.
@@ -82,7 +89,7 @@ class Silences:
             return limit_s
         known = [self._of(peer) for peer in peers if peer.upstream.last_body_at]
         if not known:
-            return inf
+            return FIRST_ANSWER_FACTOR * limit_s
         longest_s = max(silence.longest_s for silence in known)
         return max(LEAST_FACTOR * limit_s, SILENCE_MARGIN * longest_s)
 

@@ -310,12 +310,12 @@ async def test_a_sglang_response_has_the_cached_tokens_of_the_prefill_engine(
 
 async def test_the_probe_of_a_silent_sglang_engine_needs_no_other_engine() -> None:
     quickly = {"progress": "100ms", "timeout": "5s"}
-    prefill, decode = (in_turn(decodes, never_answers, decodes) for _ in range(2))
-    async with sglang([prefill], [decode], health=quickly) as f:
-        await f.ask()  # only an engine that has answered before is probed without metrics
+    async with sglang(
+        [in_turn(never_answers, decodes)], [in_turn(never_answers, decodes)], health=quickly
+    ) as f:
         asking = asyncio.ensure_future(f.ask())
         for half in (*f.prefill, *f.decode):
-            canary = (await half.wait_for_request(3)).json
+            canary = (await half.wait_for_request(2)).json
             assert (canary["bootstrap_host"], canary["bootstrap_room"]) == ("2.2.2.2", 0)
             assert canary["max_tokens"] == 1
         asking.cancel()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from math import inf
-
 import pytest
 
 from gateway.fleet.endpoint_registry import LiveEndpoint
-from gateway.fleet.silences import LEAST_FACTOR, SILENCE_MARGIN, Silences
+from gateway.fleet.silences import FIRST_ANSWER_FACTOR, LEAST_FACTOR, SILENCE_MARGIN, Silences
 from gateway.http.upstream import ConnectionPool
 from tests.unit.gateway.fleet.tables import table_of
 
@@ -33,9 +31,9 @@ def answer_after(
     silences.observe(live, 0.0)
 
 
-async def test_before_the_first_answer_of_a_pool_no_silence_is_a_stall() -> None:
+async def test_before_the_first_answer_of_a_pool_a_silence_may_last_a_minute() -> None:
     live, peer = two_endpoints()
-    assert limit_s(Silences(), live, (live, peer)) == inf
+    assert limit_s(Silences(), live, (live, peer)) == FIRST_ANSWER_FACTOR * LIMIT_S == 60.0
 
 
 async def test_an_engine_whose_metrics_show_progress_is_known_to_batch() -> None:
@@ -49,7 +47,7 @@ async def test_an_engine_that_generates_a_test_token_beside_a_request_is_known_t
     silences = Silences()
     silences.on_test_token(live)
     assert limit_s(silences, live, (live, peer)) == LIMIT_S
-    assert limit_s(silences, peer, (live, peer)) == inf
+    assert limit_s(silences, peer, (live, peer)) == FIRST_ANSWER_FACTOR * LIMIT_S
 
 
 async def test_a_silence_may_last_longer_than_those_that_ended_with_an_answer(

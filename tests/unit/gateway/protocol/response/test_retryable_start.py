@@ -60,8 +60,8 @@ async def test_a_response_that_breaks_at_its_start_is_retried_on_another_engine(
 ) -> None:
     models = [{"name": MODEL, "pool": "main"} | ({"resume": {}} if resume else {})]
     # Bytes that are held back for a token that never comes are retried once the engine counts as
-    # stalled: 1.8 times `progress`, because these engines have no metrics, and only after an engine
-    # of the pool has answered. So both requests run at once, one at each engine.
+    # stalled: these engines have no metrics, so after 1.8 times `progress` once one of the pool has
+    # answered, and 12 times before. So both requests run at once, one at each engine.
     health = {"progress": "2s"}
     sides = {"decode_role": "both", "policy": "round_robin", "health": health}
     async with split_gateway(
