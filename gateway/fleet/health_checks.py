@@ -164,11 +164,10 @@ class HealthChecker:
         while True:
             await asyncio.sleep(self._config.health.progress / 10)
             now = monotonic()
-            for live in self._endpoints.all():
+            for live in self._polled():
                 silence_s = self._silences.observe(live, now)
                 if (
                     live.load.is_available
-                    and not live.is_leaving
                     and live not in self._progress_checks
                     and self._is_silent(live, silence_s)
                 ):
@@ -176,6 +175,10 @@ class HealthChecker:
                     name = f"check progress of {live.endpoint.name}"
                     self._progress_checks[live] = task = asyncio.create_task(check, name=name)
                     task.add_done_callback(partial(self._end_progress_check, live))
+
+    def _polled(self) -> list[LiveEndpoint]:
+        # Return the endpoints that stay. What is known of one that leaves has been forgotten.
+        return [live for live in self._endpoints.all() if not live.is_leaving]
 
     def _end_progress_check(self, live: LiveEndpoint, task: asyncio.Task[None]) -> None:
         if self._progress_checks.get(live) is task:
@@ -187,7 +190,7 @@ class HealthChecker:
 
     def _silence_limit_s(self, live: LiveEndpoint) -> float:
         pool = live.endpoint.pool
-        peers = (peer for peer in self._endpoints.all() if peer.endpoint.pool == pool)
+        peers = (peer for peer in self._polled() if peer.endpoint.pool == pool)
         return self._silences.limit_s(live, peers, self._endpoints.silence_limit_s(live))
 
     async def _log_errors(

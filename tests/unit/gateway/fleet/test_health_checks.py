@@ -92,6 +92,29 @@ async def test_a_leaving_endpoint_is_no_longer_probed(monkeypatch: pytest.Monkey
         await watcher.stop()
 
 
+async def test_nothing_is_remembered_of_a_leaving_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with _looked_at(b"") as (table, adoption):
+        (live,) = table.all()
+        health = adoption.config.health.model_copy(update={"progress": 0.01})
+        config = adoption.config.model_copy(update={"health": health})
+        watcher = HealthChecker(config, table, lambda: None)
+        await watcher.start()
+        live.is_leaving = True
+        watcher.reconfigure(config)
+
+        looks, all_endpoints = asyncio.Semaphore(0), EndpointTable.all
+
+        def look(table: EndpointTable) -> tuple[LiveEndpoint, ...]:
+            looks.release()
+            return all_endpoints(table)
+
+        monkeypatch.setattr(EndpointTable, "all", look)
+        for _ in range(3):
+            await asyncio.wait_for(looks.acquire(), 30)
+        assert live not in watcher._silences._by_endpoint
+        await watcher.stop()
+
+
 @pytest.mark.parametrize("lacks_health", [False, True])
 async def test_an_engine_that_only_limits_the_rate_of_polls_stays_healthy(
     lacks_health: bool,
