@@ -7,6 +7,7 @@ OpenAI's format. It must cause no traceback, and the gateway must keep serving.
 from __future__ import annotations
 
 import re
+import urllib.request
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -29,7 +30,8 @@ from tests.e2e.attacks import (
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.e2e.raw_connection import Answer, RawConnection, post
 from tests.e2e.recording_engine import MODEL, TEXT, RecordingEngine, recording_engine
-from tests.fair_time import Stopwatch, pace
+from tests.fair_time import PATIENCE_S, Stopwatch, pace
+from tests.scraped import total
 
 CONFIG = """
 models: [{{name: demo, aliases: [alias], pool: main, context_tokens: 4096}}]
@@ -343,9 +345,16 @@ def test_an_upgrade_of_an_unusual_request_is_ignored_and_its_connection_closed(
     assert [request.json for request in setup.engine.requests[forwarded:]] == [CHAT]
 
 
+def upstream_errors(setup: Setup) -> float:
+    # Return the number of failures that count towards an ejection of the engine.
+    with urllib.request.urlopen(f"{setup.gateway.admin_url}/metrics", timeout=PATIENCE_S) as page:
+        return total(page.read().decode(), "penstock_upstream_errors_total")
+
+
 def test_a_body_that_ends_after_its_finish_reason_is_complete_and_gets_done(
     setup: Setup,
 ) -> None:
+    before = upstream_errors(setup)
     for item in (
         {"user": "undone:1"},
         {"user": "undone:3", "n": 3},
@@ -355,13 +364,16 @@ def test_a_body_that_ends_after_its_finish_reason_is_complete_and_gets_done(
         assert answer.status == 200
         assert answer.body.endswith(b"data: [DONE]\n\n")
         assert b"error" not in answer.body
+    assert upstream_errors(setup) == before
 
 
 def test_a_body_that_ends_before_all_finish_reasons_is_a_broken_stream(setup: Setup) -> None:
+    before = upstream_errors(setup)
     for item in ({"user": "undone:0"}, {"user": "undone:2", "n": 3}):
         answer = ask(setup, chat(stream=True, **item))
         assert b"stream_interrupted" in answer.body
         assert b"[DONE]" not in answer.body
+    assert upstream_errors(setup) == before + 2
 
 
 @pytest.mark.parametrize(("finished", "whole"), [(6, True), (5, False), (2, False)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 import aiohttp
 
+from gateway.cli import main
+from tests.command_runner import CommandRunner
 from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
 
 MODEL = ("--model", "llama-3.1-70b-fp8", "--gpu", "h200", "--tp", "4", "--kv-tokens", "400000")
@@ -83,6 +86,9 @@ async def test_a_slow_engine_is_ejected_and_named(tmp_path: Path) -> None:
             assert other["cause"] != "slow"
         name = urls[0].removeprefix("http://")
         assert f"endpoint {name} is slow: " in running.stderr_text
+        top = CommandRunner().invoke(main.run, ["top", "--once", "--admin", running.admin_url])
+        assert re.search(rf"{name} .*slow", top.output), top.output
+        assert "no problems" not in top.output
 
 
 async def test_abandoned_long_prompts_make_no_engine_suspect(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,23 @@ def test_the_unit_runs_commands_that_exist() -> None:
         program, *arguments = shlex.split(line)
         assert program == "/opt/penstock/bin/penstock"
         assert parsed(arguments) in {"check", "serve"}
+
+
+def test_logrotate_moves_the_log_of_the_unit_and_leaves_the_new_file_to_the_gateway() -> None:
+    text = (DEPLOY / "logrotate" / "penstock").read_text()
+    pattern, body = re.fullmatch(r"(?:#.*\n)*(\S+) \{\n(.*)\}\n", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    directives = [line.split() for line in body.splitlines()]
+    (folder,), (account,), (group,) = map(unit_settings, ("LogsDirectory", "User", "Group"))
+    (named,) = re.findall(r"observability\.access_log: (\S+),", UNIT)
+    assert fnmatch(named, pattern)
+    assert Path(pattern).parent == Path("/var/log") / folder
+    # The folder belongs to the account, so logrotate refuses to work there as root.
+    assert ["su", account, group] in directives
+    # The gateway creates the file when it sees that the path names another one. A copy that is
+    # truncated loses the lines in between, and a signal would reload the configuration as well.
+    names = {name for name, *_ in directives}
+    assert {"nocreate", "rotate", "maxsize", "missingok"} <= names
+    assert names.isdisjoint({"copytruncate", "create", "postrotate", "prerotate"})
 
 
 @pytest.mark.parametrize("tool", ["nginx.conf", "haproxy.cfg", "envoy.yaml"])

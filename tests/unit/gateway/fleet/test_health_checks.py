@@ -18,6 +18,7 @@ from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.engine_metrics import ScrapedLoad
 from gateway.fleet.health_checks import HealthChecker
 from gateway.http.poll_client import ConnectError
+from policies.health.endpoint_health import HealthEvent
 from policies.routing_types import EngineKind
 from tests.unit.gateway.fleet.tables import table_of
 
@@ -185,6 +186,23 @@ async def test_an_engine_that_takes_more_kv_for_a_long_prompt_makes_progress() -
         live.upstream.last_body_at = 0.0
         table.on_scrape(live, ScrapedLoad(1, 0, usage, None))
         assert (live.upstream.last_body_at > 0.0) is has_moved
+
+
+async def test_the_loss_and_the_recovery_of_an_endpoint_are_logged_with_their_cause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    table, _, _ = table_of(["http://127.0.0.1:1"])
+    (live,) = table.all()
+    table.on_event(live, HealthEvent.CONNECT_FAILED)
+    table.on_event(live, HealthEvent.PROBE_OK_NEEDED)
+    for _ in range(3):
+        table.on_event(live, HealthEvent.SUCCEEDED)
+    assert [line.partition(": ")[2] for line in caplog.messages] == [
+        "health changes from up to ejected (connect_failed)",
+        "health changes from ejected to returning (connect_failed)",
+        "health changes from returning to up (connect_failed)",
+    ]
+    assert all(line.startswith(f"endpoint {live.endpoint.name}: ") for line in caplog.messages)
 
 
 async def test_a_host_name_that_cannot_be_resolved_is_logged_once_and_is_the_cause(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from gateway.forwarding.hedge import INITIAL_REQUESTS
+from policies.admission.quota import TokenBucket
 from policies.endpoint_load import NO_SOFT_CAP
 from policies.health.endpoint_health import HealthEvent, HealthState
 from policies.health.speed_samples import JOIN_S, SpeedVerdict
@@ -96,6 +97,41 @@ async def test_the_second_endpoint_serves_a_request_whose_first_byte_is_late(str
         assert counted(running) == (1, 1, 3)
         assert (running.error_count(first), running.error_count(second)) == (0, 0)
         assert running.metric("penstock_retries_total") == 0
+
+
+async def test_a_hedged_request_is_charged_to_its_tenant_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: dict[TokenBucket, float] = {}
+    take = TokenBucket.take
+
+    def recorded(bucket: TokenBucket, amount: float) -> None:
+        taken[bucket] = taken.get(bucket, 0.0) + amount
+        take(bucket, amount)
+
+    monkeypatch.setattr(TokenBucket, "take", recorded)
+    limits = {"requests_per_minute": 10, "tokens_per_minute": 100_000}
+    tenants = [{"name": "acme", "key": "sk-acme", "limits": limits}]
+    async with pool(never_answers, decodes, tenants=tenants) as running:
+        running.http.headers["authorization"] = "Bearer sk-acme"
+        reply = await running.ask()
+        await running.at_rest()
+        assert counted(running)[0] == 1
+        requests, tokens = (taken[bucket] for bucket in sorted(taken, key=lambda each: each.limit))
+        assert (requests, tokens) == (1, reply.json["usage"]["total_tokens"])
+
+
+async def test_a_late_request_stays_where_no_other_endpoint_is_expected_to_be_much_sooner() -> None:
+    async with pool(never_answers, decodes) as running:
+
+        async def later() -> None:
+            first, _ = await engines_asked(running, 1)
+            live = running.app.gateway.endpoints.all()[1 - running.decode.index(first)]
+            live.load.prefill_tokens += 10_000_000  # prompts that other requests wait for
+            await asyncio.sleep(1.5)
+
+        await running.ask_and_leave(later, stream=True)
+        assert sum(len(half.requests) for half in running.decode) == 1
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -79,6 +79,15 @@ def test_connections_of_one_client_are_limited_and_others_are_not() -> None:
     assert refused == ["connections_per_address"] * 2 + ["connections"]
 
 
+def test_a_thousand_clients_behind_one_address_are_admitted_by_default() -> None:
+    everyone, _, refused = new_connections()
+    limits = Limits()
+    results = [everyone.admit(new_connection(), "192.0.2.1", limits) for _ in range(10_000)]
+    assert all(results[: 2 * 1_000])  # two connections for each client
+    assert (results[-1], set(refused)) == (False, {"connections_per_address"})
+    assert everyone.admit(new_connection(), "192.0.2.2", limits)
+
+
 def test_a_trusted_proxy_is_exempt_from_the_limit_per_client() -> None:
     everyone, _, refused = new_connections(Networks(("10.0.0.0/8",)))
     limits = Limits(connections=5, connections_per_address=1)

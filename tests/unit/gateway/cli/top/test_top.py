@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import sys
 from collections.abc import Iterator
 from io import BytesIO, StringIO, TextIOWrapper
 from queue import Queue
@@ -14,11 +15,13 @@ import pytest
 from rich.console import Console
 
 from gateway.cli import main
-from gateway.cli.admin_client import AdminServerError
+from gateway.cli.admin_client import AdminClient, AdminServerError
+from gateway.cli.top import command, noninteractive
 from gateway.cli.top.render import COLUMNS, bytes_text, render_view, sparkline
 from tests.chaos.gateway_fleet import gateway_fleet
 from tests.command_runner import CommandRunner
 from tests.fair_time import PATIENCE_S
+from tests.replaced import stand_in
 
 
 def endpoint(name: str, **more: Any) -> dict[str, Any]:
@@ -148,6 +151,21 @@ async def test_once_and_json_need_no_terminal(monkeypatch: pytest.MonkeyPatch) -
         CommandRunner().invoke, main.run, ["top", "--once", "--admin", fleet.app.admin_url]
     )
     assert (gone.exit_code, "cannot reach a gateway" in gone.output) == (1, True)
+
+
+def test_without_its_optional_library_top_shows_how_to_get_the_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = StringIO()
+    console = Console(file=screen, width=200, force_terminal=True)
+    monkeypatch.setattr(noninteractive, "_console", lambda: console)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    source = FakeSource()
+    source.frames.put(view(endpoint("d-0")))
+    source.frames.put(None)
+    command._show(stand_in(AdminClient, source), once=False)
+    assert "d-0" in screen.getvalue()
+    assert f"{sys.executable} -m pip install textual" in screen.getvalue()
 
 
 class FakeSource:

@@ -7,13 +7,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config import Config
+from gateway.config import Config, load_with_warnings
 from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.protocol import api_table
 from gateway.protocol.errors import Failure, GatewayError
@@ -135,7 +136,29 @@ def test_the_prefix_index_shares_exactly_what_engines_share() -> None:
     assert len(frozenset().union(*requests)) == sum(map(len, requests)) > 0
     assert keys() == requests[0]
 
-    # Salts of clients
+
+def test_an_engine_that_takes_no_salt_is_named_with_the_consequence(tmp_path: Path) -> None:
+    def warned(of_engine: str, cache: str = "", tenants: str = "{name: a}, {name: b}") -> list[str]:
+        keyed = re.sub(r"name: (\w)", r"name: \1, key: sk-\1", tenants)
+        file = tmp_path / "gateway.yaml"
+        file.write_text(
+            f"version: 1\ntenants: [{keyed}]\ncache: {{secret: sixteen-characters{cache}}}\n"
+            f"pools:\n  main:\n    endpoints:\n      - {{url: 'http://h:1', {of_engine}}}\n"
+        )
+        messages = [problem.message for problem in load_with_warnings(file, {}).warnings]
+        return [message for message in messages if "cache salt" in message]
+
+    (message,) = warned("engine: trtllm")
+    assert message.startswith("h:1 takes no cache salt, so tenants share its cached prompts")
+    assert len(warned("cache_salt: false")) == 1
+    assert warned("engine: vllm") == warned("engine: sglang") == []
+    assert warned("engine: trtllm, tenants: [a]") == []
+    assert warned("engine: trtllm", ", isolate: 'off'") == []
+    group = "{name: a, cache_group: g}, {name: b, cache_group: g}"
+    assert warned("engine: trtllm", tenants=group) == []
+
+
+# Salts of clients
 
 
 @pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
