@@ -105,7 +105,8 @@ class StreamLink:
     """One end of a connection between two agents (link) over a stream socket.
 
     Only the thread that holds `_driver_lock` uses the socket and the memory. This is the link's own
-    thread, or a thread in `drive`.
+    thread, or a thread in `drive`. The link's own thread releases it while the pump waits for it,
+    because a driver would otherwise have to wait until that thread has the interpreter lock.
     """
 
     transport = "stream"
@@ -145,7 +146,8 @@ class StreamLink:
         self._write_lock = threading.Lock()
         self._gate = threading.Lock()
         self._report_lock = threading.Lock()
-        self._asleep = self._closing = self._ended = self._dialled = self._was_rung = False
+        self._closing = self._ended = self._dialled = self._was_rung = False
+        self._sleepers = 0  # threads that wait for the socket; changed with the driver lock held
         self._stepping_thread = 0  # identifier of the thread that is in `_step`
         # Another link has work for this one (kvtransfer/transports/stream/parallel_links.py).
         self._has_lane_work = False
@@ -258,18 +260,33 @@ class StreamLink:
         deadline_s = time.perf_counter() + timeout_s
         self._count_drivers(1)
         try:
-            self._wake()
-            with self._driver_lock:
+            if not self._driver_lock.acquire(blocking=False):
+                self._wake()
+                self._driver_lock.acquire()
+            try:
+                if self._was_rung and not self._has_closed_socket:
+                    self._clear_wake_fd()  # else it would end the first call of the pump
                 while not done():
                     if self._broken is not None or self._closing or self._ended:
                         raise TransportError(self._broken or "the link is closed")
                     if time.perf_counter() > deadline_s:
                         return False
                     self._step(done)
+            finally:
+                self._driver_lock.release()
         finally:
             self._last_driven_s = time.perf_counter()
             self._count_drivers(-1)
+            if self._has_work() or not self._out.is_idle or self._in.is_in_payload:
+                self._wake()  # the link's thread may be asleep, and wait for something else
         return True
+
+    def _has_work(self) -> bool:
+        # Whether there is something to do before the next wait for the socket.
+        out = self._out
+        is_over = self._closing or self._broken is not None
+        has_items = self._has_lane_work or not (out.is_idle or out.is_blocked)
+        return is_over or has_items or bool(self._orders)
 
     def _count_drivers(self, delta: int) -> None:
         with self._gate:
@@ -315,7 +332,7 @@ class StreamLink:
 
     def _wake(self, *, always: bool = False) -> None:
         reading = self._in.calls
-        if always or self._asleep or (reading is not None and reading.is_waiting):
+        if always or self._sleepers or (reading is not None and reading.is_waiting):
             with self._gate:
                 if not self._ended:
                     self._ring()
@@ -419,18 +436,9 @@ class StreamLink:
         may_spin = not self._out.is_blocked and not self._in.is_in_large_payload
         if may_spin and self._pump is None and self._busy_poll(done):
             return
-        self._asleep = True
+        self._sleepers += 1
         try:
-            if (
-                self._orders
-                or not (self._out.is_idle or self._out.is_blocked)
-                or self._has_lane_work
-                or self._closing
-            ):
-                return
-            if self._broken is not None:
-                return
-            if done is None and self._drivers:
+            if self._has_work() or (done is None and self._drivers):
                 return
             timeout_ms = (
                 _DRIVER_POLL_MS if done is not None else _TRICKLE_MS if self._polled_in > 1 else -1
@@ -441,7 +449,8 @@ class StreamLink:
             if self._pump is None:
                 self._sleep(timeout_ms)
             else:
-                self._sleep_natively(self._pump, self._spin_s if may_spin else 0.0, timeout_ms)
+                spin_s = self._spin_s if may_spin else 0.0
+                self._sleep_natively(self._pump, spin_s, timeout_ms, is_driver=done is not None)
             # A sleep and a wake-up cost both ends more than this took, and would keep a short
             # exchange slow.
             now_s = time.perf_counter()
@@ -450,7 +459,7 @@ class StreamLink:
             was_short = now_s - since_s < _LONG_SPIN_FACTOR * self._options.spin_s
             self._spin_s = self._options.spin_s * (_LONG_SPIN_FACTOR if was_short else 1)
         finally:
-            self._asleep = False
+            self._sleepers -= 1
 
     def _drop_interval_hold(self, now_s: float) -> None:
         # Restore the interpreter's switch interval if no window moves and none has for a while.
@@ -465,12 +474,20 @@ class StreamLink:
         if any(fd == self._wake_fd for fd, _ in events):
             self._clear_wake_fd()
 
-    def _sleep_natively(self, pump: PumpFunctions, spin_s: float, timeout_ms: int) -> None:
+    def _sleep_natively(
+        self, pump: PumpFunctions, spin_s: float, timeout_ms: int, *, is_driver: bool
+    ) -> None:
         # Sleep after polling for `spin_s` seconds, with one release of the interpreter lock.
         events = select.POLLIN | select.POLLOUT if self._out.is_blocked else select.POLLIN
-        found, was_stopped = pump.wait(
-            self._sock.fileno(), events, self._wake_fd, int(spin_s * 1e6), timeout_ms
-        )
+        if not is_driver:
+            self._driver_lock.release()
+        try:
+            found, was_stopped = pump.wait(
+                self._sock.fileno(), events, self._wake_fd, int(spin_s * 1e6), timeout_ms
+            )
+        finally:
+            if not is_driver:
+                self._driver_lock.acquire()
         self._room_alone = found == select.POLLOUT and not was_stopped
         if was_stopped:
             self._clear_wake_fd()
@@ -538,10 +555,8 @@ class StreamLink:
         """Release the resources that only this connection used; subclasses override this method."""
 
     def _flush_last(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             self._out.send_available()
-        except OSError:
-            return
 
     def _mark_ended(self) -> bool:
         with self._gate:

@@ -13,13 +13,14 @@ from kvtransfer.protocol.frame import PREAMBLE_BYTES, TRAILER_BYTES, WINDOW_HEAD
 from kvtransfer.transports.iovec import Iovecs, MemoryPieces, Stretch, address_of
 from kvtransfer.transports.pump import Digest, PumpCalls
 
-MOST_WINDOWS = 16
+MOST_WINDOWS = 32
 # A batch ends after this number of bytes, so that other work gets a turn.
-MOST_BYTES = 128 << 20
+MOST_BYTES = 256 << 20
 # Smaller windows are not worth the preparation.
 LEAST_BYTES = 256 << 10
-# How many times as long as for one window the pump waits: progress is visible meanwhile.
-_PATIENCE_FACTOR = 4
+# How many times as long as for one window the pump waits. Progress is visible meanwhile, and each
+# batch that ends early costs a wait for the interpreter lock at either end.
+_PATIENCE_FACTOR = 20
 FRAME_BYTES = PREAMBLE_BYTES + WINDOW_HEADER_BYTES
 
 _ROW_WORDS = 10  # struct window of _pump.c

@@ -23,6 +23,7 @@ from kvtransfer.transport_interface import (
     WindowSlice,
     WindowVerdict,
 )
+from kvtransfer.transports.pump import PUMP
 from kvtransfer.transports.stream.link import LinkOptions, StreamLink
 from kvtransfer.transports.tcp import Tcp
 from tests.contract.kvtransfer.links import (
@@ -131,6 +132,42 @@ def test_after_the_last_drive_the_links_own_thread_takes_over(pair: Pair) -> Non
     assert pair.sink_owner.wait("message") == [b"pong"]
 
 
+def test_what_the_last_driver_leaves_is_done_by_the_links_own_thread(pair: Pair) -> None:
+    link = driven(pair.source)
+
+    def leave_a_message() -> bool:
+        link._out.enqueue(encode_frame(FrameKind.MESSAGE, b"left"))
+        return True
+
+    assert link.drive(leave_a_message, 1.0)
+    assert pair.sink_owner.wait("message") == [b"left"]
+
+
+@pytest.mark.skipif(PUMP is None, reason="the pump is not compiled")
+def test_a_driver_does_not_wait_until_the_links_sleeping_thread_is_awake(pair: Pair) -> None:
+    link = driven(pair.source)
+    if not link._is_pumped:
+        pytest.skip("this transport sleeps in Python")
+    assert link._pump is not None
+    asleep, may_wake, wait = threading.Event(), threading.Event(), link._pump.wait
+
+    def sleep_long(*arguments: int) -> tuple[int, bool]:
+        # As a thread that needs the interpreter lock before it can go on.
+        if threading.current_thread() is link._thread:
+            asleep.set()
+            assert may_wake.wait(PATIENCE_S)
+        return wait(*arguments)
+
+    link._pump = link._pump._replace(wait=sleep_long)
+    link._order(lambda: None)
+    assert asleep.wait(PATIENCE_S)
+    link.send(b"meanwhile")
+    assert link.drive(lambda: bool(pair.sink_owner.all("message")), PATIENCE_S)
+    may_wake.set()
+    pair.sink.send(b"afterwards")
+    assert pair.source_owner.wait("message") == [b"afterwards"]
+
+
 def test_a_drive_that_times_out_returns_false(pair: Pair) -> None:
     began = time.perf_counter()
     assert not driven(pair.source).drive(lambda: False, 0.05)
@@ -144,6 +181,15 @@ def test_a_drive_of_a_link_that_is_lost_raises(pair: Pair) -> None:
     pair.source_owner.wait("lost")
     with pytest.raises(TransportError):
         driven(pair.source).drive(lambda: False, 20.0)
+
+
+def test_a_drive_after_the_end_uses_no_descriptor_that_is_closed(pair: Pair) -> None:
+    link = driven(pair.source)
+    link.close()
+    link.join()
+    link._was_rung = True
+    with pytest.raises(TransportError, match="closed"):
+        link.drive(lambda: False, 1.0)
 
 
 def test_several_drivers_and_senders_lose_nothing(pair: Pair) -> None:
