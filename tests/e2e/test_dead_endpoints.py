@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from gateway.fleet.health_checks import RECOVERY_S
+from policies.health.endpoint_health import HealthEvent, HealthState
 from policies.policy_registry import names
 from tests.e2e.engine_fleet import Fleet, Mode, fleet
 
@@ -58,6 +59,24 @@ async def test_with_one_endpoint_alive_at_the_start_no_request_fails(of: int, po
     async with fleet(modes(alive=1, of=of), policy=policy) as running:
         assert await running.ask_concurrently(24) == Counter({200: 24})
         assert [await running.ask() for _ in range(20)] == [200] * 20
+
+
+@pytest.mark.parametrize("dead", DEAD)
+async def test_one_request_is_enough_to_eject_an_endpoint_that_refuses_or_resets(
+    dead: Mode,
+) -> None:
+    health = {"interval": "60s", "timeout": "5s"}
+    async with fleet([Mode.ANSWERS] * 2, policy="round_robin", health=health) as running:
+        assert await running.ask_concurrently(4) == Counter({200: 4})
+        await running.engines[0].switch_to(dead)
+        lost, other = running.app.gateway.endpoints.all()
+        sent = running.engines[1].posts.total()
+        while lost.health.state is HealthState.UP:
+            assert await running.ask() == 200
+        assert lost.health.cause is HealthEvent.CONNECT_FAILED
+        assert not lost.load.is_available
+        assert other.health.state is HealthState.UP
+        assert running.engines[1].posts.total() - sent <= 2
 
 
 @pytest.mark.parametrize("dead", DEAD)

@@ -139,7 +139,7 @@ async def test_nobody_can_change_anything_before_saying_so_and_a_wrong_key_chang
         await expect(button).to_be_hidden()
         await unlock(page, "wrong")
         await button.click()
-        await expect(page.locator("#toast")).to_contain_text("changes need the key in admin.key")
+        await expect(page.locator("#toast")).to_contain_text("changes need the key of admin.key")
         await page.click("#operate")
         await expect(button).to_be_hidden()
         await unlock(page, "an-admin-key")

@@ -32,6 +32,26 @@ async def _complete_nothing(live: LiveEndpoint, _: float, __: dict[str, object])
 async def test_a_slow_engine_does_not_return_because_its_peer_was_busy_once(
     own_s: list[float], peer_s: list[float], returns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    recovery, live, times = measured(own_s, peer_s, monkeypatch)
+    result = False
+    while times[live]:
+        result = await recovery.is_as_fast_as_peer(live)
+    assert result is returns
+
+
+@pytest.mark.parametrize(("third_s", "returns"), [(0.2, True), (0.6, False)])
+async def test_a_return_needs_three_good_comparisons_in_a_row(
+    third_s: float, returns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recovery, live, times = measured([0.2, 0.2, third_s], [0.2] * 3, monkeypatch)
+    assert await recovery.is_as_fast_as_peer(live) is returns
+    assert not times[live]
+
+
+def measured(
+    own_s: list[float], peer_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> tuple[SpeedRecovery, LiveEndpoint, dict[LiveEndpoint, list[float]]]:
+    # Return an endpoint that was ejected as slow, and the times of its and its peer's next probes.
     table, _, _ = table_of(["http://127.0.0.1:1"])
     (live,) = table.all()
     peer = LiveEndpoint(
@@ -47,7 +67,4 @@ async def test_a_slow_engine_does_not_return_because_its_peer_was_busy_once(
     recovery = SpeedRecovery(table, _complete_nothing)
     monkeypatch.setattr(recovery, "_time", taken)
     monkeypatch.setattr(SpeedRecord, "try_start_probe", lambda self, now: True)
-    result = False
-    while times[live]:
-        result = await recovery.is_as_fast_as_peer(live)
-    assert result is returns
+    return recovery, live, times
