@@ -266,6 +266,24 @@ def test_every_alert_has_a_job_and_a_namespace() -> None:
             assert {("job", "penstock"), ("namespace", "llm")} <= set(alert.labels), alert.name
 
 
+def test_every_recorded_error_ratio_is_one_of_a_job_namespace_model_and_pool() -> None:
+    result = YAML(typ="safe").load(rules.rules_yaml("https://runbooks.example"))
+    recorded = [rule for group in result["groups"] for rule in group["rules"] if "record" in rule]
+    assert {rule["record"] for rule in recorded} == rules.recorded_names()
+    for rule in recorded:
+        grouped = re.findall(r"\bsum by \(([^)]*)\)", rule["expr"])
+        assert len(grouped) == rule["expr"].count("sum") > 0
+        assert {tuple(labels.split(", ")) for labels in grouped} == {
+            ("job", "namespace", "model", "pool")
+        }, rule["record"]
+
+
+def test_the_alert_about_a_missing_target_has_a_value_where_there_is_no_series() -> None:
+    (alert,) = [each for each in ALERTS if each.name == "PenstockAbsent"]
+    assert re.fullmatch(r"\(count\(up\{job=~\S+\}\) or vector\(0\)\)", alert.value)
+    assert alert.rule == f"{alert.value} == 0"
+
+
 def test_labels_of_the_catalogue_do_not_clash_with_those_that_prometheus_adds() -> None:
     for spec in Metrics().catalogue():
         assert not {label.name for label in spec.labels} & {
