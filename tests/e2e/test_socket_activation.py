@@ -27,11 +27,13 @@ from tests.e2e.processes import (
 )
 from tests.e2e.restart_traffic import killing_successors, restart, traffic, until_gone
 from tests.fair_time import PATIENCE_S
+from tests.ports import free_port
 
 CONFIG = """
 models: [{{name: demo-8b, pool: main}}]
 pools: {{main: {{admission: none, endpoints: [{{url: '{0}'}}, {{url: '{1}'}}]}}}}
 limits: {{idle_timeout: 2s}}
+reload: {{watch: false}}
 """
 BODY = {"model": "demo-8b", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -71,9 +73,11 @@ async def ask(http: aiohttp.ClientSession, url: str) -> int:
         return answer.status
 
 
-async def restart_and_end(gateway: GatewayProcess) -> None:
+async def restart_and_end(gateway: GatewayProcess, file: Path) -> None:
     async with traffic(gateway.url, streams=8, shorts=2) as load:
         await asyncio.sleep(0.5)
+        # The successor has systemd's sockets whatever ports its configuration names.
+        file.write_text(file.read_text().replace("api: {port: 0}", f"api: {{port: {free_port()}}}"))
         successor = await restart(gateway, gateway.pid)
         await asyncio.sleep(0.5)
     assert load.counts.keys() == {"streams answered", "requests answered"}, load.problems
@@ -102,7 +106,7 @@ def test_a_restart_with_sockets_of_systemd_refuses_no_request_and_cuts_no_stream
         file.write_text(complete_config(CONFIG.format(*urls)) + PATIENCE)
         with activated(file, api, admin) as gateway, killing_successors(gateway):
             assert gateway.port == api.getsockname()[1]
-            asyncio.run(restart_and_end(gateway))
+            asyncio.run(restart_and_end(gateway, file))
             assert "Traceback" not in gateway.stderr_text, gateway.stderr_text
 
 
