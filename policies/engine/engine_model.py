@@ -439,6 +439,13 @@ class EngineModel:
 
         The real engine has already reported the first token: it was faster than predicted.
         """
+        if prompt.enters_at > now:
+            belief = load.belief
+            belief.observe_api_latency(belief.request_s - (prompt.enters_at - now))
+        if not self.is_busy and not self.span.waits_for_kv:
+            # The time since the last span is idle or only decodes, so it is not counted as prefill.
+            wait_s = 0.5 * self.decode_s if self.batch else 0.0
+            self.span.begin(min(now, self.queue[0].enters_at), wait_s)
         prompt.enters_at = min(prompt.enters_at, now)
         while not prompt.is_planned:
             if self.is_busy:

@@ -79,3 +79,15 @@ def test_a_speed_learnt_while_requests_arrive_is_in_the_forecast_for_the_next_on
     seen_s = load.prefill_s_per_token
     load.timeline.refresh_forecast(load, 103.51)
     assert seen_s == pytest.approx(load.prefill_s_per_token, rel=1e-4)
+
+
+def test_idle_time_before_an_answer_that_comes_early_is_no_work() -> None:
+    # The engine answers before its prompt is expected to have reached it.
+    load = EndpointLoad(0)
+    for number in range(50):
+        at_s = 100.0 + 10.0 * number
+        asked = load_ledger.reserve(load, ask(500).request, 0, at_s)
+        asked.on_first_token(at_s + 0.0006)
+        asked.finish(at_s + 0.2, 20)
+    assert load.belief.speeds.prefill.factor <= 1.0
+    assert load.belief.request_s < 0.003
