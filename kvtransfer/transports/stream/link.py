@@ -277,16 +277,16 @@ class StreamLink:
         finally:
             self._last_driven_s = time.perf_counter()
             self._count_drivers(-1)
-            if self._has_work() or not self._out.is_idle or self._in.is_in_payload:
-                self._wake()  # the link's thread may be asleep, and wait for something else
+            is_idle = self._out.is_idle and not self._in.is_in_payload
+            if self._sleepers and (not is_idle or self._has_work()):
+                self._wake()  # the link's own thread may wait for something else
         return True
 
     def _has_work(self) -> bool:
         # Whether there is something to do before the next wait for the socket.
         out = self._out
-        is_over = self._closing or self._broken is not None
         has_items = self._has_lane_work or not (out.is_idle or out.is_blocked)
-        return is_over or has_items or bool(self._orders)
+        return has_items or self._closing or self._broken is not None or bool(self._orders)
 
     def _count_drivers(self, delta: int) -> None:
         with self._gate:
