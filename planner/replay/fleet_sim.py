@@ -205,12 +205,15 @@ class Fleet:
         """
         if self.disagg is not None and self.disagg.serve(now, inflight, query):
             return
-        pick = self.gateway.pick(query, self._single_candidates(inflight.trace_request))
+        candidates = self._single_candidates(inflight.trace_request)
+        pick = self.gateway.pick(query, candidates) or self.gateway.pick_over_cap(query, candidates)
         if pick is None:
             self.admission.on_not_routed(now, inflight)
             return
         group = self.groups[pick.candidate.load.slot]
         self.admission.on_reserved(query, pick)
+        if inflight.first_pick is None:
+            inflight.first_pick, inflight.first_cached = pick, query.cached_by_slot
         self.start(now, inflight, group, pick)
         assert inflight.reservation is not None
         inflight.record.predicted_ttft_s = inflight.reservation.predicted_ttft_s

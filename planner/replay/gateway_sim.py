@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from zlib import crc32
 
+from msgspec.structs import replace
+
 from mockgpu.paged_kv_cache import blocks_for
 from planner.replay.block_chain import keys_of
 from planner.replay.group_sim import ReplayGroup
@@ -22,6 +24,7 @@ from policies import routing_algorithm
 from policies.candidate_order import create_order
 from policies.endpoint_load import LoadChanges
 from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengths
+from policies.filters import below_cap
 from policies.policy_types import Policy
 from policies.prefix.fingerprint import Fingerprint
 from policies.prefix.prefix_index import PrefixIndex
@@ -49,6 +52,8 @@ class GatewaySim:
     ) -> None:
         self.clock = clock
         self.policy = policy
+        filters = tuple(filter_ for filter_ in policy.filters if filter_ is not below_cap)
+        self._over_cap = replace(policy, filters=filters)
         self.groups = groups
         self.rng = Random(f"replay {options.seed}")
         self._loss_rng = Random(f"lost events {options.seed}")
@@ -159,6 +164,16 @@ class GatewaySim:
         self.pick_s += self.clock() - began
         self.picks += 1
         return pick
+
+    def pick_over_cap(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Pick | None:
+        """Pick a group even if it is at its concurrency limit, so that its engine queues the
+        request.
+
+        The gateway does so for an admitted request when no endpoint has free capacity: hedges
+        (second attempts in parallel) use capacity without a permit. Returns None if another filter
+        left no candidate.
+        """
+        return routing_algorithm.pick(self._over_cap, query, candidates)
 
     def learn(self, fingerprint: Fingerprint | None, pick: Pick, prompt_tokens: int) -> None:
         """Record in the prefix index that the picked group will have this prompt cached."""

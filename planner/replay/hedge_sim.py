@@ -44,7 +44,7 @@ class Hedges:
         fleet = self._fleet
         self._allowed -= 1.0
         self.sent.append(now)
-        cached = fleet.gateway.query(inflight, now).cached_by_slot
+        cached = inflight.first_cached
         held = cached[group.load.slot] if group.load.slot < len(cached) else 0
         pick = Pick(group.candidate, held, 0.0, 1, "hedge", (0.0,), (group.candidate,))
         second = InflightRequest(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mockgpu.job import Job
@@ -13,7 +13,7 @@ from policies.load_ledger import LoadReservation
 from policies.prefix.fingerprint import Fingerprint
 from policies.pricing.split_decision import EndpointPair
 from policies.pricing.transfer_time import PendingTransfer
-from policies.routing_types import Request
+from policies.routing_types import Pick, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +35,8 @@ class InflightRequest:
     group             the group that serves it; None: it waits
     job               its job there
     reservation       its reserved load there
+    first_pick        the first pick of a group for it; None: it was not sent, or it was split
+    first_cached      prompt tokens that each group was believed to have cached then, by slot
     believed_tokens   prompt tokens that its group was believed to have cached at the pick
     ahead_tokens      prompt tokens that its group had to compute when it was sent, including its
                       own
@@ -68,6 +70,8 @@ class InflightRequest:
     group: ReplayGroup | None = None
     job: Job | None = None
     reservation: LoadReservation | None = None
+    first_pick: Pick | None = None
+    first_cached: Sequence[int] = ()
     believed_tokens: int = 0
     ahead_tokens: int = 0
     sent_s: float = 0.0

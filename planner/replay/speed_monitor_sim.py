@@ -182,11 +182,15 @@ class SpeedMonitorSim:
         #
         # The time that a moved request has waited becomes a speed sample of the group.
         fleet, is_suspect = self._fleet, group.speed.verdict is SpeedVerdict.SUSPECT
+        if fleet.disagg is not None:  # as in the gateway: other groups may be for prefills alone
+            return
         for inflight in self._waiting(group):
+            if now - inflight.sent_s < LEAST_LATE_S:
+                continue
             is_behind, is_doubted = group.speed.is_behind(inflight.sent_s), self._is_in_doubt(group)
             can_hedge = fleet.hedges.may_send()
             left_s = self._predict_remaining_s(now, inflight, group, is_doubted=is_doubted)
-            best = None if left_s is None else self._best(now, inflight)
+            best = None if left_s is None else self._best(inflight)
             if best is not None and is_doubted and _kind(best[1]) != _kind(group):
                 is_doubted = False  # that faster hardware answers sooner proves nothing
                 left_s = self._predict_remaining_s(now, inflight, group, is_doubted=False)
@@ -215,16 +219,18 @@ class SpeedMonitorSim:
             is_behind=group.speed.is_behind(inflight.sent_s),
         )
 
-    def _best(self, now: float, inflight: InflightRequest) -> tuple[float, ReplayGroup] | None:
+    def _best(self, inflight: InflightRequest) -> tuple[float, ReplayGroup] | None:
         # Return the least expected seconds to a first token elsewhere, and that group; or None.
-        cached = self._fleet.gateway.query(inflight, now).cached_by_slot
+        #
+        # As in the gateway, only groups that had free capacity at the first pick are considered.
+        cached, pick = inflight.first_cached, inflight.first_pick
         best: tuple[float, ReplayGroup] | None = None
-        for candidate in self._fleet.gateway.fitting(inflight.trace_request):
+        for candidate in () if pick is None else pick.candidates:
             group, load = self._fleet.groups[candidate.load.slot], candidate.load
             if (
                 group is inflight.group
                 or not (group.is_alive and load.is_available)
-                or load.in_flight >= load.soft_cap
+                or load.in_flight >= min(candidate.endpoint.max_concurrency, load.soft_cap)
             ):
                 continue
             held = cached[load.slot] if load.slot < len(cached) else 0

@@ -14,10 +14,14 @@ import pytest
 
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, traffic
 from planner.replay.fleet_sim import Fleet
+from planner.replay.group_sim import ReplayGroup
+from planner.replay.inflight import InflightRequest
 from planner.replay.record import ReplayRun
 from planner.replay.replay_options import GroupFault, GroupFaultKind
 from planner.traces import TraceRequest
 from policies import policy_registry
+from policies.admission.wait_queue import WaitQueue
+from policies.admission_registry import build_admission
 
 GROUP = GroupKind("llama-3.1-70b-fp8", "h200", 4, kv_tokens=600_000)
 KEPT_S = 10.0
@@ -108,6 +112,36 @@ def test_a_group_that_is_slow_at_prompts_is_found_although_its_policy_sends_it_f
     run, fleet = ran("priced", 4, seed, 60.0, fault)
     assert [group for _, group in fleet.speed_monitor.ejected] == [0]
     assert share(run, KEPT_S) <= 0.01
+
+
+def test_late_requests_are_hedged_only_to_groups_with_free_capacity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # At times all groups are at their limits.
+    limit = 8
+    kinds = (msgspec.structs.replace(GROUP, count=4, max_concurrency=limit),)
+    fleet = Fleet(
+        FleetSpec("four", kinds),
+        traffic(requests(1, 45.0, 14.0, 7.3, 0.45)),
+        policy_registry.build("prefix_aware", {}),
+        WaitQueue(build_admission("cap", {})),
+        ReplayOptions(
+            slow_factor=2.5,
+            hedge_share=HEDGES,
+            faults=(GroupFault(0.0, 0, GroupFaultKind.SLOW, factor=10.0),),
+        ),
+    )
+    loads: list[int] = []
+    send = fleet.hedges.send
+
+    def record_load(now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
+        loads.append(group.load.in_flight)
+        send(now, inflight, group)
+
+    monkeypatch.setattr(fleet.hedges, "send", record_load)
+    fleet.run()
+    assert loads
+    assert max(loads) < limit
 
 
 def test_streams_that_pause_for_an_abandoned_step_are_no_evidence() -> None:

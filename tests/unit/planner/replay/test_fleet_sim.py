@@ -21,11 +21,13 @@ from planner.replay import (
     replay,
     traffic,
 )
+from planner.replay.fleet_sim import Fleet
 from planner.traces import TraceRequest
-from policies import policy_registry
+from policies import load_ledger, policy_registry
 from policies.admission.admission_policy import WaitQueueLimits
+from policies.admission.wait_queue import WaitQueue
 from policies.admission_registry import build_admission
-from policies.routing_types import Role
+from policies.routing_types import Request, Role
 
 H100 = GroupKind("llama-3.1-70b-fp8", "h100", 4, kv_tokens=100_000)
 TWO = FleetSpec("two", (msgspec.structs.replace(H100, count=2),))
@@ -131,6 +133,20 @@ def test_every_arrival_ends_exactly_once_and_everything_is_given_back(
             or record.done_s is None
             or record.arrived_s < record.first_s <= record.done_s
         )
+
+
+def test_engines_queue_admitted_requests_while_hedges_occupy_all_places() -> None:
+    kinds = (msgspec.structs.replace(H100, count=2, max_concurrency=2),)
+    fleet = Fleet(
+        FleetSpec("two", kinds),
+        traffic(some(12, every_s=0.02)),
+        policy_registry.build("prefix_aware", {}),
+        WaitQueue(build_admission("cap", {})),
+        ReplayOptions(),
+    )
+    for group in fleet.groups:  # hedges have no permit
+        load_ledger.reserve(group.load, Request("hedge", "model", "", 10, 10), 0, 0.0)
+    assert {record.end for record in fleet.run().records} == {RequestEnd.SERVED}
 
 
 def test_leaping_and_stepping_give_the_same_run_within_a_thousandth() -> None:
