@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 BLOCK_TOKENS = 16
 
@@ -92,23 +93,37 @@ class BlockPool:
         return blocks
 
     def allocate(self) -> int:
-        """Allocate a free KV block and return its number.
+        """Allocate a free KV block and return its number; see `allocate_blocks`."""
+        return self.allocate_blocks(1)[0]
 
-        Its cached content, if any, is evicted. Raises IndexError if no block is free.
+    def allocate_blocks(self, count: int) -> list[int]:
+        """Allocate `count` free KV blocks and return their numbers.
+
+        Their cached contents, if any, are evicted. Raises IndexError, and allocates nothing, if
+        fewer blocks are free.
         """
-        if not self._free:
-            raise IndexError("cannot allocate a KV block: all blocks are in use")
-        block, _ = self._free.popitem(last=False)
-        key = self._keys[block]
-        if key is not None:
-            del self._by_key[key]
-            self._keys[block] = None
-            if self.on_evicted is not None:
-                self.on_evicted(key)
-        self._references[block] = 1
+        free, keys, references = self._free, self._keys, self._references
+        if count > len(free):
+            raise IndexError(
+                f"cannot allocate {count} KV blocks: {len(free)} are free, all others are in use"
+            )
+        blocks = list(islice(free, count))
+        take = free.pop
+        for block in blocks:
+            take(block)
+            references[block] = 1
+            key = keys[block]
+            if key is not None:
+                self._evict(block, key)
         if self._taken is not None:
-            self._taken.append(block)
-        return block
+            self._taken += blocks
+        return blocks
+
+    def _evict(self, block: int, key: int) -> None:
+        del self._by_key[key]
+        self._keys[block] = None
+        if self.on_evicted is not None:
+            self.on_evicted(key)
 
     def register(self, block: int, key: int) -> bool:
         """Add a full KV block to the prefix cache, and return whether it was added.
@@ -122,6 +137,16 @@ class BlockPool:
         self._keys[block] = key
         return True
 
+    def register_blocks(self, blocks: Sequence[int], keys: Sequence[int]) -> None:
+        """Add full KV blocks to the prefix cache, each with the key at the same position.
+
+        Blocks whose key is cached already are left out, as in `register`.
+        """
+        by_key, keys_of_blocks = self._by_key, self._keys
+        for block, key in zip(blocks, keys, strict=True):
+            if keys_of_blocks[block] is None and by_key.setdefault(key, block) == block:
+                keys_of_blocks[block] = key
+
     def cached_keys(self) -> list[int]:
         return list(self._by_key)
 
@@ -131,15 +156,16 @@ class BlockPool:
         In this order, the end of a prompt is evicted before its beginning, which more prompts
         share. Raises ValueError if a block has no references.
         """
+        references, keys, free = self._references, self._keys, self._free
         for block in reversed(blocks):
-            count = self._references[block] - 1
+            count = references[block] - 1
             if count < 0:
                 raise ValueError(f"cannot release KV block {block}: no sequence uses it")
-            self._references[block] = count
-            if count == 0:
-                self._free[block] = None
-                if self._keys[block] is None:
-                    self._free.move_to_end(block, last=False)
+            references[block] = count
+            if not count:
+                free[block] = None
+                if keys[block] is None:
+                    free.move_to_end(block, last=False)
 
     def clear_prefix_cache(self) -> None:
         """Empty the prefix cache. Blocks in use keep their references, but lose their keys."""

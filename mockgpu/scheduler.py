@@ -276,7 +276,7 @@ class Scheduler:
     def _await_kv(self, job: Job) -> None:
         # Allocate all of the prompt's blocks before the first byte moves.
         missing = blocks_for(job.prompt_tokens, self.pool.block_tokens) - len(job.blocks)
-        job.blocks += [self.pool.allocate() for _ in range(missing)]
+        job.blocks += self.pool.allocate_blocks(missing)
         job.state = JobState.FETCHING
         self.fetching[job] = None
 
@@ -299,15 +299,20 @@ class Scheduler:
         if tokens <= 0:
             return 0
         start, job.computed = job.computed, job.computed + tokens
-        while len(job.blocks) * size < job.computed:
-            job.blocks.append(self.pool.allocate())
+        missing = blocks_for(job.computed, size) - len(job.blocks)
+        if missing > 0:
+            job.blocks += self.pool.allocate_blocks(missing)
         self._seal(job, start, job.computed)
         chunks.append(PrefillChunk(job, start, tokens, job.computed == job.known_tokens))
         return tokens
 
     def _seal(self, job: Job, start: int, end: int) -> None:
         size = self.pool.block_tokens
-        for i in range(start // size, min(end // size, len(job.keys))):
+        first, last = start // size, min(end // size, len(job.keys))
+        if self.on_shared is None:  # a simulation: nothing follows from a new block
+            self.pool.register_blocks(job.blocks[first:last], job.keys[first:last])
+            return
+        for i in range(first, last):
             self._share(job, i)
 
     def _share(self, job: Job, index: int) -> None:

@@ -43,6 +43,22 @@ class Pool(RuleBasedStateMachine):
         self.held[self.next] = blocks
         return self.next
 
+    @rule(target=holders, keys=st.lists(st.integers(0, 6), max_size=6))
+    def admit_at_once(self, keys: list[int]) -> int:
+        # As `admit`, with one call for all blocks. Keys that are cached, or come twice, are left
+        # out.
+        before, cached = self.pool.free, set(self.pool.cached_keys())
+        wanted = keys[: self.pool.free]
+        blocks = self.pool.allocate_blocks(len(wanted))
+        assert self.pool.free == before - len(wanted)
+        assert len(set(blocks)) == len(wanted)
+        evicted = cached - set(self.pool.cached_keys())
+        self.pool.register_blocks(blocks, wanted)
+        assert set(self.pool.cached_keys()) == cached - evicted | set(wanted)
+        self.next += 1
+        self.held[self.next] = blocks
+        return self.next
+
     @rule(holder=consumes(holders))
     def release(self, holder: int) -> None:
         self.pool.release(self.held.pop(holder))
@@ -83,6 +99,19 @@ def test_taking_from_a_full_pool_is_an_error() -> None:
     pool.allocate()
     with pytest.raises(IndexError):
         pool.allocate()
+
+
+def test_blocks_are_allocated_all_or_none_with_the_content_that_each_evicts() -> None:
+    pool = BlockPool(4)
+    evicted: list[int] = []
+    pool.on_evicted = evicted.append
+    pool.register_blocks(pool.allocate_blocks(3), [1, 2, 1])
+    with pytest.raises(IndexError):
+        pool.allocate_blocks(2)
+    assert pool.free == 1
+    pool.release([0, 1, 2])
+    assert pool.allocate_blocks(4) == [2, 3, 1, 0]  # without content first, then the prompt's end
+    assert evicted == [2, 1]
 
 
 def test_the_longest_unused_content_is_evicted_first_and_tails_before_heads() -> None:
