@@ -1,7 +1,11 @@
 """Mutation test of policies/sizing: replaces each formula by 1, and checks that a test fails.
 
-A formula is an arithmetic expression, or a comparison that a function returns. Each one is replaced
-in a copy of the repository, and the tests of the sizing code run there.
+    python -m tools.mutate_sizing [MODULE]...
+
+A formula is an arithmetic expression, or a comparison that a function returns. First, each one is
+replaced in the functions of a child process that has imported all tests, which takes about a
+second. Where all tests pass there, the formula is replaced in a copy of the repository, and the
+tests run in a new process: values that are computed while modules are imported then change too.
 
 Prints one line per formula, with the name of a test that failed. Exits with status 1 if a formula
 can be replaced and all tests pass.
@@ -10,6 +14,7 @@ can be replaced and all tests pass.
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import re
 import shutil
@@ -17,7 +22,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
 from pathlib import Path
+from types import CodeType, FunctionType
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path("policies/sizing")
@@ -26,6 +37,7 @@ TESTS = (
     ("tests/unit/policies/sizing",),
     ("tests/unit/planner/size", "tests/unit/mockgpu/test_seed_figures.py"),
 )
+QUIET = ("-x", "-q", "-p", "no:cacheprovider", "--tb=no")
 
 
 def formulas(tree: ast.Module) -> Iterator[ast.expr]:
@@ -67,7 +79,80 @@ def mutants(source: str) -> Iterator[tuple[int, str, str]]:
             continue
         seen.add(begin)
         text = re.sub(r"\s+", " ", raw[begin:end].decode())
-        yield value.lineno, text, (raw[:begin] + b"(1)" + raw[end:]).decode()
+        one = b"(1" + b"\n" * raw[begin:end].count(b"\n") + b")"  # further lines keep their numbers
+        yield value.lineno, text, (raw[:begin] + one + raw[end:]).decode()
+
+
+class _FirstFailure:
+    """A plugin of pytest that keeps the name of the first test that fails."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self.name is None:
+            self.name = report.nodeid
+
+
+def run_tests(tests: Sequence[str]) -> str | None:
+    """Run tests in this process; return the name of the first that fails, or None if all pass."""
+    failure = _FirstFailure()
+    with redirect_stdout(StringIO()):
+        status = pytest.main([*QUIET, *tests], plugins=[failure])
+    return failure.name or (None if status == pytest.ExitCode.OK else "collection")
+
+
+def failing_test_in_child(path: Path, source: str) -> str | None:
+    """Return the name of the first test that fails in a child process whose functions are those of
+    `source`, or None if all pass.
+
+    path  the module that `source` replaces
+    """
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(receiver)
+        replace_functions(path, source)
+        test = next((test for tests in _ordered(path) if (test := run_tests(tests))), None)
+        os.write(sender, (test or "").encode())
+        os._exit(0)
+    os.close(sender)
+    with os.fdopen(receiver, "rb") as pipe:
+        test = pipe.read().decode()
+    _, status = os.waitpid(child, 0)
+    return test or (f"exit status {status}" if status else None)
+
+
+def _ordered(path: Path) -> Iterator[Sequence[str]]:
+    # The module's own tests are the likeliest to fail.
+    own = Path(TESTS[0][0], f"test_{path.stem}.py")
+    return iter((((str(own),),) if Path(ROOT, own).exists() else ()) + TESTS)
+
+
+def replace_functions(path: Path, source: str) -> None:
+    """Give all functions of an imported module the code of the same functions in `source`."""
+    codes = dict(_codes(compile(source, str(path), "exec")))
+    for value in gc.get_objects():
+        if isinstance(value, FunctionType) and value.__code__.co_filename == str(path):
+            code = codes.get(_place(value.__code__))
+            if code is not None and code.co_freevars == value.__code__.co_freevars:
+                value.__code__ = code
+        elif isinstance(value, _CACHED):
+            value.cache_clear()
+
+
+_CACHED = type(cache(len))
+
+
+def _codes(code: CodeType) -> Iterator[tuple[tuple[str, int], CodeType]]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield _place(constant), constant
+            yield from _codes(constant)
+
+
+def _place(code: CodeType) -> tuple[str, int]:
+    return code.co_qualname, code.co_firstlineno
 
 
 def failing_test(tree: Path) -> str | None:
@@ -79,9 +164,8 @@ def failing_test(tree: Path) -> str | None:
 
 
 def _failing(tree: Path, tests: Sequence[str]) -> str | None:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"]
     result = subprocess.run(  # noqa: S603
-        [*command, *tests],
+        [sys.executable, "-m", "pytest", *QUIET, *tests],
         cwd=tree,
         env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
@@ -95,30 +179,41 @@ def _failing(tree: Path, tests: Sequence[str]) -> str | None:
     return match[1] if match else "collection"
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Test the formulas of the named modules, or of all modules, and print the results.
+def failing_test_in_copy(path: Path, source: str) -> str | None:
+    """Return the name of the first test that fails in a copy of the repository, or None.
 
-    Returns the exit status: 1 if all tests pass although a formula was replaced, otherwise 0.
+    path  the module whose text is `source` in the copy
     """
-    survivors = tried = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         ignore = shutil.ignore_patterns(".git", ".venv", "__pycache__", "results")
         shutil.copytree(ROOT, tree, ignore=ignore)
-        for path in sorted((tree / PACKAGE).glob("*.py")):
-            if arguments and path.stem not in arguments:
-                continue
-            original = path.read_text()
-            for line, text, source in mutants(original):
-                path.write_text(source)
-                test = failing_test(tree)
-                tried += 1
-                survivors += test is None
-                place = f"{PACKAGE / path.name}:{line}"
-                verdict = "SURVIVES" if test is None else "killed"
-                sys.stdout.write(f"{verdict}  {place}  {text}  {test or ''}\n")
-                sys.stdout.flush()
-            path.write_text(original)
+        (tree / path.relative_to(ROOT)).write_text(source)
+        return failing_test(tree)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Test the formulas of the named modules, or of all modules, and print the results.
+
+    Returns the exit status: 1 if all tests pass although a formula was replaced, otherwise 0; 2 if
+    a test fails without a change.
+    """
+    os.chdir(ROOT)
+    for tests in TESTS:  # also imports everything that the children need
+        if (test := run_tests(tests)) is not None:
+            sys.stdout.write(f"fails without a change: {test}\n")
+            return 2
+    survivors = tried = 0
+    for path in sorted((ROOT / PACKAGE).glob("*.py")):
+        if arguments and path.stem not in arguments:
+            continue
+        for line, text, source in mutants(path.read_text()):
+            test = failing_test_in_child(path, source) or failing_test_in_copy(path, source)
+            tried += 1
+            survivors += test is None
+            verdict = "SURVIVES" if test is None else "killed"
+            sys.stdout.write(f"{verdict}  {PACKAGE / path.name}:{line}  {text}  {test or ''}\n")
+            sys.stdout.flush()
     sys.stdout.write(f"{tried} formulas, {survivors} survive\n")
     return 1 if survivors else 0
 
