@@ -36,6 +36,35 @@ class RunFigures(NamedTuple):
     tpot_s: float
 
 
+TARGET, CLOSE_ENOUGH = 0.85, 0.05
+"""Attainment at which replays and live runs are compared, and how far from it a load may be."""
+
+LOAD_STEP, MOST_LOADS = 1.06, 16
+
+
+def load_near_target(attainment_at: Callable[[float], float]) -> float:
+    """Return a load, as a multiple of the planned rate, whose attainment is near TARGET.
+
+    attainment_at  returns the simulated share of requests within their latency budgets at a load.
+                   It should fall with the load
+
+    The load 1 is tried first. Then the load changes by steps until the target lies between two
+    loads, and the interval is halved. After MOST_LOADS loads, the closest of them is returned.
+    """
+    tried: dict[float, float] = {}
+    load, low, high = 1.0, 0.0, 0.0  # low attains more than the target, high less; 0: unknown
+    while len(tried) < MOST_LOADS:
+        tried[load] = attainment_at(load)
+        if abs(tried[load] - TARGET) <= CLOSE_ENOUGH:
+            return load
+        if tried[load] > TARGET:
+            low = load
+        else:
+            high = load
+        load = sqrt(low * high) if low and high else low * LOAD_STEP or high / LOAD_STEP
+    return min(tried, key=lambda load: abs(tried[load] - TARGET))
+
+
 def figures_of_replay(run: ReplayRun) -> RunFigures:
     result = figures(run)
     assert result.ttft is not None

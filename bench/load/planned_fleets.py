@@ -1,13 +1,15 @@
 """`make planned`: checks that three planned fleets perform live as their simulation predicts.
 
-    python -m bench.load.planned_fleets [--case NAME]... [--seed N]... [--requests 3000] [--load 1]
+    python -m bench.load.planned_fleets [--case NAME]... [--seed N]... [--requests 3000] [--load 0]
                                         [--runs 3] [--replays 12] [--clock virtual] [--within 3]
 
 For each case:
 
 1. `penstock size` plans a fleet, and simulates it on a generated trace (--from)
-2. it writes gateway.yaml and a command for mock engines, and both are started unchanged
-3. a client sends the trace over HTTP
+2. the rate of the trace is changed until simulations serve about 85% of the requests in time, if
+   they do not at first: almost any two fleets agree where all or no requests are in time
+3. the files of the plan, gateway.yaml and a command for mock engines, are started unchanged
+4. a client sends the trace over HTTP
 
 Means of several runs are compared, because routing amplifies small differences in time. All results
 of both sides are printed, to show where a difference comes from.
@@ -48,6 +50,7 @@ from bench.load.planned_figures import (
     difference_table,
     figures_of_live,
     figures_of_replay,
+    load_near_target,
 )
 from bench.load.replay_accuracy import jitter
 from gateway.cli.main import config_in_text
@@ -67,6 +70,8 @@ MOST_GROUPS = 64
 TEMPLATE_TOKENS = token_count(render_chat({"messages": [{"role": "user", "content": ""}]}))
 """Tokens that the mock engine's chat template puts around the text of a request."""
 LEAST, MOST = 0.7, 0.95
+SEARCH_JITTERS = range(1000, 1003)
+"""Numbers of the simulations that choose the rate; the compared ones have other numbers."""
 
 
 class SizedCase(NamedTuple):
@@ -261,16 +266,24 @@ def compare_seed(name: str, seed: int, options: argparse.Namespace) -> SeedRuns:
     gateway, mock = (
         _size(case, "--first-port", port, "--emit", target) for target in ("gateway", "mock")
     )
-    with TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.jsonl")
-        lines = generate(case, options.load, options.requests, seed)
-        trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        print(f"{name}, seed {seed}: {options.requests} requests; {mock.strip()}")
-        sized = json.loads(_size(case, "--from", str(trace), "--last", "24h", "--json"))
-        requests = list(read_mooncake(trace))
-    print(f"  replayed by `size --from`: {_attainment_of_plan(sized):.1%}", flush=True)
     model = mock.split("--model ")[1].split()[0]
     pool = cases(config_in_text(gateway), Assumptions(model))["main"]
+    print(f"{name}, seed {seed}: {options.requests} requests; {mock.strip()}", flush=True)
+    with TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.jsonl")
+
+        def requests_at(load: float) -> list[TraceRequest]:
+            lines = generate(case, load, options.requests, seed)
+            trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            return list(read_mooncake(trace))
+
+        load = options.load or load_near_target(
+            lambda load: _mean_attainment(pool, requests_at(load))
+        )
+        requests = requests_at(load)
+        print(f"  {case.rate * case.load * load:.1f} requests/s", flush=True)
+        sized = json.loads(_size(case, "--from", str(trace), "--last", "24h", "--json"))
+    print(f"  replayed by `size --from`: {_attainment_of_plan(sized):.1%}", flush=True)
     replays = [run_replay(pool, jitter(requests, number)) for number in range(options.replays)]
     fleet = LiveFleet(gateway, mock, BenchSlo(case.ttft_s, case.tpot_s))
     lives = []
@@ -300,6 +313,11 @@ def compare(name: str, options: argparse.Namespace) -> bool:
     if not is_in_range:
         print(f"  attainment is not between {LEAST:.0%} and {MOST:.0%}")
     return is_in_range and 100 * abs(result.value) <= options.within
+
+
+def _mean_attainment(pool: PoolCase, requests: list[TraceRequest]) -> float:
+    runs = [run_replay(pool, jitter(requests, number)) for number in SEARCH_JITTERS]
+    return fmean(run.attainment for run in runs)
 
 
 def _attainment_of_plan(replayed: Any) -> float:
@@ -332,8 +350,9 @@ def main() -> int:
     parser.add_argument(
         "--load",
         type=float,
-        default=1.0,
-        help="factor by which the request rate of each case is multiplied",
+        default=0.0,
+        help="factor by which the request rate of each case is multiplied (default: the one at "
+        "which simulations serve about 85%% of the requests in time)",
     )
     parser.add_argument(
         "--clock",
