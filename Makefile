@@ -222,7 +222,7 @@ planned: $(VENV)/.dev ## compare replays of three plans with live mock fleets fr
 docs: $(VENV)/.runtime ## generate the reference pages, dashboards and rules from the code
 	$(PY) -m tools.docgen
 
-mutants: $(VENV)/.dev ## replace each formula of policies/sizing by a constant: a test must fail (15 minutes)
+mutants: $(VENV)/.dev ## replace each formula of policies/sizing by a constant: a test must fail (four minutes)
 	$(PY) -m tools.mutate_sizing
 
 lock: $(VENV)/.dev ## update the lock files from pyproject.toml (needs the network)
