@@ -17,6 +17,9 @@ from gateway.cli.doctor.production_checklist import CheckedEndpoint, CheckedFlee
 from gateway.cli.doctor.seed_checklist import seed_findings
 from gateway.cli.main import run as penstock
 from gateway.config import Config, layout_rules, role_rules
+from gateway.fleet.endpoint_registry import EndpointRegistry
+from gateway.fleet.engine_metrics import parse_scrape
+from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.reshard import plan_transfer
@@ -28,13 +31,14 @@ from policies.filters import fits_context
 from policies.prefix.fingerprint import Fingerprinter
 from policies.prefix.prefix_index import PrefixIndex
 from policies.routing_algorithm import pick
-from policies.routing_types import Candidate, Endpoint
+from policies.routing_types import Candidate, Endpoint, EngineKind
 from policies.sizing.gpus import gpu_named
 from policies.sizing.known_models import facts_of_name
 from policies.sizing.model_shapes import model_named
 from policies.sizing.parallel_layout import Layout
 from policies.sizing.parallelism_rules import PlannedGroup, layout_findings
 from tests.command_runner import CommandRunner
+from tests.replaced import stand_in
 from tests.unit.planner.seeds.answers import Outcome, answer
 from tests.unit.planner.seeds.sizing_answers import trtllm_of_the_seed
 from tests.unit.policies.builders import ask, candidate
@@ -44,6 +48,12 @@ METRICS = b"""vllm:num_requests_running{engine="0"} 1.0
 vllm:num_requests_waiting{engine="0"} 0.0
 vllm:kv_cache_usage_perc{engine="0"} 0.1
 vllm:cache_config_info{block_size="16",num_gpu_blocks="24837"} 1.0
+"""
+
+METRICS_OF_RANKS = b"""vllm:num_requests_waiting{engine="0"} 0.0
+vllm:num_requests_waiting{engine="1"} 11.0
+vllm:kv_cache_usage_perc{engine="0"} 0.05
+vllm:kv_cache_usage_perc{engine="1"} 0.99
 """
 
 
@@ -382,6 +392,24 @@ def _(_item: SeedItem) -> Outcome:
 def _(_item: SeedItem) -> Outcome:
     slow = file({"tp": 4}, health={"progress": "60s"})
     return {"verdict": told(findings()[96]), "slow_checks": told(findings(configured=slow)[96])}
+
+
+@answer(112)
+def _(_item: SeedItem) -> Outcome:
+    spec = {"url": "http://127.0.0.1:9000", "name": "tp8", "layout": {"dp": 2}, "pin_ranks": True}
+    config = Config.model_validate({"version": 1, "pools": {"main": {"endpoints": [spec]}}})
+    plan = EndpointRegistry(stand_in(WriteQueue, None)).plan(config)
+    last = plan.members[-1]
+    last.live.reconfigure(last.endpoint, last.spec, plan.timeouts, None)
+    ranks = [parse_scrape(METRICS_OF_RANKS, EngineKind.VLLM, rank) for rank in (0, 1)]
+    return {
+        "endpoints": " ".join(member.endpoint.name for member in plan.members),
+        "kv_usage_dp0": ranks[0].kv_usage,
+        "kv_usage_dp1": ranks[1].kv_usage,
+        "waiting_dp1": ranks[1].waiting,
+        "kv_usage_engine": parse_scrape(METRICS_OF_RANKS, EngineKind.VLLM).kv_usage,
+        "header": last.live.upstream.request_head("/v1/completions").decode(),
+    }
 
 
 @answer(115)
