@@ -8,7 +8,7 @@ I/O, no clock.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
@@ -18,6 +18,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from gateway.metrics.quantile_sketch import MAX_VALUE, MIN_VALUE, PER_LOG
+
+MAX_NEW = 64
+"""Maximum number of observed values of a histogram that have not been counted in their buckets."""
 
 OTHER_VALUES = "other"
 """The label value that stands for all further values when a label has reached its maximum number of
@@ -181,24 +184,45 @@ class Histogram:
     counts[i] is the number of values v with bounds[i-1] < v <= bounds[i]. The last count is the
     number of values above the last bound.
 
+    sum        the sum of all values
     exemplars  the newest request of each bucket
     sketch     a quantile sketch of the same values (quantile_sketch.py); only observe_request()
                updates it
     """
 
-    __slots__ = ("_bounds", "counts", "exemplars", "sketch", "sum")
+    __slots__ = (
+        *("_bounds", "_bucket", "_counts", "_edges", "_high", "_low", "_new", "_sum"),
+        *("exemplars", "sketch"),
+    )
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
+        # Edges of the buckets that have exemplars, within the range of a sketch.
+        self._edges = (MIN_VALUE, *bounds, MAX_VALUE)
+        # The bucket of the last exemplar, whose edges the next value often lies between.
+        self._bucket, self._low, self._high = 0, MAX_VALUE, MIN_VALUE
+        self._counts = [0] * (len(bounds) + 1)
+        self._new: list[float] = []  # values of observe() that have not been counted
+        self._sum = 0.0
         self.exemplars: list[RequestExemplar | None] = []
         self.sketch: defaultdict[int, int] = defaultdict(int)
-        self.sum = 0.0
+
+    @property
+    def counts(self) -> list[int]:
+        self._count_new()
+        return self._counts
+
+    @property
+    def sum(self) -> float:
+        self._count_new()
+        return self._sum
 
     def observe(self, value: float) -> None:
         """Count `value` in its bucket; its unit is in the metric's name, such as seconds."""
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
+        # Counting many values at once takes a third of the time.
+        self._new.append(value)
+        if len(self._new) >= MAX_NEW:
+            self._count_new()
 
     def observe_request(self, mark: RequestExemplar) -> None:
         """Count the value of one request, and store the request as the exemplar of its bucket.
@@ -206,15 +230,39 @@ class Histogram:
         `mark` has the value, and the ids of the request and its trace. It replaces the older
         exemplar of the bucket.
         """
-        value = mark[0]
-        index = bisect_left(self._bounds, value)
-        self.counts[index] += 1
-        self.sum += value
-        clamped = MIN_VALUE if value < MIN_VALUE else value if value < MAX_VALUE else MAX_VALUE
-        self.sketch[(log(clamped) * PER_LOG).__ceil__()] += 1  # half the time of math.ceil()
-        if not self.exemplars:
-            self.exemplars = [None] * len(self.counts)
+        value: float = mark[0]
+        self._sum += value
+        if not self._low < value <= self._high:
+            value = self._find_bucket(value)
+        index = self._bucket
+        self._counts[index] += 1
+        self.sketch[(log(value) * PER_LOG).__ceil__()] += 1  # half the time of math.ceil()
         self.exemplars[index] = mark
+
+    def _find_bucket(self, value: float) -> float:
+        # Set the bucket of a value. Return the value, or the nearest one that a sketch can count.
+        if not self.exemplars:
+            self.exemplars = [None] * len(self._counts)
+        index = self._bucket = bisect_left(self._bounds, value)
+        low = self._low = self._edges[index]
+        high = self._high = self._edges[index + 1]
+        return low if value < low else value if value < high else high
+
+    def _count_new(self) -> None:
+        # Count the values of observe() that have not been counted.
+        values, counts, start = self._new, self._counts, 0
+        if not values:
+            return
+        self._new = []
+        self._sum = sum(values, self._sum)
+        values.sort()
+        for index, bound in enumerate(self._bounds):
+            end = bisect_right(values, bound, start)
+            counts[index] += end - start
+            start = end
+            if start == len(values):
+                break
+        counts[-1] += len(values) - start
 
     def snapshot(self, unix_offset: float | None = None) -> HistogramValue:
         """Return the current value of the histogram, with exemplars if `unix_offset` is given.
@@ -224,7 +272,7 @@ class Histogram:
         marks: list[RequestExemplar | None] = []
         if unix_offset is not None:
             marks = [mark and _at_unix_time(mark, unix_offset) for mark in self.exemplars]
-        return HistogramValue(self.counts.copy(), self.sum, marks)
+        return HistogramValue(self.counts.copy(), self._sum, marks)
 
 
 def _at_unix_time(mark: RequestExemplar, unix_offset: float) -> RequestExemplar:

@@ -238,7 +238,7 @@ class SloTracker:
                 slo_outcome = whole_outcome(slo, ttft_s, tokens)
         has_media = call.media_size.parts > 0
         key = request.model, exchange.tenant, slo.name, has_media
-        kind = self._kinds.get(key) or self._add(key)
+        kind: _Kind = self._kinds.get(key) or self._add(key)
         if exchange.outcome != "served":
             slo_outcome = FAILED if exchange.outcome == "interrupted" else ""
         elif output_tokens and relay.finish_reason not in TRUNCATED_REASONS:
@@ -246,7 +246,7 @@ class SloTracker:
             kind.output_tokens += output_tokens // request.choices
         if slo_outcome:
             exchange.slo_outcome = slo_outcome
-            counter = kind.goodput.get(slo_outcome) or self._counter(kind, slo_outcome)
+            counter: Counter = kind.goodput.get(slo_outcome) or self._counter(kind, slo_outcome)
             counter.value += 1.0
         prompt_tokens, estimated_tokens = usage.prompt_tokens or 0, call.estimated_tokens
         # A prompt of text that is longer than text can be refers to an image or file.

@@ -80,7 +80,7 @@ request of a rare kind, after failures or for pages, or only define values. An e
 about ten times the size of its source.
 """
 SMALL = (
-    *("gateway/admission", "gateway/fleet/kv_events", "gateway/metrics"),
+    *("gateway/admission", "gateway/fleet/kv_events"),
     "gateway/protocol/translate",
     *("policies/admission", "policies/health"),
     *_modules("gateway", "route"),
@@ -91,6 +91,7 @@ SMALL = (
     *_modules("gateway/http", "close_queue connection_limits connection_phase large_bodies"),
     *_modules("gateway/http", "client_read_turns long_engine_reads poll_client"),
     *_modules("gateway/forwarding", "hedge"),
+    *_modules("gateway/metrics", "exposition quantile_sketch runtime_gauges"),
     *_modules("gateway/protocol", "cors stored_response_ids trace_context"),
     *_modules("gateway/protocol/request", "api_keys cache_salts forwarded_headers json_members"),
     *_modules("gateway/protocol/request", "json_splice media member_limits sequence_count"),

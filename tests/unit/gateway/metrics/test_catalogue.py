@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
+from collections import Counter
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from gateway.metrics import exposition
 from gateway.metrics.catalogue import TTFT_BUCKETS_S, Metrics
 from gateway.metrics.labels import Row
 from gateway.metrics.metric_types import (
+    MAX_NEW,
     OTHER_VALUES,
     Histogram,
     Label,
@@ -24,6 +26,7 @@ from gateway.metrics.metric_types import (
     MetricFamily,
     MetricRegistry,
 )
+from gateway.metrics.quantile_sketch import bucket_of
 
 ROOT = Path(__file__).parents[4]
 
@@ -113,6 +116,26 @@ def test_a_bucket_counts_exactly_the_values_at_or_below_its_bound(values: list[f
         (*TTFT_BUCKETS_S, math.inf), accumulate(histogram.snapshot().counts), strict=True
     ):
         assert count == sum(value <= bound for value in values)
+
+
+def test_values_count_when_read_although_they_are_counted_in_batches() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for number in range(1, 3 * MAX_NEW):
+        histogram.observe(1.5)
+        assert histogram.counts == [0, number, 0]
+        assert histogram.sum == 1.5 * number
+
+
+@given(st.lists(st.sampled_from([0.0, 1e-7, 1e-6, 0.001, 0.0011, 0.3, 2560.0, 3e3, 1e5, 1e6])))
+def test_each_request_counts_in_the_sketch_and_the_bucket_of_its_value(values: list[float]) -> None:
+    histogram = Histogram(TTFT_BUCKETS_S)
+    for value in values:
+        histogram.observe_request((value, 0.0, "req", ""))
+    assert histogram.sketch == Counter(map(bucket_of, values))
+    assert histogram.counts == [
+        sum(low < value <= high for value in values)
+        for low, high in pairwise((-1.0, *TTFT_BUCKETS_S, math.inf))
+    ]
 
 
 def test_label_values_beyond_the_cap_become_other_and_old_ones_stay() -> None:
