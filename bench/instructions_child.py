@@ -1,9 +1,10 @@
 """Runs a gateway in callgrind that serves one request at a time, for bench/instructions.py.
 
-    instructions_child.py TREE KIND FUNCTION REQUESTS PORT ENGINE_URL...
+    instructions_child.py TREE KIND FUNCTION WARM_UP COUNTED PORT ENGINE_URL...
 
-TREE is the folder of the gateway's sources, possibly those of an older revision. FUNCTION is the
-function or method to count, or "" for all callbacks of a request.
+TREE is the folder of the gateway, possibly compiled or of an older revision. FUNCTION is the
+function or method to count, or "" for all callbacks of a request. WARM_UP and COUNTED are numbers
+of requests.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
+import gc
+import importlib
 import os
 import sys
 import tempfile
@@ -18,15 +21,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-TREE, KIND, FUNCTION, REQUESTS, PORT, *URLS = sys.argv[1:]
-BENCHES = ("bench", "tests/bench")  # where revisions have their benchmarks
+TREE, KIND, FUNCTION, WARM_UP, COUNTED, PORT, *URLS = sys.argv[1:]
+BENCHES = (
+    "bench",
+    "tests/bench",
+)  # where revisions have their benchmarks; compiled trees have none
 
 sys.path[:0] = [*(f"{TREE}/{folder}" for folder in BENCHES), TREE]
+for package in ("gateway", "policies", "kvtransfer"):  # opcodes adds its own sources to the path
+    importlib.import_module(package)
 
 import opcodes  # noqa: E402
 import uvloop  # noqa: E402
 
-toggle = ctypes.PyDLL(os.environ["TOGGLE_LIBRARY"]).toggle
+switch = ctypes.PyDLL(os.environ["SWITCH_LIBRARY"])
+toggle = switch.toggle
 running: list[str] = []
 """The names of the counted functions on the call stack, outermost first."""
 
@@ -83,7 +92,17 @@ def count_functions(names: list[str]) -> None:
         if not found:
             sys.exit(f"no function {name} in {TREE}")
         for owner, last in found:
-            setattr(owner, last, counted(vars(owner)[last]))
+            replace(owner, last, counted(vars(owner)[last]))
+
+
+def replace(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of a module or class, even of a C class, whose attributes are read-only."""
+    if not isinstance(owner, type):
+        setattr(owner, name, value)
+        return
+    [attributes] = gc.get_referents(vars(owner))  # the dictionary behind the read-only view
+    attributes[name] = value
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
 
 
 def write_config(policy: str, folder: Path) -> Path:
@@ -105,7 +124,9 @@ async def serve(config: Path, bodies: list[bytes]) -> None:
     app = opcodes.App(load(config, {}))
     await app.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(PORT))
-    for number in range(int(REQUESTS)):
+    for number in range(int(WARM_UP) + int(COUNTED)):
+        if number == int(WARM_UP):
+            switch.forget()
         body = bodies[number % len(bodies)].replace(b"#" * 16, b"%016x" % number)
         writer.write((opcodes.HEAD % len(body)).encode() + body)
         await read_answer(reader)
