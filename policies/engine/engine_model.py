@@ -54,6 +54,8 @@ class EngineModel:
     step_began_at          begin of that step; if there is none, the end of a decode step
     step_ends_at           predicted end of that step
     completing             the prompts that this step completes
+    awaited                the prompts of the step that first tokens have just ended
+    unplanned_tokens       prompt tokens that this step computed although they were not planned
     step_tokens            prompt tokens of this step
     first_tokens_at        when first tokens ended a step while the next one is not planned yet;
                            -inf otherwise
@@ -127,11 +129,13 @@ class EngineModel:
         *(
             "answers",
             "answers_due_at",
+            "awaited",
             "context_base",
             "lengths",
             "step_tokens",
             "steps",
             "first_tokens_at",
+            "unplanned_tokens",
         ),
     )
 
@@ -142,6 +146,8 @@ class EngineModel:
         self.first_tokens_at = -inf
         self.step_began_at = self.step_ends_at = now
         self.completing: list[QueuedPrompt] = []
+        self.unplanned_tokens = 0
+        self.awaited: list[QueuedPrompt] = []
         self.batch = self.kv_prompts = self.incoming_kv_tokens = self.planned_tokens = (
             self.prefill_steps
         ) = self.step_tokens = 0
@@ -208,11 +214,45 @@ class EngineModel:
         if self.is_same_step(now):
             return False
         self.first_tokens_at = -inf
-        if ended_at - self.span.anchor > first_token_calibration.LEARN_S:
+        if self.awaited:
+            self._correct_step(load)
+        is_due = first_token_calibration.is_due(self.span, load, ended_at)
+        if is_due:
             self._learn(load, ended_at)
-        if not (self.queue and self._plan(load, ended_at)):
+        if not (self.queue and self._plan(load, ended_at)) and not is_due:
             self._learn(load, ended_at)
         return True
+
+    def _correct_step(self, load: EngineLoad) -> None:
+        # Correct the step that has ended by the prompts whose first token it brought.
+        #
+        # An engine takes prompts in order. So it began none after the last with a first token: they
+        # reached it later than predicted, or its step holds fewer tokens. They are queued again.
+        awaited, self.awaited = self.awaited, []
+        tokens = self.step_tokens + self.unplanned_tokens
+        self.unplanned_tokens = 0
+        while awaited and not awaited[-1].is_decoding:
+            prompt = awaited.pop()
+            self._put_back(prompt)
+            tokens -= prompt.uncached_tokens
+        if tokens != self.step_tokens and tokens > 0:
+            self.planned_tokens += tokens - self.step_tokens
+            shape, share = load.belief.shape, tokens / self.step_tokens
+            prefill_s = load.belief.prompts_s(tokens, 0.0) + share * self.span.last[2]
+            self.span.resize_last(prefill_s, shape.filling(tokens), share)
+
+    def _put_back(self, prompt: QueuedPrompt) -> None:
+        # Put a prompt of a step that did not compute it back at the head of the queue.
+        prompt.remaining_tokens = prompt.uncached_tokens
+        prompt.computed_tokens = prompt.prompt_tokens - prompt.uncached_tokens
+        prompt.is_planned = prompt.has_kv = False
+        self.queue.appendleft(prompt)
+        self.queued_tokens += prompt.remaining_tokens
+        self.queued_pairs += prompt.remaining_tokens * (
+            prompt.computed_tokens + 0.5 * prompt.remaining_tokens
+        )
+        self.kv_prompts -= prompt.prompt_tokens
+        self.prefixes.remove(prompt.prefix_tokens)
 
     def _learn(self, load: EngineLoad, ended_at: float) -> None:
         # Correct the learned speed. The forecast is stale then: it has the speed of before, while
@@ -352,16 +392,7 @@ class EngineModel:
         # meanwhile.
         finishing, self.completing = self.completing, []
         for prompt in reversed(finishing):
-            prompt.remaining_tokens = prompt.uncached_tokens
-            prompt.computed_tokens = prompt.prompt_tokens - prompt.uncached_tokens
-            prompt.is_planned = prompt.has_kv = False
-            self.queue.appendleft(prompt)
-            self.queued_tokens += prompt.remaining_tokens
-            self.queued_pairs += prompt.remaining_tokens * (
-                prompt.computed_tokens + 0.5 * prompt.remaining_tokens
-            )
-            self.kv_prompts -= prompt.prompt_tokens
-            self.prefixes.remove(prompt.prefix_tokens)
+            self._put_back(prompt)
         if self.batch < load.slots:
             self.prefixes.distinct += max(
                 0.0, self.free_kv_tokens(load) - self.needed_kv_tokens(finishing[0]) + 1.0

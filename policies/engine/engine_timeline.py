@@ -90,6 +90,7 @@ class EngineTimeline(EngineModel):
         """
         # it belongs to the step that has ended, and nothing was planned since
         if not prompt.is_planned and self.is_same_step(now):
+            self.unplanned_tokens += prompt.remaining_tokens
             self.remove_from_queue(prompt)
             prompt.is_planned = True
         elif (
@@ -104,8 +105,9 @@ class EngineTimeline(EngineModel):
             if not prompt.is_planned:
                 self.catch_up_to(load, prompt, now)
         if prompt in self.completing:
+            awaited = self.completing
             self.close_step(now)
-            self.first_tokens_at = now
+            self.awaited, self.first_tokens_at = awaited, now
         self.start_decoding(prompt, now)
         self._update_forecast(load, now)
 
@@ -140,8 +142,9 @@ class EngineTimeline(EngineModel):
                 self.step_began_at = now
         else:
             self.remove_from_queue(prompt)
-            if prompt in self.completing:
-                self.completing.remove(prompt)
+            for prompts in (self.completing, self.awaited):
+                if prompt in prompts:
+                    prompts.remove(prompt)
             if prompt.has_kv:
                 self.kv_prompts -= prompt.prompt_tokens
             elif prompt.awaits_kv:

@@ -19,6 +19,7 @@ from policies.engine.step_time import FILLS
 
 if TYPE_CHECKING:
     from policies.engine.engine_load import EngineLoad
+    from policies.engine.step_time import SpeedBelief
 
 SHORT_S = 0.1  # shorter spans measure the fixed cost of a step, or API latency
 LEARN_S = 1.0  # consecutive first tokens are evaluated together up to this length
@@ -56,6 +57,7 @@ class StepSpan:
     fills            predicted seconds of prefill, by how full the steps were (step_time.FILLS)
     pairs_s          the part of these seconds that is attention (SpeedBelief.area_s)
     decode_s         predicted seconds of decoding between the prefill steps
+    last             the last step, as the first four arguments of `add`
     steps            number of steps
     waits_for_kv     whether a prompt had to wait for KV memory
     delayed_lessons  what earlier spans with such a wait have shown (PrefillLesson), since the last
@@ -74,6 +76,7 @@ class StepSpan:
             "delayed_lessons",
             "entered",
             "fills",
+            "last",
             "peer_tokens",
             "pairs_s",
             "steps",
@@ -99,6 +102,7 @@ class StepSpan:
         self.fills = [0.0] * (FILLS + 1)
         self.pairs_s = self.decode_s = 0.0
         self.steps = self.peer_tokens = 0
+        self.last = 0.0, (0, 0.0), 0.0, 0.0
 
     def add(
         self,
@@ -116,6 +120,7 @@ class StepSpan:
         decode_s     seconds that decoding sequences add to the step
         peer_tokens  number of prompt tokens of other gateways that were queued during the step
         """
+        self.last = prefill_s, filling, pairs_s, decode_s
         part, beyond = filling
         self.fills[part] += prefill_s * (1.0 - beyond)
         self.fills[part + 1] += prefill_s * beyond
@@ -124,6 +129,40 @@ class StepSpan:
         self.steps += 1
         if peer_tokens > self.peer_tokens:
             self.peer_tokens = peer_tokens
+
+    def resize_last(self, prefill_s: float, filling: tuple[int, float], share: float) -> None:
+        """Replace the last step by one that computed `share` times its prompt tokens.
+
+        The other arguments are those of `add`.
+        """
+        before_s, (part, beyond), pairs_s, decode_s = self.last
+        self.fills[part] -= before_s * (1.0 - beyond)
+        self.fills[part + 1] -= before_s * beyond
+        self.pairs_s -= pairs_s
+        self.decode_s -= decode_s
+        self.steps -= 1
+        self.add(prefill_s, filling, share * pairs_s, decode_s, 0)
+
+    def prefill_s(self, belief: SpeedBelief) -> float:
+        """Return the predicted seconds of prefill in these steps, with the present factors."""
+        return float(sum(map(mul, self.fills, belief.paces)))
+
+
+def is_due(span: StepSpan, load: EngineLoad, now: float) -> bool:
+    """Return whether an engine's speed should be corrected by the steps until `now`.
+
+    That is so once they tell more about it than is known, and at the latest after LEARN_S seconds.
+    A short first step measures the API latency, which it does best alone.
+    """
+    spent_s = now - span.anchor
+    if spent_s > LEARN_S:
+        return True
+    if span.waits_for_kv or not span.steps:
+        return False
+    if spent_s < SHORT_S:
+        return span.entered is not None
+    error_s = _timing_error_s(span, load, spent_s)
+    return error_s * error_s < load.belief.prompts.var * spent_s * spent_s
 
 
 def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
@@ -148,13 +187,20 @@ def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
             return
         span.corrected_at = now
         span.delayed_lessons.clear()
-        if spent_s >= SHORT_S or span.entered is None:
+        most_s = spent_s
+        if span.entered is not None:  # no later than it was sent, whatever the latency is
+            most_s = now - span.entered + belief.request_s
+        is_faster = span.prefill_s(belief) > most_s
+        if is_faster and spent_s < SHORT_S:
+            belief.observe_prefill(*_prefill_lesson(span, load, most_s))
+        elif spent_s >= SHORT_S or span.entered is None:
             _steps(span, load, spent_s)
         # If other sequences decode, the latency decides which step a prompt enters. It is measured
         # best by short steps.
         if (
             span.entered is not None
             and span.steps == 1
+            and not is_faster
             and (spent_s < SHORT_S or span.wait_s > 0.0)
         ):
             seen_s = belief.request_s + span.anchor + now - ends - span.entered - span.wait_s
@@ -199,5 +245,10 @@ def _prompt_times(span: StepSpan, load: EngineLoad, spent_s: float) -> tuple[flo
     belief = load.belief
     peer_prefill_s = span.peer_tokens * belief.token_s
     prompt_s = max(0.01 * spent_s, spent_s - span.decode_s - peer_prefill_s)
-    error_s = 0.6 * span.wait_s + 0.1 * spent_s / span.steps + peer_prefill_s
-    return prompt_s, error_s, sum(map(mul, span.fills, belief.paces))
+    error_s = _timing_error_s(span, load, spent_s)
+    return prompt_s, error_s, span.prefill_s(belief)
+
+
+def _timing_error_s(span: StepSpan, load: EngineLoad, spent_s: float) -> float:
+    peer_prefill_s = span.peer_tokens * load.belief.token_s
+    return float(0.6 * span.wait_s + 0.1 * spent_s / span.steps + peer_prefill_s)

@@ -9,7 +9,7 @@ import pytest
 from policies import load_ledger
 from policies.endpoint_load import EndpointLoad
 from policies.engine import first_token_calibration
-from policies.engine.step_time import FILLS
+from policies.engine.step_time import FILLS, SpeedBelief, shape_for
 from tests.unit.policies.builders import ask
 
 SPAN_S = 0.5
@@ -91,3 +91,40 @@ def test_idle_time_before_an_answer_that_comes_early_is_no_work() -> None:
         asked.finish(at_s + 0.2, 20)
     assert load.belief.speeds.prefill.factor <= 1.0
     assert load.belief.request_s < 0.003
+
+
+def test_a_step_that_tells_more_than_is_known_is_learnt_while_prompts_wait() -> None:
+    # A burst may be over within a second: a slow engine must not look like the others until then.
+    load = EndpointLoad(0)
+    first = load_ledger.reserve(load, ask(4000).request, 0, 0.0)
+    load_ledger.reserve(load, ask(4000).request, 0, 0.1)
+    expected_s = load.next_first_token_at
+    first.on_first_token(3.0 * expected_s)
+    load_ledger.reserve(load, ask(4000).request, 0, 3.0 * expected_s + 0.1)
+    assert 3.0 * expected_s < first_token_calibration.LEARN_S
+    assert load.timeline.queue
+    assert load.belief.speeds.prefill.factor > 2.0
+
+
+def test_spans_shorter_than_the_prefill_expected_in_them_show_that_it_is_faster() -> None:
+    # The label names a GPU that is many times slower than the real one.
+    labelled, real = shape_for("l40s", 4, params_b=70.6), shape_for("h100", 4, params_b=70.6)
+    load, now = EndpointLoad(0, SpeedBelief(labelled)), 0.0
+    seen_s = real.request_s + real.step_s + max(500 * real.token_s, real.weights_s)
+    assert seen_s < first_token_calibration.SHORT_S
+    for _ in range(8):
+        entry = load_ledger.reserve(load, ask(500).request, 0, now)
+        entry.on_first_token(now + seen_s)
+        entry.drop(now + 0.5)
+        now += 1.0
+    assert labelled.token_s * load.belief.speeds.prefill.factor < 2.0 * real.token_s
+
+
+def test_the_first_step_of_a_burst_shows_the_api_latency() -> None:
+    load = EndpointLoad(0)
+    entries = [load_ledger.reserve(load, ask(500).request, 0, at) for at in (0.0, 0.01, 0.02)]
+    first_s = load.next_first_token_at + 0.01
+    assert first_s < first_token_calibration.SHORT_S
+    entries[0].on_first_token(first_s)
+    load_ledger.reserve(load, ask(500).request, 0, first_s + 0.02)
+    assert load.belief.request_s > load.belief.shape.request_s + 0.002

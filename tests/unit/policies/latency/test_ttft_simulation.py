@@ -169,8 +169,8 @@ def test_a_wait_for_kv_ends_with_an_answer_of_usual_length() -> None:
 def test_a_prompt_with_a_shared_prefix_needs_kv_for_the_rest_only() -> None:
     load, now = load_of(50_000), 0.0
     for _ in range(6):
-        load_ledger.reserve(load, request(8000), 7500, now).on_first_token(now + 0.1)
-        now += 0.1
+        load_ledger.reserve(load, request(8000), 7500, now).on_first_token(now + 0.03)
+        now += 0.03
     crowded = predicted_ttft(load, 8000, now, 7500)
     load_ledger.record_scrape(load, None, None, (7500 + 6 * 500) / 50_000, None, now)
     assert crowded > 5 * predicted_ttft(load, 8000, now, 7500)
