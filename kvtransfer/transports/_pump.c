@@ -28,6 +28,7 @@
 #define FRAME 60                    /* a window's preamble and header */
 #define LOOK_EVERY (4 << 20)        /* bytes between two looks at the stop descriptor */
 #define MESSAGE_US 50000            /* how long a batch that is sent lets messages wait */
+#define IDLE_MS 200                 /* how long a call waits without a byte */
 #define NEXT_MS 1                   /* how long a verified window waits for the next to begin */
 #define CONTENDED_US 50             /* a longer sched_yield means that others want this core */
 #define LEAST_PAUSE_US 1000         /* then this thread does not spin for so long */
@@ -182,17 +183,20 @@ static void want(int fd, int *wanted, size_t size)
 static void run(struct job *job, PyThreadState **unlocked)
 {
     size_t needed = job->total - job->optional, at = 0;
-    int wanted = 1;
+    int wanted = 0;                 /* not set here: Python may have set another one */
+    int is_idle = 0;                /* no byte has moved for IDLE_MS */
     long row = 0;
     while (job->moved < needed) {
         ssize_t moved;
         struct pollfd both[2];
         short events = POLLIN;
+        int ready;
         int left_ms = job->patience_ms;
         while (job->moved >= at + job->rows[row].iov_len)
             at += job->rows[row++].iov_len;
         moved = call(job, row, job->moved - at);
         if (moved > 0) {
+            is_idle = 0;
             feed(job, job->moved, (size_t)moved);
             job->moved += (size_t)moved;
             job->unlooked += (size_t)moved;
@@ -221,7 +225,7 @@ static void run(struct job *job, PyThreadState **unlocked)
             job->deadline_us = now_us() + (int64_t)job->patience_ms * 1000;
         else
             left_ms = (int)((job->deadline_us - now_us()) / 1000);
-        if (left_ms <= 0)
+        if (left_ms <= 0 || is_idle)
             break;
         if (*unlocked == NULL)
             *unlocked = PyEval_SaveThread();
@@ -233,9 +237,12 @@ static void run(struct job *job, PyThreadState **unlocked)
         } else {
             want(job->fd, &wanted, needed - job->moved);
         }
-        if (wait_for(job->fd, events, job->stop_fd, job->moved ? 0 : job->spin_us, left_ms,
-                     both) < 0 && errno != EINTR)
+        is_idle = left_ms > IDLE_MS;
+        ready = wait_for(job->fd, events, job->stop_fd, job->moved ? 0 : job->spin_us,
+                         is_idle ? IDLE_MS : left_ms, both);
+        if (ready < 0 && errno != EINTR)
             break;
+        is_idle = is_idle && ready == 0;
         if (both[1].revents) {
             job->stopped = 1;
             break;
@@ -244,7 +251,7 @@ static void run(struct job *job, PyThreadState **unlocked)
             break; /* the peer has sent a message, which its own thread of control must read */
         job->error = 0;
     }
-    if (wanted != 1)
+    if (wanted > 1)
         want(job->fd, &wanted, 1);
 }
 

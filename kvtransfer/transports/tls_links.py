@@ -210,6 +210,10 @@ class _TlsInbound(Inbound):
         super().__init__(sock.fileno(), receive, hearer, limits)
         self._tls = sock
 
+    @property
+    def is_idle(self) -> bool:
+        return super().is_idle and not self._tls.pending()
+
     def _readv(self, fd: int, address: int, count: int) -> int:
         # Read like readv(2), until the pieces are full or no complete TLS record is left.
         total = 0

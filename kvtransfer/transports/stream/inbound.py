@@ -160,6 +160,11 @@ class Inbound:
         return self._arrival is not None and self._arrival.pieces.remaining > 0
 
     @property
+    def is_idle(self) -> bool:
+        """Return whether the next bytes begin a frame, and poll(2) will show their arrival."""
+        return not self.is_in_payload
+
+    @property
     def is_in_large_payload(self) -> bool:
         """Return whether a large payload is being received.
 

@@ -53,9 +53,7 @@ _UNPROVEN_LIMITS = FrameLimits(header_bytes=MAX_UNPROVEN_BYTES, payload_bytes=0)
 _NEVER = float("inf")
 _LONG_SPIN_FACTOR = 4  # factor on the spin time after a sleep that a longer spin would have avoided
 _DRIVER_POLL_MS = 5  # how often a driver checks its own condition
-# After this time, less than the wanted bytes are read, because any byte shows that the peer is
-# alive.
-_TRICKLE_MS = 50
+_TRICKLE_MS = 50  # then fewer bytes are read, because any byte shows that the peer is alive
 # How long after its last window a link keeps the interpreter's switch interval short. The next
 # window of a transfer, for which the sink gives credit, comes earlier.
 _HOLD_INTERVAL_MS = 20
@@ -104,9 +102,9 @@ class LinkOptions(msgspec.Struct, frozen=True):
 class StreamLink:
     """One end of a connection between two agents (link) over a stream socket.
 
-    Only the thread that holds `_driver_lock` uses the socket and the memory. This is the link's own
-    thread, or a thread in `drive`. The link's own thread releases it while the pump waits for it,
-    because a driver would otherwise have to wait until that thread has the interpreter lock.
+    Only the thread that holds `_driver_lock` reads the socket and writes the memory: the link's own
+    thread, or a thread in `drive`. The link's own thread releases it while it sleeps in the pump,
+    because a driver would otherwise wait until that thread has the interpreter lock.
     """
 
     transport = "stream"
@@ -147,7 +145,8 @@ class StreamLink:
         self._gate = threading.Lock()
         self._report_lock = threading.Lock()
         self._closing = self._ended = self._dialled = self._was_rung = False
-        self._sleepers = 0  # threads that wait for the socket; changed with the driver lock held
+        self._sleepers = 0  # threads that wait for an event; changed with the driver lock held
+        self._sleeps_long = False  # whether the link's own thread sleeps without a time limit
         self._stepping_thread = 0  # identifier of the thread that is in `_step`
         # Another link has work for this one (kvtransfer/transports/stream/parallel_links.py).
         self._has_lane_work = False
@@ -253,7 +252,8 @@ class StreamLink:
         passed.
 
         This saves the time to wake the link's own thread. The owner's methods are called on this
-        thread meanwhile. Returns whether `done()` became true in time.
+        thread meanwhile. Returns whether `done()` became true in time; a batch of windows that is
+        being moved may exceed it by a second.
 
         Raises TransportError if the link is lost.
         """
@@ -261,8 +261,9 @@ class StreamLink:
         self._count_drivers(1)
         try:
             if not self._driver_lock.acquire(blocking=False):
-                self._wake()
-                self._driver_lock.acquire()
+                self._wake(always=True)
+                if not self._driver_lock.acquire(timeout=max(0.0, timeout_s)):
+                    return False
             try:
                 if self._was_rung and not self._has_closed_socket:
                     self._clear_wake_fd()  # else it would end the first call of the pump
@@ -273,14 +274,19 @@ class StreamLink:
                         return False
                     self._step(done)
             finally:
+                self._wake_unless_idle()
                 self._driver_lock.release()
         finally:
             self._last_driven_s = time.perf_counter()
             self._count_drivers(-1)
-            is_idle = self._out.is_idle and not self._in.is_in_payload
-            if self._sleepers and (not is_idle or self._has_work()):
-                self._wake()  # the link's own thread may wait for something else
         return True
+
+    def _wake_unless_idle(self) -> None:
+        # Wake the link's own thread, which sleeps, if a drive leaves something for it to do.
+        is_idle = self._out.is_idle and self._in.is_idle
+        must_wake = self._sleeps_long and (self._polled_in > 1 or self._interval_hold.is_held)
+        if self._sleepers and (self._has_work() or not is_idle or must_wake):
+            self._wake()
 
     def _has_work(self) -> bool:
         # Whether there is something to do before the next wait for the socket.
@@ -445,6 +451,7 @@ class StreamLink:
             )
             if self._interval_hold.is_held and not 0 <= timeout_ms < _HOLD_INTERVAL_MS:
                 timeout_ms = _HOLD_INTERVAL_MS
+            self._sleeps_long = timeout_ms < 0 if done is None else self._sleeps_long
             since_s = time.perf_counter()
             if self._pump is None:
                 self._sleep(timeout_ms)
@@ -454,18 +461,14 @@ class StreamLink:
             # A sleep and a wake-up cost both ends more than this took, and would keep a short
             # exchange slow.
             now_s = time.perf_counter()
-            if self._interval_hold.is_held:
-                self._drop_interval_hold(now_s)
+            idle_s = now_s - self._last_window_s
+            is_idle = self._out.is_idle and not self._in.is_in_payload
+            if is_idle and idle_s > _HOLD_INTERVAL_MS / 1e3 and self._interval_hold.is_held:
+                self._interval_hold.drop()  # no window moves, and none has for a while
             was_short = now_s - since_s < _LONG_SPIN_FACTOR * self._options.spin_s
             self._spin_s = self._options.spin_s * (_LONG_SPIN_FACTOR if was_short else 1)
         finally:
             self._sleepers -= 1
-
-    def _drop_interval_hold(self, now_s: float) -> None:
-        # Restore the interpreter's switch interval if no window moves and none has for a while.
-        idle_s = now_s - self._last_window_s
-        if idle_s > _HOLD_INTERVAL_MS / 1e3 and self._out.is_idle and not self._in.is_in_payload:
-            self._interval_hold.drop()
 
     def _sleep(self, timeout_ms: int) -> None:
         self._want_out(self._out.is_blocked)
@@ -537,7 +540,8 @@ class StreamLink:
         self._interval_hold.close()
         with self._driver_lock, self._write_lock:
             if self._broken is None:
-                self._flush_last()
+                with contextlib.suppress(OSError):
+                    self._out.send_available()
             self._has_closed_socket = True
             self._sock.close()
             self._in.release()
@@ -553,10 +557,6 @@ class StreamLink:
 
     def _release(self) -> None:
         """Release the resources that only this connection used; subclasses override this method."""
-
-    def _flush_last(self) -> None:
-        with contextlib.suppress(OSError):
-            self._out.send_available()
 
     def _mark_ended(self) -> bool:
         with self._gate:

@@ -15,7 +15,13 @@ import pytest
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_files import MemoryFileRegion
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.protocol.frame import FrameKind, PayloadProof, encode_frame, pack_head
+from kvtransfer.protocol.frame import (
+    TRAILER_BYTES,
+    FrameKind,
+    PayloadProof,
+    encode_frame,
+    pack_head,
+)
 from kvtransfer.transport_interface import (
     Link,
     TransportError,
@@ -143,29 +149,86 @@ def test_what_the_last_driver_leaves_is_done_by_the_links_own_thread(pair: Pair)
     assert pair.sink_owner.wait("message") == [b"left"]
 
 
-@pytest.mark.skipif(PUMP is None, reason="the pump is not compiled")
-def test_a_driver_does_not_wait_until_the_links_sleeping_thread_is_awake(pair: Pair) -> None:
-    link = driven(pair.source)
-    if not link._is_pumped:
-        pytest.skip("this transport sleeps in Python")
-    assert link._pump is not None
-    asleep, may_wake, wait = threading.Event(), threading.Event(), link._pump.wait
+@contextlib.contextmanager
+def asleep(link: StreamLink) -> Iterator[None]:
+    # Keep the link's own thread asleep, as a thread that needs the interpreter lock to go on.
+    if PUMP is None or link._pump is None or link.transport != "tcp":
+        pytest.skip("the link sleeps in Python")
+    begun, may_wake, wait = threading.Event(), threading.Event(), link._pump.wait
 
     def sleep_long(*arguments: int) -> tuple[int, bool]:
-        # As a thread that needs the interpreter lock before it can go on.
         if threading.current_thread() is link._thread:
-            asleep.set()
+            begun.set()
             assert may_wake.wait(PATIENCE_S)
         return wait(*arguments)
 
     link._pump = link._pump._replace(wait=sleep_long)
     link._order(lambda: None)
-    assert asleep.wait(PATIENCE_S)
-    link.send(b"meanwhile")
-    assert link.drive(lambda: bool(pair.sink_owner.all("message")), PATIENCE_S)
-    may_wake.set()
+    assert begun.wait(PATIENCE_S)
+    try:
+        yield
+    finally:
+        may_wake.set()
+
+
+def test_a_driver_does_not_wait_until_the_links_sleeping_thread_is_awake(pair: Pair) -> None:
+    link = driven(pair.source)
+    with asleep(link):
+        link.send(b"meanwhile")
+        assert link.drive(lambda: bool(pair.sink_owner.all("message")), PATIENCE_S)
     pair.sink.send(b"afterwards")
     assert pair.source_owner.wait("message") == [b"afterwards"]
+
+
+def test_after_a_drive_through_a_large_window_a_short_message_arrives(
+    stranger: tuple[socket.socket, Owner, Region],
+) -> None:
+    # The driver waited for many bytes at once, and kept the switch interval of Python short.
+    sock, owner, _ = stranger
+    link, size = driven(link_of(owner)), 1 << 20
+    region, usual_s = (
+        Region.over(np.zeros(size, np.uint8), 64 << 10, name="large"),
+        sys.getswitchinterval(),
+    )
+    runs = ByteRuns(np.array([0]), np.array([0]), np.array([size]))
+    owner.place = lambda head: WindowSlice(runs, region, 0, 0)
+    link.secure(bytes(32))
+    opening = encode_frame(
+        FrameKind.WINDOW, pack_head(WindowHead(1, 0, 0, 0, 1, size)), size, PayloadProof.NONE
+    )
+
+    def send() -> None:
+        sock.sendall(opening + b"\1" * (size - 300_000))
+        while link._polled_in == 1:
+            time.sleep(0.001)
+        sock.sendall(b"\1" * 300_000 + bytes(TRAILER_BYTES))
+
+    with asleep(link):
+        sender = threading.Thread(target=send)
+        sender.start()
+        assert link.drive(lambda: bool(owner.all("landed")), PATIENCE_S)
+        sender.join()
+    sock.sendall(encode_frame(FrameKind.MESSAGE, b"after"))
+    assert owner.wait("message") == [b"after"]
+    deadline_s = time.monotonic() + PATIENCE_S
+    while sys.getswitchinterval() != usual_s:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def test_after_a_drive_the_rest_of_a_tls_record_is_read() -> None:
+    # poll(2) does not show what OpenSSL has decrypted already.
+    with linked_pair("tls") as pair:
+        link, peer = driven(pair.sink), driven(pair.source)
+        with asleep(link):
+            with paused(peer):
+                for letter in (b"a", b"b"):
+                    peer.send(letter * 7000)
+            assert link.drive(lambda: bool(pair.sink_owner.all("message")), PATIENCE_S)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while len(pair.sink_owner.all("message")) < 2:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
 
 
 def test_a_drive_that_times_out_returns_false(pair: Pair) -> None:
