@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 TOGETHER = 0.25
 """Largest distance of two first tokens of the same engine step, as a share of a decode step."""
 
+LATE_SHARE = 0.1
+"""How long a prompt's first token may come after those of its step, as a share of the step.
+
+A server writes the first tokens of a step one after another, and may be interrupted meanwhile.
+"""
+
 OVERDUE = 0.5
 """From which delay a predicted prefill step is assumed not to have begun, as a share of its length.
 
@@ -54,7 +60,9 @@ class EngineModel:
     step_began_at          begin of that step; if there is none, the end of a decode step
     step_ends_at           predicted end of that step
     completing             the prompts that this step completes
-    awaited                the prompts of the step that first tokens have just ended
+    awaited                the prompts of the step that first tokens have just ended; none if its
+                           last prompt has a first token
+    ended_step_s           seconds that this step took
     unplanned_tokens       prompt tokens that this step computed although they were not planned
     step_tokens            prompt tokens of this step
     first_tokens_at        when first tokens ended a step while the next one is not planned yet;
@@ -134,6 +142,7 @@ class EngineModel:
             "lengths",
             "step_tokens",
             "steps",
+            "ended_step_s",
             "first_tokens_at",
             "unplanned_tokens",
         ),
@@ -148,6 +157,7 @@ class EngineModel:
         self.completing: list[QueuedPrompt] = []
         self.unplanned_tokens = 0
         self.awaited: list[QueuedPrompt] = []
+        self.ended_step_s = 0.0
         self.batch = self.kv_prompts = self.incoming_kv_tokens = self.planned_tokens = (
             self.prefill_steps
         ) = self.step_tokens = 0
@@ -203,7 +213,10 @@ class EngineModel:
 
     def is_same_step(self, now: float) -> bool:
         """Return whether first tokens that arrive now may be from the step that has just ended."""
-        return now - self.first_tokens_at <= TOGETHER * self.decode_s
+        spread_s = TOGETHER * self.decode_s
+        if self.awaited:
+            spread_s = max(spread_s, LATE_SHARE * self.ended_step_s)
+        return now - self.first_tokens_at <= spread_s
 
     def _plan_next(self, load: EngineLoad, now: float) -> bool:
         # Plan the step after the one that first tokens have ended.
@@ -214,7 +227,7 @@ class EngineModel:
         if self.is_same_step(now):
             return False
         self.first_tokens_at = -inf
-        if self.awaited:
+        if self.awaited or self.unplanned_tokens:
             self._correct_step(load)
         is_due = first_token_calibration.is_due(self.span, load, ended_at)
         if is_due:

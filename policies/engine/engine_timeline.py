@@ -106,9 +106,12 @@ class EngineTimeline(EngineModel):
                 self.catch_up_to(load, prompt, now)
         if prompt in self.completing:
             awaited = self.completing
+            self.ended_step_s = now - self.step_began_at
             self.close_step(now)
             self.awaited, self.first_tokens_at = awaited, now
         self.start_decoding(prompt, now)
+        if self.awaited and self.awaited[-1].is_decoding:
+            self.awaited = []  # no prompt behind it can be queued again
         self._update_forecast(load, now)
 
     def _was_taught_recently(self, now: float) -> bool:

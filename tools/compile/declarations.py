@@ -60,8 +60,8 @@ FLOATS: Mapping[str, Collection[str]] = {
     ),
     "policies.engine.engine_model.EngineModel": (
         *("answers_due_at", "batch_changed_at_step", "context_base", "decode_base_s"),
-        *("decode_context_s", "decode_s", "first_tokens_at", "forecast_at", "idle_delay_s"),
-        *("kv_ratio", "prefill_s", "queued_pairs", "raw_base_s", "raw_context_s"),
+        *("decode_context_s", "decode_s", "ended_step_s", "first_tokens_at", "forecast_at"),
+        *("idle_delay_s", "kv_ratio", "prefill_s", "queued_pairs", "raw_base_s", "raw_context_s"),
         *("step_began_at", "step_ends_at", "step_overhead_s", "steps"),
     ),
     "policies.engine.queued_prompt.QueuedPrompt": (

@@ -31,14 +31,27 @@ def test_prompts_without_a_first_token_in_a_step_wait_for_the_next_one() -> None
     at_s = 0.2 + 2.2 * PART_S
     for entry in (one, two):
         entry.on_first_token(at_s)
-    load.timeline.advance(load, at_s + 0.02)
-    load.timeline.refresh_forecast(load, at_s + 0.02)
+    load.timeline.advance(load, at_s + 0.05)
+    load.timeline.refresh_forecast(load, at_s + 0.05)
     assert load.timeline.completing[:2] == [three, four]
-    assert backlog_s(load, at_s + 0.02) > 1.5 * PART_S
+    assert backlog_s(load, at_s + 0.05) > 1.5 * PART_S
     assert load.timeline.kv_prompts >= 4000
     for entry in (three, four):
         entry.on_first_token(at_s + 2.2 * PART_S)
     assert load.timeline.batch == 5
+
+
+def test_prompts_whose_first_tokens_are_written_one_after_another_were_in_one_step() -> None:
+    load, entries = queued(4)
+    load_ledger.reserve(load, ask(1).request, 0, 0.2)  # plans a step of all four
+    began_s = load.timeline.step_began_at
+    at_s = began_s + SHAPE.step_s + 4 * PART_S
+    for number, entry in enumerate(entries):
+        entry.on_first_token(at_s + 0.01 * number)
+        load_ledger.reserve(load, ask(1).request, 0, at_s + 0.01 * number + 0.005)
+        assert not set(entries) & {*load.timeline.queue, *load.timeline.completing}
+    load.timeline.advance(load, at_s + 0.1)
+    assert load.belief.speeds.prefill.factor == pytest.approx(1.0, rel=0.1)
 
 
 def test_prompts_that_were_not_in_a_step_do_not_make_the_engine_look_fast() -> None:
