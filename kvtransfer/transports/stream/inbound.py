@@ -201,6 +201,7 @@ class Inbound:
         References to it may outlive it until a garbage collection.
         """
         self._arrival = None
+        self._received_bytes, self._batch = self.received_bytes, None
         self._stage, self._begin, self._end = memoryview(bytearray()), 0, 0
         self._scratch, self._bounce = None, np.empty(0, np.uint8)
 

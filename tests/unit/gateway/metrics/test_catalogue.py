@@ -126,6 +126,14 @@ def test_values_count_when_read_although_they_are_counted_in_batches() -> None:
         assert histogram.sum == 1.5 * number
 
 
+def test_a_full_batch_counts_each_value_in_its_bucket_and_in_the_sum() -> None:
+    histogram, values = Histogram((1.0, 2.0)), [2.5, 1.0, 0.5, 2.0, 1.5] * MAX_NEW
+    for value in values:
+        histogram.observe(value)
+    assert histogram.snapshot().counts == [2 * MAX_NEW, 2 * MAX_NEW, MAX_NEW]
+    assert histogram.sum == 7.5 * MAX_NEW
+
+
 @given(st.lists(st.sampled_from([0.0, 1e-7, 1e-6, 0.001, 0.0011, 0.3, 2560.0, 3e3, 1e5, 1e6])))
 def test_each_request_counts_in_the_sketch_and_the_bucket_of_its_value(values: list[float]) -> None:
     histogram = Histogram(TTFT_BUCKETS_S)
