@@ -136,8 +136,8 @@ def find_finish_reason(text: bytes) -> str | None:
         return usual
     _, found, value = text.rpartition(_FINISH_NAME)
     if found and value and value[0] == _QUOTE:
-        reason = _FINISH_REASONS.get(value[1:_REASON_BYTES].partition(b'"')[0])
-        if reason is not None:
+        name, is_whole, _ = value[1:_REASON_BYTES].partition(b'"')
+        if is_whole and (reason := _FINISH_REASONS.get(name)) is not None:
             return reason
     start = text.rfind(_FINISH_NAME)
     while start >= 0:

@@ -34,6 +34,7 @@ TEXTS = st.lists(PIECES, max_size=14).map(b"".join)
 @given(TEXTS)
 @example(b'"finish_reason":"stop"')
 @example(b'"finish_reason":"stop"},{"finish_reason":null}')
+@example(b'"finish_reason":"stop')
 @example(b'"stop"')
 @example(b'"finish_reason":"finish_reason":"stop"')
 def test_the_last_finish_reason_is_found(text: bytes) -> None:
