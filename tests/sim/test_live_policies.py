@@ -36,7 +36,8 @@ async def ask_all(fleet: GatewayFleet, sizes: list[tuple[int, int]], users: int)
 
 
 async def test_round_robin_is_exact_over_a_thousand_requests() -> None:
-    async with gateway_fleet(4) as fleet:
+    # On a busy machine, an engine may take milliseconds longer than the others: that is not slow.
+    async with gateway_fleet(4, health={"slow_factor": 0}) as fleet:
         answered = await ask_all(fleet, [(1, 1)] * 1000, users=40)
         assert sum(answered.values()) == 1000
         assert max(answered.values()) - min(answered.values()) <= 1
