@@ -7,8 +7,9 @@ is nothing to do. So hours of load take minutes of CPU time, and the results do 
 busy the machine is.
 
 Clients stream, disconnect and send invalid requests. Engines fail, endpoints are added and removed,
-and the configuration changes. After each part of the requests, tracemalloc reports the memory by
-source file.
+and the configuration changes. After each part of the requests, all of that pauses, because the
+requests in progress and the configurations that they hold vary in size, and tracemalloc reports the
+memory by source file.
 
 Requirement: from the end of the first part to the end of the last one, no file's memory grows by
 more than MAX_GROWTH, and no class by more than MAX_NEW_OBJECTS objects. The structures in BOUNDED
@@ -49,6 +50,7 @@ can be explained make it vary by a hundred.
 """
 SESSION_CLASS = "policies.admission.adaptive_session_limit.ActiveSession"
 SCRAPE_S = 15.0
+SETTLE_S = 300.0  # virtual seconds from the last answer to a measurement
 INT_BYTES, SESSION_BYTES, GROWTH_BYTES = 32, 512, 100
 """Bytes of a large integer, of what is remembered of a session, and of a request's bucket counts in
 the last minute of the live page.
@@ -131,7 +133,9 @@ async def run(options: argparse.Namespace) -> tuple[list[Part], dict[str, tuple[
         try:
             for part in range(1, options.parts + 1):
                 await clients.sent_at_least(options.requests * part // options.parts)
-                parts.append(measure(clients.sent))
+                async with fleet.undisturbed, clients.paused():
+                    await asyncio.sleep(SETTLE_S)
+                    parts.append(measure(clients.sent))
                 print(f"{clients.sent} requests, {CLOCK.time() / 3600:.2f} hours", flush=True)
             per_minute = 60 * clients.sent / CLOCK.time()
             filled = {

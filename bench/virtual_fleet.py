@@ -22,11 +22,13 @@ class VirtualFleet:
 
     A split request computes its prompt on one engine and its answer on another one.
 
-    done  number of disturbances by kind
+    done         number of disturbances by kind
+    undisturbed  lock that is held during each disturbance
     """
 
     def __init__(self, work: Path, rng: Random) -> None:
         self.done: Counter[str] = Counter()
+        self.undisturbed = asyncio.Lock()
         self._file, self._rng = work / "gateway.yaml", rng
         self._engines: dict[str, tuple[str, VirtualEngine]] = {}
         self._policy, self._added = "prefix_aware", 0
@@ -54,12 +56,13 @@ class VirtualFleet:
         others = {"add": self._add, "policy": self._change_policy, "drain": self._drain}
         while True:
             kind = self._rng.choice((*FAULTS, *others, "bad"))
-            if kind in FAULTS:
-                await self._fail(kind)
-            elif kind == "bad":
-                await self._reload("rejected", "timeouts: {stall: 2secs}\n")
-            else:
-                await others[kind]()
+            async with self.undisturbed:
+                if kind in FAULTS:
+                    await self._fail(kind)
+                elif kind == "bad":
+                    await self._reload("rejected", "timeouts: {stall: 2secs}\n")
+                else:
+                    await others[kind]()
             self.done[kind] += 1
             await asyncio.sleep(self._rng.uniform(0.5, 2.0))
 

@@ -10,7 +10,8 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
@@ -247,8 +248,23 @@ class VirtualClients:
     def __init__(self, url: str, rng: Random) -> None:
         self.sent, self.fates = 0, Counter[str]()
         self._port, self._rng = int(url.rpartition(":")[2]), rng
-        self._wanted = 0
+        self._wanted = self._waiting = 0
         self._reached: asyncio.Future[None] | None = None
+        self._may_send = asyncio.Event()
+        self._may_send.set()
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Let no user send a request during an `async with` block, which begins when all requests
+        have ended.
+        """
+        self._may_send.clear()
+        while self._waiting:
+            await asyncio.sleep(0.1)
+        try:
+            yield
+        finally:
+            self._may_send.set()
 
     async def sent_at_least(self, requests: int) -> None:
         """Wait until the users have sent this many requests."""
@@ -265,13 +281,16 @@ class VirtualClients:
     async def _user(self) -> None:
         loop, rng, client = asyncio.get_running_loop(), self._rng, VirtualClient()
         while True:
+            await self._may_send.wait()
             if not client.is_open or rng.random() < 0.05:
                 client.close()
                 _, client = await loop.create_connection(VirtualClient, "127.0.0.1", self._port)
             leaves_s = rng.uniform(0.0, 0.5) if rng.random() < 0.12 else None
             answered = client.send(self._request())
             self._count()
+            self._waiting += 1
             await asyncio.wait([answered], timeout=leaves_s)
+            self._waiting -= 1
             if not answered.done():
                 client.close()
             self.fates[str(client.status) if answered.done() else "left"] += 1
