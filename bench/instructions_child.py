@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import Any
 
 TREE, KIND, FUNCTION, WARM_UP, COUNTED, PORT, *URLS = sys.argv[1:]
-BENCHES = (
-    "bench",
-    "tests/bench",
-)  # where revisions have their benchmarks; compiled trees have none
+# Where revisions have their benchmarks; compiled trees have none.
+BENCHES = ("bench", "tests/bench")
 
 sys.path[:0] = [*(f"{TREE}/{folder}" for folder in BENCHES), TREE]
 for package in ("gateway", "policies", "kvtransfer"):  # opcodes adds its own sources to the path

@@ -272,7 +272,7 @@ class Histogram:
         marks: list[RequestExemplar | None] = []
         if unix_offset is not None:
             marks = [mark and _at_unix_time(mark, unix_offset) for mark in self.exemplars]
-        return HistogramValue(self.counts.copy(), self._sum, marks)
+        return HistogramValue(self.counts.copy(), self.sum, marks)
 
 
 def _at_unix_time(mark: RequestExemplar, unix_offset: float) -> RequestExemplar:

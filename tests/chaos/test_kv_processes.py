@@ -45,7 +45,7 @@ class Peer:
         self._process.stdin.write(" ".join(map(str, words)).encode() + b"\n")
 
     async def signal(self, number: signal.Signals) -> Stopwatch:
-        # Send a signal; return a stopwatch that starts when the process has stopped, ended or gone on.
+        # Send a signal; return a stopwatch that starts when a killed process has ended.
         os.kill(self._process.pid, number)
         if number is signal.SIGKILL:  # without a CPU, a killed process keeps its connections
             await asyncio.wait_for(self._process.wait(), PATIENCE_S)

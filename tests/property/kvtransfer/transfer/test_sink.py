@@ -55,7 +55,8 @@ class FakeLink:
 class World:
     """A TransferSink under test, with a simulated sending agent and a simulated transport.
 
-    The sending agent sends random messages. The transport writes until the sink calls its fence, which stops all writes.
+    The sending agent sends random messages. The transport writes until the sink calls its fence,
+    which stops all writes.
     """
 
     def __init__(self, seed: int) -> None:

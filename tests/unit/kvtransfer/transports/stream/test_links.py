@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -75,6 +75,13 @@ def link_of(owner: Owner) -> Link:
     return owner.heard[0].link
 
 
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
 def test_a_waiting_thread_may_drive_the_link(pair: Pair) -> None:
     moves = scattered(1, 20, 4096)
     head = window(1, moves)
@@ -108,10 +115,7 @@ def test_the_switch_interval_is_short_from_the_first_window_until_a_while_after_
     pair.put(head, moves)
     assert pair.sink_owner.wait("landed") == [(head, WindowVerdict.OK)]
     assert [round(seconds, 6) for seconds in during_s] == [LinkOptions().switch_interval_s]
-    deadline_s = time.monotonic() + PATIENCE_S
-    while sys.getswitchinterval() != usual_s:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+    eventually(lambda: sys.getswitchinterval() == usual_s)
 
 
 def test_a_link_that_is_lost_between_windows_leaves_the_usual_switch_interval(pair: Pair) -> None:
@@ -185,11 +189,8 @@ def test_after_a_drive_through_a_large_window_a_short_message_arrives(
 ) -> None:
     # The driver waited for many bytes at once, and kept the switch interval of Python short.
     sock, owner, _ = stranger
-    link, size = driven(link_of(owner)), 1 << 20
-    region, usual_s = (
-        Region.over(np.zeros(size, np.uint8), 64 << 10, name="large"),
-        sys.getswitchinterval(),
-    )
+    link, size, usual_s = driven(link_of(owner)), 1 << 20, sys.getswitchinterval()
+    region = Region.over(np.zeros(size, np.uint8), 64 << 10, name="large")
     runs = ByteRuns(np.array([0]), np.array([0]), np.array([size]))
     owner.place = lambda head: WindowSlice(runs, region, 0, 0)
     link.secure(bytes(32))
@@ -199,8 +200,7 @@ def test_after_a_drive_through_a_large_window_a_short_message_arrives(
 
     def send() -> None:
         sock.sendall(opening + b"\1" * (size - 300_000))
-        while link._polled_in == 1:
-            time.sleep(0.001)
+        eventually(lambda: link._polled_in > 1)
         sock.sendall(b"\1" * 300_000 + bytes(TRAILER_BYTES))
 
     with asleep(link):
@@ -210,10 +210,7 @@ def test_after_a_drive_through_a_large_window_a_short_message_arrives(
         sender.join()
     sock.sendall(encode_frame(FrameKind.MESSAGE, b"after"))
     assert owner.wait("message") == [b"after"]
-    deadline_s = time.monotonic() + PATIENCE_S
-    while sys.getswitchinterval() != usual_s:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+    eventually(lambda: sys.getswitchinterval() == usual_s)
 
 
 def test_after_a_drive_the_rest_of_a_tls_record_is_read() -> None:
@@ -225,10 +222,7 @@ def test_after_a_drive_the_rest_of_a_tls_record_is_read() -> None:
                 for letter in (b"a", b"b"):
                     peer.send(letter * 7000)
             assert link.drive(lambda: bool(pair.sink_owner.all("message")), PATIENCE_S)
-        deadline_s = time.monotonic() + PATIENCE_S
-        while len(pair.sink_owner.all("message")) < 2:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
+        eventually(lambda: len(pair.sink_owner.all("message")) == 2)
 
 
 def test_a_drive_that_times_out_returns_false(pair: Pair) -> None:
