@@ -18,7 +18,7 @@ from gateway.admission.quotas import Quotas
 from gateway.config import Config, WaitingRoom
 from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.http.eager_task import timeout_after
-from gateway.http.large_bodies import LargeBodies
+from gateway.http.large_bodies import LARGE_BODY, LargeBodies
 from gateway.protocol.errors import Failure, GatewayError
 from policies.admission import admission_policy
 from policies.admission import wait_queue as waiting
@@ -486,6 +486,8 @@ class AdmissionController:
 
     def release_body(self, body_bytes: int) -> None:
         self.body_bytes -= body_bytes
+        if body_bytes >= LARGE_BODY:
+            self.large_bodies.memory.check_soon()
 
     async def acquire_retry(self) -> bool:
         """Take one retry from the gateway's retry budget; return whether one became available.
