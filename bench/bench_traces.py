@@ -15,11 +15,11 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gateway.config import Traces
-from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.api_table import CHAT
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.trace_context import LegSpan, Trace, propagated_headers
+from gateway.request_record import Exchange
 from gateway.telemetry.span_exporter import SpanExporter
 from gateway.telemetry.spans import build_spans
 

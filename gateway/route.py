@@ -14,7 +14,6 @@ from gateway.admission.admission_controller import AdmissionController, PoolQueu
 from gateway.config import Config, Resume
 from gateway.disagg.handoffs import Handoffs
 from gateway.disagg.pairing import SplitRoute
-from gateway.exchange import Exchange
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.reservation import Reservation
 from gateway.forwarding.hedge import Hedger
@@ -26,6 +25,7 @@ from gateway.protocol.request.service_level_headers import ServiceClasses
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.stored_response_ids import ResponseIds
 from gateway.protocol.upstream_error import UpstreamError
+from gateway.request_record import Exchange
 from gateway.telemetry.accounting import Accounting
 from gateway.trials.canary import CanaryArms, CanarySampler
 from gateway.trials.mirror import Mirrors

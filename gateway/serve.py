@@ -22,7 +22,6 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from gateway.exchange import Exchange
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.model_lookup import find
 from gateway.http.client_interface import Client
@@ -40,6 +39,7 @@ from gateway.proxy.resume import continue_stream
 from gateway.proxy.split_request import SplitAttempts, SplitPlan
 from gateway.proxy.stored_responses import explain_missing, pin_route, serve_stored
 from gateway.proxy.whole_request import UncountedPlan, WholePlan
+from gateway.request_record import Exchange
 from gateway.route import Gateway, ModelScope, Route, Snapshot
 from gateway.telemetry.slo_outcomes import admission_outcome
 from policies.prefix.fingerprint import Fingerprint

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from bench.zoo.auto import LoggedFleet
-from planner.plan.pool_case import cases
+from planner.plan.config_to_replay import cases
 from planner.replay.fleet_spec import GroupKind
 from planner.replay.traffic import Traffic
 from planner.traces.recorded_request import PRIVATE, TraceRequest

@@ -30,7 +30,7 @@ from bench.zoo.space import draw
 from gateway.config.auto_section import DEFAULT_PORTFOLIO
 from planner.auto.log_window import choose_window
 from planner.auto.policy_estimation import evaluate
-from planner.plan.pool_case import PoolCase
+from planner.plan.config_to_replay import PoolCase
 from planner.plan.recent_traffic import RecentTraffic
 from planner.replay.fleet_sim import Fleet
 from planner.replay.fleet_spec import FleetSpec, GroupKind

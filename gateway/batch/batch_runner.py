@@ -15,12 +15,12 @@ from contextlib import suppress
 from functools import partial
 from time import monotonic, time
 
-from gateway.batch.completion_windows import TICK_S, Schedule, ScheduleLog
 from gateway.batch.file_and_batch_objects import BatchState
 from gateway.batch.input_lines import LINE_OVERHEAD, InputChecker
 from gateway.batch.owned_batch import OwnedBatch
 from gateway.batch.pacing import choose_preempted, retry_delay_s
 from gateway.batch.pool_view import PoolView, find_pool, line_headers, refusal
+from gateway.batch.remaining_work import TICK_S
 from gateway.batch.request_attempt import RequestAttempt, ServeLine
 from gateway.batch.storage import (
     BatchStorage,
@@ -31,6 +31,7 @@ from gateway.batch.storage import (
     tenant_digest,
 )
 from gateway.batch.storage_threads import StorageThreads
+from gateway.batch.window_schedule import Schedule, ScheduleLog
 from gateway.config import BatchApi
 from gateway.metrics.catalogue import Metrics
 from gateway.route import Gateway

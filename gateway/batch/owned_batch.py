@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from gateway.batch.completion_windows import RequestTimes, Schedule
 from gateway.batch.file_and_batch_objects import (
     BatchRecord,
     BatchState,
@@ -27,6 +26,7 @@ from gateway.batch.file_and_batch_objects import (
     new_id,
 )
 from gateway.batch.input_lines import InputChecker, InputLine, decode_line, result_line
+from gateway.batch.remaining_work import RequestTimes
 from gateway.batch.request_attempt import LineResult, RequestAttempt
 from gateway.batch.result_journal import (
     JournalEntry,
@@ -37,6 +37,7 @@ from gateway.batch.result_journal import (
 from gateway.batch.storage import BatchJournal, BatchStorage, ClaimedBatch, LeaseLostError
 from gateway.batch.storage_threads import StorageThreads
 from gateway.batch.token_usage import UsageSum
+from gateway.batch.window_schedule import Schedule
 from policies.admission.batch_reserve import WindowDemand
 
 log = logging.getLogger("penstock")

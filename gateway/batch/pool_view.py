@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.admission.admission_controller import PoolQueue
-from gateway.batch.completion_windows import PoolSchedule
 from gateway.batch.file_and_batch_objects import BatchRecord
 from gateway.batch.pacing import LatencyTargets, PoolPacer, PoolReading
 from gateway.batch.request_attempt import RequestAttempt
+from gateway.batch.window_schedule import PoolSchedule
 from gateway.config import BatchApi, Config
 from gateway.fleet.model_lookup import find
 from gateway.metrics.catalogue import Metrics

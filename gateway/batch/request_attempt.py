@@ -18,7 +18,7 @@ from gateway.protocol.errors import GatewayError, error_body
 from gateway.protocol.response.date_header import ResponseClock
 
 if TYPE_CHECKING:
-    from gateway.exchange import Exchange
+    from gateway.request_record import Exchange
 
 ServeLine = Callable[[str, LineClient, Api], "tuple[Exchange, Coroutine[Any, Any, None]]"]
 """A function that serves one request of a batch.

@@ -13,10 +13,10 @@ from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
 from gateway.disagg.leg_requests import LegRequests, SplitContext, one_token
 from gateway.disagg.state_machine import Event, State
-from gateway.exchange import Exchange, SplitRecord
 from gateway.fleet.reservation import Reservation
 from gateway.http.eager_task import EagerFuture
 from gateway.protocol.response.relay import Relay, UpstreamError
+from gateway.request_record import Exchange, SplitRecord
 from kvtransfer.dialects import DecodeRequest, FinishedResponse
 from policies.pricing.split_decision import EndpointPair, begin_transfer
 

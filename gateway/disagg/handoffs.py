@@ -15,13 +15,13 @@ from gateway.disagg.bootstrap_client import BootstrapClient
 from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
 from gateway.disagg.state_machine import State
-from gateway.exchange import SplitRecord
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.http.upstream import ConnectionPool
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter
 from gateway.protocol.response.relay import Relay, UpstreamError
+from gateway.request_record import SplitRecord
 from kvtransfer.dialects import PrefillIdentity
 from policies.pricing.split_decision import (
     EndpointPair,

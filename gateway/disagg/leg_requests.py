@@ -16,7 +16,6 @@ from gateway.admission.admission_controller import PoolQueue
 from gateway.config import Resume
 from gateway.disagg.handoffs import Handoffs
 from gateway.disagg.pairing import SplitRoute
-from gateway.exchange import Exchange, SplitRecord
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.reservation import Reservation
@@ -35,6 +34,7 @@ from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.trace_context import propagated_headers
 from gateway.protocol.upstream_error import UpstreamError
+from gateway.request_record import Exchange, SplitRecord
 from kvtransfer.dialects import (
     DecodeRequest,
     FinishedResponse,

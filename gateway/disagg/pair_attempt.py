@@ -21,11 +21,11 @@ from gateway.disagg.attempt_record import AttemptState
 from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
 from gateway.disagg.state_machine import END_STATES, LEG_ENDS, TABLE, Act, Event, Row, State
-from gateway.exchange import Exchange
 from gateway.forwarding import forward
 from gateway.http.eager_task import new_future
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.usage_and_error_search import TokenUsage
+from gateway.request_record import Exchange
 from kvtransfer.dialects import (
     DecodeRequest,
     FinishedResponse,

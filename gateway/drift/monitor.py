@@ -17,8 +17,8 @@ import msgspec
 from gateway.config import Config, SizedFor
 from gateway.metrics.drift_metrics import DriftMetrics
 from gateway.telemetry.request_shapes import ShapeRecord, ShapeRecorder
-from policies import saved_state
-from policies.saved_state import DriftState, SessionTurns
+from policies import restart_state
+from policies.restart_state import DriftState, SessionTurns
 from policies.sizing.workload_drift import LIMIT, MEASURES, DriftWatch, DriftWindow, ShapeMemory
 
 log = logging.getLogger("penstock")
@@ -146,18 +146,18 @@ class DriftMonitor:
         if self._memory is None:
             return []
         rows: list[DriftState | SessionTurns] = [
-            saved_state.drift_state(name, pool.watch) for name, pool in self._pools.items()
+            restart_state.drift_state(name, pool.watch) for name, pool in self._pools.items()
         ]
-        return [*rows, *saved_state.session_turns(self._memory)]
+        return [*rows, *restart_state.session_turns(self._memory)]
 
     def restore(self, state: DriftState | SessionTurns) -> None:
         """Restore saved states. The state of a pool whose `sized_for` has changed is ignored."""
         if self._memory is None:
             return
         if isinstance(state, SessionTurns):
-            saved_state.restore_turns(self._memory, state)
+            restart_state.restore_turns(self._memory, state)
         elif state.pool in self._pools:
-            saved_state.restore_drift(self._pools[state.pool].watch, state)
+            restart_state.restore_drift(self._pools[state.pool].watch, state)
 
 
 class LocalDriftWatch:

@@ -23,7 +23,7 @@ from gateway.fleet.engine_metrics import UNKNOWN_PROGRESS, ScrapedLoad
 from gateway.fleet.kv_events.event_trust import CacheExpectation
 from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.fleet.prefix_cache_view import PrefixCacheView
-from gateway.fleet.rate_limits import hold_back
+from gateway.fleet.refusal_backoff import hold_back
 from gateway.fleet.reservation import DecodeReservation, Reservation
 from gateway.fleet.speed_monitor import SpeedMonitor, describe_slowness, find_healthy_peer
 from gateway.fleet.speed_recovery import accept_returned

@@ -29,7 +29,7 @@ from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import OUT_OF_ROTATION, EndpointTable
 from gateway.fleet.model_list_changes import ModelListNews
 from gateway.fleet.poll_schedule import PollPlan, least_probe_s
-from gateway.fleet.silences import Silences
+from gateway.fleet.silence_limits import Silences
 from gateway.fleet.speed_recovery import SpeedRecovery, is_ejected_as_slow
 from gateway.http.connect_errors import is_local_error
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from gateway.fleet.endpoint_registry import LiveEndpoint
-from policies import saved_state
+from policies import restart_state
 from policies.health.endpoint_health import Health, HealthEvent
 from policies.health.speed_samples import Measure, Slowness
 
@@ -69,8 +69,8 @@ def accept_returned(live: LiveEndpoint, before: Health, peer: LiveEndpoint | Non
     Its own model was learned while it was slow, and would keep latency-aware policies away from it.
     """
     if before.cause is HealthEvent.SLOW and peer is not None:
-        state = saved_state.belief_state(peer.load.belief)
-        saved_state.restore_belief(live.load.belief, state)
+        state = restart_state.belief_state(peer.load.belief)
+        restart_state.restore_belief(live.load.belief, state)
     live.speed.accept()
 
 

@@ -12,7 +12,6 @@ from time import monotonic
 
 import msgspec
 
-from gateway.exchange import Exchange
 from gateway.fleet.reservation import Reservation
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, Api
@@ -35,6 +34,7 @@ from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.rewrite import ANY_NAME, ModelNameRewriter, versioned_name
 from gateway.protocol.trace_context import propagated_headers
 from gateway.protocol.upstream_error import MODEL_GONE
+from gateway.request_record import Exchange
 from kvtransfer.dialects import known_members
 from policies.routing_types import EngineKind
 

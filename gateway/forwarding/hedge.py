@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from gateway.admission.admission_controller import AdmissionController
 from gateway.config import Resume
-from gateway.exchange import Exchange
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.reservation import Reservation
 from gateway.fleet.speed_monitor import hardware_key
@@ -37,6 +36,7 @@ from gateway.forwarding import forward
 from gateway.http.client_interface import Client
 from gateway.http.upstream import UpstreamConnection
 from gateway.protocol.upstream_error import UpstreamError
+from gateway.request_record import Exchange
 from gateway.telemetry.accounting import Accounting
 from policies.health.speed_samples import SpeedVerdict
 from policies.health.stall import LEAST_LATE_S

@@ -16,13 +16,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from gateway.exchange import Exchange
 from gateway.http.client_interface import Client
 from gateway.protocol.errors import Failure, GatewayError, shutting_down
 from gateway.protocol.request.media import BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN
 from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.relay import SHUTDOWN, UpstreamError
 from gateway.protocol.upstream_error import MODEL_GONE
+from gateway.request_record import Exchange
 from gateway.route import Gateway, Route
 from policies.filters import serves_tenant
 from policies.pricing.split_decision import EndpointPair

@@ -7,7 +7,6 @@ sent as chat completions, provided that the translation loses nothing.
 
 from __future__ import annotations
 
-from gateway.exchange import Exchange
 from gateway.protocol.api_table import RESPONSES
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.request_body import Call, CallContext
@@ -19,6 +18,7 @@ from gateway.protocol.translate.translation_table import (
     translated_losslessly,
 )
 from gateway.proxy.stored_responses import may_store
+from gateway.request_record import Exchange
 from gateway.route import Gateway, Route
 
 

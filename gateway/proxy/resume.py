@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from gateway.config import Resume
-from gateway.exchange import Exchange
 from gateway.fleet.reservation import Reservation
 from gateway.forwarding import forward
 from gateway.http.client_interface import Client
@@ -23,6 +22,7 @@ from gateway.protocol.response.resumable_relay import ContinuationRelay, Recorde
 from gateway.protocol.response.resume_eligibility import call_with_token_ids, continuation_terms
 from gateway.protocol.response.token_ledger import DIVERGED, Ledger, LedgerRecorder
 from gateway.proxy.attempt_loop import attempts, end_stream_with_error
+from gateway.request_record import Exchange
 from gateway.route import Gateway, Route
 from policies import routing_algorithm
 from policies.engine_kinds import ENGINE_TRAITS

@@ -12,7 +12,6 @@ from time import monotonic
 from gateway.disagg.leg_requests import SplitContext
 from gateway.disagg.pair_attempt import PairAttempt
 from gateway.disagg.pairing import SplitRoute
-from gateway.exchange import Exchange, SplitRecord
 from gateway.http.client_interface import Client
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.json_splice import shape
@@ -20,6 +19,7 @@ from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.relay import UpstreamError
 from gateway.proxy.attempt_loop import AttemptPlan, no_endpoint_error, permit_retry
 from gateway.proxy.whole_request import WholePlan, pick_longest
+from gateway.request_record import Exchange, SplitRecord
 from gateway.route import Gateway, Route
 from policies import routing_algorithm
 from policies.pricing.split_decision import EndpointPair, SplitDecision, SplitReason, SplitShape

@@ -16,7 +16,6 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway.disagg.internal_answer import InternalAnswer
-from gateway.exchange import Exchange, StoredAt
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.model_lookup import find
 from gateway.forwarding import forward
@@ -28,6 +27,7 @@ from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.event_relay import EventRelay
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response_store_probe import shows_store, store_request
+from gateway.request_record import Exchange, StoredAt
 from gateway.route import Gateway, ModelScope, Route, Snapshot
 
 PREVIOUS = "previous_response_id"

@@ -7,7 +7,6 @@ from time import monotonic
 
 from msgspec.structs import replace
 
-from gateway.exchange import Exchange
 from gateway.fleet.reservation import Reservation
 from gateway.forwarding.forward import settle_failure
 from gateway.forwarding.hedge import OVERTAKEN
@@ -15,6 +14,7 @@ from gateway.http.client_interface import Client
 from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.relay import UpstreamError
 from gateway.proxy.attempt_loop import is_too_long, no_endpoint_error, permit_retry
+from gateway.request_record import Exchange
 from gateway.route import Gateway, Route
 from policies import routing_algorithm
 from policies.filters import below_cap, fits_context, serves_tenant

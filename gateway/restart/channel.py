@@ -17,7 +17,7 @@ import msgspec
 
 from policies.engine.peer_load import PeerShare
 from policies.health.endpoint_health import Health
-from policies.saved_state import (
+from policies.restart_state import (
     AdmissionState,
     BeliefState,
     Blocks,

@@ -20,13 +20,13 @@ from gateway.restart.channel import (
     SlotMap,
     TenantState,
 )
-from policies import saved_state
+from policies import restart_state
 from policies.admission.priced_admission import PricedAdmission
 from policies.admission.session_refusals import SessionCap
 from policies.engine.peer_load import NOTHING, PeerShare
 from policies.health.endpoint_health import HealthState as HealthState
 from policies.load_ledger import own_load
-from policies.saved_state import AdmissionState, Blocks, DriftState, SessionTurns
+from policies.restart_state import AdmissionState, Blocks, DriftState, SessionTurns
 
 if TYPE_CHECKING:
     from gateway.admission.admission_controller import AdmissionController
@@ -53,8 +53,8 @@ def collect_state(gateway: Gateway, drift: DriftMonitor | None = None) -> Iterat
     endpoints = [live for live in gateway.endpoints.all() if not live.is_leaving]
     index = gateway.endpoints.prefixes.index
     yield SlotMap([(live.load.slot, endpoint_key(live)) for live in endpoints])
-    yield from saved_state.index_blocks(index)
-    holders = {holder.slot: holder for holder in saved_state.index_holders(index)}
+    yield from restart_state.index_blocks(index)
+    holders = {holder.slot: holder for holder in restart_state.index_holders(index)}
     for live in endpoints:
         yield EndpointState(
             endpoint_key(live),
@@ -62,11 +62,12 @@ def collect_state(gateway: Gateway, drift: DriftMonitor | None = None) -> Iterat
             live.health,
             live.is_drained,
             live.slow_start_at,
-            saved_state.belief_state(live.load.belief),
+            restart_state.belief_state(live.load.belief),
             holders.get(live.load.slot),
         )
     yield from _collect_admission(gateway.gate)
-    yield OutputLengthState(saved_state.length_states(gateway.accounts.slo_tracker.output_lengths))
+    output_lengths = gateway.accounts.slo_tracker.output_lengths
+    yield OutputLengthState(restart_state.length_states(output_lengths))
     if drift is not None:
         yield from drift.states()
 
@@ -74,9 +75,9 @@ def collect_state(gateway: Gateway, drift: DriftMonitor | None = None) -> Iterat
 def _collect_admission(gate: AdmissionController) -> Iterator[LearnedState]:
     for queue in gate.pool_queues():
         if isinstance(queue.admission, PricedAdmission | SessionCap):
-            yield PoolState(queue.name, saved_state.admission_state(queue.admission))
+            yield PoolState(queue.name, restart_state.admission_state(queue.admission))
     for tenant, quota in gate.quotas.by_tenant.items():
-        yield TenantState(tenant, saved_state.quota_state(quota))
+        yield TenantState(tenant, restart_state.quota_state(quota))
 
 
 def remaining_work(gateway: Gateway) -> list[tuple[EndpointKey, PeerShare]]:
@@ -121,7 +122,7 @@ class Restorer:
             case Blocks():
                 if self._has_same_keys and self.blocks < MAX_BLOCKS:
                     index = self._gateway.endpoints.prefixes.index
-                    self.blocks += saved_state.restore_blocks(index, state, self._slots)
+                    self.blocks += restart_state.restore_blocks(index, state, self._slots)
             case EndpointState():
                 live = self._live.get(state.key)
                 if live is not None:
@@ -131,27 +132,28 @@ class Restorer:
             case TenantState(tenant, quota):
                 live_quota = self._gateway.gate.quotas.by_tenant.get(tenant)
                 if live_quota is not None:
-                    saved_state.restore_quota(live_quota, quota)
+                    restart_state.restore_quota(live_quota, quota)
             case DriftState() | SessionTurns():
                 if self._drift is not None:
                     self._drift.restore(state)
             case OutputLengthState(rows):
-                saved_state.restore_lengths(self._gateway.accounts.slo_tracker.output_lengths, rows)
+                output_lengths = self._gateway.accounts.slo_tracker.output_lengths
+                restart_state.restore_lengths(output_lengths, rows)
 
     def _admission(self, pool: str, state: AdmissionState) -> None:
         for queue in self._gateway.gate.pool_queues():
             if queue.name == pool and isinstance(queue.admission, PricedAdmission | SessionCap):
-                saved_state.restore_admission(queue.admission, state)
+                restart_state.restore_admission(queue.admission, state)
 
     def _endpoint(self, live: LiveEndpoint, state: EndpointState) -> None:
         endpoints = self._gateway.endpoints
         load = live.load
         index = self._gateway.endpoints.prefixes.index
-        saved_state.restore_belief(load.belief, state.belief)
+        restart_state.restore_belief(load.belief, state.belief)
         if load.is_modelled:
             load.timeline.refresh_forecast(load, monotonic())
         if self._has_same_keys and state.holder is not None:
-            saved_state.restore_holder(index, state.holder, load.slot)
+            restart_state.restore_holder(index, state.holder, load.slot)
             load.prefix_cache_tokens, load.eviction_regret = (
                 index.cached_tokens(load.slot),
                 index.eviction_regret(load.slot),

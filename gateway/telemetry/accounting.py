@@ -12,12 +12,12 @@ import logging
 from time import monotonic, time
 
 from gateway.config import Observability
-from gateway.exchange import Exchange, SplitRecord
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter, Histogram
 from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
+from gateway.request_record import Exchange, SplitRecord
 from gateway.telemetry.access_log import AccessLine, AccessLog, StageTimes
 from gateway.telemetry.pick_explanation import RecentExchanges, snapshot_pick
 from gateway.telemetry.request_shapes import ShapeRecorder

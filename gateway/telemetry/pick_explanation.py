@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.exchange import Exchange
 from gateway.protocol.response.usage_and_error_search import TokenUsage
+from gateway.request_record import Exchange
 from policies.endpoint_load import LOAD_FIELDS, EndpointLoad
 from policies.policy_types import Policy, PriceTermsFunction
 from policies.routing_types import Candidate, Pick, RoutingQuery

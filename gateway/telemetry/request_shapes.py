@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from gateway.exchange import Exchange
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
+from gateway.request_record import Exchange
 from policies.sizing.workload_drift import request_tokens
 
 MAX_IDS = 1 << 17

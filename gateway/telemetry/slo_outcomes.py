@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from time import monotonic
 
-from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
+from gateway.request_record import Exchange
 from policies.admission.admission_policy import RequestOutcome
 from policies.admission.prompt_length import PromptLengths, is_text
 from policies.engine.output_length import OutputLengths

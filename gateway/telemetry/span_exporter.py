@@ -18,9 +18,9 @@ import aiohttp
 import msgspec
 
 from gateway.config import Traces
-from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.trace_context import Trace, new_span_id, parse_parent
+from gateway.request_record import Exchange
 from gateway.telemetry.otel_resource import resource_attributes
 from gateway.telemetry.spans import Span, build_spans
 

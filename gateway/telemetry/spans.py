@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from gateway.exchange import Exchange
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.trace_context import LegSpan, Trace, new_span_id
+from gateway.request_record import Exchange
 from gateway.telemetry import span_attribute_names as semconv
 from gateway.telemetry.slo_outcomes import effective_usage
 

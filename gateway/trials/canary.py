@@ -13,9 +13,9 @@ import msgspec
 import xxhash
 
 from gateway.config.policy_sections import Canary
-from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.quantile_sketch import BucketCounts, quantile, round_seconds
+from gateway.request_record import Exchange
 from policies.routing_types import Request
 
 HASH_RANGE = 1 << 64

@@ -25,13 +25,13 @@ from typing import Any
 import msgspec
 
 from gateway.config import Config, Mirror
-from gateway.exchange import Exchange
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.metrics.mirror_metrics import MirrorMetrics
 from gateway.protocol.request.request_body import Call
+from gateway.request_record import Exchange
 from gateway.trials.canary import HASH_RANGE, CanarySampler
 from gateway.trials.mirror_client import MirrorClient, MirroredAnswer
-from gateway.trials.token_budget import Spending, TokenBudget
+from gateway.trials.mirror_token_budget import Spending, TokenBudget
 from policies.golden.answers import path_of, prompt_of
 from policies.golden.compare import AnswerPair, GoldenReport, compare, judge
 

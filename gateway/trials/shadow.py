@@ -17,10 +17,10 @@ from typing import Protocol
 
 import msgspec
 
-from gateway.exchange import Exchange
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.request.request_body import Call
+from gateway.request_record import Exchange
 from gateway.telemetry.pick_explanation import load_values, restore_load
 from policies import routing_algorithm
 from policies.latency.expected_latency import ttft_s

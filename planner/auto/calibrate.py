@@ -14,7 +14,7 @@ import msgspec
 
 from planner.auto.cpu_budget import OnProgress
 from planner.auto.reproduction import from_line, from_record
-from planner.plan.pool_case import PoolCase
+from planner.plan.config_to_replay import PoolCase
 from planner.plan.recent_traffic import RecentTraffic
 from planner.replay.fleet_sim import replay
 from planner.replay.record import ReplayRecord

@@ -18,7 +18,7 @@ from planner.auto.calibrate import calibrate
 from planner.auto.cpu_budget import OnProgress
 from planner.auto.mean_error import error_of_mean, in_blocks
 from planner.auto.reproduction import ServedRequest, find_doubt, from_line, from_record, goodput
-from planner.plan.pool_case import PoolCase
+from planner.plan.config_to_replay import PoolCase
 from planner.plan.recent_traffic import RecentTraffic
 from planner.replay.fleet_sim import replay
 from planner.replay.record import ReplayRecord

@@ -13,7 +13,7 @@ import msgspec
 from planner.auto.cpu_budget import OnProgress
 from planner.auto.log_window import choose_window
 from planner.auto.policy_estimation import evaluate
-from planner.plan.pool_case import PoolCaseError, cases
+from planner.plan.config_to_replay import PoolCaseError, cases
 from planner.plan.recent_traffic import RecentTraffic, recent
 from planner.traces.recorded_request import TraceError
 from policies.auto.replay_messages import PoolEstimate, PoolJob, ReplayAnswer, ReplayJob

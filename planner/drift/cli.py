@@ -181,8 +181,8 @@ def _suggestion(
     is_quiet: bool,
 ) -> tuple[dict[str, Any], list[str]]:
     # Return the suggestion as plain values and as lines; it is imported only after drift.
-    from planner.drift.suggestion import SuggestionError, SuggestionInput, suggest
-    from planner.plan.pool_case import Assumptions
+    from planner.drift.layout_change import SuggestionError, SuggestionInput, suggest
+    from planner.plan.config_to_replay import Assumptions
 
     from_s = requests[-1].arrival_s - options.last_s
     newest = [request for request in requests if request.arrival_s >= from_s]

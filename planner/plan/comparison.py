@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from planner.plan.pool_case import PoolCase
+from planner.plan.config_to_replay import PoolCase
 from planner.plan.recent_traffic import RecentTraffic
 from planner.replay.fleet_sim import replay
 from planner.replay.results import ReplayFigures, figures

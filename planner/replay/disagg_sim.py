@@ -12,9 +12,9 @@ import msgspec
 
 from mockgpu.job import Job, JobState
 from mockgpu.split_legs import AgentPeer, DecodeLeg
-from planner.replay.fleet_port import FleetPort
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
+from planner.replay.replay_interfaces import FleetPort
 from planner.traces.recorded_request import TraceRequest
 from policies import load_ledger
 from policies.policy_types import Policy

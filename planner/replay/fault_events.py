@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from planner.replay.engine_sim import EngineMetrics
-from planner.replay.fleet_port import FleetPort
 from planner.replay.group_sim import ReplayGroup
+from planner.replay.replay_interfaces import FleetPort
 from planner.replay.replay_options import GroupFault, GroupFaultKind
 from policies import load_ledger
 from policies.health.slow_start import soft_cap

@@ -6,9 +6,9 @@ policies/health/stall.py decides when a request is late. The retry budget is not
 
 from __future__ import annotations
 
-from planner.replay.fleet_port import FleetPort
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
+from planner.replay.replay_interfaces import FleetPort
 from policies.routing_types import Pick
 
 CREDIT, MOST_SAVED = 200, 50.0  # as in gateway/forwarding/hedge.py

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from mockgpu.job import Job
-from planner.replay.fleet_port import FleetPort
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
+from planner.replay.replay_interfaces import FleetPort
 from policies.endpoint_load import NO_SOFT_CAP
 from policies.health import speed_outlier
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits
@@ -30,7 +30,7 @@ from policies.health.stall import (
     is_doubted,
     raised_ceiling,
 )
-from policies.saved_state import belief_state, restore_belief
+from policies.restart_state import belief_state, restore_belief
 
 REVIEW_S, SWEEP_S, STALL_CHECK_S, PROBE_S = 1.0, 0.25, 0.05, 1.0
 PRICE = 2.0  # as in gateway/forwarding/hedge.py

@@ -436,7 +436,7 @@ def _replayed(
     if output.log is None:
         return []
     from planner.process_map import WorkerError
-    from planner.size.access_log import replay_log
+    from planner.size.log_replays import replay_log
 
     enough = msgspec.structs.replace(plan.hardware, gpus=plan.hardware.gpus or plan.gpus)
     models = variants(model, options.quant)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from planner.plan.pool_case import PoolCase
+from planner.plan.config_to_replay import PoolCase
 from planner.process_map import ReportShare, WorkerError, map_in_processes
 from planner.replay.fleet_sim import replay
 from planner.replay.fleet_spec import FleetSpec, GroupKind, validate

@@ -1,6 +1,6 @@
 """The live model of one endpoint's engine, updated by the events of its requests.
 
-EngineTimeline translates events into changes of its base class EngineModel (engine_model.py).
+EngineTimeline translates events into changes of its base class EngineModel (scheduler_model.py).
 
 - load_ledger.py sends the events.
 - first_token_calibration.py learns from first tokens.
@@ -14,8 +14,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from policies.engine import first_token_calibration, load_forecast
-from policies.engine.engine_model import EngineModel
 from policies.engine.running_averages import ArrivalAverages
+from policies.engine.scheduler_model import EngineModel
 
 if TYPE_CHECKING:
     from policies.engine.engine_load import EngineLoad

@@ -1,7 +1,8 @@
 """Learns how fast an endpoint's engine is, from the time between two observed first tokens.
 
-StepSpan sums up the engine steps in this time, as engine_model.py predicts them. `learn` compares
-the prediction with the real time, and chooses the correction factor to update (step_time.py).
+StepSpan sums up the engine steps in this time, as scheduler_model.py predicts them. `learn`
+compares the prediction with the real time, and chooses the correction factor to update
+(step_time.py).
 
 If a prompt had to wait for KV memory in between, the time is less informative, because the length
 of the wait is not known exactly. A wait only makes the time longer. So of several such spans a

@@ -1,8 +1,8 @@
 """Forecasts an endpoint's load: how long a new request would wait, and how fast it would run.
 
 The results are plain floats in EngineLoad. They are computed from the engine model
-(engine_model.py) and the learned speed (step_time.py). ttft_simulation.py simulates the first token
-of one prompt.
+(scheduler_model.py) and the learned speed (step_time.py). ttft_simulation.py simulates the first
+token of one prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from policies.engine.engine_load import EngineLoad
-    from policies.engine.engine_model import EngineModel
+    from policies.engine.scheduler_model import EngineModel
 
 # While a prompt waits here, routing sends most new ones elsewhere: this share still comes.
 BEHIND = 0.2

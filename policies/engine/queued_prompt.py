@@ -1,6 +1,6 @@
 """The state of one reserved prompt in the engine model: its progress, and the KV that it uses.
 
-engine_model.py changes the state. load_ledger.LoadReservation extends the class QueuedPrompt.
+scheduler_model.py changes the state. load_ledger.LoadReservation extends the class QueuedPrompt.
 """
 
 from __future__ import annotations

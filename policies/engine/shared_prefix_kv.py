@@ -1,7 +1,7 @@
 """Estimates the KV memory of cached prefixes, of which several sequences may share one copy.
 
 SharedPrefixKv estimates how many tokens are really stored, and how that changes when a sequence is
-added or removed. engine_model.py counts KV that is not shared. engine_timeline.py corrects the
+added or removed. scheduler_model.py counts KV that is not shared. engine_timeline.py corrects the
 estimate by scraped metrics.
 """
 

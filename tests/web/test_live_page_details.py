@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from playwright.async_api import Browser, Locator, Page, expect
 
-from gateway.exchange import Exchange
 from gateway.protocol import api_table
 from gateway.protocol.response.usage_and_error_search import TokenUsage
+from gateway.request_record import Exchange
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.web.conftest import SHOTS
 from tests.web.test_live_page import busy, opened

@@ -58,7 +58,7 @@ FLOATS: Mapping[str, Collection[str]] = {
         *("next_first_token_at", "prefill_done_at", "prefill_s_per_token"),
         *("s_per_freed_kv_token", "slots"),
     ),
-    "policies.engine.engine_model.EngineModel": (
+    "policies.engine.scheduler_model.EngineModel": (
         *("answers_due_at", "batch_changed_at_step", "context_base", "decode_base_s"),
         *("decode_context_s", "decode_s", "ended_step_s", "first_tokens_at", "forecast_at"),
         *("idle_delay_s", "kv_ratio", "prefill_s", "queued_pairs", "raw_base_s", "raw_context_s"),

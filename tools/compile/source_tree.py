@@ -30,7 +30,7 @@ PROJECT_FILES = ("pyproject.toml", "README.md", "LICENSE")
 SETUP = Path(__file__).with_name("extension_setup.py")
 SMALL_LIST = "small_packages.txt"
 """Name of the file in the tree from which setup.py reads the list SMALL."""
-SPINE = ("serve.py", "exchange.py", "route.py")
+SPINE = ("serve.py", "request_record.py", "route.py")
 PACKAGES = (
     *(f"gateway/{name}" for name in ("protocol", "http", "admission", "fleet", "proxy", "disagg")),
     *(f"gateway/{name}" for name in ("forwarding", "metrics", "telemetry")),
@@ -70,7 +70,7 @@ OFF_PATH = (
     *_modules("gateway/telemetry", "operator_log otel_resource span_attribute_names span_exporter"),
     *_modules("policies", "admission_registry engine_kinds param_types policy_registry presets"),
     *_modules("policies", "routing_types"),
-    *_modules("policies", "saved_state"),
+    *_modules("policies", "restart_state"),
     *_modules("policies/admission", "batch_reserve"),
     *_modules("policies/prefix", "numpy_hash"),
     *_modules("policies/pricing", "model_tiers"),

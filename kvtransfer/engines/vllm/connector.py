@@ -63,7 +63,7 @@ from kvtransfer.engines.vllm.store_scheduler import (
 from kvtransfer.engines.vllm.store_worker import StoreWorker
 from kvtransfer.engines.vllm.transfer_trace import TransferTrace
 from kvtransfer.engines.vllm.unfinished_prompts import PromptChunk
-from kvtransfer.engines.vllm.weights import identify_weights
+from kvtransfer.engines.vllm.weights_identity import identify_weights
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.store.reconnecting_client import StoreConnection
 from kvtransfer.transfer.handles import Landing, TransferHandle

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.exchange import Exchange
 from gateway.http.client_interface import Client
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol import api_table
+from gateway.request_record import Exchange
 from gateway.route import Gateway
 from gateway.serve import GAPS_EVERY, RequestFactory
 from tests.replaced import stand_in

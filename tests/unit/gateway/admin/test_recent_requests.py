@@ -16,9 +16,9 @@ from gateway.admin.recent_requests import (
     read_query,
     recent_rows,
 )
-from gateway.exchange import Exchange
 from gateway.protocol import api_table
 from gateway.protocol.response.usage_and_error_search import TokenUsage
+from gateway.request_record import Exchange
 from gateway.telemetry.pick_explanation import RecentExchanges
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 

@@ -12,9 +12,9 @@ import pytest
 
 from gateway.admission.admission_controller import VERDICTS_PER_TURN, AdmissionController, PoolQueue
 from gateway.config import Config, WaitingRoom
-from gateway.exchange import Exchange
 from gateway.protocol import api_table
 from gateway.protocol.errors import GatewayError
+from gateway.request_record import Exchange
 from policies.endpoint_load import EndpointLoad
 from policies.routing_types import Candidate, Endpoint, Request, RoutingQuery
 

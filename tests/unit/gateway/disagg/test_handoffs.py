@@ -10,9 +10,9 @@ import pytest
 
 from gateway.disagg.handoffs import RELEASE_TIMEOUT_S, Handoffs
 from gateway.disagg.state_machine import State
-from gateway.exchange import SplitRecord
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
+from gateway.request_record import SplitRecord
 from policies.pricing.split_decision import SplitRule, begin_transfer, end_transfer
 from tests.replaced import stand_in
 from tests.scraped import total

@@ -12,8 +12,8 @@ import pytest
 
 from gateway.disagg.leg_requests import LegRequests
 from gateway.disagg.pair_attempt import PairAttempt
-from gateway.exchange import Exchange
 from gateway.fleet.reservation import DecodeReservation
+from gateway.request_record import Exchange
 from gateway.telemetry.accounting import Accounting
 from tests.fair_time import PATIENCE_S, within
 from tests.replaced import replace_method

@@ -15,9 +15,9 @@ from gateway.cli.doctor.drift_check import check_drift
 from gateway.cli.main import run as cli
 from gateway.config import load_text
 from gateway.drift.monitor import DriftMonitor
-from gateway.exchange import Exchange
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
+from gateway.request_record import Exchange
 from gateway.telemetry import request_shapes
 from gateway.telemetry.request_shapes import ShapeRecord, ShapeRecorder
 from planner.drift.log import read_log

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.exchange import Exchange
 from gateway.protocol import api_table
 from gateway.protocol.errors import GatewayError
 from gateway.protocol.response.relay import UpstreamError
 from gateway.protocol.upstream_error import MODEL_GONE
 from gateway.proxy.attempt_loop import attempts, permit_retry
+from gateway.request_record import Exchange
 from gateway.route import Gateway
 from policies.pricing.split_decision import EndpointPair
 from policies.routing_types import Pick

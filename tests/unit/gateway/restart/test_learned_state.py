@@ -10,7 +10,7 @@ import pytest
 
 from gateway.restart import channel
 from gateway.restart.channel import LENGTH, BoundListener, HandoverOffer, pack_message
-from policies import saved_state
+from policies import restart_state
 from policies.admission.priced_admission import PricedAdmission, PricedAdmissionParams
 from policies.admission.quota import Quota, QuotaLimits
 from policies.admission.session_refusals import ON_EVIDENCE, SessionCap
@@ -18,7 +18,7 @@ from policies.engine.output_length import OutputLengths
 from policies.engine.step_time import FILLS, SpeedBelief, shape_for
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.prefix.prefix_index import PrefixIndex
-from policies.saved_state import AdmissionState, BeliefState, Blocks, SessionState
+from policies.restart_state import AdmissionState, BeliefState, Blocks, SessionState
 
 CAP_BYTES = 8 << 20
 PROMPTS = Fingerprinter(b"secret" * 6, 64)
@@ -33,14 +33,14 @@ def transfer_state(index: PrefixIndex, into: PrefixIndex, slots: dict[int, int])
     # Transfer the state of one prefix index to another through the channel used at restarts.
     #
     # `slots` maps old slots of endpoints to new ones.
-    for blocks in saved_state.index_blocks(index):
+    for blocks in restart_state.index_blocks(index):
         assert len(pack_message(blocks)) < channel.MAX_MESSAGE_BYTES
-        saved_state.restore_blocks(
+        restart_state.restore_blocks(
             into, msgspec.msgpack.decode(msgspec.msgpack.encode(blocks), type=Blocks), slots
         )
-    for holder in saved_state.index_holders(index):
+    for holder in restart_state.index_holders(index):
         if holder.slot in slots:
-            saved_state.restore_holder(into, holder, slots[holder.slot])
+            restart_state.restore_holder(into, holder, slots[holder.slot])
 
 
 def learned(seed: int) -> tuple[PrefixIndex, list[Fingerprint]]:
@@ -94,7 +94,9 @@ def test_restoring_a_larger_index_respects_the_size_limit() -> None:
 
 def test_inconsistent_blocks_are_an_error() -> None:
     with pytest.raises(ValueError, match="do not match"):
-        saved_state.restore_blocks(PrefixIndex(CAP_BYTES), Blocks(b"x" * 16, b"\1\0", b"y" * 8), {})
+        restart_state.restore_blocks(
+            PrefixIndex(CAP_BYTES), Blocks(b"x" * 16, b"\1\0", b"y" * 8), {}
+        )
 
 
 def slow_endpoint() -> SpeedBelief:
@@ -114,7 +116,9 @@ def through_the_channel(state: BeliefState) -> BeliefState:
 def test_a_restored_belief_predicts_the_same() -> None:
     belief, after = slow_endpoint(), SpeedBelief()
     assert after.token_s != belief.token_s
-    assert saved_state.restore_belief(after, through_the_channel(saved_state.belief_state(belief)))
+    assert restart_state.restore_belief(
+        after, through_the_channel(restart_state.belief_state(belief))
+    )
     for name in (
         "token_s",
         "pair_s",
@@ -132,14 +136,14 @@ def test_a_restored_belief_predicts_the_same() -> None:
 
 
 def test_beliefs_of_other_hardware_and_invalid_numbers_are_ignored() -> None:
-    state = saved_state.belief_state(slow_endpoint())
+    state = restart_state.belief_state(slow_endpoint())
     other, fresh = SpeedBelief(shape_for("a100")), SpeedBelief()
-    assert not saved_state.restore_belief(other, state)
-    assert not saved_state.restore_belief(
+    assert not restart_state.restore_belief(other, state)
+    assert not restart_state.restore_belief(
         fresh, msgspec.structs.replace(state, request_s=float("nan"))
     )
     far_off = msgspec.structs.replace(state.layers, logs=[99.0])
-    assert not saved_state.restore_belief(fresh, msgspec.structs.replace(state, layers=far_off))
+    assert not restart_state.restore_belief(fresh, msgspec.structs.replace(state, layers=far_off))
     assert fresh.token_s == SpeedBelief().token_s
 
 
@@ -148,19 +152,19 @@ def test_quota_usage_is_restored_unless_its_limits_have_changed() -> None:
     quota, after, other = Quota(limits), Quota(limits), Quota(QuotaLimits(requests_per_minute=20))
     for _ in range(10):
         assert quota.take(50, 100.0) is None
-    state = saved_state.quota_state(quota)
-    assert saved_state.restore_quota(after, state)
+    state = restart_state.quota_state(quota)
+    assert restart_state.restore_quota(after, state)
     refused = after.take(1, 100.5)
     assert refused is not None
     assert refused.what == "requests"
-    assert not saved_state.restore_quota(other, state)
+    assert not restart_state.restore_quota(other, state)
     assert other.take(1, 100.5) is None
 
 
 def test_admission_means_and_sessions_are_restored() -> None:
     after = PricedAdmission(PricedAdmissionParams())
     rows = [SessionState("one", 700, 5.0), SessionState(17, 300, 6.0)]
-    saved_state.restore_admission(
+    restart_state.restore_admission(
         after, AdmissionState((0.5, 20.0, 1.5, 1.0, None), 0.8, 90.0, rows, 1.2)
     )
     assert (after.sessions.tokens, after.sessions.contains("one"), after.is_calm) == (
@@ -168,7 +172,7 @@ def test_admission_means_and_sessions_are_restored() -> None:
         True,
         False,
     )
-    assert saved_state.admission_state(after) == AdmissionState(
+    assert restart_state.admission_state(after) == AdmissionState(
         (0.5, 20.0, 1.5, 1.0, None), 0.8, 90.0, rows, 1.2
     )
 
@@ -178,7 +182,7 @@ def test_a_limit_on_sessions_and_its_sessions_are_restored(share: float) -> None
     before, after = SessionCap(ON_EVIDENCE), SessionCap(ON_EVIDENCE)
     before.sessions.memory_share = share
     before.sessions.on_reserved("one", 700, 0, 0, 5.0)
-    saved_state.restore_admission(after, saved_state.admission_state(before))
+    restart_state.restore_admission(after, restart_state.admission_state(before))
     assert (after.sessions.tokens, after.sessions.contains("one")) == (700, True)
     assert after.sessions.memory_share == share
     assert after.is_calm == (share == inf)
@@ -187,10 +191,10 @@ def test_a_limit_on_sessions_and_its_sessions_are_restored(share: float) -> None
 def test_sessions_are_restored_where_the_admission_has_changed() -> None:
     cap, priced = SessionCap(ON_EVIDENCE), PricedAdmission(PricedAdmissionParams())
     cap.sessions.on_reserved("one", 700, 0, 0, 5.0)
-    saved_state.restore_admission(priced, saved_state.admission_state(cap))
+    restart_state.restore_admission(priced, restart_state.admission_state(cap))
     assert (priced.sessions.tokens, priced.sessions.memory_share) == (700, 0.7)
     other = SessionCap(ON_EVIDENCE)
-    saved_state.restore_admission(other, saved_state.admission_state(priced))
+    restart_state.restore_admission(other, restart_state.admission_state(priced))
     assert (other.sessions.tokens, other.sessions.memory_share) == (700, 0.7)
 
 
@@ -198,7 +202,7 @@ def test_expected_output_lengths_are_restored() -> None:
     before, after = OutputLengths(), OutputLengths()
     for tokens in (10, 20, 60):
         before.record("m", "t", "s", tokens)
-    saved_state.restore_lengths(after, saved_state.length_states(before))
+    restart_state.restore_lengths(after, restart_state.length_states(before))
     assert after.estimate("m", "t", "s") == before.estimate("m", "t", "s") == 30
 
 

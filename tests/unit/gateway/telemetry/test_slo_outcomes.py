@@ -8,12 +8,12 @@ from random import Random
 import pytest
 
 from gateway.config import Observability
-from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol import api_table
 from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
+from gateway.request_record import Exchange
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.pick_explanation import RecentExchanges, next_best, snapshot_pick

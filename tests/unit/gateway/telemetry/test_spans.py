@@ -12,11 +12,11 @@ from uuid import UUID
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
-from gateway.exchange import Exchange
 from gateway.http.upstream import UpstreamConnection
 from gateway.protocol import api_table
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.trace_context import LegSpan, Trace
+from gateway.request_record import Exchange
 from gateway.telemetry import span_attribute_names as semconv
 from gateway.telemetry import span_exporter
 from gateway.telemetry.spans import build_spans

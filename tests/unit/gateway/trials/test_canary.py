@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.policy_sections import Canary
-from gateway.exchange import Exchange
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol import api_table
+from gateway.request_record import Exchange
 from gateway.trials.canary import CanaryArms, CanarySampler, create_sampler
 from policies.routing_types import Request
 from tests.unit.gateway.reload.running import running

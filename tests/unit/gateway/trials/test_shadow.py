@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.exchange import Exchange
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol import api_table
 from gateway.protocol.request.request_body import Call
+from gateway.request_record import Exchange
 from gateway.trials import shadow
 from gateway.trials.shadow import MIN_COMPARED, NamedPolicy, Shadows, evaluate, name_policies
 from policies import load_ledger, policy_registry, routing_algorithm

@@ -26,7 +26,7 @@ from kvtransfer.engines.vllm.store_scheduler import (
 )
 from kvtransfer.engines.vllm.store_worker import StoreWorker
 from kvtransfer.engines.vllm.unfinished_prompts import PromptChunk, PromptWork
-from kvtransfer.engines.vllm.weights import identify_weights
+from kvtransfer.engines.vllm.weights_identity import identify_weights
 from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
 from kvtransfer.store.block_store import BlockStore
 from kvtransfer.store.reconnecting_client import StoreConnection

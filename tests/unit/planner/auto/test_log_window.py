@@ -6,7 +6,7 @@ import msgspec
 
 from planner.auto.log_window import BEGUN_TOKENS, carry_over, choose_window, complete_until
 from planner.auto.policy_estimation import evaluate
-from planner.plan.pool_case import cases
+from planner.plan.config_to_replay import cases
 from planner.plan.recent_traffic import RecentTraffic
 from planner.traces.access_log import LoggedRequest, arrived_s
 from policies.auto.replay_messages import PolicyMember

@@ -12,7 +12,7 @@ from planner.auto.calibrate import calibrate
 from planner.auto.mean_error import BLOCKS, error_of_mean, in_blocks
 from planner.auto.policy_estimation import evaluate
 from planner.auto.run_job import run_job
-from planner.plan.pool_case import PoolCase, cases
+from planner.plan.config_to_replay import PoolCase, cases
 from planner.plan.recent_traffic import RecentTraffic
 from planner.traces.access_log import LoggedRequest, arrived_s
 from policies.auto.replay_messages import PolicyMember, PoolJob, ReplayAnswer, ReplayJob

@@ -14,7 +14,7 @@ from gateway.cli.main import run as penstock
 from gateway.config import load_text
 from gateway.fleet.endpoint_registry import prior_belief
 from planner.plan import Assumptions, PoolCaseError, cases, recent
-from planner.plan.pool_case import KV_BLOCK_TOKENS
+from planner.plan.config_to_replay import KV_BLOCK_TOKENS
 from planner.replay import Traffic, replay
 from planner.replay.group_sim import build_engines
 from planner.traces import TraceError, TraceRequest

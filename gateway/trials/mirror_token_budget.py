@@ -1,4 +1,4 @@
-"""A budget of tokens per minute that is not exceeded in any 60 seconds. No clock and no I/O."""
+"""The budget of tokens per minute for mirrored requests, kept in any 60 seconds. No I/O."""
 
 from __future__ import annotations
 

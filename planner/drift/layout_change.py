@@ -14,7 +14,7 @@ import msgspec
 
 from mockgpu.timing.step_time_grids import load_grids
 from planner.drift.measures import shape_of
-from planner.plan.pool_case import Assumptions, PoolCase, PoolCaseError, cases
+from planner.plan.config_to_replay import Assumptions, PoolCase, PoolCaseError, cases
 from planner.size.emit import POOL, Emission, emit
 from planner.size.finalist import Finalist
 from planner.size.finalist_replays import replay_case, replay_finalists

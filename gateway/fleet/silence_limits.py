@@ -1,4 +1,4 @@
-"""Learns how long each endpoint's engine is silent while requests wait, without being stalled.
+"""Learns how long each endpoint's engine may be silent before it counts as stalled.
 
 The gateway asks a silent engine for one token. An engine that computes one request at a time lets
 that token wait as well, whatever kind it is declared to be. So a missing token proves a stall only

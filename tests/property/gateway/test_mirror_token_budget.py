@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.trials.token_budget import MINUTE_S, TokenBudget
+from gateway.trials.mirror_token_budget import MINUTE_S, TokenBudget
 
 STEPS = st.lists(st.tuples(st.floats(0, 30), st.integers(0, 60), st.floats(0, 1)), max_size=60)
 

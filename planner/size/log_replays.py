@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from planner.plan.pool_case import Assumptions, cases
+from planner.plan.config_to_replay import Assumptions, cases
 from planner.process_map import available_cores
 from planner.progress import progress_rows
 from planner.replay.argument_parsing import ArgumentError, parse_seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.drift.suggestion import choose
+from planner.drift.layout_change import choose
 from planner.size.finalist import Finalist
 
 

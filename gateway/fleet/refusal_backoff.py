@@ -1,7 +1,7 @@
-"""Holds requests back from endpoints whose engine or provider refuses requests for some time.
+"""Backs off from endpoints whose engine or provider refuses requests with status 429 or 503.
 
-Status 429 or 503 is no fault of the endpoint, so the endpoint is not ejected. But it refuses faster
-than others serve, and has no load. Without a pause, policies would pick it first for every request.
+A refusal is no fault of the endpoint, so the endpoint is not ejected. But it refuses faster than
+others serve, and has no load. Without a pause, policies would pick it first for every request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Saves what policies have learned as plain values, for the process that replaces this one.
+"""The learned state of policies as plain values, which survives a restart of the process.
 
 This module defines the values, and converts live objects to them and back. The gateway chooses
 which objects to save. Slots (the numbers of endpoints) differ between processes, so a map converts
