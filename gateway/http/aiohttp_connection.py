@@ -318,15 +318,16 @@ class AiohttpConnection(ClientConnection, RequestHandler):
     def drop_unread(self) -> None:
         """Discard the client's unread bytes to free memory, and close after the current response.
 
-        If the kernel may hold further bytes, the connection is aborted at once, because only
-        closing the socket frees them.
+        If the kernel may hold further bytes, the connection is aborted, because only closing the
+        socket frees them.
         """
         self._unread, self._offset, self._unread_counted = b"", 0, 0
         if self.transport is None or self.phase is Phase.CLOSING:
             return
         if self._kernel_bytes:
             self._must_close = True
-            self.abort()
+            self._pause_reading_for_buffer()
+            self._connections.abort_later(self, self._kernel_bytes)
         elif self._messages or self._request_in_progress:
             self._must_close = True
             self._pause_reading_for_buffer()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from random import uniform
 from typing import TYPE_CHECKING, Protocol
 
 from gateway.protocol.errors import Failure, GatewayError
@@ -26,6 +27,8 @@ SHARES = 4
 # Unread bytes that a connection may hold in any case: one read, and what the kernel buffers.
 MIN_SHARE = 512 * 1024
 
+ABORT_DELAY_S = 1.0, 3.0  # range of the time until a connection with dropped bytes ends
+MAX_DELAYED_BYTES = 64 * 1024 * 1024  # that the kernel may hold for all such connections
 
 SWEPT_AT_ONCE = 512
 """Maximum number of connections whose deadlines one sweep checks; there are four sweeps per
@@ -57,6 +60,7 @@ class CountedConnection(Protocol):
 
     def sweep(self, now: float) -> bool: ...
     def drop_unread(self) -> None: ...
+    def abort(self) -> None: ...
     def drain(self) -> None: ...
 
 
@@ -70,6 +74,7 @@ class ClientConnections:
     __slots__ = (
         "_budget",
         "_connections",
+        "_delayed_bytes",
         "_per_client",
         "_to_sweep",
         "_trusted",
@@ -94,7 +99,7 @@ class ClientConnections:
         self._per_client: dict[str, int] = {}
         self._unread: OrderedDict[CountedConnection, int] = OrderedDict()
         self._to_sweep: list[CountedConnection] = []
-        self.unread_bytes = 0
+        self.unread_bytes = self._delayed_bytes = 0
         self.clock = ResponseClock()
 
     def __len__(self) -> int:
@@ -187,6 +192,27 @@ class ClientConnections:
         self._unread[connection] = unread
         while self.unread_bytes > limit and self._unread:
             self._drop(next(iter(self._unread)))
+
+    def abort_later(self, connection: CountedConnection, kernel_bytes: int) -> None:
+        """Abort a connection whose unread bytes were dropped, after a random delay.
+
+        The delay keeps its client from connecting again at once. Hundreds of clients that do so
+        would fill the queue of connections to accept, and others would wait there. It is left out
+        while the connections that wait for their end may hold MAX_DELAYED_BYTES in the kernel.
+
+        kernel_bytes  bytes that the kernel may hold until the connection ends
+        """
+        if self._delayed_bytes + kernel_bytes > MAX_DELAYED_BYTES:
+            connection.abort()
+            return
+        self._delayed_bytes += kernel_bytes
+        asyncio.get_running_loop().call_later(
+            uniform(*ABORT_DELAY_S), self._abort_delayed, connection, kernel_bytes
+        )
+
+    def _abort_delayed(self, connection: CountedConnection, kernel_bytes: int) -> None:
+        self._delayed_bytes -= kernel_bytes
+        connection.abort()
 
     def _release(self, connection: CountedConnection) -> None:
         # Set a connection's unread bytes to 0 and return them to the budget.

@@ -289,20 +289,21 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     def drop_unread(self) -> None:
         """Discard the client's unread bytes to free memory, and close after the current response.
 
-        If the kernel may hold further bytes, the connection is aborted at once, because only
-        closing the socket frees them.
+        If the kernel may hold further bytes, the connection is aborted, because only closing the
+        socket frees them.
         """
         self._unread, self._offset, self._unread_counted = b"", 0, 0
         if self.transport is None or self.phase is CLOSING:
             return
         self._must_close = True
-        if self._kernel_bytes:
-            self.abort()
-            return
         if not self._reading_paused:
             self._reading_paused = True
             self.transport.pause_reading()
-            self._shrink_receive_buffer()
+            if not self._kernel_bytes:
+                self._shrink_receive_buffer()
+        if self._kernel_bytes:
+            self._connections.abort_later(self, self._kernel_bytes)
+            return
         if self._task is None:
             self.send_error(unread_budget_error(), new_request_id())
             self._close_gracefully()

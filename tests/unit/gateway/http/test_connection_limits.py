@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import Limits
+from gateway.http import connection_limits
 from gateway.http.aiohttp_connection import MAX_HEAD_BYTES, PARSER_SLICE, AiohttpConnection
 from gateway.http.client_connection import ClientConnection
 from gateway.http.connection_limits import ENDED_AT_ONCE, SWEPT_AT_ONCE, ClientConnections
@@ -29,12 +30,15 @@ from tests.unit.gateway.http.connection_harness import (
 
 class FakeConnection:
     def __init__(self) -> None:
-        self.drops = 0
+        self.drops = self.aborts = 0
         self.swept_at = list[float]()
         self.is_late = False
 
     def drop_unread(self) -> None:
         self.drops += 1
+
+    def abort(self) -> None:
+        self.aborts += 1
 
     def sweep(self, now: float) -> bool:
         self.swept_at.append(now)
@@ -260,8 +264,11 @@ async def test_a_connection_whose_pipelined_requests_are_dropped_closes_after_it
 
 
 @pytest.mark.parametrize("kind", ["fast", "aiohttp"])
-async def test_the_kernels_buffer_of_a_paused_connection_counts_as_unread(kind: str) -> None:
+async def test_the_kernels_buffer_of_a_paused_connection_counts_as_unread(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A connection that loses its bytes is aborted, because only that frees the kernel's buffer.
+    monkeypatch.setattr(connection_limits, "ABORT_DELAY_S", (0.0, 0.0))
     harness = Harness(slow=True)
     harness.limits = Limits(unread_budget="1MiB")  # type: ignore[arg-type]
     transports = []
@@ -278,6 +285,9 @@ async def test_the_kernels_buffer_of_a_paused_connection_counts_as_unread(kind: 
     transports.append(BufferedTransport(newest, 400_000))
     newest.connection_made(transports[-1])
     newest.data_received(request(b"x" * 1000) * 80)
+    assert [transport.aborted for transport in transports] == [False, False, False]
+    assert transports[0].paused
+    await turns()
     assert [transport.aborted for transport in transports] == [True, False, False]
     for _ in range(40):
         await turns()
@@ -285,6 +295,23 @@ async def test_the_kernels_buffer_of_a_paused_connection_counts_as_unread(kind: 
     for transport in transports:
         transport.close()
     await turns()
+
+
+async def test_clients_whose_bytes_were_dropped_cannot_connect_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection_limits, "MAX_DELAYED_BYTES", 1000)
+    monkeypatch.setattr(connection_limits, "ABORT_DELAY_S", (0.02, 0.02))
+    everyone, _, _ = new_connections()
+    dropped = [FakeConnection() for _ in range(4)]
+    for connection in dropped[:3]:
+        everyone.abort_later(connection, 400)
+    await turns()
+    assert [each.aborts for each in dropped[:3]] == [0, 0, 1]  # the kernel may hold 800 bytes now
+    while not dropped[1].aborts:
+        await asyncio.sleep(0.005)
+    everyone.abort_later(dropped[3], 1000)
+    assert [each.aborts for each in dropped] == [1, 1, 1, 0]
 
 
 def test_one_connection_cannot_displace_the_unread_bytes_of_all_others() -> None:
