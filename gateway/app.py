@@ -444,7 +444,7 @@ class App:
         bus = create_bus(shared, hub, rng, view.count_drop)
         view.on_suspect = self._health_checker.probe_until_recovered
         view.tenants = lambda: self.gateway.snapshot.config.tenants
-        self._endpoints.updates = view.updates
+        self._endpoints.publish_to_peers(view.updates)
         self._admission.publish_to_peers(view.updates)
         flush_s = FLUSH_S if shared is None else shared.flush
         return SyncLoop(view, bus, flush_s, self.metrics, rng)

@@ -29,7 +29,6 @@ from gateway.fleet.speed_monitor import SpeedMonitor, describe_slowness, find_he
 from gateway.fleet.speed_recovery import accept_returned
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.upstream_error import (
     MODEL_GONE,
     REFUSED_FOR_NOW,
@@ -44,7 +43,6 @@ from policies.health.endpoint_health import Health, HealthEvent, HealthLimits, H
 from policies.health.speed_outlier import SlowLimits
 from policies.health.speed_samples import SpeedVerdict
 from policies.prefix.fingerprint import Fingerprint
-from policies.prefix.sampled_keys import Keys
 from policies.routing_types import Candidate, Pick, Request, Role, RoutingQuery
 
 log = logging.getLogger("penstock")
@@ -69,8 +67,8 @@ class EndpointTable:
 
     __slots__ = (
         *("_by_slot", "_hits", "_limits", "_looked_up", "_metrics", "_pools", "_progress_s"),
-        *("_ramp_s", "_registry", "probe_health", "discovered", "updates", "on_change"),
-        *("on_model_gone", "on_ejected"),
+        *("_ramp_s", "_registry", "probe_health", "discovered", "on_change"),
+        *("on_model_gone", "on_ejected", "_updates"),
         *("prefixes", "rng", "speed_monitor"),
     )
 
@@ -88,7 +86,7 @@ class EndpointTable:
         self.on_model_gone: Callable[[LiveEndpoint], None] = lambda live: None
         self.on_ejected: Callable[[LiveEndpoint], None] = lambda live: None
         self.probe_health: Callable[[LiveEndpoint], Awaitable[bool | None]] = _assume_healthy
-        self.updates: OutgoingUpdates | None = None
+        self._updates: OutgoingUpdates | None = None
         self._metrics = metrics
         self._looked_up = metrics.prefix_lookup_tokens_total
         self._hits = metrics.prefix_hit_tokens_total
@@ -158,9 +156,7 @@ class EndpointTable:
         live.load.is_available = False
         live.load.mark_changed()
         live.upstream.close()
-        self.prefixes.index.forget(live.load.slot)
-        self.prefixes.index.set_capacity(live.load.slot, None)
-        self.prefixes.exact.remove(live.load.slot)
+        self.prefixes.remove_endpoint(live.load.slot)
         self._registry.release(live)
 
     def drop_series(self, name: str) -> bool:
@@ -176,6 +172,10 @@ class EndpointTable:
     def all(self) -> tuple[LiveEndpoint, ...]:
         """Return all live endpoints, including those that are leaving the configuration."""
         return self._registry.all()
+
+    def publish_to_peers(self, updates: OutgoingUpdates) -> None:
+        """Collect prompts, cache reports and health changes for other gateways from now on."""
+        self._updates = self.prefixes.updates = updates
 
     # Routing
 
@@ -205,105 +205,26 @@ class EndpointTable:
         live: LiveEndpoint = self._by_slot[pick.candidate.load.slot]
         expected: CacheExpectation | None = None
         if fingerprint is not None:
-            if self.prefixes.exact.endpoints:
-                expected = self._expect(fingerprint, live, request)
+            prefixes = self.prefixes
+            if prefixes.exact.endpoints:
+                expected = prefixes.expect_cached(fingerprint, live, request.prompt_tokens)
             self._looked_up.value += request.prompt_tokens
             self._hits.value += pick.cached_tokens
             live.sent_tokens += request.prompt_tokens
             live.hit_tokens += pick.cached_tokens
-            self._learn_pick(fingerprint, pick, request)
+            prefixes.learn_pick(fingerprint, pick, request.prompt_tokens)
         reservation = Reservation(self, live, pick, request, fingerprint)
         reservation.expected_cache = expected
         return reservation
-
-    def _expect(
-        self, fingerprint: Fingerprint, live: LiveEndpoint, request: Request
-    ) -> CacheExpectation | None:
-        # Return what the answer to a prompt must report as cached; None without KV events.
-        exact, slot = self.prefixes.exact, live.load.slot
-        return exact.on_sent(fingerprint, slot, request.prompt_tokens, monotonic())
 
     def reserve_decode(
         self, pick: Pick, request: Request, fingerprint: Fingerprint | None
     ) -> DecodeReservation:
         """Reserve capacity for decoding a prompt that another endpoint prefills."""
         if fingerprint is not None:
-            self._learn_pick(fingerprint, pick, request)
+            self.prefixes.learn_pick(fingerprint, pick, request.prompt_tokens)
         live = self._by_slot[pick.candidate.load.slot]
         return DecodeReservation(self, live, pick, request, fingerprint)
-
-    def _learn_pick(self, fingerprint: Fingerprint, pick: Pick, request: Request) -> None:
-        candidate = pick.candidate
-        self.learn_prompt(fingerprint, candidate.load, request.prompt_tokens)
-        if self.updates is not None:
-            prompt = (fingerprint, candidate.endpoint, request.prompt_tokens, None)
-            self.updates.prompts.append(prompt)
-
-    def learn_prompt(
-        self, fingerprint: Fingerprint, load: EndpointLoad, prompt_tokens: int
-    ) -> None:
-        """Record in the prefix index that a prompt was sent to the endpoint."""
-        if fingerprint.sampled_keys:  # else it is shorter than one block, and changes nothing
-            self.prefixes.index.insert(fingerprint, load.slot, prompt_tokens)
-            self._update_index_figures(load)
-
-    def _update_index_figures(self, load: EndpointLoad) -> None:
-        index = self.prefixes.index
-        load.prefix_cache_tokens, load.eviction_regret = (
-            index.cached_tokens(load.slot),
-            index.eviction_regret(load.slot),
-        )
-
-    def learn_from_peer(
-        self, keys: Keys, load: EndpointLoad, tokens_per_block: float, cached_tokens: int | None
-    ) -> None:
-        """Record a prompt that another gateway sent to the endpoint, given its block hashes.
-
-        cached_tokens  None for a prompt that was sent; else the prompt was not computed, and at
-                       most this many of its tokens are cached there
-        """
-        index = self.prefixes.index
-        if cached_tokens is None:
-            index.insert_keys(keys, load.slot, tokens_per_block)
-            self._update_index_figures(load)
-            load.mark_changed()
-        else:
-            index.trim_keys(keys, load.slot, cached_tokens, tokens_per_block)
-
-    def forget_prompt(
-        self,
-        fingerprint: Fingerprint,
-        live: LiveEndpoint,
-        cached_tokens: int,
-        prompt_tokens: int,
-    ) -> None:
-        """Undo learn_prompt() for a prompt that the endpoint never computed.
-
-        cached_tokens  number of the prompt's first tokens that stay recorded as cached
-        """
-        self.prefixes.index.trim(fingerprint, live.load.slot, cached_tokens, prompt_tokens)
-        if self.updates is not None:
-            self.updates.prompts.append((fingerprint, live.endpoint, prompt_tokens, cached_tokens))
-
-    def on_cache_report(
-        self, live: LiveEndpoint, expected: CacheExpectation, usage: TokenUsage
-    ) -> None:
-        """Compare the cached tokens that an answer reports with what KV events predicted."""
-        endpoint = self.prefixes.exact.endpoints.get(live.load.slot)
-        prompt, cached = usage.prompt_tokens, usage.cached_tokens
-        if endpoint is not None and prompt and cached is not None:
-            endpoint.on_answer(expected, prompt, cached, monotonic())
-
-    def confirm_cached_share(self, live: LiveEndpoint, believed: float, actual: float) -> None:
-        """Compare a prompt's predicted cached share (0 to 1) with the share in its answer.
-
-        It measures the prefix index, so predictions that came from KV events are left out.
-        """
-        if self.prefixes.exact.is_exact(live.load.slot):
-            return
-        self.prefixes.index.confirm(live.load.slot, believed, actual)
-        if self.updates is not None:
-            self.updates.cache_reports.append((live.endpoint, believed, actual))
 
     # Health events
 
@@ -409,15 +330,13 @@ class EndpointTable:
         log.warning(
             "endpoint %s: health changes from %s to %s (%s)", name, before.state, after.state, cause
         )
-        if self.updates is not None:
-            self.updates.health_changes.append(
+        if self._updates is not None:
+            self._updates.health_changes.append(
                 (live.endpoint, str(after.state), str(after.cause or ""))
             )
         if after.state in OUT_OF_ROTATION:
             self._metrics.ejections_total.labels(name, str(after.cause)).inc()
-            self.prefixes.index.forget(live.load.slot)
-            live.load.prefix_cache_tokens = live.load.eviction_regret = 0.0
-            live.load.mark_changed()
+            self.prefixes.forget_endpoint(live.load)
         if after.state is endpoint_health.HealthState.DEAD:
             live.upstream.fail_all("ejected", "the engine is dead")
         if before.state in OUT_OF_ROTATION and after.state not in OUT_OF_ROTATION:

@@ -1,31 +1,45 @@
-"""The gateway's view of the engines' prefix caches: which prompts are cached at which endpoint."""
+"""The gateway's view of the engines' prefix caches: which prompts are cached at which endpoint.
+
+It learns from the prompts that are sent, from the cached tokens that answers report, and from
+other gateways. policies/prefix/prefix_index.py has the index. kv_events/exact_prefixes.py has what
+engines report as KV events, which is exact.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import monotonic
 
 import msgspec
 
 from gateway.config import Config
+from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.kv_events.event_trust import CacheExpectation
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.kv_events.tokenization import UnreadPrompt, can_tokenize
+from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.protocol.request.request_body import Call
 from gateway.protocol.request.sessions import session_key
+from gateway.protocol.response.usage_and_error_search import TokenUsage
+from policies.endpoint_load import EndpointLoad
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.prefix.growing_prefix import GrowingPrefixes
 from policies.prefix.prefix_index import PrefixIndex
 from policies.prefix.prefix_match import PrefixMatch
-from policies.routing_types import INFERRED_SESSION
+from policies.prefix.sampled_keys import Keys
+from policies.routing_types import INFERRED_SESSION, Pick
 
 
 class PrefixCacheView:
     """The hashing of prompts and the prefix index of this process; a reload keeps both.
 
-    exact  the index from KV events, which corrects the prefix index; empty if no endpoint publishes
-           events
+    exact    the index from KV events, which corrects the prefix index; empty if no endpoint
+             publishes events
+    index    the prefix index, which predicts what is cached from the prompts that were sent
+    updates  what other gateways must learn; None if this is the only one
     """
 
-    __slots__ = ("_conversations", "_fingerprinter", "exact", "index")
+    __slots__ = ("_conversations", "_fingerprinter", "exact", "index", "updates")
 
     def __init__(
         self, secret: bytes, index_bytes: int, block_bytes: int, event_bytes: int = 1 << 26
@@ -40,6 +54,7 @@ class PrefixCacheView:
         self.exact = ExactPrefixes(event_bytes)
         self._fingerprinter = Fingerprinter(secret, block_bytes)
         self.index = PrefixIndex(index_bytes)
+        self.updates: OutgoingUpdates | None = None
         self._conversations = GrowingPrefixes()
 
     def fingerprint(self, call: Call, model: str) -> Fingerprint:
@@ -104,6 +119,99 @@ class PrefixCacheView:
         if self.exact.endpoints:
             return self.exact.correct_match(match, fingerprint, prompt_tokens)
         return match
+
+    # Learning
+
+    def learn_pick(self, fingerprint: Fingerprint, pick: Pick, prompt_tokens: int) -> None:
+        """Record a prompt that is sent to the picked endpoint, here and at other gateways."""
+        candidate = pick.candidate
+        self.learn_prompt(fingerprint, candidate.load, prompt_tokens)
+        if self.updates is not None:
+            self.updates.prompts.append((fingerprint, candidate.endpoint, prompt_tokens, None))
+
+    def learn_prompt(
+        self, fingerprint: Fingerprint, load: EndpointLoad, prompt_tokens: int
+    ) -> None:
+        """Record in the prefix index that a prompt was sent to the endpoint."""
+        if fingerprint.sampled_keys:  # else it is shorter than one block, and changes nothing
+            self.index.insert(fingerprint, load.slot, prompt_tokens)
+            self._update_load(load)
+
+    def learn_from_peer(
+        self, keys: Keys, load: EndpointLoad, tokens_per_block: float, cached_tokens: int | None
+    ) -> None:
+        """Record a prompt that another gateway sent to the endpoint, given its block hashes.
+
+        cached_tokens  None for a prompt that was sent; else the prompt was not computed, and at
+                       most this many of its tokens are cached there
+        """
+        if cached_tokens is None:
+            self.index.insert_keys(keys, load.slot, tokens_per_block)
+            self._update_load(load)
+            load.mark_changed()
+        else:
+            self.index.trim_keys(keys, load.slot, cached_tokens, tokens_per_block)
+
+    def _update_load(self, load: EndpointLoad) -> None:
+        load.prefix_cache_tokens, load.eviction_regret = (
+            self.index.cached_tokens(load.slot),
+            self.index.eviction_regret(load.slot),
+        )
+
+    def forget_prompt(
+        self,
+        fingerprint: Fingerprint,
+        live: LiveEndpoint,
+        cached_tokens: int,
+        prompt_tokens: int,
+    ) -> None:
+        """Undo learn_pick() for a prompt that the endpoint never computed.
+
+        cached_tokens  number of the prompt's first tokens that stay recorded as cached
+        """
+        self.index.trim(fingerprint, live.load.slot, cached_tokens, prompt_tokens)
+        if self.updates is not None:
+            self.updates.prompts.append((fingerprint, live.endpoint, prompt_tokens, cached_tokens))
+
+    def forget_endpoint(self, load: EndpointLoad) -> None:
+        """Forget the prompts of an endpoint that left the rotation: its cache may be gone."""
+        self.index.forget(load.slot)
+        load.prefix_cache_tokens = load.eviction_regret = 0.0
+        load.mark_changed()
+
+    def remove_endpoint(self, slot: int) -> None:
+        """Forget all about an endpoint that left the configuration, whose slot becomes free."""
+        self.index.forget(slot)
+        self.index.set_capacity(slot, None)
+        self.exact.remove(slot)
+
+    # What answers report
+
+    def expect_cached(
+        self, fingerprint: Fingerprint, live: LiveEndpoint, prompt_tokens: int
+    ) -> CacheExpectation | None:
+        """Return what the answer to a prompt must report as cached; None without KV events."""
+        return self.exact.on_sent(fingerprint, live.load.slot, prompt_tokens, monotonic())
+
+    def on_cache_report(
+        self, live: LiveEndpoint, expected: CacheExpectation, usage: TokenUsage
+    ) -> None:
+        """Compare the cached tokens that an answer reports with what KV events predicted."""
+        endpoint = self.exact.endpoints.get(live.load.slot)
+        prompt, cached = usage.prompt_tokens, usage.cached_tokens
+        if endpoint is not None and prompt and cached is not None:
+            endpoint.on_answer(expected, prompt, cached, monotonic())
+
+    def confirm_cached_share(self, live: LiveEndpoint, believed: float, actual: float) -> None:
+        """Compare a prompt's predicted cached share (0 to 1) with the share in its answer.
+
+        It measures the prefix index, so predictions that came from KV events are left out.
+        """
+        if self.exact.is_exact(live.load.slot):
+            return
+        self.index.confirm(live.load.slot, believed, actual)
+        if self.updates is not None:
+            self.updates.cache_reports.append((live.endpoint, believed, actual))
 
 
 def create_prefix_caches(config: Config, secret: bytes) -> PrefixCacheView:

@@ -1,7 +1,7 @@
 """Reservations: capacity that one request holds at an endpoint, from the pick to the last byte.
 
 Making and releasing one changes the endpoint's load (policies/load_ledger.py), and also its health
-and the prefix index (fleet/endpoint_table.py).
+(endpoint_table.py) and the prefix index (prefix_cache_view.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Protocol
 
 from gateway.fleet.endpoint_registry import INITIAL_HEALTH, LiveEndpoint
 from gateway.fleet.kv_events.event_trust import CacheExpectation
+from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.http.upstream import ConnectionPool
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
@@ -30,25 +31,18 @@ class DropSink(Protocol):
 
 
 class EvidenceSink(Protocol):
-    """The interface to which a reservation reports evidence of its endpoint's health and speed.
+    """The interface to which a reservation reports how its endpoint serves the request.
 
     The endpoint table implements it.
     """
+
+    prefixes: PrefixCacheView
 
     @property
     def speed_monitor(self) -> DropSink: ...
     def on_event(self, live: LiveEndpoint, event: HealthEvent, /) -> None: ...
     def on_failure(self, live: LiveEndpoint, broke: UpstreamError, /) -> None: ...
     def on_overtaken(self, live: LiveEndpoint, tokens: int, /) -> None: ...
-    def confirm_cached_share(
-        self, live: LiveEndpoint, believed: float, found: float, /
-    ) -> None: ...
-    def on_cache_report(
-        self, live: LiveEndpoint, expected: CacheExpectation, usage: TokenUsage, /
-    ) -> None: ...
-    def forget_prompt(
-        self, fingerprint: Fingerprint, live: LiveEndpoint, kept_tokens: int, prompt_tokens: int, /
-    ) -> None: ...
 
 
 class Reservation:
@@ -177,9 +171,10 @@ class Reservation:
             prompt_tokens = max(1, self.request.prompt_tokens)
             believed = min(1.0, self.entry.cached_tokens / prompt_tokens)
             found = min(1.0, usage.cached_tokens / usage.prompt_tokens)
-            self._table.confirm_cached_share(self.live, believed, found)
+            prefixes = self._table.prefixes
+            prefixes.confirm_cached_share(self.live, believed, found)
             if self.expected_cache is not None:
-                self._table.on_cache_report(self.live, self.expected_cache, usage)
+                prefixes.on_cache_report(self.live, self.expected_cache, usage)
 
     def on_failed(self, broke: UpstreamError) -> None:
         """Record a failed or incomplete answer in the endpoint's health.
@@ -216,7 +211,8 @@ class Reservation:
         # Remove from the prefix index what the pick added: the prompt was never computed.
         if self._fingerprint is not None:
             cached_tokens, prompt_tokens = self.entry.cached_tokens, self.request.prompt_tokens
-            self._table.forget_prompt(self._fingerprint, self.live, cached_tokens, prompt_tokens)
+            prefixes = self._table.prefixes
+            prefixes.forget_prompt(self._fingerprint, self.live, cached_tokens, prompt_tokens)
 
 
 class DecodeReservation(Reservation):

@@ -345,7 +345,8 @@ class PeerView:
             self.count_drop("malformed")
             return
         tokens_per_block = prompt.prompt_tokens * self._block_bytes / prompt.n_bytes
-        self._endpoints.learn_from_peer(keys, live.load, tokens_per_block, prompt.cached_tokens)
+        prefixes = self._endpoints.prefixes
+        prefixes.learn_from_peer(keys, live.load, tokens_per_block, prompt.cached_tokens)
 
     def _apply_loads(self, sender: bytes, loads: peer_messages.PeerLoads, now: float) -> None:
         peer = self.peers.update(sender, loads.uptime_s, is_warm=loads.is_warm, now=now)

@@ -231,7 +231,7 @@ class Shadows:
         prefixes = self._endpoints.prefixes
         fingerprint = prefixes.fingerprint(call, record.model)
         cached = tuple(prefixes.cached_tokens(fingerprint, prompt_tokens))
-        self._endpoints.learn_prompt(fingerprint, record.pick.candidate.load, prompt_tokens)
+        prefixes.learn_prompt(fingerprint, record.pick.candidate.load, prompt_tokens)
         return msgspec.structs.replace(record.query, cached_by_slot=cached, fingerprint=fingerprint)
 
     def _count(self, name: str, result: ShadowResult, took_s: float) -> None:

@@ -59,7 +59,7 @@ class Gateway:
             )
         self.candidates: Sequence[Candidate] = plan.adoption.pools["main"]
         self.view = PeerView(self.seal, self.table, self.gate, self.metrics, BLOCK_BYTES, 1 << 20)
-        self.table.updates = self.view.updates
+        self.table.publish_to_peers(self.view.updates)
         self.view.tenants = lambda: self.config.tenants
         self.gate.publish_to_peers(self.view.updates)
         self.hashes = Fingerprinter(self.seal.fingerprint_secret, BLOCK_BYTES)

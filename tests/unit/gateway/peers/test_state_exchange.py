@@ -60,7 +60,7 @@ async def test_reported_cache_hits_correct_the_index_of_every_gateway() -> None:
         with one.reserve(prompt, 0) as reservation:
             reservation.on_first_token()
     for _ in range(30):
-        one.table.confirm_cached_share(one.table.all()[0], 1.0, 0.1)
+        one.prefixes.confirm_cached_share(one.table.all()[0], 1.0, 0.1)
     run([one, two], now, 0.3)
     trusts = [gateway.prefixes.index._holders[0].trust for gateway in (one, two)]
     assert trusts[0] == trusts[1] < 0.5
