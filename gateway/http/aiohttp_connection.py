@@ -5,11 +5,8 @@ AiohttpConnection takes over the connection. It serves requests to generate an a
 the parser, without aiohttp's Request, router and Response objects. All other requests go through
 aiohttp's application.
 
-It enforces limits that aiohttp lacks:
-
-- timeouts for headers and body
-- the number of chunks of a body
-- the refusal of large (413) or encoded bodies before they are received
+It enforces limits that aiohttp lacks, such as timeouts for headers and body. The limits on the body
+itself are in client_body_reader.py.
 """
 
 from __future__ import annotations
@@ -30,8 +27,9 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from gateway.config import Limits
-from gateway.http import head_errors
-from gateway.http.client_connection import ClientConnection, Serve, add_piece
+from gateway.http import client_body_reader, head_errors
+from gateway.http.client_body_reader import CONTINUE
+from gateway.http.client_connection import ClientConnection, Serve
 from gateway.http.connection_limits import ClientConnections, unread_budget_error
 from gateway.http.connection_phase import Phase
 from gateway.http.large_bodies import LARGE_BODY, JoinInTurn
@@ -42,7 +40,6 @@ from gateway.util.client_networks import client_group
 
 ALLOWED_METHODS = frozenset({"POST"})
 SUPPORTED_VERSIONS = (HttpVersion11, HttpVersion10)  # aiohttp's parser also accepts 0.9 and 2.0
-CONTINUE = "100-continue"
 
 # Bytes. Not equal to MAX_FIELD_BYTES, so that the parser's error shows which was exceeded.
 MAX_URI_BYTES = 8190
@@ -57,7 +54,6 @@ MAX_QUEUED = 2**30  # disables aiohttp's own limit on queued requests; here at m
 
 # Like PARSER_SLICE, for chunked bodies: the parser creates an object per chunk, even of one byte.
 CHUNKED_SLICE = 1024
-CHUNKS_PER_ITERATION = 32  # chunks of a body that are read in one loop iteration
 
 
 class AiohttpConnection(ClientConnection, RequestHandler):
@@ -172,14 +168,18 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         message, payload = self._message, self._payload
         assert message is not None
         assert payload is not None
-        self._check_body_headers(message)
+        awaits_continue = client_body_reader.check_headers(message.headers, self._limits)
         if payload.is_eof() and not message.chunked:  # it arrived together with its head
             self._body_read = True
             return payload.read_nowait()
+        if awaits_continue and not payload.is_eof() and self.transport is not None:
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._enter(Phase.BODY)
         try:
-            read = self._read_chunked if message.chunked else self._read_sized
-            pieces = await read(payload, reserve)
+            if message.chunked:
+                pieces = await client_body_reader.read_chunked(payload, reserve, self._limits)
+            else:
+                pieces = await client_body_reader.read_sized(payload, reserve)
         except RequestPayloadError:
             raise GatewayError(
                 Failure.BAD_REQUEST,
@@ -465,67 +465,6 @@ class AiohttpConnection(ClientConnection, RequestHandler):
     def _refuse_unparsed(self, problem: BaseException | None) -> None:
         self._must_close = True
         self.send_error(head_errors.invalid_head(problem, MAX_URI_BYTES), new_request_id())
-
-    # Reading a body
-
-    def _check_body_headers(self, message: RawRequestMessage) -> None:
-        headers = message.headers
-        encoding = headers.get("Content-Encoding")
-        if encoding is not None and encoding.lower() != "identity":
-            raise GatewayError(
-                Failure.UNSUPPORTED_MEDIA,
-                "The gateway does not accept a Content-Encoding; send the body unencoded.",
-            )
-        if int(headers.get("Content-Length", 0)) > self._limits.body:
-            raise self._too_large()
-        expect = headers.get("Expect")
-        if expect is None:
-            return
-        if expect.lower() != CONTINUE:
-            raise head_errors.expectation_failed()
-        if self.transport is not None and self._payload is not None and not self._payload.is_eof():
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-    async def _read_sized(
-        self, payload: StreamReader, reserve: Callable[[int], None]
-    ) -> list[bytes]:
-        pieces = [payload.read_nowait()]
-        total = len(pieces[0])
-        reserve(total)
-        while not payload.is_eof():
-            piece = await payload.readany()
-            total += len(piece)
-            reserve(total)
-            add_piece(pieces, piece)
-        pieces.append(payload.read_nowait())
-        return pieces
-
-    async def _read_chunked(
-        self, payload: StreamReader, reserve: Callable[[int], None]
-    ) -> list[bytes]:
-        pieces = [b""]
-        total = chunks = 0
-        while not payload.at_eof():
-            piece, _ = await payload.readchunk()
-            add_piece(pieces, piece)
-            total += len(piece)
-            chunks += 1
-            if total > self._limits.body:
-                raise self._too_large()
-            reserve(total)
-            if chunks > self._limits.body_chunks:
-                raise GatewayError(
-                    Failure.TOO_LARGE,
-                    f"The body of the request has more than {self._limits.body_chunks} chunks.",
-                )
-            if not chunks % CHUNKS_PER_ITERATION:
-                await asyncio.sleep(0)
-        return pieces
-
-    def _too_large(self) -> GatewayError:
-        return GatewayError(
-            Failure.TOO_LARGE, f"The request body is larger than {self._limits.body} bytes."
-        )
 
     # What ClientConnection requires
 
