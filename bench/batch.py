@@ -467,22 +467,35 @@ def parse_options(text: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    _add_batch_options(parser)
+    _add_traffic_options(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print the results as one JSON object per seed"
+    )
+    return parser.parse_args()
+
+
+def _add_batch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lines", type=int, default=60, help="number of requests in the batch")
     parser.add_argument(
         "--tokens", type=int, default=120, help="number of tokens in each answer of the batch"
-    )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        nargs="+",
-        default=[1],
-        help="random seeds of the live requests; each seed is one measurement",
     )
     parser.add_argument(
         "--kills",
         type=int,
         default=2,
         help="number of times that the gateway is killed and started again",
+    )
+
+
+def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
+    # The options of the mock engines, and of the live requests beside the batch.
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="random seeds of the live requests; each seed is one measurement",
     )
     parser.add_argument(
         "--places",
@@ -514,10 +527,6 @@ def parse_options(text: str | None) -> argparse.Namespace:
         default=0.1,
         help="target for the time per output token (TPOT) of live requests, in seconds",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print the results as one JSON object per seed"
-    )
-    return parser.parse_args()
 
 
 Measure = Callable[[list[float], list[float], float | None], Outcome]

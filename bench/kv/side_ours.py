@@ -28,7 +28,7 @@ from kvtransfer.transport_interface import (
     WindowSlice,
     WindowVerdict,
 )
-from kvtransfer.transports.stream.link import LinkOptions
+from kvtransfer.transports.stream.link_options import LinkOptions
 
 BLOCK_BYTES = 64 << 10  # size of the region's blocks, which have generations
 SECRET = bytes(range(32))

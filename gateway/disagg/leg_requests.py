@@ -231,51 +231,57 @@ class LegRequests:
         If a broken stream can be continued, the relay records the answer's tokens. If the decode
         engine's count of cached tokens includes transferred ones, the relay replaces it.
         """
-        context, record = self._context, self._record
-        exchange, client, requested_model = (
-            context.exchange,
-            context.client,
-            context.call.requested_model,
-        )
-        served = context.route.resolve_name(endpoint)
-        headers = response_headers(exchange, client, endpoint.name) + self._facts.header
+        context = self._context
         corrects = handover is not None and not handover.reports_own_cache
         self._cache_report = None
-        exchange.ledger = None
+        context.exchange.ledger = None
         terms, resume = self._resume_terms, context.route.resume
         if terms is not None and resume is not None:
-            ledger = exchange.ledger = Ledger(terms, resume.tokens)
-            if corrects:
-                self._cache_report = ledger
-                ledger.cached_tokens = record.cached_tokens
-            recorder = LedgerRecorder(ledger, ledger.render_first, served, requested_model)
-            relay: Relay = RecordedRelay(
-                headers,
-                None,
-                client.is_http_1_0,
-                recorder,
-                hold_until_token=True,
-                chunk_gaps=exchange.gaps,
-                translator=None if exchange.new_translator is None else exchange.new_translator(),
-            )
-            relay.event_writer = write_chunks_with_usage
-            return relay
+            ledger = context.exchange.ledger = Ledger(terms, resume.tokens)
+            return self._recorded_relay(endpoint, ledger, corrects)
+        return self._plain_relay(endpoint, handover is not None, corrects)
+
+    def _recorded_relay(self, endpoint: Endpoint, ledger: Ledger, corrects: bool) -> Relay:
+        # Return a relay that records the answer's tokens in `ledger`, to continue a broken stream.
+        exchange, client, call = self._context.exchange, self._context.client, self._context.call
+        if corrects:
+            self._cache_report = ledger
+            ledger.cached_tokens = self._record.cached_tokens
+        served = self._context.route.resolve_name(endpoint)
+        recorder = LedgerRecorder(ledger, ledger.render_first, served, call.requested_model)
+        relay = RecordedRelay(
+            response_headers(exchange, client, endpoint.name) + self._facts.header,
+            None,
+            client.is_http_1_0,
+            recorder,
+            hold_until_token=True,
+            chunk_gaps=exchange.gaps,
+            translator=None if exchange.new_translator is None else exchange.new_translator(),
+        )
+        relay.event_writer = write_chunks_with_usage
+        return relay
+
+    def _plain_relay(self, endpoint: Endpoint, holds_until_token: bool, corrects: bool) -> Relay:
+        exchange, client, call = self._context.exchange, self._context.client, self._context.call
+        served = self._context.route.resolve_name(endpoint)
         renamer: ModelNameRewriter | None = None
         if corrects and shows_usage(self._members):
-            renamer = corrector = self._cache_report = CachedTokensRewriter(served, requested_model)
-            corrector.cached_tokens = record.cached_tokens
-        elif served != requested_model:
-            renamer = ModelNameRewriter(served, requested_model)
+            renamer = corrector = self._cache_report = CachedTokensRewriter(
+                served, call.requested_model
+            )
+            corrector.cached_tokens = self._record.cached_tokens
+        elif served != call.requested_model:
+            renamer = ModelNameRewriter(served, call.requested_model)
         relay = Relay(
-            headers,
+            response_headers(exchange, client, endpoint.name) + self._facts.header,
             None,
             client.is_http_1_0,
             renamer,
-            handover is not None,
+            holds_until_token,
             exchange.gaps,
             translator=None if exchange.new_translator is None else exchange.new_translator(),
         )
-        if context.call.request.stream:
+        if call.request.stream:
             relay.event_writer = chunk_writer(self._members)
         return relay
 

@@ -43,7 +43,8 @@ from kvtransfer.transport_interface import (
 )
 from kvtransfer.transports.acceptor import LinkAcceptor
 from kvtransfer.transports.copy_runs import are_within, copy_runs, split_by_bytes
-from kvtransfer.transports.stream.link import LinkOptions, StreamLink
+from kvtransfer.transports.stream.link import StreamLink
+from kvtransfer.transports.stream.link_options import LinkOptions
 from kvtransfer.transports.stream.outbound import Outbound
 
 _MARK = struct.Struct("<?Q")

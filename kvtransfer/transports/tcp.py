@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.transport_interface import Link, LinkOwner, TransportError
 from kvtransfer.transports.acceptor import LinkAcceptor
-from kvtransfer.transports.stream.link import LinkOptions, StreamLink
+from kvtransfer.transports.stream.link import StreamLink
+from kvtransfer.transports.stream.link_options import LinkOptions
 from kvtransfer.transports.stream.parallel_links import LanedLink
 from kvtransfer.transports.tls_links import TlsContexts, TlsLink
 from kvtransfer.util.tls_files import TlsFiles

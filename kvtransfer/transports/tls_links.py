@@ -20,7 +20,7 @@ from typing import Any
 from kvtransfer.transport_interface import LinkOwner, TransportError, WindowHead
 from kvtransfer.transports.iovec import vectors_at
 from kvtransfer.transports.stream.inbound import Inbound
-from kvtransfer.transports.stream.link import LinkOptions
+from kvtransfer.transports.stream.link_options import LinkOptions
 from kvtransfer.transports.stream.outbound import Outbound
 from kvtransfer.transports.stream.parallel_links import LanedLink
 from kvtransfer.util.tls_files import TlsFiles

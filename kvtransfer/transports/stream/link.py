@@ -20,19 +20,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import Blocks
 from kvtransfer.protocol.frame import (
-    MAX_PAYLOAD_BYTES,
     FrameError,
     FrameKind,
     FrameLimits,
     encode_frame,
 )
 from kvtransfer.transport_interface import (
-    MAX_LANES,
     MAX_UNPROVEN_BYTES,
     LinkOwner,
     TransportError,
@@ -43,6 +39,7 @@ from kvtransfer.transport_interface import (
 )
 from kvtransfer.transports.pump import PUMP, PumpCalls, PumpFunctions
 from kvtransfer.transports.stream.inbound import Inbound
+from kvtransfer.transports.stream.link_options import LinkOptions
 from kvtransfer.transports.stream.outbound import Outbound
 from kvtransfer.transports.stream.seal import WindowSeal, WindowSealError
 from kvtransfer.transports.stream.spin_pause import SpinPause
@@ -58,45 +55,6 @@ _TRICKLE_MS = 50  # then fewer bytes are read, because any byte shows that the p
 # window of a transfer, for which the sink gives credit, comes earlier.
 _HOLD_INTERVAL_MS = 20
 _log = logging.getLogger("penstock")
-
-
-class LinkOptions(msgspec.Struct, frozen=True):
-    """The options of a connection between two agents over a stream socket.
-
-    checked       whether windows (pieces of KV) have xxh3-64 checksums. The source computes them
-                  over its memory, the sink over its own
-    sealed        whether windows are encrypted and authenticated (AES-128-GCM); both agents must
-                  use the same value
-    spin_s        seconds to poll before sleeping, below 1. After a sleep that longer polling would
-                  have avoided, it is four times as long. It is 0 while other threads want the core
-    window_bytes  preferred maximum size of a window
-    native        whether to use the pump (C code) if it is compiled (pump.py)
-    lanes         number of parallel connections to an agent that this agent opens (tcp). One core
-                  can copy what one connection carries
-    switch_interval_s  maximum of Python's switch interval (sys.setswitchinterval) in seconds while
-                  windows move, so that a thread that computes in Python does not slow them down; 0:
-                  it is not changed
-    """
-
-    checked: bool = True
-    sealed: bool = False
-    spin_s: float = 50e-6
-    window_bytes: int = 8 << 20
-    native: bool = True
-    lanes: int = 1
-    switch_interval_s: float = 100e-6
-
-    def __post_init__(self) -> None:
-        if not 0 < self.window_bytes <= MAX_PAYLOAD_BYTES or not 0.0 <= self.spin_s < 1.0:
-            raise ValueError(
-                f"window_bytes must be 1 to {MAX_PAYLOAD_BYTES} and spin_s below 1 s, got {self}"
-            )
-        if not 1 <= self.lanes <= MAX_LANES:
-            raise ValueError(
-                f"the number of lanes (parallel connections) must be 1 to {MAX_LANES}, got {self}"
-            )
-        if self.switch_interval_s and not 1e-6 <= self.switch_interval_s <= 1.0:
-            raise ValueError(f"switch_interval_s must be 0, or 1 µs to 1 s, got {self}")
 
 
 class StreamLink:
@@ -139,12 +97,25 @@ class StreamLink:
         self._out: Outbound = Outbound(fd, self._sent, checked=options.checked, calls=writing)
         self._in = Inbound(fd, self._receive, self, _UNPROVEN_LIMITS, reading)
         self._orders: deque[Callable[[], None]] = deque()
+        self._closing = self._ended = self._dialled = False
+        self._interval_hold = SwitchIntervalHold(options.switch_interval_s)
+        self._last_window_s = 0.0
+        self._broken: str | None = None
+        self._has_closed_socket = False
+        self._init_driving(options)
+        self._init_polling(sock)
+        self._thread = threading.Thread(
+            target=self._run, name=f"kv-{self.transport}-{peer}", daemon=True
+        )
+
+    def _init_driving(self, options: LinkOptions) -> None:
+        # Initialize the locks, and the state of the threads that drive the link or wait for it.
         self._driver_lock = threading.Lock()
         # Held while bytes are written. Only the driver waits for it; others then queue a message.
         self._write_lock = threading.Lock()
         self._gate = threading.Lock()
         self._report_lock = threading.Lock()
-        self._closing = self._ended = self._dialled = self._was_rung = False
+        self._was_rung = False
         self._sleepers = 0  # threads that wait for an event; changed with the driver lock held
         self._sleeps_long = False  # whether the link's own thread sleeps without a time limit
         self._stepping_thread = 0  # identifier of the thread that is in `_step`
@@ -153,10 +124,9 @@ class StreamLink:
         self._drivers, self._last_driven_s = 0, -_NEVER
         self._spin_s = options.spin_s
         self._spin_pause = SpinPause()
-        self._interval_hold = SwitchIntervalHold(options.switch_interval_s)
-        self._last_window_s = 0.0
-        self._broken: str | None = None
-        self._has_closed_socket = False
+
+    def _init_polling(self, sock: socket.socket) -> None:
+        # Register the socket and the wake-up event, for which the link's own thread sleeps.
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._poll.register(self._wake_fd, select.POLLIN)
@@ -164,9 +134,6 @@ class StreamLink:
         self._polled_in = 1
         self._wake_poll = select.poll()
         self._wake_poll.register(self._wake_fd, select.POLLIN)
-        self._thread = threading.Thread(
-            target=self._run, name=f"kv-{self.transport}-{peer}", daemon=True
-        )
 
     def _pump_calls(self, sock: socket.socket) -> PumpCalls | None:
         if self._pump is None or not self._is_pumped:

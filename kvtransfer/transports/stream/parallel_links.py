@@ -21,7 +21,8 @@ from typing import Any
 
 from kvtransfer.protocol.frame import FrameError, FrameKind, encode_frame
 from kvtransfer.transport_interface import Link, LinkOwner, WindowHead, WindowSlice, WindowVerdict
-from kvtransfer.transports.stream.link import LinkOptions, StreamLink
+from kvtransfer.transports.stream.link import StreamLink
+from kvtransfer.transports.stream.link_options import LinkOptions
 
 _SPREAD = struct.Struct("<Q")
 

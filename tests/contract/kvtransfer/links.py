@@ -75,7 +75,7 @@ def make(name: str, wire: InprocWire, pace: float = 1.0) -> Transport:
     if name == "inproc":
         return Inproc(wire)
     if name in OVER_TCP:
-        from kvtransfer.transports.stream.link import LinkOptions
+        from kvtransfer.transports.stream.link_options import LinkOptions
         from kvtransfer.transports.tcp import Tcp
 
         files = tls_files() if name.startswith("tls") else None

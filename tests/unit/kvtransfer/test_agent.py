@@ -28,7 +28,7 @@ from kvtransfer.transports import shm
 from kvtransfer.transports.inproc import Inproc, InprocLink, InprocWire
 from kvtransfer.transports.pump import PUMP, Digest
 from kvtransfer.transports.rdma.transport import Rdma
-from kvtransfer.transports.stream.link import LinkOptions
+from kvtransfer.transports.stream.link_options import LinkOptions
 from kvtransfer.transports.stream.window_batch import WindowBatch
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.util.agent_lock import AgentLock

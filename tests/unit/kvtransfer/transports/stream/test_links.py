@@ -30,7 +30,8 @@ from kvtransfer.transport_interface import (
     WindowVerdict,
 )
 from kvtransfer.transports.pump import PUMP
-from kvtransfer.transports.stream.link import LinkOptions, StreamLink
+from kvtransfer.transports.stream.link import StreamLink
+from kvtransfer.transports.stream.link_options import LinkOptions
 from kvtransfer.transports.tcp import Tcp
 from tests.contract.kvtransfer.links import (
     BLOCK_BYTES,
