@@ -59,8 +59,8 @@ GAPS_EVERY = 32  # one request in this many has the times between its stream's c
 class RequestFactory:
     """Creates the record (exchange) of every request of this process, and serves the request.
 
-    Request ids have a fixed length and cannot be guessed, because engines may find the request to
-    abort by a prefix of its id.
+    Request ids have a fixed length and cannot be guessed. An engine may abort the request whose id
+    begins with a given text, so a guessed id could end the request of another client.
     """
 
     __slots__ = ("_count", "_gaps", "_gateway", "_ids", "_proxies")

@@ -1,5 +1,4 @@
-"""The transfer agent, which an engine embeds to offer KV blocks to other engines and to fetch
-theirs.
+"""The transfer agent, with which an engine offers KV blocks to others and fetches theirs.
 
 Agent connects the parts of a transfer under one lock: the logic of both sides, the connections
 (links), the clock and the event loop. Events arrive on any thread. The commands that follow from

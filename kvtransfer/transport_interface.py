@@ -205,9 +205,7 @@ class LinkOwner(Protocol):
     """
 
     def on_linked(self, link: Link) -> None:
-        """Add a connection that another agent has just opened, without a proof of its
-        identity yet.
-        """
+        """Add a connection that another agent has opened; its identity is not proven yet."""
         ...
 
     def on_message(self, link: Link, data: bytes) -> None: ...

@@ -1,6 +1,6 @@
 """The differences of SGLang's and TensorRT-LLM's HTTP APIs from vLLM's: errors and some fields.
 
-vLLM's own format is in mockgpu/http/openai_format.py. Source: engines.md A (errors, streams).
+vLLM's own format is in mockgpu/http/openai_format.py. Sources: SGLang 0.5.23, tensorrt_llm/serve.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class ApiError(Exception):
 class MalformedHandoffError(ApiError):
     """Raised for a request whose prefill/decode handoff fields are malformed.
 
-    fatal  whether the real engine would crash instead of sending an error (engines.md B.0)
+    fatal  whether the real engine would crash instead of sending an error
     """
 
     def __init__(self, what: str, fatal: bool = False, status: int = 500) -> None:

@@ -1,5 +1,4 @@
-"""The live load of one endpoint: reserved requests, scraped metrics, flags, learned speed,
-forecast.
+"""The live load of one endpoint: reserved requests, scraped metrics, speed, forecast.
 
 This module contains only the mutable state. load_ledger.py changes the reserved numbers. The
 gateway's health checks and drains change the availability.

@@ -73,8 +73,7 @@ def _with_room(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence
 
 
 def fits_context(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep the candidates whose context limit is large enough for the prompt and its expected
-    answer.
+    """Keep the candidates whose context limit fits the prompt and its expected answer.
 
     Each prompt of a list, and each of several answers, needs a context of its own. The prompts of a
     list are assumed to be equally long.

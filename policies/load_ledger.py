@@ -1,5 +1,4 @@
-"""Reserves load at endpoints: each request adds its load to its endpoint, and removes it at its
-end.
+"""Reserves load at endpoints: a request adds its load to its endpoint, and removes it at its end.
 
 This is the only code that changes the reserved numbers of EndpointLoad. A LoadReservation subtracts
 exactly what it added, in whatever order events arrive. If a policy reads the forecast, each event
@@ -163,9 +162,7 @@ class LoadReservation(QueuedPrompt):
         load.timeline.on_sent(load, self, now)
 
     def recompute_prompt(self, now: float) -> None:
-        """Let this endpoint compute the prompt, because no usable KV arrived from another
-        endpoint.
-        """
+        """Let this endpoint compute the prompt: no usable KV arrived from another one."""
         load = self._load
         if self._open and self._context and not self.is_decoding and not self._uncached:
             self._uncached = max(1, self._context - self.cached_tokens)
@@ -189,9 +186,7 @@ class LoadReservation(QueuedPrompt):
                 load.timeline.on_handoff(load, self, now)
 
     def on_first_token(self, now: float) -> None:
-        """Record the first token: the request stops to count as prefill and starts to count as
-        decoding.
-        """
+        """Record the first token: from now on the request counts as decoding, not as prefill."""
         if self.is_decoding or not self._open:
             return
         self.mark_decoding()

@@ -1,5 +1,4 @@
-"""Numeric types for policy parameters. A value outside its range is an error with the parameter's
-name.
+"""Numeric types for policy parameters; a value out of range is an error that names the parameter.
 
 NaN and infinity are outside every range.
 """

@@ -93,8 +93,7 @@ def softmax(temperature: float) -> Picker:
 
 
 class Rotation:
-    """A round-robin picker: among the candidates with the best score, it picks the least recently
-    used.
+    """A round-robin picker: of the best candidates, it takes the least recently used.
 
     It stays fair when candidates are added or removed, unlike a counter modulo their number. It has
     state, so each policy needs a picker of its own. Candidates that were never picked come first,

@@ -64,10 +64,10 @@ def outstanding_work(output_weight: float, request_tokens: float, fresh_s: float
 def reserved_work(
     output_weight: float, request_tokens: float
 ) -> Callable[[Candidate, float], float]:
-    """Return the sort key of the scorer `outstanding_work`: a function of a candidate and the time.
+    """Return a function of a candidate and the time: its sort key for `outstanding_work`.
 
-    The lowest key is best. Candidates with equally many external requests have the same order as by
-    the scorer.
+    The best candidate has the lowest key. Among candidates with equally many external requests, the
+    keys and the scorer give the same order.
     """
 
     def key(candidate: Candidate, now: float) -> float:

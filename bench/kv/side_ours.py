@@ -158,9 +158,7 @@ class LinkSide:
     # ---- callbacks of the link (LinkOwner) ----
 
     def on_linked(self, link: Link) -> None:
-        """Use the first connection as the main one (link), and later ones as parallel connections
-        to it.
-        """
+        """Use the first connection as the link, and later ones as its parallel connections."""
         link.secure(SECRET)
         if self.link is None:
             self.link = link

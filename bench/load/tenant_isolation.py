@@ -338,8 +338,8 @@ def _options() -> argparse.Namespace:
         "--probes",
         type=int,
         default=1000,
-        help="number of trials with the same prompt, as many with its words in another order, "
-        "and as many with an unrelated prompt",
+        help="number of trials of each kind: with the same prompt, with its words in another "
+        "order, and with an unrelated prompt",
     )
     parser.add_argument(
         "--documents",

@@ -50,9 +50,7 @@ class PromptCosts:
         self.context_s = (many - few) / 1e5
 
     def prompt_s(self, start: float, tokens: float) -> float:
-        """Return the seconds to compute `tokens` prompt tokens, the first one at position
-        `start`.
-        """
+        """Return the seconds to compute `tokens` prompt tokens from position `start` on."""
         return tokens * (self.token_s + self.pair_s * (start + tokens / 2))
 
 

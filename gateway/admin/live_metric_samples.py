@@ -231,8 +231,7 @@ class SampleHistory:
             _add_growth(self._sum, self._growths.popleft(), -1)
 
     def growth_since(self, mark: MetricSample, now: MetricSample) -> SketchGrowth:
-        """Return by how much the sketches have grown from the sample `mark` of this history until
-        now.
+        """Return how much the sketches have grown since the sample `mark` of this history.
 
         `now` is a sample with sketches, in the history or not. If `mark` is not in the history, for
         example because that is empty, the growth is 0.

@@ -157,9 +157,7 @@ class PoolQueue:
 
     @property
     def sessions(self) -> WorkingSet | None:
-        """Return the sessions whose contexts count towards the KV memory; None if none are
-        tracked.
-        """
+        """Return the sessions that count towards the KV memory; None if none are tracked."""
         policy = self._queue.admission
         return policy.sessions if isinstance(policy, PricedAdmission | SessionCap) else None
 
@@ -338,9 +336,7 @@ class PoolQueue:
         self.leave()
 
     def leave(self) -> None:
-        """Return the permit of a request that has ended, and admit waiting requests that now
-        fit.
-        """
+        """Take back the permit of an ended request, and admit waiting requests that now fit."""
         if self._queue.free_place(monotonic()) or self._first:
             self._settle()
 
@@ -517,9 +513,7 @@ class AdmissionController:
         return turn.result()
 
     def try_acquire_retry(self) -> bool:
-        """Take one retry from the retry budget without waiting; return whether one was
-        available.
-        """
+        """Take one retry from the retry budget, without waiting; return False if it is used up."""
         return self._retries.try_take(self.active_requests)
 
     def release_retry(self) -> None:

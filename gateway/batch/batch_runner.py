@@ -50,7 +50,7 @@ MAX_OWNED = 16  # batches that one process runs at once
 class BatchRunner:
     """Runs all batches whose lease this gateway process has taken.
 
-    A lease is the exclusive right to run a batch until a time, unless it is renewed.
+    A lease is the exclusive right to run a batch for some time; its owner renews it.
 
     storage  the storage of files and batches
     is_open  whether the storage can be used

@@ -74,7 +74,7 @@ ForOption = Annotated[
 
 
 ActionArgument = Annotated[
-    ChaosAction, Argument(help="The fault to inject, or restore to remove faults.")
+    ChaosAction, Argument(help="Fault to inject; the action restore removes faults.")
 ]
 EndpointNames = Annotated[
     list[str] | None,

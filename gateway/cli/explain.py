@@ -26,7 +26,7 @@ def explain(
         str,
         Argument(
             metavar="ID",
-            help="The x-request-id in the response to the request that is to be explained; "
+            help="Id of the request, from the header x-request-id of its response; "
             "default: the newest request.",
         ),
     ] = NEWEST_REQUEST,

@@ -124,7 +124,7 @@ _DIALECTS = (
 
 def demo(
     groups: Annotated[
-        int, Option("--groups", min=1, max=64, help="Number of mock TP groups to start.")
+        int, Option("--groups", min=1, max=64, help="Number of mock engines to start.")
     ] = 4,
     policy: Annotated[str, Option("--policy", help=POLICY_HELP)] = "prefix_aware",
     port: Annotated[int, Option("--port", min=1, max=65535, help="Port of the OpenAI API.")] = 8080,

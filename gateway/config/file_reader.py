@@ -20,9 +20,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_config_file(path: Path) -> bytes:
-    """Return the content of the configuration file. Raises ConfigError if the file cannot be
-    read.
-    """
+    """Return the content of the configuration file; raise ConfigError if it cannot be read."""
     try:
         return read_file(path, MAX_FILE_BYTES)
     except NotARegularFileError:

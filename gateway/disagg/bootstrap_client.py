@@ -22,8 +22,7 @@ Callback = Callable[[UpstreamError | None, bytes], None]
 
 
 class BootstrapClient:
-    """Queries the bootstrap servers of prefill engines, with at most one query per server at a
-    time.
+    """Queries bootstrap servers of prefill engines, with at most one query per server at a time.
 
     Each query opens a new connection.
     """

@@ -56,8 +56,7 @@ def blame_decode(attempt: AttemptState) -> None:
 
 
 def suspect_both(attempt: AttemptState) -> None:
-    """Make the next attempt compute the whole request at one endpoint, without this prefill
-    endpoint.
+    """Make the next attempt send the whole request to one endpoint, not this prefill endpoint.
 
     It is unknown which of the two endpoints caused the failure. A decode endpoint that can serve
     whole requests may get the next attempt, which shows whether it was the cause. Otherwise the
@@ -185,8 +184,7 @@ def free_by_refuser(attempt: AttemptState) -> None:
 
 
 def free_elsewhere(attempt: AttemptState) -> None:
-    """Schedule a release request at another decode engine, because the failed one may not free the
-    KV.
+    """Schedule a release request at another decode engine: the failed one may not free the KV.
 
     It is sent once the failed engine must be done with the KV, because only its connection may have
     broken. If the failed engine could not load the KV, the prefill engine is gone, and nothing is

@@ -72,17 +72,13 @@ class PairFigures:
         self.counter: Counter | None = None
 
     def add_times(self, prefill_s: float, handoff_s: float) -> None:
-        """Update the means with one handoff's seconds of prefill, and from its end to the first
-        token.
-        """
+        """Update the means with one handoff: seconds of prefill, and then to the first token."""
         self.prefill_s = _update_mean(self.prefill_s, prefill_s)
         self.handoff_s = _update_mean(self.handoff_s, handoff_s)
         self.newest_s.append(handoff_s)
 
     def add_transferred(self, pair: EndpointPair, prompt_tokens: int) -> None:
-        """Count the prompt tokens whose KV was transferred: those not cached at the decode
-        engine.
-        """
+        """Count the transferred prompt tokens: those that the decode engine had not cached."""
         self.tokens += max(0, prompt_tokens - pair.decode.cached_tokens)
 
     def expected_s(self, prefill_s: float | None) -> float | None:
@@ -175,9 +171,7 @@ class Handoffs:
         counter.value += 1.0
 
     def take_number(self) -> int:
-        """Return a random number that identifies a new handoff, unique among handoffs in
-        progress.
-        """
+        """Return a random number for a new handoff, which no handoff in progress has."""
         while True:
             number = self._rng.getrandbits(63)
             if number >= LEAST_NUMBER and number not in self._numbers:
@@ -244,8 +238,7 @@ class Handoffs:
         self.outbox.loop.call_later(RELEASE_TIMEOUT_S, self._close_release, leg)
 
     def release_load(self, live: LiveEndpoint) -> float:
-        """Return the load of an endpoint: its requests and release requests per unit of concurrency
-        limit.
+        """Return an endpoint's requests and release requests, divided by its concurrency limit.
 
         A release request only makes a prefill engine free KV (see send_release_request).
         """

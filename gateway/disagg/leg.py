@@ -88,15 +88,11 @@ class Leg(EagerTask):
 
     @property
     def is_over(self) -> bool:
-        """Return whether the request has ended or will be closed soon, so that it reports no
-        more.
-        """
+        """Return whether the request has ended or is being closed: it reports nothing more."""
         return self._on_ended is None or self._is_leaving
 
     def close(self) -> None:
-        """End the request and close its connection, without calling `ended`. Repeated calls are
-        ignored.
-        """
+        """End the request and close its connection without calling `ended`; may be repeated."""
         if self._on_ended is not None:
             self._drop_callbacks()
             self.cancel()

@@ -96,9 +96,7 @@ class SplitModel(Protocol):
 
 
 class SplitContext:
-    """A request of a model that may be split between two engines, with all that its attempts
-    need.
-    """
+    """A request that may be split between two engines, with all that its attempts need."""
 
     __slots__ = ("call", "client", "exchange", "fingerprint", "gateway", "route", "split")
 
@@ -211,8 +209,7 @@ class LegRequests:
     def release_request(
         self, reservation: Reservation | LiveEndpoint, handover: DecodeRequest
     ) -> tuple[bytes, bytes]:
-        """Return the head and the body of a release request, which makes the prefill engine free
-        its KV.
+        """Return head and body of a release request, which makes the prefill engine free its KV.
 
         It goes to a decode engine and generates one token, which is discarded. When it arrives, the
         prefill engine's memory may already hold the KV of another request. Therefore the request

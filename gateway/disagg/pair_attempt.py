@@ -75,8 +75,7 @@ class PairAttempt(AttemptState):
         self.handoffs.count_attempt(self.pair, self.figures, self.state, self.record, relay, split)
 
     async def run(self, query: RoutingQuery) -> UpstreamError | None:
-        """Serve the request; return the error that broke it, or None once the client has its
-        answer.
+        """Serve the request; return the error that broke it, or None if it was answered.
 
         `query` is the policy's input with which the two endpoints were chosen.
         """
@@ -159,9 +158,7 @@ class PairAttempt(AttemptState):
         self.handoffs.transfers.pop(self, None)
 
     def on_overdue(self) -> None:
-        """Fail this attempt because its KV transfer takes too long. Handoffs.sweep() calls it
-        once.
-        """
+        """Fail this attempt: its KV transfer takes too long. Handoffs.sweep() calls it once."""
         if self.exchange.is_committed:
             return  # the answer flows: the relay may not recognise a token in it
         self.problem = UpstreamError("transfer_timeout", f"{self.state} for too long")

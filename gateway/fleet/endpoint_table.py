@@ -49,7 +49,7 @@ log = logging.getLogger("penstock")
 
 # A stalled engine sends nothing although its /health is fine. An engine that computes a long prompt
 # is silent too. Silence therefore counts as a stall only beyond PREFILL_MARGIN times the duration
-# of its backlog at this rate, which is slow for a current TP group (perfmodel.md 3.5).
+# of its backlog at this rate, which is slow for an engine on current GPUs.
 PREFILL_TOKENS_PER_S = 10_000
 PREFILL_MARGIN = 3
 

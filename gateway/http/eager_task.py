@@ -68,8 +68,7 @@ class EagerTask:
         self._task: asyncio.Task[None] | None = None
 
     def step(self, error: BaseException | None = None) -> None:
-        """Run the task's coroutine up to its next wait. If `error` is given, raise it in the
-        coroutine.
+        """Run the task's coroutine up to its next wait; first raise `error` in it, if given.
 
         The only exception that the coroutine may raise is CancelledError. Any other one is raised
         to the caller.

@@ -26,7 +26,7 @@ from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.relay_state import BEHIND, DONE
 from gateway.util.tls_contexts import WRITE_BUFFER_BYTES, Encryption
 
-MAX_IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections (engines.md A.9)
+MAX_IDLE_S = 4.0  # below the 5 s after which vLLM's server closes idle connections
 MAX_HEADS = 64  # cached beginnings of requests, one for each path
 MAX_IDLE = 256  # idle connections kept per engine
 TLS_SHUTDOWN_S = 1.0  # how long an engine may take to complete a TLS shutdown

@@ -1,6 +1,4 @@
-"""Chooses the message bus between gateways: a Redis server, or a socket for workers of one
-machine.
-"""
+"""Chooses the bus between gateways: a Redis server, or a socket for workers of one machine."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ from gateway.peers.local_bus import LocalBus
 def create_bus(
     shared: Shared | None, hub: Path | None, rng: Random, count_drop: DropCounter
 ) -> Bus:
-    """Create the bus to the Redis server in the section `shared`, or else to the workers' socket
-    `hub`.
+    """Create the bus over the Redis server of `shared`, or else over the workers' socket `hub`.
 
     `count_drop` is called with the reason for each frame that is dropped.
     """

@@ -145,8 +145,7 @@ class FrameAuth:
 
 
 def create_frame_auth(config: Config, local_secret: bytes | None) -> FrameAuth | None:
-    """Return the authentication of frames; None if this gateway has no others to exchange state
-    with.
+    """Return the authentication of frames; None if this gateway shares no state with others.
 
     `local_secret` is the secret of the worker processes of one machine, for a configuration without
     a `shared` section.

@@ -60,8 +60,7 @@ class CacheLoss(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
 
 
 class CacheReports(msgspec.Struct, frozen=True, array_like=True, tag="confirmed"):
-    """A message between gateways: which share of some prompts was cached, as predicted and as
-    reported.
+    """A message between gateways: predicted and reported cached shares of some prompts.
 
     answers  (endpoint, predicted share, share that the engine reported); each is a share of the
              prompt's tokens, 0 to 1

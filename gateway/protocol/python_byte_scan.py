@@ -20,12 +20,10 @@ _EVENT_STARTS = {length: line + b"data:" for length, line in SIZE_LINES.items()}
 
 
 def body_span(data: bytes, offset: int, before: bytes, after: bytes) -> tuple[int, int] | None:
-    """Return the offsets in `data` at which a message's body begins and ends.
+    """Return where the body of the message at `offset` begins and ends in `data`; else None.
 
-    before  the bytes of the message's head before the digits of its Content-Length
-    after   the bytes of the head after those digits
-
-    Returns None if no head with these bytes begins at `offset`. The body may extend beyond `data`.
+    The head is known, except for the digits of its Content-Length. It is `before`, the digits, and
+    `after`; for any other head the result is None. The body may extend beyond `data`.
     """
     # Comparing a slice takes fewer instructions than startswith() with an offset.
     digits_at = offset + len(before)

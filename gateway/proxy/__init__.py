@@ -1,5 +1,4 @@
-"""Sends requests to endpoints, with retries: whole ones, split ones, and the rest of broken
-streams.
+"""Sends requests to endpoints, with retries: whole, split, or the rest of a broken stream.
 
 If the requested model has no capacity, it may choose a smaller one.
 """

@@ -204,9 +204,7 @@ async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamEr
 
 
 def end_retries(gateway: Gateway, exchange: Exchange) -> None:
-    """Cancel the request's hedge (a second attempt in parallel), and return its retry to the
-    budget.
-    """
+    """Cancel the request's hedge (a parallel attempt), and return its retry to the budget."""
     if exchange.hedge is not None:
         exchange.hedge.close()
     exchange.give_back_retry_turn(gateway.gate)
@@ -245,9 +243,7 @@ def _given_up(exchange: Exchange, problem: UpstreamError) -> GatewayError:
 
 
 def is_too_long(call: Call, candidates: Sequence[Candidate]) -> bool:
-    """Return whether a prompt and its answer certainly exceed the context length of every
-    candidate.
-    """
+    """Return whether a prompt and its answer certainly exceed every candidate's context length."""
     needed_tokens = least_tokens(call)
     limits = [candidate.endpoint.context_tokens for candidate in candidates]
     return all(limit is not None and limit < needed_tokens for limit in limits)

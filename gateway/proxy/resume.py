@@ -40,8 +40,7 @@ def prepare_recorded(
     on_first: Callable[[], None],
     served: str,
 ) -> tuple[bytes, Call, Relay]:
-    """Build a request to an engine like forward.prepare(), but with a record of the answer's
-    tokens.
+    """Build a request like forward.prepare(), but record the tokens of its answer.
 
     With that record, another endpoint can continue the answer if its stream breaks. If no exact
     continuation is possible, nothing is recorded and `exchange.ledger` is None.
@@ -100,9 +99,7 @@ async def continue_stream(
 
 
 class _Body:
-    """The body of a request for the rest of a broken answer. It is freed once an engine
-    responds.
-    """
+    """The body of a request for the rest of a broken answer; freed once an engine responds."""
 
     __slots__ = ("body",)
 
@@ -189,9 +186,7 @@ class RestPlan:
         self._end("no_endpoint")
 
     def finish(self) -> None:
-        """Record how the continuation ended; if it failed, end the client's stream with an
-        error.
-        """
+        """Record how the continuation ended; if it failed, end the stream with an error."""
         if self.result in (RESUMED, CLOSED):
             self.exchange.status = 200
             return

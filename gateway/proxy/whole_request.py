@@ -142,8 +142,7 @@ class UncountedPlan(WholePlan):
 
 
 def pick_over_cap(route: Route, query: RoutingQuery, call: Call) -> Pick | None:
-    """Pick an endpoint even if it is at its concurrency limit, so that the engine queues the
-    request.
+    """Pick an endpoint even beyond its concurrency limit; its engine queues the request.
 
     This is for an admitted request when no endpoint has free capacity. Admission does not rule that
     out:

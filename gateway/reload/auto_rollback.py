@@ -49,8 +49,7 @@ class FailureCount(msgspec.Struct, frozen=True):
 
 
 def is_failure(code: str, reason: str) -> bool:
-    """Return whether a request failed: with status 5xx, or with a 200 that broke after its first
-    byte.
+    """Return whether a request failed: with status 5xx, or as a 200 whose answer broke off.
 
     `code` is the HTTP status. `reason` is "served", or the cause of a failure.
     """

@@ -265,8 +265,7 @@ class Reloader:
         if_match: str | None = None,
         options: ChangeOptions = DEFAULT_OPTIONS,
     ) -> ReloadOutcome:
-        """Apply an older version of the configuration again: `number`, or by default the previous
-        one.
+        """Apply the configuration version `number` again; by default the previous one.
 
         trigger   what caused the change, for the history
         if_match  ETag that the current version must have; otherwise the result is "conflict"

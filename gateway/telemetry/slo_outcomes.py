@@ -71,8 +71,7 @@ def _output_tokens(exchange: Exchange, relay: Relay, usage: TokenUsage) -> int:
 
 
 def effective_usage(exchange: Exchange, relay: Relay) -> TokenUsage:
-    """Return an answer's token counts, with the cached tokens of its prefill endpoint if it was
-    split.
+    """Return an answer's token counts; if it was split, with its prefill endpoint's cached tokens.
 
     The decode endpoint of a split request counts transferred KV as cached, so its number is wrong.
     """
@@ -198,8 +197,7 @@ class SloTracker:
         self._kinds = {}
 
     def observe_pick_regret(self, query: RoutingQuery, pick: Pick) -> None:
-        """Record the regret of a pick: by how many seconds another endpoint was expected to be
-        faster.
+        """Record a pick's regret: by how many seconds another endpoint was expected to be faster.
 
         It is the expected time to first token at the picked endpoint, minus the lowest one of all
         candidates. Call this before capacity is reserved for the pick.

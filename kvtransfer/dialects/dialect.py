@@ -4,7 +4,7 @@ A handoff consists of a prefill request to one engine and a decode request to an
 defines which JSON members each request gets, and which prefill responses are usable. It is data and
 pure functions; the gateway sends the requests and handles failures.
 
-Sources: reference engines.md B, D, E (vLLM 0.11 to 0.33, SGLang 0.5.23, TensorRT-LLM mid-2026).
+Sources: the code of vLLM 0.11 to 0.33, SGLang 0.5.23, and TensorRT-LLM of mid-2026.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Prerequisite(StrEnum):
 
 
 class BootstrapAddress(msgspec.Struct, frozen=True):
-    """The address of a prefill engine's bootstrap server, which decode engines ask for its KV."""
+    """The address of a bootstrap server, where decode engines learn how to fetch a prefill's KV."""
 
     host: str
     port: int

@@ -2,7 +2,7 @@
 
 The bootstrap server beside each prefill engine lists the engine's ranks. The gateway caches this
 page, and reads it again after a request failed there, because identifiers change with a restart.
-Source: engines.md B.4.
+Source: MooncakeConnector of vLLM 0.33.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
 
 
 def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
-    """Return the decode request for Mooncake, with the address of the prefill engine's bootstrap
-    server.
-    """
+    """Return Mooncake's decode request, which has the address of the prefill's bootstrap server."""
     if terms.bootstrap is None or terms.identity is None:
         return UnusableResponse("nothing is known of the prefill engine's bootstrap server")
     params = {

@@ -1,5 +1,4 @@
-"""Dialect of PenstockConnector, our plug-in for vLLM: both requests at once, matched by an
-identifier.
+"""Dialect of PenstockConnector, our vLLM plug-in: both requests at once, matched by an id.
 
 The decode engine reserves blocks first. The prefill engine then sends the KV layer by layer while
 it computes the prompt (docs/vllm-connector.md).

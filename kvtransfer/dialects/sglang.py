@@ -5,7 +5,7 @@ generation by itself. Its response ends when the KV has been fetched, and is dis
 earlier drops the KV.
 
 Both kinds of engine answer 400 to a request without a room, so neither serves whole requests.
-Source: engines.md D.
+Source: SGLang 0.5.23.
 """
 
 from __future__ import annotations

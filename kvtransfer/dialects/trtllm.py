@@ -1,8 +1,7 @@
-"""Dialect of TensorRT-LLM: a context server computes the prompt and one token, then another
-decodes.
+"""Dialect of TensorRT-LLM: a context server computes prompt and one token, another decodes.
 
 These servers refuse unknown JSON members, so only known ones are sent. If the first token ends the
-answer, the context server's response is the complete answer. Source: engines.md E.
+answer, the context server's response is the complete answer. Source: tensorrt_llm/serve.
 """
 
 from __future__ import annotations
@@ -115,8 +114,7 @@ _any = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def prefill(terms: HandoffTerms) -> RequestEdits:
-    """Return the changes of a context-only request, without members that TensorRT-LLM does not
-    know.
+    """Return the edits of a context-only request, which drop members unknown to TensorRT-LLM.
 
     The member max_tokens stays unchanged.
     """

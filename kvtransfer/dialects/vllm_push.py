@@ -1,9 +1,8 @@
-"""Dialect of vLLM's NixlPushConnector (vLLM 0.24 and later): both requests at once, same
-X-Request-Id.
+"""Dialect of vLLM's NixlPushConnector (since 0.24): both requests at once, same X-Request-Id.
 
 The decode request must name the engine that will write the KV to it. The gateway takes this name
 from the first response of each prefill engine, so the first handoff is sequential. It forgets the
-name if a request fails there, because a restart changes it. Source: engines.md B.3.
+name if a request fails there, because a restart changes it. Source: vLLM 0.33.
 """
 
 from __future__ import annotations

@@ -136,9 +136,7 @@ class TierIndex:
                 self._idle.move_to_end(slot)
 
     def drop(self, key: Key) -> None:
-        """Remove a readable block from the index. Its slot is free after its last pin is
-        removed.
-        """
+        """Remove a readable block from the index; its slot is free once it has no pins."""
         slot = self._ready.pop(key)
         if self._pins[slot]:
             self._keys[slot] = None

@@ -18,9 +18,9 @@ class WindowError(Exception):
 
 
 class RepeatedWindowError(WindowError):
-    """Raised for received KV of which a part has arrived before.
+    """Raised for a window (piece of KV) of which a part has arrived before.
 
-    It is not written again, and the connection may continue.
+    The window is not written again, and the connection may continue.
     """
 
 

@@ -3,7 +3,7 @@
 - Mooncake's bootstrap server answers `GET /query`.
 - SGLang's bootstrap server answers `GET /route` (503 until it is ready) and `GET /health`.
 
-Source: engines.md B.4, D.
+Sources: MooncakeConnector of vLLM 0.33, SGLang 0.5.23.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 - A prefill response has no handoff object.
 - The KV is kept only if the answer was cut after its one token, not if it ended by itself.
 
-Source: engines.md B.0, B.4.
+Source: vLLM 0.33.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 - A prefill engine stops after one token, and responds when its KV has been fetched.
 - A health probe names a host that belongs to no engine. Either engine answers it alone.
 
-Errors are in SGLang's format (mockgpu/engine_formats.py). Source: engines.md D.
+Errors are in SGLang's format (mockgpu/engine_formats.py). Source: SGLang 0.5.23.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 - The generation (decode) server sends that token to the client and continues.
 - Request models forbid unknown fields.
 
-The order "generation first" is not modelled. Source: engines.md E; field names: openai_protocol.py
-of TensorRT-LLM.
+The order "generation first" is not modelled. Source: tensorrt_llm/serve; field names: its
+openai_protocol.py.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
   permission to fetch them.
 - A decode request contains that object, and the decode engine pulls the KV.
 
-A malformed object has the same effect as on the real engine. Source: engines.md B.0, B.1, section
-1.
+A malformed object has the same effect as on the real engine. Source: vLLM 0.20 to 0.33.
 """
 
 from __future__ import annotations

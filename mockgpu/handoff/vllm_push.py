@@ -5,7 +5,7 @@
 - The decode engine waits until the prefill engine has written the KV.
 - If prefill fails, the decode engine is not notified and times out.
 
-Source: engines.md B.0, B.3.
+Source: vLLM 0.33.
 """
 
 from __future__ import annotations

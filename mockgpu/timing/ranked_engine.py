@@ -1,4 +1,4 @@
-"""What a description of an engine says of its addressable data-parallel ranks."""
+"""The base class of engine descriptions: parallel sizes, and ranks that requests can address."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The last steps (gates) of the sizing recipe: number of replicas, and split into prefill and
-decode.
-"""
+"""The last gates (steps) of the sizing recipe: replicas, and split into prefill and decode."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Reads a YAML file that describes a mix: a list of traces, each with its rate, period and
-class.
-"""
+"""Reads a YAML file that describes a mix: traces, each with its rate, period and class."""
 
 from __future__ import annotations
 

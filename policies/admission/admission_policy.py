@@ -200,9 +200,7 @@ class WaitQueueView(Protocol):
         ...
 
     def is_next(self, tenant: str) -> bool:
-        """Return whether a new request of this tenant would enter the pool before all waiting
-        requests.
-        """
+        """Return whether a new request of this tenant would enter before all waiting ones."""
         ...
 
     def count_ahead(self, tenant: str) -> float:
@@ -237,8 +235,7 @@ class Admission(Protocol):
     def decide(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> Verdict:
-        """Return the verdict on a request that has just arrived, or is at the head of the wait
-        queue.
+        """Return the verdict on a request that has just arrived, or that waits at the queue's head.
 
         query       the request, with the time and the random generator
         candidates  the pool's endpoints with their loads

@@ -1,9 +1,8 @@
-"""Admission by price: under overload, the requests with the least value per second of work are
-refused.
+"""Admission by price: overload refuses the requests with the least value per second of work.
 
 While queues are short, the price is zero and all requests enter. When the expected queue exceeds a
 share of the TTFT budget, the price grows exponentially: it is the dual variable of the pool's
-capacity (docs/routing.md 4.8). The queue itself sums up excess arrivals, so the price needs no
+capacity (docs/admission.md). The queue itself sums up excess arrivals, so the price needs no
 memory and does not oscillate. The order of waiting requests is in wait_queue.py, the limit on
 sessions in adaptive_session_limit.py, and scheduled retries in retry_after.py.
 """

@@ -130,8 +130,7 @@ class Quota:
         return refusal
 
     def correct(self, tokens: int) -> None:
-        """Charge the quota for the difference between actual and expected tokens of a finished
-        request.
+        """Charge the quota for a finished request's actual tokens minus its expected ones.
 
         A negative difference is a refund.
         """

@@ -129,8 +129,7 @@ class ReturnSchedule:
         calm_in_s: float,
         query: RoutingQuery,
     ) -> float | None:
-        """Reserve capacity for the retry of a refused request, and return its Retry-After in
-        seconds.
+        """Reserve capacity for the retry of a refused request; return its Retry-After in seconds.
 
         The result is inf if the schedule is full until `latest_s`, and None if no capacity was
         measured. Reservations follow one another without gaps.

@@ -379,17 +379,13 @@ class WaitQueue(Generic[T]):
         self.in_flight -= 1
 
     def on_not_routed(self, request: Request) -> None:
-        """Refund the tenant's charge for a request that got a permit but was not sent to an
-        endpoint.
-        """
+        """Refund the tenant's charge for a request that got a permit but no endpoint."""
         tokens = self._charged.pop(request.id, 0)
         if tokens:
             self._charge(request.tenant, -tokens)
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Correct the tenant's charge by the real answer length, and report the outcome to the
-        policy.
-        """
+        """Correct the tenant's charge by the answer's length, and tell the policy the outcome."""
         self._charge(request.tenant, outcome.output_tokens - request.output_tokens)
         self.admission.on_ended(request, outcome)
 

@@ -85,9 +85,7 @@ class EngineTimeline(EngineModel):
         self._update_forecast(load, now)
 
     def on_first_token(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Record that a prompt's first token has arrived, which ends the step that completed
-        the prompt.
-        """
+        """Record a prompt's first token, which ends the step that completed the prompt."""
         # it belongs to the step that has ended, and nothing was planned since
         if not prompt.is_planned and self.is_same_step(now):
             self.unplanned_tokens += prompt.remaining_tokens

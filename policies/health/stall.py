@@ -141,8 +141,7 @@ class Expectations:
         )
 
     def step_ratio(self, member: ReviewedEndpoint, now: float) -> float:
-        """Return how long a running prefill step has taken, divided by the time that peers need for
-        it.
+        """Return the time of a running prefill step so far, as a multiple of its peers' time.
 
         Returns 0 if that is unknown.
         """
@@ -202,8 +201,7 @@ class Expectations:
 
 
 def choose_doubted(stalled: Sequence[tuple[float, int]], doubted: Sequence[bool]) -> list[int]:
-    """Return the indices of the stalled endpoints that are in doubt from now on and get few
-    requests.
+    """Return the indices of stalled endpoints that get few requests from now on (in doubt).
 
     At least half of all endpoints stay undoubted.
 

@@ -1,3 +1,1 @@
-"""Represents prompts as chains of block hashes, and records which prefixes endpoints have
-cached.
-"""
+"""Prompts as chains of block hashes, and the prefixes that endpoints have cached."""

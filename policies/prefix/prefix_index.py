@@ -162,8 +162,7 @@ class _Holder:
 
 
 class PrefixIndex:
-    """Maps block keys of prompts to the endpoints (slots) that are believed to have the block
-    cached.
+    """Maps block keys to the endpoints (slots) that are believed to have the block cached.
 
     Use it from one event loop. It survives reloads of the configuration.
 
@@ -378,8 +377,7 @@ class PrefixIndex:
     # -- learning
 
     def insert(self, fingerprint: Fingerprint, slot: int, prompt_tokens: int) -> None:
-        """Record that this prompt was sent to the endpoint in this slot, which will cache all of
-        it.
+        """Record that this prompt was sent to the endpoint in this slot, which caches all of it.
 
         The cost depends only on blocks that are new or were not used for long.
         """
@@ -480,9 +478,7 @@ class PrefixIndex:
             self.trim_keys(fingerprint.sampled_keys, slot, kept_tokens, tokens_per_block)
 
     def trim_keys(self, keys: Keys, slot: int, kept_tokens: int, tokens_per_block: float) -> None:
-        """Record that an endpoint failed while it computed a prompt, like `trim`, by sampled
-        keys alone.
-        """
+        """Do what trim() does for a prompt of which only the sampled keys are known."""
         if slot >= len(self._holders):
             return
         first = bisect_right(

@@ -1,6 +1,4 @@
-"""The routing rule of Llumnix: least prefill work before the first token, then least decode
-work.
-"""
+"""The routing rule of Llumnix: least prefill work to the first token, then least decode work."""
 
 from __future__ import annotations
 

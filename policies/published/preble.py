@@ -1,6 +1,4 @@
-"""Preble's routing rule E2: use the endpoint with a long cached prefix, otherwise the least
-loaded.
-"""
+"""Preble's routing rule E2: an endpoint with a long cached prefix, otherwise the least loaded."""
 
 from __future__ import annotations
 

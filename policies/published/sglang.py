@@ -1,6 +1,4 @@
-"""SGLang's routing rule: follow cached prefixes while loads are similar, otherwise balance
-loads.
-"""
+"""SGLang's routing rule: follow cached prefixes while loads are similar, else balance them."""
 
 from __future__ import annotations
 

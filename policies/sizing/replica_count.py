@@ -62,8 +62,7 @@ def wait_quantile_s(load: float, service_s: float, percentile: float) -> float:
 
 
 def replicas_for_wait(load: float, service_s: float, percentile: float, wait_s: float) -> int:
-    """Return the smallest number of replicas that keeps a percentile of waits within `wait_s`
-    seconds.
+    """Return the least number of replicas that keeps a percentile of waits within `wait_s`.
 
     load        mean number of busy replicas
     service_s   seconds of one prefill

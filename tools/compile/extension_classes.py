@@ -88,8 +88,7 @@ class Project:
 
     @cached_property
     def used_as_values(self) -> frozenset[str]:
-        """Return the full names of functions and methods that are used as values, such as
-        callbacks.
+        """Return the full names of functions and methods that are used as values (callbacks).
 
         If the class of a method is unknown, the result contains the method's bare name. Names that
         are also attributes of some class are left out, because otherwise half of all methods would

@@ -1,5 +1,4 @@
-"""The setup.py of a compiled build: makes an extension module of every C file that Cython
-generates.
+"""The setup.py of a compiled build: an extension module for every C file of Cython.
 
 source_tree.py copies this file into the source tree. It also writes small_packages.txt, a list of
 packages and modules that are compiled for small size instead of speed. For those, the compiler gets

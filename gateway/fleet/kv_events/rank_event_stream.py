@@ -148,9 +148,7 @@ class EventSource:
         self._drop_held()
 
     def resynchronize(self, now: float) -> None:
-        """Discard all blocks of the rank, and request a replay of all events that the engine
-        has.
-        """
+        """Discard all blocks of the rank, and request a replay of all events it still has."""
         self.reset()
         if self._has_replay and self.is_connected:
             self._request_replay(0, now)

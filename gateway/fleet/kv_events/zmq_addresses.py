@@ -32,9 +32,7 @@ class SourceAddress(msgspec.Struct, frozen=True):
 
 
 class SourceError(Exception):
-    """Raised when an engine describes no usable source of KV events; the message gives the
-    reason.
-    """
+    """Raised when an engine has no usable source of KV events; the message gives the reason."""
 
 
 def configured_addresses(spec: KvEvents, url: str, ranks: int) -> list[SourceAddress]:

@@ -50,8 +50,8 @@ from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengths
 from policies.routing_types import Request, Slo
 
 # Members that make an engine read, write or wait for another request's KV cache, or that pin its
-# scheduling. Engines trust them, and a malformed one can crash them (engines.md B.0), so a client
-# may not send them.
+# scheduling. Engines trust them, and a malformed one can end vLLM's process, so a client may not
+# send them.
 ENGINE_INTERNAL = frozenset(
     {
         "kv_transfer_params",

@@ -127,8 +127,7 @@ def _wait_s(head: bytes) -> float | None:
 
 
 class ResponseHeadReader:
-    """Reads response heads. Where possible, it compares a head with the last one instead of
-    parsing.
+    """Reads response heads; a head like the last one is compared with it instead of parsed.
 
     While the second in `Date` stays the same, the heads of an engine differ only in their
     Content-Length.
@@ -153,8 +152,7 @@ class ResponseHeadReader:
         return (head, payload) if payload else None
 
     def read(self, data: bytes, offset: int) -> tuple[ResponseHead, int] | None:
-        """Return the response head at `offset`, and the offset of its body; None if it is
-        incomplete.
+        """Return the response head at `offset` and its body's offset; None if incomplete.
 
         Raises FramingError if the head is malformed, ambiguous or too long.
         """

@@ -1,5 +1,4 @@
-"""The counters of Penstock's connector, which vLLM collects from all processes and serves at
-/metrics.
+"""The connector's counters, which vLLM collects from all processes and serves at /metrics.
 
 Their classes for vLLM are in connector.py.
 """

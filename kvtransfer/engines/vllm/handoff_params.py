@@ -1,5 +1,4 @@
-"""The texts that a prefill engine passes to a decode engine in kv_transfer_params: handoff and
-card.
+"""The texts that prefill engines pass to decode engines in kv_transfer_params: handoff and card.
 
 handoff   for KV that is complete: the name of its offer, a hash of the prompt, and for each rank an
           address and a ticket (permission to fetch). It is valid only for this prompt
@@ -152,7 +151,9 @@ def _open(key: bytes, domain: bytes, text: object, decoder: msgspec.msgpack.Deco
     try:
         return decoder.decode(data[_MAC_BYTES:])
     except (msgspec.DecodeError, ValueError) as error:
-        raise HandoffRefused("the handoff has another protocol version than this engine") from error
+        raise HandoffRefused(
+            "the handoff was made by an engine with another protocol version"
+        ) from error
 
 
 def _mac(key: bytes, domain: bytes, body: bytes) -> bytes:
