@@ -44,7 +44,6 @@ from gateway.http.listener_sockets import (
     API,
     BACKLOG,
     bind,
-    duplicates,
     limit_receive_buffers,
     limit_send_buffers,
     naming_config_key,
@@ -508,9 +507,8 @@ class App:
             sockets, ADMIN_RECEIVE_BUFFER if name == ADMIN else limits.receive_buffer
         )
         self._servers[name] = [
-            await self._loop.create_server(factory, sock=each, backlog=BACKLOG)
+            await self._loop.create_server(factory, sock=listening, backlog=BACKLOG)
             for listening in sockets
-            for each in duplicates(listening)
         ]
         port = sockets[0].getsockname()[1]
         return http_url(listener.host, port, encrypted=listener.tls is not None)

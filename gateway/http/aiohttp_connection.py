@@ -36,7 +36,6 @@ from gateway.http.large_bodies import LARGE_BODY, JoinInTurn
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.api_table import API_PATHS, stored_api
 from gateway.protocol.errors import Failure, GatewayError, new_request_id
-from gateway.util.client_networks import client_group
 
 ALLOWED_METHODS = frozenset({"POST"})
 SUPPORTED_VERSIONS = (HttpVersion11, HttpVersion10)  # aiohttp's parser also accepts 0.9 and 2.0
@@ -78,7 +77,6 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         "_payload",
         "_serve",
         "_source",
-        "_turn",
         "_unread",
         "_unread_counted",
         "address",
@@ -129,7 +127,6 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         self._newest_body: StreamReader | None = None
         self._is_chunked = False
         self._unread = b""
-        self._turn: asyncio.Future[None] | None = None
         self._offset = self._head_bytes = self._unread_counted = self._kernel_bytes = 0
 
     # The Client protocol
@@ -360,7 +357,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
                 await self._wait_for_message()
             elif self._request_count > 1:
                 # A pipelined request: other connections have their turn first.
-                await self._wait_for_turn()
+                await asyncio.sleep(0)
                 if bool(self._force_close):
                     break
             message, payload = self._messages.popleft()
@@ -380,16 +377,6 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             if keep:
                 self._enter(Phase.HEAD if self._messages else Phase.IDLE)
         self._close_gracefully()
-
-    async def _wait_for_turn(self) -> None:
-        self._turn = self._loop.create_future()
-        self._outbox.request_turns.wait(self, client_group(self.address))
-        await self._turn
-
-    def begin_request(self) -> None:
-        """Serve the next pipelined request, for which the connection has waited."""
-        if self._turn is not None and not self._turn.done():
-            self._turn.set_result(None)
 
     async def _wait_for_message(self) -> None:
         self._waiter = self._loop.create_future()

@@ -32,7 +32,6 @@ from gateway.protocol.request.request_head import (
     read_head,
     remains_partial_head,
 )
-from gateway.util.client_networks import client_group
 
 # Bytes of pipelined requests buffered while one is served; the rest stays in the socket.
 MAX_UNREAD = 64 * 1024
@@ -45,7 +44,8 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     _unread          received bytes; those after `_offset` belong to no request yet
     _unread_counted  number of such bytes that count against the memory budget of all connections
     _kernel_bytes    bytes that the kernel may buffer while reading is paused
-    _is_turn_due     whether the first request in `_unread` waits for its turn
+    _is_turn_due     whether the first request in `_unread` is scheduled for the next event loop
+                     iteration
     _head            the newest request head; the next one usually differs only in its length
     _pieces          the body received so far; `_missing` bytes are still to come
     _reserve         function that reserves memory for the body while it is being received
@@ -207,17 +207,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self._wait_after(data)
         else:
             self._unread = self._unread + data if self._unread else data
-            if head is not None or phase is not IDLE or self._may_begin():
-                self._serve_first()
-
-    def _may_begin(self) -> bool:
-        # Whether a new connection may begin its first request now, or else in begin_request().
-        if not self._is_turn_due:
-            if self._outbox.request_turns.may_begin(self, client_group(self.address)):
-                return True
-            self._is_turn_due = True
-        self._count_unread()
-        return False
+            self._serve_first()
 
     def eof_received(self) -> bool:
         """Treat a half-close by the client as a disconnect.
@@ -255,18 +245,17 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         self._begin(head, body, end - start)
         self._count_unread()
 
-    def begin_request(self) -> None:
-        """Serve the first request in `_unread`, unless the client is behind with reading responses.
-
-        It is the first one of a new connection, or a pipelined one.
-        """
+    def _serve_next(self) -> None:
+        # Serve the next pipelined request, unless the client is behind with reading responses.
         self._is_turn_due = False
-        if self._task is None and self.paused_at is None and self.transport is not None:
-            if self.phase is SERVING:
-                self._enter(IDLE)
-                self._serve_first()
-            elif self.phase is IDLE and self._unread:
-                self._serve_first()
+        if (
+            self.phase is SERVING
+            and self._task is None
+            and self.paused_at is None
+            and self.transport is not None
+        ):
+            self._enter(IDLE)
+            self._serve_first()
 
     def _buffer_unread(self, data: bytes) -> None:
         # Buffer bytes of later requests that arrive while a request is being served.
@@ -366,7 +355,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         self.phase = SERVING
         if not self._is_turn_due:
             self._is_turn_due = True
-            self._outbox.request_turns.wait(self, client_group(self.address))
+            self._outbox.loop.call_soon(self._serve_next)
 
     def _switch_to_aiohttp(self, transport: asyncio.Transport, data: bytes) -> None:
         self.transport = None
@@ -459,6 +448,6 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         """
         self._closed = self._outbox.loop.create_future()
         self._must_close = True
-        if self._task is None and not self._is_turn_due:
+        if self._task is None:
             self._close_after_flush()
         return self._closed

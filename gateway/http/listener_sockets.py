@@ -16,7 +16,6 @@ FIRST_FD = 3  # sd_listen_fds(3)
 API, ADMIN = "api", "admin"
 LISTENER_NAMES = (API, ADMIN)
 ADMIN_RECEIVE_BUFFER = 256 * 1024  # bytes
-ACCEPTS_PER_ITERATION = 8  # per event loop iteration and listener; about half a millisecond
 
 SocketsByName = Mapping[str, tuple[socket.socket, ...]]
 """The listening sockets of a process, by the name of their listener."""
@@ -94,15 +93,6 @@ def _listen(listener: socket.socket, address: tuple[object, ...], reuse_port: bo
     listener.setblocking(False)
     listener.bind(address)
     listener.listen(BACKLOG)
-
-
-def duplicates(listener: socket.socket) -> tuple[socket.socket, ...]:
-    """Return `listener` and duplicates of it, ACCEPTS_PER_ITERATION sockets in all, for servers.
-
-    libuv accepts one connection per socket and event loop iteration. With a single socket, a client
-    would wait for hundreds of iterations behind others that connect at the same time.
-    """
-    return (listener, *(listener.dup() for _ in range(ACCEPTS_PER_ITERATION - 1)))
 
 
 def limit_send_buffers(listening: Iterable[socket.socket], memory_bytes: int) -> None:

@@ -5,24 +5,20 @@ Anything but a listening TCP socket is an error.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import uvloop
 
 from gateway.http.listener_sockets import (
-    ACCEPTS_PER_ITERATION,
     ActivationError,
     bind,
-    duplicates,
     is_port_free,
     limit_receive_buffers,
     limit_send_buffers,
@@ -218,30 +214,3 @@ def test_a_port_counts_as_free_if_listening_fails_for_another_reason(
 
     monkeypatch.setattr(socket.socket, "bind", refuse)
     assert is_port_free("127.0.0.1", 80)
-
-
-def test_clients_that_connect_at_the_same_time_are_accepted_several_per_iteration() -> None:
-    counts: list[int] = []
-
-    class Accepted(asyncio.Protocol):
-        def connection_made(self, _: asyncio.BaseTransport) -> None:
-            counts[-1] += 1
-
-    async def accept_all(listener: socket.socket, clients: int) -> None:
-        loop = asyncio.get_running_loop()
-        servers = [await loop.create_server(Accepted, sock=each) for each in duplicates(listener)]
-        while sum(counts) < clients:
-            counts.append(0)
-            await asyncio.sleep(0)
-        for server in servers:
-            server.close()
-
-    with ExitStack() as stack:
-        (listener,) = bind("127.0.0.1", 0)
-        address = listener.getsockname()
-        for _ in range(64):
-            stack.enter_context(socket.create_connection(address))
-        uvloop.run(accept_all(listener, 64))
-    assert max(counts) == ACCEPTS_PER_ITERATION
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(address)
