@@ -328,6 +328,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self._must_close = True
             self._pause_reading_for_buffer()
             self._connections.abort_later(self, self._kernel_bytes)
+            self._kernel_bytes = 0
         elif self._messages or self._request_in_progress:
             self._must_close = True
             self._pause_reading_for_buffer()

@@ -303,6 +303,9 @@ class FastConnection(ClientConnection, asyncio.Protocol):
                 self._shrink_receive_buffer()
         if self._kernel_bytes:
             self._connections.abort_later(self, self._kernel_bytes)
+            self._kernel_bytes = 0
+            if self._task is None:
+                self._enter(CLOSING)  # the kernel may hold the rest of a request that was dropped
             return
         if self._task is None:
             self.send_error(unread_budget_error(), new_request_id())

@@ -89,7 +89,7 @@ SMALL = (
     *_modules("gateway/fleet", "endpoint_registry endpoint_table health_checks model_list_changes"),
     *_modules("gateway/fleet", "engine_metrics peer_updates poll_schedule speed_monitor"),
     *_modules("gateway/http", "close_queue connection_limits connection_phase large_bodies"),
-    *_modules("gateway/http", "client_read_turns long_engine_reads poll_client"),
+    *_modules("gateway/http", "body_memory client_read_turns long_engine_reads poll_client"),
     *_modules("gateway/forwarding", "hedge"),
     *_modules("gateway/metrics", "exposition quantile_sketch runtime_gauges"),
     *_modules("gateway/protocol", "cors stored_response_ids trace_context"),

@@ -297,6 +297,35 @@ async def test_the_kernels_buffer_of_a_paused_connection_counts_as_unread(
     await turns()
 
 
+@pytest.mark.parametrize("kind", ["fast", "aiohttp"])
+async def test_the_rest_of_a_dropped_request_is_never_served_as_a_request(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "ABORT_DELAY_S", (0.02, 0.02))
+    harness = Harness()
+    protocol = new_protocol(harness, kind)
+    transport = BufferedTransport(protocol, 400_000)
+    protocol.connection_made(transport)
+    harness.connections.admit(protocol, "192.0.2.1", harness.limits)
+    hidden = request(b'{"hidden":1}', "X-Mark: hidden")
+    pipelined = request(b"y" * 100_000 + hidden)
+    # The second request waits for its turn while its bytes are dropped.
+    protocol.data_received(request(b"{}") + pipelined[: -len(hidden)])
+    protocol.drop_unread()
+    for _ in range(5):
+        await turns()
+    protocol.data_received(hidden)  # what the kernel held
+    for _ in range(2000):
+        if transport.aborted:
+            break
+        await asyncio.sleep(0.005)
+    assert transport.aborted
+    assert "hidden" not in [mark for _, _, mark in harness.served]
+    assert not len(harness.connections)
+    transport.close()
+    await turns()
+
+
 async def test_clients_whose_bytes_were_dropped_cannot_connect_again_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
