@@ -13,10 +13,13 @@ from gateway.http import large_bodies
 from gateway.http.large_bodies import (
     JOINED_AT_ONCE,
     MAX_PAUSE_S,
+    MAX_SLOWNESS,
     PAUSE_FACTOR,
     QUICK_S,
+    REFERENCE_S,
     LargeBodies,
     join_pieces,
+    quick_s,
 )
 
 
@@ -171,3 +174,18 @@ async def test_a_body_that_is_given_up_before_its_turn_holds_up_no_other(
     for _ in range(3):
         await asyncio.sleep(0)
     assert not bodies._waiting
+
+
+def test_a_slower_machine_allows_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = [0.0]
+    monkeypatch.setattr(large_bodies, "thread_time", lambda: spent[0])
+    speeds = {0.5: 1.0, 1.0: 1.0, 2.0: 2.0, 100.0: MAX_SLOWNESS}
+    for slowness, factor in speeds.items():
+
+        def parse(_: bytes, cost_s: float = slowness * REFERENCE_S) -> None:
+            spent[0] += cost_s
+
+        monkeypatch.setattr(large_bodies, "decode_object", parse)
+        quick_s.cache_clear()
+        assert quick_s() == pytest.approx(factor * QUICK_S)
+    quick_s.cache_clear()
