@@ -98,12 +98,12 @@ async def test_abandoned_long_prompts_make_no_engine_suspect(tmp_path: Path) -> 
     for number in range(TRIES):
         folder = tmp_path / str(number)
         folder.mkdir()
-        if " is suspect: " not in await log_beside_abandoned_prompts(folder):
+        if not await is_suspect_beside_abandoned_prompts(folder):
             return
     pytest.fail(f"an engine was suspect in each of {TRIES} attempts")
 
 
-async def log_beside_abandoned_prompts(folder: Path) -> str:
+async def is_suspect_beside_abandoned_prompts(folder: Path) -> bool:
     # Every fourth request is a long prompt, whose client leaves long before the engine ends the
     # step. The streams of that engine pause until then, and so does the prompt that comes next.
     with pool(folder, "retries: {hedge: 0}\n") as (running, _):
@@ -119,5 +119,6 @@ async def log_beside_abandoned_prompts(folder: Path) -> str:
             for stream in streams:
                 stream.cancel()
             await asyncio.wait(streams)
-        assert all(endpoint["cause"] != "slow" for endpoint in page)
-        return running.stderr_text
+        return " is suspect: " in running.stderr_text or any(
+            endpoint["cause"] == "slow" for endpoint in page
+        )
