@@ -18,7 +18,7 @@ from gateway.admission.quotas import Quotas
 from gateway.config import Config, WaitingRoom
 from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.http.eager_task import timeout_after
-from gateway.http.large_bodies import LARGE_BODY, LargeBodies, quick_s
+from gateway.http.large_bodies import LARGE_BODY, LargeBodies, measured_quick_s
 from gateway.protocol.errors import Failure, GatewayError
 from policies.admission import admission_policy
 from policies.admission import wait_queue as waiting
@@ -411,7 +411,7 @@ class AdmissionController:
         self.is_stopping = False
         self._updates: OutgoingUpdates | None = None
         self.quotas = Quotas()
-        self.large_bodies = LargeBodies(quick_s())
+        self.large_bodies = LargeBodies(measured_quick_s())
         self.body_bytes = 0
         self.configure(config)
 

@@ -19,18 +19,21 @@ from gateway.disagg.pairing import SplitRoute
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.reservation import Reservation
-from gateway.forwarding.forward import chunk_writer, client_lines, response_headers
+from gateway.forwarding.forward import (
+    chunk_writer,
+    client_lines,
+    new_recorded_relay,
+    response_headers,
+)
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT
 from gateway.protocol.request.json_splice import edited, shows_usage
 from gateway.protocol.request.request_body import Call
-from gateway.protocol.response.answer_events import write_chunks_with_usage
 from gateway.protocol.response.relay import Relay
-from gateway.protocol.response.resumable_relay import RecordedRelay
 from gateway.protocol.response.resume_eligibility import ContinuationTerms as ResumeTerms
 from gateway.protocol.response.resume_eligibility import continuation_terms, with_token_ids
 from gateway.protocol.response.rewrite import CachedTokensRewriter, ModelNameRewriter
-from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
+from gateway.protocol.response.token_ledger import Ledger
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.trace_context import propagated_headers
 from gateway.protocol.upstream_error import UpstreamError
@@ -245,18 +248,8 @@ class LegRequests:
             self._cache_report = ledger
             ledger.cached_tokens = self._record.cached_tokens
         served = self._context.route.resolve_name(endpoint)
-        recorder = LedgerRecorder(ledger, ledger.render_first, served, call.requested_model)
-        relay = RecordedRelay(
-            response_headers(exchange, client, endpoint.name) + self._facts.header,
-            None,
-            client.is_http_1_0,
-            recorder,
-            hold_until_token=True,
-            chunk_gaps=exchange.gaps,
-            translator=None if exchange.new_translator is None else exchange.new_translator(),
-        )
-        relay.event_writer = write_chunks_with_usage
-        return relay
+        headers = response_headers(exchange, client, endpoint.name) + self._facts.header
+        return new_recorded_relay(exchange, call, client, headers, ledger, served)
 
     def _plain_relay(self, endpoint: Endpoint, holds_until_token: bool, corrects: bool) -> Relay:
         exchange, client, call = self._context.exchange, self._context.client, self._context.call

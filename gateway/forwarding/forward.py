@@ -31,7 +31,9 @@ from gateway.protocol.response.answer_events import (
 )
 from gateway.protocol.response.event_relay import EventRelay
 from gateway.protocol.response.relay import Relay, UpstreamError
+from gateway.protocol.response.resumable_relay import RecordedRelay
 from gateway.protocol.response.rewrite import ANY_NAME, ModelNameRewriter, versioned_name
+from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
 from gateway.protocol.trace_context import propagated_headers
 from gateway.protocol.upstream_error import MODEL_GONE
 from gateway.request_record import Exchange
@@ -201,6 +203,37 @@ def refusal_status(relay: Relay) -> int:
         wait_s = None if relay.head is None else relay.head.wait_s
         raise UpstreamError(f"status_{status}", f"the engine answered {status}", wait_s=wait_s)
     return status
+
+
+def new_recorded_relay(
+    exchange: Exchange,
+    call: Call,
+    client: Client,
+    headers: bytes,
+    ledger: Ledger,
+    served: str,
+    on_first: Callable[[], None] | None = None,
+) -> RecordedRelay:
+    """Return a relay that records the answer's tokens in `ledger`, to continue a broken stream.
+
+    headers   header lines for the client
+    served    the endpoint's name of the model
+    on_first  function that is called at the first generated token
+    """
+    recorder = LedgerRecorder(ledger, ledger.render_first, served, call.requested_model)
+    # It holds back the answer until its first token: until then the request may be retried whole,
+    # which a role that the client has seen would prevent.
+    relay = RecordedRelay(
+        headers,
+        on_first,
+        client.is_http_1_0,
+        recorder,
+        hold_until_token=True,
+        chunk_gaps=exchange.gaps,
+        translator=None if exchange.new_translator is None else exchange.new_translator(),
+    )
+    relay.event_writer = write_chunks_with_usage  # the ledger drops counts not asked for
+    return relay
 
 
 def response_headers(exchange: Exchange, client: Client, endpoint: str) -> bytes:

@@ -299,14 +299,13 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         if not self._reading_paused:
             self._reading_paused = True
             self.transport.pause_reading()
-            if not self._kernel_bytes:
-                self._shrink_receive_buffer()
         if self._kernel_bytes:
             self._connections.abort_later(self, self._kernel_bytes)
             self._kernel_bytes = 0
             if self._task is None:
                 self._enter(CLOSING)  # the kernel may hold the rest of a request that was dropped
             return
+        self._shrink_receive_buffer()
         if self._task is None:
             self.send_error(unread_budget_error(), new_request_id())
             self._close_gracefully()

@@ -49,7 +49,7 @@ async def join_pieces(pieces: list[bytes]) -> bytes:
 
 
 @cache
-def quick_s() -> float:
+def measured_quick_s() -> float:
     """Return QUICK_S for this machine: longer in proportion, if it parses text more slowly.
 
     Otherwise each image of 3 MB would make its client wait on a machine of half the speed.
@@ -71,8 +71,8 @@ class LargeBodies:
     that the client uses half a percent of the event loop's time.
 
     Ordinary images cause no long wait: one of 3 MB takes about 4 ms, sometimes 4.5, and the wait
-    grows from 0 at QUICK_S (on slower machines: quick_s()). The time to join pieces is not counted,
-    because its steps are short.
+    grows from 0 at QUICK_S, or later on slower machines (measured_quick_s()). The time to join
+    pieces is not counted, because its steps are short.
 
     memory         frees the bodies in steps
     _paused_until  end of each client's wait (monotonic seconds)

@@ -58,20 +58,8 @@ def prepare_recorded(
         return forward.prepare(exchange, call, client, reservation, on_first, served)
     body = call_with_token_ids(call, served, endpoint.salt_member)
     ledger = exchange.ledger = Ledger(terms, resume.tokens)
-    recorder = LedgerRecorder(ledger, ledger.render_first, served, call.requested_model)
     headers = forward.response_headers(exchange, client, endpoint.name)
-    # Patient: until its first token the request may be retried whole, which a role already shown
-    # would prevent.
-    relay = RecordedRelay(
-        headers,
-        on_first,
-        client.is_http_1_0,
-        recorder,
-        hold_until_token=True,
-        chunk_gaps=exchange.gaps,
-        translator=None if exchange.new_translator is None else exchange.new_translator(),
-    )
-    relay.event_writer = write_chunks_with_usage  # the ledger drops counts not asked for
+    relay = forward.new_recorded_relay(exchange, call, client, headers, ledger, served, on_first)
     head = reservation.upstream.request_head(call.api.path)
     head += forward.request_headers(exchange, client.headers, len(body.body), endpoint.name)
     return head, body, relay

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
+import os
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -14,12 +13,13 @@ from gateway.admission.admission_controller import AdmissionController
 from gateway.config import Config
 from gateway.http import body_memory
 from gateway.http.body_memory import FREED_AT_ONCE, BodyMemory, new_body, write_piece
+from tests.e2e.process_cost import ProcessCost
 
 MIB = 2**20
 
 
 def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    return ProcessCost(os.getpid()).resident_bytes
 
 
 def joined(pieces: list[bytes]) -> bytes:
