@@ -23,12 +23,11 @@ from kvtransfer.store.reconnecting_client import StoreConnection
 from kvtransfer.store.slot_format import Parts
 from kvtransfer.store.store_index import IN_MEMORY
 from mockgpu.handoff.link_speed import PacedLink
-from mockgpu.job import Job, JobState, PrefillChunk, StepPlan
 from mockgpu.kv_bytes import KvMemory
 from mockgpu.kv_events.event_batches import KvEventStream
 from mockgpu.kv_events.store_announcer import StoreAnnouncer
 from mockgpu.kv_options import StoreSpec
-from mockgpu.scheduler import Scheduler
+from mockgpu.scheduler import Job, JobState, PrefillChunk, Scheduler, StepPlan
 
 MAX_SAVES = 64
 """Maximum number of ended requests whose blocks are being saved at the same time.

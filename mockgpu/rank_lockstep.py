@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Protocol
 
-from mockgpu.job import StepPlan
+from mockgpu.scheduler import StepPlan
 from mockgpu.timing.layout_times import LockstepTimes
 from mockgpu.timing.roofline import StepWork
 

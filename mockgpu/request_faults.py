@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from mockgpu.fault_grammar import FaultKind, InjectedFault
-from mockgpu.job import Job, StepPlan
-from mockgpu.scheduler import Scheduler
+from mockgpu.scheduler import Job, Scheduler, StepPlan
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.kv_bytes import KvMemory

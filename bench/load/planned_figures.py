@@ -11,8 +11,7 @@ import msgspec
 
 from bench.intervals import student_t
 from planner.bench import BenchReport
-from planner.replay.record import ReplayRun
-from planner.replay.results import figures
+from planner.replay.results import ReplayRun, figures
 
 
 class RunFigures(NamedTuple):

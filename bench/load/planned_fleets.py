@@ -59,7 +59,7 @@ from planner.bench import BenchPlan, BenchRecord, BenchReport, BenchSlo, run
 from planner.bench.workloads import lognormal
 from planner.plan import Assumptions, PoolCase, cases
 from planner.replay import replay, traffic
-from planner.replay.record import ReplayRun
+from planner.replay.results import ReplayRun
 from planner.text_generator import BLOCK_TOKENS
 from planner.traces import TraceRequest, read_mooncake
 from tests.ports import free_run

@@ -11,7 +11,7 @@ import msgspec
 
 from bench.ranks.oracle import Oracle, PromptCosts
 from bench.ranks.sessions import draw, sessions
-from mockgpu.job import Job
+from mockgpu.scheduler import Job
 from planner.replay import CacheView, FleetSpec, GroupKind, ReplayOptions, Traffic, users
 from planner.replay.engine_sim import ReplayEngine
 from planner.replay.fleet_sim import Fleet

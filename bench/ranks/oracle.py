@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mockgpu.job import JobState
+from mockgpu.scheduler import JobState
 from mockgpu.timing.roofline import StepTimes, StepWork
 from policies import pickers
 from policies.policy_types import Policy, WeightedScorer

@@ -35,8 +35,8 @@ from planner.plan.recent_traffic import RecentTraffic
 from planner.replay.fleet_sim import Fleet
 from planner.replay.fleet_spec import FleetSpec, GroupKind
 from planner.replay.inflight import InflightRequest
-from planner.replay.record import RequestEnd
 from planner.replay.replay_options import ReplayOptions
+from planner.replay.results import RequestEnd
 from planner.traces.access_log import LoggedRequest, arrived_s
 from policies import policy_registry
 from policies.admission.admission_policy import WaitQueueLimits

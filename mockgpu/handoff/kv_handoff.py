@@ -17,9 +17,8 @@ from kvtransfer.protocol.outcomes import EndReason, TransferOutcome, outcome_for
 from mockgpu.handoff.interfaces import AgentPort, LandingPort, OfferPort
 from mockgpu.handoff.link_speed import PacedLink
 from mockgpu.handoff.transfer_counters import HandoffStats
-from mockgpu.job import Job, JobState
 from mockgpu.paged_kv_cache import blocks_for
-from mockgpu.scheduler import Scheduler
+from mockgpu.scheduler import Job, JobState, Scheduler
 from mockgpu.split_legs import AnswerTime, DecodeLeg, OfferedKv, PrefillLeg
 
 # How long a refusal waits for an offer that is known by name only and may never come. It is then

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from mockgpu.job import Job
 from mockgpu.json_for_schema import JsonFrame
 from mockgpu.mock_tokenizer import (
     TOKEN_BYTES,
@@ -25,6 +24,7 @@ from mockgpu.mock_tokenizer import (
     variation,
 )
 from mockgpu.request_parser import ParsedRequest
+from mockgpu.scheduler import Job
 from mockgpu.split_legs import DecodeLeg, PrefillLeg
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from mockgpu.fault_grammar import FaultKind, InjectedFault
 from mockgpu.http.openai_format import http_chunk
-from mockgpu.job import Job
 from mockgpu.request_parser import ApiError
+from mockgpu.scheduler import Job
 
 KEEP_ALIVE = http_chunk(b": keep-alive\n\n")
 

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from mockgpu.fault_grammar import FaultKind
-from mockgpu.job import Job
 from mockgpu.kv_events.delivery_faults import FaultyDelivery, Message
+from mockgpu.scheduler import Job
 
 FORMS = ("map", "array", "sglang")
 """The formats of KV events.

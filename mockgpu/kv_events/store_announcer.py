@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from kvtransfer.store.block_keys import Key
 from kvtransfer.store.store_index import IN_MEMORY, ON_DISK
-from mockgpu.job import Job
 from mockgpu.kv_events.event_batches import KvEventStream
+from mockgpu.scheduler import Job
 
 POLL_S = 0.2
 BATCH_BLOCKS = 8192

@@ -17,8 +17,8 @@ from planner.auto.reproduction import from_line, from_record
 from planner.plan.config_to_replay import PoolCase
 from planner.plan.recent_traffic import RecentTraffic
 from planner.replay.fleet_sim import replay
-from planner.replay.record import ReplayRecord
 from planner.replay.replay_options import ReplayOptions
+from planner.replay.results import ReplayRecord
 from planner.replay.traffic import Traffic
 from planner.traces.access_log import LoggedRequest, arrived_s
 from policies.policy_types import Picker, Policy, WeightedScorer

@@ -21,7 +21,7 @@ from planner.auto.reproduction import ServedRequest, find_doubt, from_line, from
 from planner.plan.config_to_replay import PoolCase
 from planner.plan.recent_traffic import RecentTraffic
 from planner.replay.fleet_sim import replay
-from planner.replay.record import ReplayRecord
+from planner.replay.results import ReplayRecord
 from planner.replay.traffic import Traffic
 from planner.traces.access_log import LoggedRequest, arrived_s
 from planner.traces.recorded_request import TraceRequest

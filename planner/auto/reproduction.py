@@ -13,7 +13,7 @@ from statistics import median
 import msgspec
 
 from planner.auto.mean_error import error_of_mean, in_blocks
-from planner.replay.record import ReplayRecord
+from planner.replay.results import ReplayRecord
 from planner.traces.access_log import LoggedRequest
 from policies.routing_types import Slo
 

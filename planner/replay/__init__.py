@@ -5,7 +5,6 @@ A TP group is one simulated engine. Readers of recorded traffic are in planner/t
 
 from planner.replay.fleet_sim import replay
 from planner.replay.fleet_spec import FleetError, FleetSpec, GroupKind, preset, read_fleet
-from planner.replay.record import ReplayRecord, ReplayRun, RequestEnd
 from planner.replay.replay_options import (
     CacheView,
     ClientBehaviour,
@@ -13,6 +12,7 @@ from planner.replay.replay_options import (
     GroupFaultKind,
     ReplayOptions,
 )
+from planner.replay.results import ReplayRecord, ReplayRun, RequestEnd
 from planner.replay.traffic import ClosedLoop, Traffic, traffic, users
 
 __all__ = [

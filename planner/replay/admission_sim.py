@@ -11,8 +11,8 @@ from functools import partial
 from random import Random
 
 from planner.replay.inflight import InflightRequest
-from planner.replay.record import ReplayRecord, RequestEnd
 from planner.replay.replay_interfaces import FleetPort
+from planner.replay.results import ReplayRecord, RequestEnd
 from policies.admission.admission_policy import Admit, RequestOutcome, Shed
 from policies.admission.wait_queue import WaitQueue
 from policies.routing_types import Pick, RoutingQuery

@@ -21,8 +21,8 @@ from planner.progress import progress_bar
 from planner.replay import argument_parsing
 from planner.replay.fleet_spec import FleetError, FleetSpec, preset, read_fleet
 from planner.replay.html_report import HEADS, cells_of, page
-from planner.replay.record import RequestEnd
 from planner.replay.replay_options import ClientBehaviour, ReplayOptions
+from planner.replay.results import RequestEnd
 from planner.replay.sweep import Comparison, ComparisonResult, UnknownCapacity, compare
 from planner.replay.terminal_tables import figure_tables, table
 from planner.traces import READERS, TraceError, TraceRequest, read_trace, slice_span

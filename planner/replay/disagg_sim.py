@@ -10,7 +10,7 @@ from math import inf
 
 import msgspec
 
-from mockgpu.job import Job, JobState
+from mockgpu.scheduler import Job, JobState
 from mockgpu.split_legs import AgentPeer, DecodeLeg
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from mockgpu.job import Job, JobState, StepPlan
 from mockgpu.paged_kv_cache import BlockPool
-from mockgpu.scheduler import Scheduler
+from mockgpu.scheduler import Job, JobState, Scheduler, StepPlan
 from planner.replay.lockstep_clock import StepClock
 
 

@@ -19,7 +19,7 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
-from mockgpu.job import Job
+from mockgpu.scheduler import Job
 from mockgpu.split_legs import DecodeLeg
 from planner.replay.admission_sim import AdmissionSim
 from planner.replay.block_chain import AnswerBlocks, UnlimitedCache, keys_of
@@ -30,8 +30,8 @@ from planner.replay.gateway_sim import GatewaySim
 from planner.replay.group_sim import ReplayGroup, build_engines
 from planner.replay.hedge_sim import Hedges
 from planner.replay.inflight import InflightRequest
-from planner.replay.record import ReplayRecord, ReplayRun, RequestEnd
 from planner.replay.replay_options import CacheView, ReplayOptions
+from planner.replay.results import ReplayRecord, ReplayRun, RequestEnd
 from planner.replay.speed_monitor_sim import SpeedMonitorSim
 from planner.replay.traffic import Traffic
 from planner.traces.recorded_request import TraceRequest

@@ -15,8 +15,8 @@ from mockgpu.paged_kv_cache import blocks_for
 from planner.replay.block_chain import keys_of
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
-from planner.replay.record import ReplayRecord
 from planner.replay.replay_options import CacheView, ReplayOptions
+from planner.replay.results import ReplayRecord
 from planner.replay.trace_fingerprint import fingerprint_of_chain
 from planner.text_generator import BYTES_PER_TOKEN
 from planner.traces.recorded_request import TraceRequest

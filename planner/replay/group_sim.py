@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from math import inf
 from typing import Protocol
 
-from mockgpu.job import Job
 from mockgpu.paged_kv_cache import BlockPool
+from mockgpu.scheduler import Job
 from mockgpu.timing.layout_times import rank_model
 from planner.replay.engine_sim import JobEvents, ReplayEngine
 from planner.replay.fleet_spec import FleetSpec, GroupKind
 from planner.replay.lockstep_clock import StepClock
 from planner.replay.rank_choice import HiddenRanks, RankChoice
-from planner.replay.record import GroupTotals
+from planner.replay.results import GroupTotals
 from policies.endpoint_load import EndpointLoad
 from policies.engine.output_length import RecentLengths
 from policies.engine.step_time import NEUTRAL, SpeedBelief, StepCosts, shape_for

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mockgpu.job import Job
+from mockgpu.scheduler import Job
 from planner.replay.group_sim import ReplayGroup
-from planner.replay.record import ReplayRecord
+from planner.replay.results import ReplayRecord
 from planner.traces.recorded_request import TraceRequest
 from policies.load_ledger import LoadReservation
 from policies.prefix.fingerprint import Fingerprint

@@ -12,8 +12,7 @@ from math import inf
 from operator import itemgetter
 from typing import Protocol
 
-from mockgpu.job import StepPlan
-from mockgpu.scheduler import Scheduler
+from mockgpu.scheduler import Scheduler, StepPlan
 from mockgpu.timing.decode_run import MOST_STEPS, DecodeRun, most_steps
 from mockgpu.timing.layout_times import LockstepTimes
 from mockgpu.timing.roofline import StepWork

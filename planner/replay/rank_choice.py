@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from itertools import chain
 
-from mockgpu.job import Job
 from mockgpu.rank_balancer import RankBalancer
-from mockgpu.scheduler import Scheduler
+from mockgpu.scheduler import Job, Scheduler
 from planner.replay.engine_sim import EngineMetrics, ReplayEngine
 
 

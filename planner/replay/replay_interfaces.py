@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from mockgpu.job import Job
+from mockgpu.scheduler import Job
 from planner.replay.gateway_sim import GatewaySim
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
-from planner.replay.record import RequestEnd
 from planner.replay.replay_options import ReplayOptions
+from planner.replay.results import RequestEnd
 from policies.routing_types import Pick, RoutingQuery
 
 

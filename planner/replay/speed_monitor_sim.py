@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from mockgpu.job import Job
+from mockgpu.scheduler import Job
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
 from planner.replay.replay_interfaces import FleetPort

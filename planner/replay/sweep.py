@@ -13,9 +13,8 @@ import msgspec
 from planner.replay.capacity_search import Capacity, capacity
 from planner.replay.fleet_sim import replay
 from planner.replay.fleet_spec import FleetSpec
-from planner.replay.record import ReplayRun
 from planner.replay.replay_options import ReplayOptions
-from planner.replay.results import ReplayFigures, figures
+from planner.replay.results import ReplayFigures, ReplayRun, figures
 from planner.replay.traffic import Traffic, traffic, users
 from planner.traces.mix import scale_rate
 from planner.traces.recorded_request import TraceRequest

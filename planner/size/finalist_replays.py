@@ -15,8 +15,7 @@ from planner.plan.config_to_replay import PoolCase
 from planner.process_map import ReportShare, WorkerError, map_in_processes
 from planner.replay.fleet_sim import replay
 from planner.replay.fleet_spec import FleetSpec, GroupKind, validate
-from planner.replay.record import RequestEnd
-from planner.replay.results import ReplayFigures, figures
+from planner.replay.results import ReplayFigures, RequestEnd, figures
 from planner.replay.traffic import traffic
 from planner.size.finalist import Finalist
 from planner.size.pareto_front import FleetPoint

@@ -19,7 +19,7 @@ from planner.replay import (
     replay,
     traffic,
 )
-from planner.replay.record import ReplayRecord
+from planner.replay.results import ReplayRecord
 from planner.traces import scale_rate
 from planner.traces.b2b import b2b
 from policies import policy_registry

@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 
-from mockgpu.job import Job
+from mockgpu.scheduler import Job
 from mockgpu.tp_group import GroupSpec, TpGroup
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, ReplayRecord, replay, traffic
 from planner.replay.block_chain import keys_of

@@ -21,7 +21,7 @@ from bench.load.overload_plan import (
     trace_request,
 )
 from planner.replay import ClientBehaviour, FleetSpec, ReplayOptions, ReplayRun, replay, traffic
-from planner.replay.record import ReplayRecord
+from planner.replay.results import ReplayRecord
 from planner.traces.recorded_request import PRIVATE
 from policies import policy_registry
 from policies.admission_registry import build_admission

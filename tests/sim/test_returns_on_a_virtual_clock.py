@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from bench.load.overload_plan import GROUP, POLICY, SLO, Phase, arrivals, trace_request
 from planner.replay import ClientBehaviour, FleetSpec, ReplayOptions, ReplayRun, replay, traffic
-from planner.replay.record import ReplayRecord
+from planner.replay.results import ReplayRecord
 from planner.traces.recorded_request import PRIVATE
 from policies import policy_registry
 from policies.admission_registry import build_admission

@@ -14,7 +14,7 @@ from random import Random
 import msgspec
 import pytest
 
-from mockgpu.job import Job
+from mockgpu.scheduler import Job
 from planner.replay import FleetSpec, ReplayOptions, traffic
 from planner.replay.fleet_sim import Fleet
 from planner.replay.gateway_sim import INDEX_BYTES

@@ -16,8 +16,8 @@ from planner.replay import FleetSpec, GroupKind, ReplayOptions, traffic
 from planner.replay.fleet_sim import Fleet
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
-from planner.replay.record import ReplayRun
 from planner.replay.replay_options import GroupFault, GroupFaultKind
+from planner.replay.results import ReplayRun
 from planner.traces import TraceRequest
 from policies import policy_registry
 from policies.admission.wait_queue import WaitQueue

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, replay, traffic
-from planner.replay.record import ReplayRun
 from planner.replay.replay_options import GroupFault
+from planner.replay.results import ReplayRun
 from planner.traces import scale_rate, slice_span
 from policies import policy_registry
 from policies.admission_registry import build_admission

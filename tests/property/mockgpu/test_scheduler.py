@@ -5,9 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mockgpu.job import Job, JobState
 from mockgpu.paged_kv_cache import BlockPool
-from mockgpu.scheduler import Scheduler
+from mockgpu.scheduler import Job, JobState, Scheduler
 from mockgpu.split_legs import AgentPeer, DecodeLeg, PrefillLeg
 
 SIZE = 16

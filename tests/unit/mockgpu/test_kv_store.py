@@ -16,13 +16,13 @@ from kvtransfer.store.block_store import BlockStore
 from kvtransfer.store.store_options import StoreOptions
 from kvtransfer.store.unix_socket_server import StoreService
 from mockgpu.http.choice import Choice
-from mockgpu.job import Job
 from mockgpu.kv_bytes import KvMemory, scaled_layout
 from mockgpu.kv_events.event_batches import KvEventSpec, KvEventStream
 from mockgpu.kv_events.store_announcer import StoreAnnouncer
 from mockgpu.kv_options import StoreSpec
 from mockgpu.kv_store import StoreTier
 from mockgpu.mock_tokenizer import block_keys, generate, salt_keys, token_count
+from mockgpu.scheduler import Job
 from mockgpu.tp_group import GroupSpec, TpGroup
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named

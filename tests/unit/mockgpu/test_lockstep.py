@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from gateway.cli.main import run as penstock
 from mockgpu.fault_grammar import FaultKind, InjectedFault
-from mockgpu.job import Job
 from mockgpu.rank_balancer import RankBalancer
 from mockgpu.request_parser import ApiError
+from mockgpu.scheduler import Job
 from mockgpu.timing.layout_times import SharedExperts, shared_experts_for, step_times_for
 from mockgpu.timing.roofline import StepWork
 from mockgpu.tp_group import GroupSpec, TpGroup

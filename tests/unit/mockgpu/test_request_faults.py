@@ -13,10 +13,10 @@ from kvtransfer.protocol.outcomes import EndReason, TransferOutcome, outcome_for
 from mockgpu.fault_grammar import FaultKind, InjectedFault
 from mockgpu.handoff.kv_handoff import KvHandoff
 from mockgpu.handoff.link_speed import PacedLink
-from mockgpu.job import Job
 from mockgpu.kv_bytes import KvMemory, scaled_layout
 from mockgpu.paged_kv_cache import BLOCK_TOKENS
 from mockgpu.request_parser import ApiError
+from mockgpu.scheduler import Job
 from mockgpu.split_legs import AgentPeer, DecodeLeg
 from mockgpu.tp_group import GroupSpec, TpGroup
 from policies.sizing.gpus import gpu_named

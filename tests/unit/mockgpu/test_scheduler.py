@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mockgpu.job import Job, JobState, StepOutcome, StepPlan
 from mockgpu.paged_kv_cache import BlockPool
-from mockgpu.scheduler import Scheduler
+from mockgpu.scheduler import Job, JobState, Scheduler, StepOutcome, StepPlan
 from mockgpu.timing.roofline import StepWork
 
 

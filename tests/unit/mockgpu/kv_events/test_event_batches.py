@@ -9,11 +9,10 @@ import msgpack
 import pytest
 
 from mockgpu.fault_grammar import FaultKind
-from mockgpu.job import Job
 from mockgpu.kv_events.delivery_faults import LATE_S
 from mockgpu.kv_events.event_batches import KvEventSpec, KvEventStream
 from mockgpu.paged_kv_cache import BlockPool
-from mockgpu.scheduler import Scheduler
+from mockgpu.scheduler import Job, Scheduler
 
 
 class Faults:

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mockgpu.job import Job, JobState
 from mockgpu.paged_kv_cache import BlockPool
-from mockgpu.scheduler import Scheduler
+from mockgpu.scheduler import Job, JobState, Scheduler
 from mockgpu.timing.decode_run import DecodeRun, most_steps
 from mockgpu.timing.roofline import Roofline, StepWork
 from mockgpu.timing.step_time_grids import roofline_for

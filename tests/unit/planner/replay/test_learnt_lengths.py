@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mockgpu.job import Job
+from mockgpu.scheduler import Job
 from planner.replay import FleetError, FleetSpec, GroupKind, ReplayOptions, Traffic, replay
 from planner.replay.fleet_spec import validate
 from planner.replay.group_sim import build_engines

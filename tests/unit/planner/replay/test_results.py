@@ -6,8 +6,7 @@ import pytest
 
 from planner.replay import ReplayRecord, ReplayRun, RequestEnd
 from planner.replay.capacity_search import capacity
-from planner.replay.record import GroupTotals
-from planner.replay.results import figures, jain, regret
+from planner.replay.results import GroupTotals, figures, jain, regret
 from policies.routing_types import Slo
 
 FAST = Slo("fast", 1.0, 0.1)

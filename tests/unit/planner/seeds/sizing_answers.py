@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mockgpu.job import Job
 from mockgpu.paged_kv_cache import BlockPool
-from mockgpu.scheduler import Scheduler
+from mockgpu.scheduler import Job, Scheduler
 from mockgpu.timing.layout_times import step_times_for
 from mockgpu.timing.roofline import PROFILES, Roofline, StepWork
 from mockgpu.timing.step_time_grids import load_grids, roofline_for, whole_prompt
