@@ -34,6 +34,7 @@ from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.resumable_relay import RecordedRelay
 from gateway.protocol.response.rewrite import ANY_NAME, ModelNameRewriter, versioned_name
 from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
+from gateway.protocol.response.transcript_relay import TranscriptRelay
 from gateway.protocol.trace_context import propagated_headers
 from gateway.protocol.upstream_error import MODEL_GONE
 from gateway.request_record import Exchange
@@ -131,7 +132,7 @@ def _prepare_special(
     rewriter = new_rewriter(engine, api, served, requested_model)
     is_http_1_0 = client.is_http_1_0
     if api.grammar is None:
-        relay = Relay(headers, on_first, is_http_1_0, rewriter, chunk_gaps=gaps)
+        relay: Relay = TranscriptRelay(headers, on_first, is_http_1_0, rewriter, gaps)
     else:
         grammar, errors = api.grammar, api.errors
         relay = EventRelay(headers, on_first, is_http_1_0, rewriter, gaps, grammar, errors)
