@@ -8,6 +8,7 @@ nothing per chunk.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Protocol
 
 from gateway.fleet.endpoint_registry import LiveEndpoint, step_tokens
@@ -79,13 +80,13 @@ class SpeedMonitor:
     """
 
     __slots__ = (
-        *("_cohorts", "_expectations", "_checked_at", "_next_cohort", "_pools", "limits"),
-        "reviewed",
+        *("_cohorts", "_expectations", "_checked_at", "_next_cohort", "_paused_at", "_pools"),
+        *("limits", "reviewed"),
     )
 
     def __init__(self, limits: SlowLimits) -> None:
         self.limits = limits
-        self._checked_at, self._next_cohort = 0.0, 0
+        self._checked_at, self._paused_at, self._next_cohort = 0.0, -inf, 0
         self._pools: Mapping[str, Sequence[Candidate]] = {}
         self._cohorts: list[_Cohort] = []
         self._expectations: dict[str, Expectations] = {}
@@ -160,8 +161,10 @@ class SpeedMonitor:
         COHORTS_AT_ONCE cohorts. After a long pause between two calls, both lists are empty: the
         gateway itself was delayed then, so the age of a step shows nothing.
         """
-        elapsed_s, self._checked_at = now - self._checked_at, now
-        if elapsed_s > LATE_CHECKS * STALL_CHECK_S or not self.limits.factor:
+        is_delayed, self._checked_at = self._is_check_late(now), now
+        if is_delayed:
+            self._paused_at = now
+        if is_delayed or not self.limits.factor:
             return [], []
         self._update_cohorts(pools, by_slot)
         late, doubtful = list[LiveEndpoint](), list[LiveEndpoint]()
@@ -177,6 +180,17 @@ class SpeedMonitor:
                 ]
                 doubtful += [rated[index] for index in stall.choose_doubted(stalled, doubted)]
         return late, doubtful
+
+    def was_paused(self, now: float) -> bool:
+        """Return whether the gateway itself was delayed a moment ago, so that ages show nothing.
+
+        After a pause, answers that arrived during it may be unread, because an event loop may run
+        its timers before it reads. The next check for stalls comes after those reads.
+        """
+        return self._is_check_late(now) or now - self._paused_at < STALL_CHECK_S
+
+    def _is_check_late(self, now: float) -> bool:
+        return now - self._checked_at > LATE_CHECKS * STALL_CHECK_S
 
     def _take_turn(self) -> Sequence[_Cohort]:
         cohorts = self._cohorts

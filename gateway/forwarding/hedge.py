@@ -279,7 +279,7 @@ class Hedger:
     def sweep(self, share: float, now: float) -> None:
         """Hedge or move the late requests among those that wait for their first byte.
 
-        Call this four times a second.
+        Call this four times a second. After a pause of the gateway itself, no request is late.
 
         share  largest share of all requests (0 to 1) that may be hedged
         now    monotonic time in seconds
@@ -290,11 +290,12 @@ class Hedger:
         paid_back = min(self._credit, new)
         self._credit -= paid_back
         self.allowed = min(MAX_ALLOWED, self.allowed + share * (new - paid_back))
+        was_paused = self._endpoints.speed_monitor.was_paused(now)
         for exchange, request in tuple(self.waiting.items()):
             # It is over, has begun, or is not at its first endpoint any more.
             if exchange.status or exchange.retries or exchange.is_committed:
                 del self.waiting[exchange]
-            elif exchange.hedge is None and not exchange.holds_retry_turn:
+            elif exchange.hedge is None and not exchange.holds_retry_turn and not was_paused:
                 self._consider(request, now, share > 0)
         self._return_turns()
 

@@ -24,6 +24,7 @@ from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     TEXT,
+    EngineRequest,
     Script,
     ScriptedEngine,
     SplitGateway,
@@ -37,6 +38,9 @@ from tests.unit.gateway.disagg.scripted_engines import (
     streams_one_token,
     when_open,
 )
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 WHOLE = "".join(TEXT)
 
@@ -204,6 +208,19 @@ async def test_a_second_endpoint_that_breaks_its_answer_off_ends_the_stream_with
         assert reply.body is None or b'"error"' in reply.body
         await running.at_rest()
         assert running.metric("penstock_requests_total") == 1
+
+
+async def test_no_request_is_late_after_a_pause_of_the_gateway_itself() -> None:
+    async def answers_before_a_pause(request: EngineRequest) -> None:
+        await decodes(request)
+        asyncio.get_running_loop().pause(1.0)  # the answer has arrived, but is not read
+
+    async with pool(answers_before_a_pause, decodes) as running:
+        for _ in range(4):
+            await asyncio.sleep(0.07)  # at another moment between two sweeps
+            assert (await running.ask(stream=True)).text == WHOLE
+            assert counted(running)[0] == 0
+        assert {len(half.requests) for half in running.decode} == {2}
 
 
 async def test_a_client_that_leaves_ends_both_attempts() -> None:

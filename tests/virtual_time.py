@@ -1,0 +1,60 @@
+"""Runs the tests of a module on virtual time: `pytestmark = VIRTUAL_TIME`.
+
+The gateway, the engines and the clients of such a test share one event loop, whose clock jumps to
+the next timer when there is nothing to do (bench/virtual_loop.py). So its waits take no time, and
+nothing in it depends on how busy the machine is. Tests that start processes or wait for threads
+of their own cannot use it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bench.virtual_loop import VirtualLoop
+
+VIRTUAL_TIME = pytest.mark.virtual_time
+
+_PACKAGES = ("gateway", "kvtransfer", "mockgpu", "policies", "tests")
+_real_monotonic = time.monotonic
+
+
+class VirtualTimeLoop(VirtualLoop):
+    """A virtual loop whose time is also `time.monotonic()` until it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # As on a machine that has run for a while: 0.0 means "never" in many places.
+        self._now = 10_000.0
+        self._own_monotonic, self._has_paused = self.time, False
+        _replace_monotonic(_real_monotonic, self._own_monotonic)
+
+    def pause(self, seconds: float) -> None:
+        """Let time pass as for a process without CPU: nothing runs, and bytes stay unread.
+
+        After the current callback, timers that are due run before sockets are read, as on uvloop.
+        """
+        self._now += seconds
+        self._has_paused = True
+
+    def _select(self, timeout: float | None) -> Any:
+        if self._has_paused:
+            self._has_paused = False
+            return []
+        return super()._select(timeout)
+
+    def close(self) -> None:
+        _replace_monotonic(self._own_monotonic, _real_monotonic)
+        super().close()
+
+
+def _replace_monotonic(old: Callable[[], float], new: Callable[[], float]) -> None:
+    # Modules import the function by its name, some of them only while a test runs.
+    for name, module in tuple(sys.modules.items()):
+        is_ours = name.partition(".")[0] in _PACKAGES or module is time
+        if is_ours and getattr(module, "monotonic", None) is old:
+            module.monotonic = new  # type: ignore[attr-defined]
