@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.admin.fleet_status import FleetStatus
+from gateway.admin.live_fleet_status import FleetStatus
 from gateway.admin.live_metric_samples import MetricSample, rate_function
 from gateway.metrics.quantile_sketch import round_seconds
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from gateway.admin.fleet_status import FleetStatus, fleet_status
+from gateway.admin.live_fleet_status import FleetStatus, fleet_status
 from gateway.admin.live_metric_samples import MetricSample, take_sample
 from gateway.admin.live_stream import LiveStream, SampleFunction
 

@@ -14,7 +14,8 @@ from time import monotonic
 
 import msgspec
 
-from gateway.admin.fleet_status import ROWS_PER_TURN, FleetStatus
+from gateway.admin.endpoints_page import ROWS_PER_TURN
+from gateway.admin.live_fleet_status import FleetStatus
 from gateway.admin.live_metric_samples import MetricSample, SampleHistory
 from gateway.admin.live_view import build_view
 

@@ -4,7 +4,7 @@ Rates cover the last ten seconds; percentiles and ratios cover the last minute. 
 None.
 
 - live_metric_samples.py has the samples of the metrics.
-- fleet_status.py has the state of the endpoints.
+- live_fleet_status.py has the state of the endpoints.
 - live_kv_flow.py has the KV transfers.
 - live_diagnosis.py has the sentences about problems.
 """
@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gateway.admin import live_diagnosis
-from gateway.admin.fleet_status import FleetStatus
+from gateway.admin.live_fleet_status import FleetStatus
 from gateway.admin.live_kv_flow import kv_flow
 from gateway.admin.live_metric_samples import (
     MetricSample,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.admin.fleet_status import FleetStatus, PairStatus
+from gateway.admin.live_fleet_status import FleetStatus, PairStatus
 from gateway.admin.live_metric_samples import MetricSample
 from gateway.admin.live_pages import WorkerSample
 from gateway.metrics.quantile_sketch import BucketCounts, merge_counts

@@ -22,7 +22,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.admin.fleet_status import DRAINED_STATES
+from gateway.admin.endpoints_page import DRAINED_STATES
 from gateway.auto.auto_controller import AutoPolicyController
 from gateway.config import AdminListener, LoadedConfig
 from gateway.drift.monitor import DriftMonitor

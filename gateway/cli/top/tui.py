@@ -19,7 +19,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
-from gateway.admin.fleet_status import DRAINED_STATES
+from gateway.admin.endpoints_page import DRAINED_STATES
 from gateway.cli.admin_client import AdminServerError
 from gateway.cli.explain import NEWEST_REQUEST
 from gateway.cli.explain import explanation_lines as explained

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.admin.fleet_status import FleetStatus
+from gateway.admin.live_fleet_status import FleetStatus
 from gateway.admin.live_metric_samples import SampleHistory, sample_difference
 from gateway.admin.live_view import build_view
 from gateway.metrics.quantile_sketch import bucket_of

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from gateway.admin.fleet_status import FleetStatus, PairStatus
+from gateway.admin.live_fleet_status import FleetStatus, PairStatus
 from gateway.admin.live_metric_samples import MetricSample, SampleHistory
 from gateway.admin.live_view import build_view
 from gateway.workers.live_view_merge import LiveViewMerger, merge_statuses

@@ -1,4 +1,4 @@
-"""The state of a gateway at one moment: configuration, pools, endpoints and KV handoffs.
+"""The state that the live view shows: the configuration, pools, endpoints and KV handoffs.
 
 A live view is built from a FleetStatus and a sample of the metrics. Each gateway process makes
 both; with several workers, the supervisor merges them.
@@ -6,13 +6,12 @@ both; with several workers, the supervisor merges them.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from gateway.admin.endpoints_page import endpoint_state, in_turns
 from gateway.fleet.speed_monitor import describe_slowness
 
 if TYPE_CHECKING:
@@ -21,26 +20,6 @@ if TYPE_CHECKING:
 
 VERSIONS_SHOWN = 6
 HIDDEN_LABELS = frozenset({"chaos"})
-DRAINED_STATES = frozenset({"draining", "drained"})
-"""States of endpoints to which an operator has stopped new requests."""
-
-ROWS_PER_TURN = 128
-RowT = TypeVar("RowT")
-
-
-async def in_turns(
-    lives: Sequence[LiveEndpoint], build: Callable[[LiveEndpoint], RowT]
-) -> list[RowT]:
-    """Return a table row for each endpoint, made by the function `build`.
-
-    After every few rows, this yields to the event loop, so that requests are not delayed.
-    """
-    rows: list[RowT] = []
-    for begin in range(0, len(lives), ROWS_PER_TURN):
-        if begin:
-            await asyncio.sleep(0)
-        rows += map(build, lives[begin : begin + ROWS_PER_TURN])
-    return rows
 
 
 class PairStatus(msgspec.Struct, frozen=True):
@@ -214,12 +193,3 @@ def _cache_row(target: GatewayInterface, live: LiveEndpoint, now: float) -> dict
     # Return how well the endpoint's prefix cache is known; nothing without KV events.
     known = target.gateway.endpoints.prefixes.exact.describe(live.load.slot, now)
     return {} if known is None else {"prefix_cache": known}
-
-
-def endpoint_state(live: LiveEndpoint) -> str:
-    """Return an endpoint's state: leaving, draining, drained, up, returning, ejected or dead."""
-    if live.is_leaving:
-        return "leaving"
-    if live.is_drained and live.load.in_flight:
-        return "draining"
-    return "drained" if live.is_drained else str(live.health.state)
