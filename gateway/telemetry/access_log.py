@@ -1,4 +1,7 @@
-"""The access log: the format of its lines, and the buffer from which a thread writes them."""
+"""Writes the access log: buffers its lines, and lets a thread append them to the file.
+
+access_line.py has the fields of a line. log_rotation.py has the file.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import msgspec
 
 from gateway.config import Observability
 from gateway.metrics.metric_types import Counter
+from gateway.telemetry.access_line import AccessLine
 from gateway.telemetry.log_rotation import LogFile, Rotation
 
 log = logging.getLogger("penstock")
@@ -23,88 +27,6 @@ LINES_PER_BLOCK = 32
 """Number of log lines that are encoded together, which takes a third less time than encoding them
 one by one.
 """
-
-
-Microseconds = int | None
-StageTimes = tuple[
-    Microseconds,
-    Microseconds,
-    Microseconds,
-    Microseconds,
-    Microseconds,
-    Microseconds,
-    Microseconds,
-    Microseconds,
-]
-"""The fields `received_us` to `last_us` of an access log line."""
-
-
-class AccessLine(msgspec.Struct, omit_defaults=True):
-    """One line of the access log. Times in us are microseconds since the request's head was parsed.
-
-    slo                the request's service class, which sets its latency targets
-    slo_outcome        whether the latency targets were met, or which one was missed
-    predicted_ttft_us  predicted time to first token, counted from the pick of an endpoint
-    requested_model    the requested model, if another one served the request
-    blocks             chained ids of the prompt's 2 KiB blocks; see `access_blocks`
-    resumes            number of times that the stream was continued on another endpoint
-    hedge_loser        the endpoint whose parallel attempt was cancelled
-    client_request_id  the id that the client itself gave the request
-    session            how its session was found: a header, a member of the body, or `prefix`
-    session_id         keyed 48-bit id of its session; see `access_blocks`
-    """
-
-    time: float
-    id: str
-    client: str
-    api: str
-    status: int
-    outcome: str
-    done_us: int
-    model: str = ""
-    endpoint: str = ""
-    received_us: int | None = None
-    parsed_us: int | None = None
-    admitted_us: int | None = None
-    picked_us: int | None = None
-    sent_us: int | None = None
-    first_byte_us: int | None = None
-    first_token_us: int | None = None
-    last_us: int | None = None
-    body_bytes: int = 0
-    bytes_out: int = 0
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
-    believed_cached_tokens: int | None = None
-    finish_reason: str | None = None
-    pick_reason: str | None = None
-    pick_score: float | None = None
-    candidates: int | None = None
-    slo: str = ""
-    slo_outcome: str = ""
-    reason: str | None = None
-    tenant: str = ""
-    stream: bool = False
-    events: int = 0
-    retries: list[str] = []
-    predicted_ttft_us: int | None = None
-    split_reason: str = ""
-    prefill: str = ""
-    dialect: str = ""
-    transport: str | None = None
-    prefilled_us: int | None = None
-    decode_sent_us: int | None = None
-    handoff_us: int | None = None
-    requested_model: str = ""
-    proxy_request_id: str = ""
-    blocks: list[int] = []
-    trace_id: str = ""
-    resumes: int = 0
-    hedge_loser: str = ""
-    session: str = ""
-    client_request_id: str = ""
-    session_id: int = 0
 
 
 class AccessLog:

@@ -18,7 +18,8 @@ from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.request_record import Exchange, SplitRecord
-from gateway.telemetry.access_log import AccessLine, AccessLog, StageTimes
+from gateway.telemetry.access_line import access_line
+from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.pick_explanation import RecentExchanges, snapshot_pick
 from gateway.telemetry.request_shapes import ShapeRecorder
 from gateway.telemetry.slo_outcomes import REGRET_SAMPLE_EVERY, SloTracker, effective_usage
@@ -187,7 +188,7 @@ class Accounting:
         if exchange.canary_arm is not None:
             exchange.canary_arm.count(exchange)
         log, is_recorded = self._log, bool(self.shapes.pools) and exchange.pick is not None
-        line = _line(exchange, relay, usage, now, unix_offset) if log.is_enabled else None
+        line = access_line(exchange, relay, usage, now, unix_offset) if log.is_enabled else None
         call = exchange.call
         has_ids = exchange.fingerprint is not None or (call is not None and call.request.session)
         if is_recorded or (has_ids and log.has_blocks):  # otherwise the line has no ids
@@ -299,147 +300,3 @@ class Accounting:
             self._children.clear()
         children = self._children[key] = _MetricChildren(self._metrics, *key)
         return children
-
-
-def _stage_times(exchange: Exchange, relay: Relay) -> StageTimes:
-    # Return the stages from `received_us` to `last_us` of an access log line.
-    #
-    # Stages without a wait between them share one time object, which is converted once. Compiled,
-    # `seconds` is a machine number.
-    start, received, parsed = exchange.accepted_at, exchange.received_at, exchange.parsed_at
-    picked, sent, first = exchange.picked_at, exchange.sent_at, relay.first_byte_at
-    if received is None or parsed is None or picked is None or sent is None or first is None:
-        return _times_of_reached_stages(exchange, relay)
-    seconds: float = received - start
-    received_us = int(seconds * 1e6)
-    seconds = parsed - start
-    parsed_us = int(seconds * 1e6)
-    seconds = picked - start
-    picked_us = int(seconds * 1e6)
-    seconds = sent - start
-    sent_us = int(seconds * 1e6)
-    seconds = first - start
-    first_us = int(seconds * 1e6)
-    admitted, token, last = exchange.admitted_at, relay.first_token_at, relay.last_data_at
-    return (
-        received_us,
-        parsed_us,
-        parsed_us if admitted is parsed else _microseconds(admitted, start),
-        picked_us,
-        sent_us,
-        first_us,
-        first_us if token is first else _microseconds(token, start),
-        first_us if last is first else _microseconds(last, start),
-    )
-
-
-def _times_of_reached_stages(exchange: Exchange, relay: Relay) -> StageTimes:
-    # Do the same for a request that did not reach every stage.
-    start = exchange.accepted_at
-    return (
-        _microseconds(exchange.received_at, start),
-        _microseconds(exchange.parsed_at, start),
-        _microseconds(exchange.admitted_at, start),
-        _microseconds(exchange.picked_at, start),
-        _microseconds(exchange.sent_at, start),
-        _microseconds(relay.first_byte_at, start),
-        _microseconds(relay.first_token_at, start),
-        _microseconds(relay.last_data_at, start),
-    )
-
-
-def _microseconds(stamp: float | None, start: float) -> int | None:
-    # Return the time from `start` to `stamp` in microseconds.
-    return None if stamp is None else int((stamp - start) * 1e6)
-
-
-def _line(
-    exchange: Exchange, relay: Relay, usage: TokenUsage, now: float, unix_offset: float
-) -> AccessLine:
-    # Return the access log line of a request.
-    #
-    # Keyword arguments would take twice as long, and so would more than 30 arguments: CPython puts
-    # those into a list and a tuple first.
-    start, call, pick = exchange.accepted_at, exchange.call, exchange.pick
-    received_us, parsed_us, admitted_us, picked_us, sent_us, first_us, token_us, last_us = (
-        _stage_times(exchange, relay)
-    )
-    line = AccessLine(
-        unix_offset + start,
-        exchange.id,
-        exchange.client,
-        exchange.api.path,
-        exchange.status,
-        exchange.outcome,
-        ((now - start) * 1e6).__trunc__(),
-        exchange.model,
-        "" if pick is None else pick.candidate.endpoint.name,
-        received_us,
-        parsed_us,
-        admitted_us,
-        picked_us,
-        sent_us,
-        first_us,
-        token_us,
-        last_us,
-        exchange.body_bytes,
-        relay.bytes_sent,
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        usage.cached_tokens,
-        None if pick is None else pick.cached_tokens,
-        relay.finish_reason,
-        None if pick is None else pick.reason,
-        None if pick is None else pick.score,
-        None if pick is None else pick.candidate_count,
-        "" if call is None else call.request.slo.name,
-        exchange.slo_outcome,
-    )
-    if exchange.reason is not None:
-        line.reason = exchange.reason
-    if exchange.tenant:
-        line.tenant = exchange.tenant
-    if relay.event_count:
-        line.events = relay.event_count
-    if exchange.retries:
-        line.retries = exchange.retries
-    _fill_optional_fields(line, exchange, relay)
-    return line
-
-
-def _fill_optional_fields(line: AccessLine, exchange: Exchange, relay: Relay) -> None:
-    # Set those fields of an access log line that do not apply to most requests.
-    call = exchange.call
-    if call is not None:
-        request = call.request
-        if request.stream:
-            line.stream = True
-        if request.session:
-            line.session = request.session_source
-        if exchange.tier:
-            line.requested_model = call.requested_model
-    if exchange.predicted_ttft_s is not None:
-        line.predicted_ttft_us = int(exchange.predicted_ttft_s * 1e6)
-    if exchange.client_request_id and exchange.client_request_id != exchange.proxy_request_id:
-        line.client_request_id = exchange.client_request_id
-    if exchange.proxy_request_id:
-        line.proxy_request_id = exchange.proxy_request_id
-    if exchange.trace is not None:
-        line.trace_id = exchange.trace.trace_id
-    if exchange.ledger is not None:
-        line.resumes = exchange.ledger.resumes
-    if exchange.hedge is not None:
-        line.hedge_loser = exchange.hedge.loser
-    if exchange.split is not None:
-        _fill_split_fields(line, exchange.split, relay, exchange.accepted_at)
-
-
-def _fill_split_fields(line: AccessLine, split: SplitRecord, relay: Relay, start: float) -> None:
-    line.split_reason, line.prefill = split.reason, split.prefill
-    line.dialect, line.transport = split.dialect, split.transport
-    prefilled, handed_over = split.prefilled_at, split.handed_over_at
-    line.prefilled_us = _microseconds(prefilled, start)
-    line.decode_sent_us = _microseconds(handed_over, start)
-    first_token = relay.first_token_at
-    if first_token is not None and prefilled is not None:
-        line.handoff_us = int(max(0.0, first_token - prefilled) * 1e6)

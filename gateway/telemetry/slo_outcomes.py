@@ -1,7 +1,7 @@
 """Measures whether ended requests met their latency targets (SLO), and how good predictions were.
 
 It computes the outcome that admission control learns from, and updates the metrics of SLOs and
-predictions. The access log and all other metrics per request are in accounting.py.
+predictions. All other metrics per request are in accounting.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The ids do not reveal prompts. They depend on a secret and on the tenant. A tenant that sends a
 guessed prompt and reads the log finds only its own ids, even if tenants share an engine's cache.
-gateway/telemetry/accounting.py writes the log.
+gateway/telemetry/accounting.py puts them into the log.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ WITH_DOUBLES = {
     "policies.pricing.endpoint_price",
     *("policies.engine.scheduler_model", "policies.engine.engine_timeline"),
     "policies.engine.load_forecast",
-    *("gateway.metrics.metric_types", "gateway.telemetry.accounting"),
+    *("gateway.metrics.metric_types", "gateway.telemetry.access_line"),
 }
 """The modules in which a local that is annotated `float` may become a C double."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.telemetry.access_log import AccessLine
+from gateway.telemetry.access_line import AccessLine
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.unit.gateway.disagg.scripted_engines import never_answers, split_gateway
 

@@ -13,7 +13,8 @@ import pytest
 from gateway.config import Observability
 from gateway.metrics.metric_types import Counter
 from gateway.telemetry import access_log
-from gateway.telemetry.access_log import LINES_PER_BLOCK, AccessLine, AccessLog
+from gateway.telemetry.access_line import AccessLine
+from gateway.telemetry.access_log import LINES_PER_BLOCK, AccessLog
 
 
 def to(file: Path, **settings: Any) -> Observability:
