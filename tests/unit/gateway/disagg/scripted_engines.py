@@ -39,8 +39,14 @@ OBJECT = {
 PUSHED = OBJECT | {"transfer_mode": "push", "pp_size": 1}
 
 
+_arrivals = itertools.count()
+
+
 class EngineRequest:
+    # One received request; `arrival` counts the requests of all engines.
+
     def __init__(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        self.arrival = next(_arrivals)
         self.head = head
         self.body = body
         self.writer = writer

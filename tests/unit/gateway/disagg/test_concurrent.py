@@ -34,6 +34,9 @@ from tests.unit.gateway.disagg.scripted_engines import (
     streams_unknown_events,
     when_open,
 )
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 WHOLE = "".join(TEXT)
 
@@ -403,7 +406,7 @@ async def test_the_first_push_is_sequential_and_the_next_are_not() -> None:
     ) as f:
         assert (await f.ask()).text == WHOLE
         (first,) = f.decode[0].requests
-        assert first.received_at > f.prefill[0].requests[0].received_at
+        assert first.arrival > f.prefill[0].requests[0].arrival
         params = first.json["kv_transfer_params"]
         assert params == {
             "do_remote_prefill": True,

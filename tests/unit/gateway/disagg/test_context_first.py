@@ -15,6 +15,9 @@ from tests.unit.gateway.disagg.scripted_engines import (
     decodes,
     split_gateway,
 )
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 WHOLE = "".join(TEXT)
 USAGE = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}

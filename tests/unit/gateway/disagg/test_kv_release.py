@@ -25,6 +25,9 @@ from tests.unit.gateway.disagg.scripted_engines import (
     split_gateway,
     when_open,
 )
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 NIXL = "vllm_nixl"
 WHOLE = "".join(TEXT)

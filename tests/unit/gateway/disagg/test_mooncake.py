@@ -18,6 +18,9 @@ from tests.unit.gateway.disagg.scripted_engines import (
     resets,
     split_gateway,
 )
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 WHOLE = "".join(TEXT)
 

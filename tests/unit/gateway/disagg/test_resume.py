@@ -24,6 +24,9 @@ from tests.unit.gateway.disagg.scripted_engines import (
     resets,
     split_gateway,
 )
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 PROMPT = [11, 12, 13]
 WORDS = ["one", " two", " three", " four"]
@@ -92,7 +95,7 @@ async def test_the_rest_of_a_broken_answer_is_asked_of_another_decoder_by_token_
         reply = await f.ask(stream=True, max_tokens=len(WORDS), **options)
         assert (reply.status, reply.text) == (200, "".join(WORDS))
         requests = sorted(
-            (request for half in f.decode for request in half.requests), key=lambda a: a.received_at
+            (request for half in f.decode for request in half.requests), key=lambda a: a.arrival
         )
         first, rest = requests[0].json, requests[1].json
         assert "kv_transfer_params" in first
@@ -177,7 +180,7 @@ async def test_text_of_several_tokens_is_generated_again_and_left_out_if_it_is_t
     async with pair("vllm_nixl", [prefills()], [decoders] * 2) as f:
         reply = await f.ask(words=3, stream=True, max_tokens=4)
         (_, rest) = sorted(
-            (request for half in f.decode for request in half.requests), key=lambda a: a.received_at
+            (request for half in f.decode for request in half.requests), key=lambda a: a.arrival
         )
         assert (rest.json["prompt"], rest.json["max_tokens"]) == ([*PROMPT, 100], 3)
         if is_same:

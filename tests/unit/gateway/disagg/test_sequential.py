@@ -33,6 +33,9 @@ from tests.unit.gateway.disagg.scripted_engines import (
     streams_unknown_events,
     when_open,
 )
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 NIXL = "vllm_nixl"
 WHOLE = "".join(TEXT)
@@ -466,14 +469,18 @@ async def test_a_client_cannot_send_its_own_handoff() -> None:
 
 
 async def test_the_endpoints_page_shows_pairs_and_their_results() -> None:
-    async with split_gateway(NIXL, [prefills()], [decodes]) as f:
+    async def decodes_later(request: EngineRequest) -> None:
+        await asyncio.sleep(0.25)
+        await decodes(request)
+
+    async with split_gateway(NIXL, [prefills()], [decodes_later]) as f:
         await f.ask()
         shown = await (await f.http.get(f"{f.app.admin_url}/endpoints")).json()
         (group,) = shown["splits"]
         assert (group["prefill"], group["decode"]) == ([f.prefill[0].name], [f.decode[0].name])
         (pair,) = shown["pairs"]
         assert (pair["served"], pair["failed"]) == (1, 0)
-        assert pair["handoff_s"] > 0
+        assert pair["handoff_s"] == pytest.approx(0.25)
 
 
 async def test_whole_requests_never_go_to_a_prefill_endpoint() -> None:

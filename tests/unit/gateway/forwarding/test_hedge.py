@@ -72,9 +72,7 @@ async def engines_asked(running: SplitGateway, times: int) -> tuple[ScriptedEngi
         while sum(len(half.requests) for half in running.decode) < times:
             await asyncio.sleep(0.005)
     return tuple(
-        sorted(
-            running.decode, key=lambda half: half.requests[0].received_at if half.requests else 1e18
-        )
+        sorted(running.decode, key=lambda half: half.requests[0].arrival if half.requests else 1e18)
     )  # type: ignore[return-value]
 
 

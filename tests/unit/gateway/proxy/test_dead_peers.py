@@ -27,6 +27,9 @@ from tests.unit.gateway.disagg.scripted_engines import (
     split_gateway,
     streams_one_token,
 )
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 NO_PROBES = {"interval": "60s"}  # no probes except those that requests cause
 DEAD, ALIVE = 24, 2

@@ -20,6 +20,9 @@ from tests.unit.gateway.disagg.scripted_engines import (
     split_gateway,
     when_open,
 )
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 SHORT, LONG = 64, 4096  # tokens of context
 

@@ -11,6 +11,9 @@ from time import monotonic
 from policies import load_ledger
 from policies.routing_types import Request
 from tests.unit.gateway.reload.running import running
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 PLAIN, PRICED = "policy: prefix_aware", "policy: priced"
 CAPPED = "pools:\n  chat:\n"

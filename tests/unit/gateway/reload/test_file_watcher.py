@@ -10,6 +10,9 @@ import pytest
 
 from gateway.reload import file_watcher
 from gateway.reload.file_watcher import FileWatcher
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 
 class Reloads:

@@ -17,6 +17,9 @@ from mockgpu.tp_group import TpGroup
 from policies.health.endpoint_health import HealthEvent, HealthState
 from tests.scraped import series, total
 from tests.unit.gateway.reload.running import Running, running
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 
 async def until(holds: Callable[[], bool]) -> None:

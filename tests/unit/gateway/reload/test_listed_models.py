@@ -9,6 +9,9 @@ from typing import Any
 from gateway.reload.reloader import ChangeOptions
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 MISTYPED = ("pool: chat", "pool: chat, served_model: demo-8c")
 

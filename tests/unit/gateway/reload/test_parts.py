@@ -31,6 +31,9 @@ from gateway.restart.worker_launch_settings import WorkerSettings
 from gateway.route import Snapshot
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 BASE = """\
 version: 1

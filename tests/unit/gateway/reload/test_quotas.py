@@ -12,6 +12,9 @@ from gateway.protocol.request.media import MEDIA_TOKENS
 from policies.admission.quota import Quota, QuotaLimits
 from policies.routing_types import Request
 from tests.unit.gateway.reload.running import Running, running
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 TENANTS = "tenants:\n  - {{name: a, key: sk-a, limits: {{{}}}}}\n  - {{name: b, key: sk-b}}\n"
 CHAT = {"model": "demo-8b", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}

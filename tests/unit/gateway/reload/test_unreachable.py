@@ -10,6 +10,9 @@ import pytest
 
 from tests.ports import free_port
 from tests.unit.gateway.reload.running import Running, running
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 
 def closed_url() -> str:

@@ -19,6 +19,9 @@ from gateway.config.uploaded_references import unresolvable
 from tests.authority import Authority
 from tests.unit.gateway.reload import running as setting
 from tests.unit.gateway.reload.running import Running, running
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 CANARY = "Canary-7d1f.example"
 SECRET = "sk-Canary-7d1f-secret"
