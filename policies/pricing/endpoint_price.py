@@ -365,8 +365,6 @@ class _PriceLoop:
         lowest: float = inf
         prompt: float = self.prompt
         late: float = self.late
-        beyond: float = self.beyond
-        overdue: float = self.overdue
         fast: float
         attention: float
         slow: float
@@ -391,11 +389,13 @@ class _PriceLoop:
             if prompt > load.free_kv_tokens or usual < inf:
                 start_s = max(wait_s, room_s(load, prompt), slot_wait_s(load, usual))
             first: float = (delay_s + start_s + load.fixed_ttft_s + work_s) * self.per_ttft
-            price: float = first * first * first if first < late else beyond + overdue * first
+            price: float = first * first * first if first < late else self._loss(first)
             context_s: float = load.decode_s_per_context_token
             busy: float = prefill_share(load)
             work: float = self.regret * load.eviction_regret * fill_s + busy * work_s
-            work = self.work * (work * self.per_budget + self._loss_of_next(wait_s, work_s))
+            later: float = work_s * self.per_budget  # below, a call only where prompts wait
+            later = self._loss_of_next(wait_s, work_s) if wait_s or later >= late else later**3
+            work = self.work * (work * self.per_budget + later)
             answers: float = load.answers
             if answers and self.now >= load.timeline.answers_due_at:
                 load.timeline.update_answers(load, self.now)
@@ -403,7 +403,7 @@ class _PriceLoop:
                 more = self.decoded * slow * (load.decode_s_per_sequence + context_s * prompt)
                 step = slow * load.decode_s_per_token * self.per_tpot + more
                 own = step * (1.0 + self.lumps * busy)
-                price += self.own * (own * own * own if own < late else beyond + overdue * own)
+                price += self.own * (own * own * own if own < late else self._loss(own))
                 grown = (uncached + self.later) / room
                 full = used / room + grown
                 crowd = full * full * full if full < FULLEST else FULLEST**3
