@@ -45,8 +45,8 @@ from kvtransfer.transfer.commands import (
 )
 from kvtransfer.transfer.handles import HandleListener, Landing, LoopWaker, Offer, TransferHandle
 from kvtransfer.transfer.invite_registration import InviteRegistration
+from kvtransfer.transfer.leased_offer import OfferSpec
 from kvtransfer.transfer.receive_tracker import WindowError
-from kvtransfer.transfer.send_queue import OfferSpec
 from kvtransfer.transfer.sink import FetchRequest, TransferSink
 from kvtransfer.transfer.source import TransferSource
 from kvtransfer.transfer.transfer_counters import AgentStats

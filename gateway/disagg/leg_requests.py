@@ -19,12 +19,8 @@ from gateway.disagg.pairing import SplitRoute
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.reservation import Reservation
-from gateway.forwarding.forward import (
-    chunk_writer,
-    client_lines,
-    new_recorded_relay,
-    response_headers,
-)
+from gateway.forwarding.forward import chunk_writer, new_recorded_relay
+from gateway.forwarding.headers import client_lines, response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT
 from gateway.protocol.request.json_splice import edited, shows_usage

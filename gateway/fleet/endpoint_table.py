@@ -36,7 +36,7 @@ from gateway.protocol.upstream_error import (
     UpstreamError,
     health_event,
 )
-from policies import load_ledger
+from policies import load_ledger, scraped_load
 from policies.endpoint_load import NO_SOFT_CAP, EndpointLoad
 from policies.health import endpoint_health, slow_start, stall
 from policies.health.endpoint_health import Health, HealthEvent, HealthLimits, HealthState
@@ -300,7 +300,7 @@ class EndpointTable:
         """Store the load that the engine reported in a scrape of its metrics."""
         load, now = live.load, monotonic()
         running, waiting = reading.running, reading.waiting
-        load_ledger.record_scrape(load, running, waiting, reading.kv_usage, reading.kv_tokens, now)
+        scraped_load.record_scrape(load, running, waiting, reading.kv_usage, reading.kv_tokens, now)
         if reading.progress not in (UNKNOWN_PROGRESS, live.progress):
             live.progress = reading.progress
             live.upstream.last_body_at = now

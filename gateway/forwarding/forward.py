@@ -1,27 +1,24 @@
 """One attempt to serve a request at one endpoint: the request to the engine, and its answer.
 
-The gateway builds the request itself. It has a fixed path, its own length, the client's headers
-that are permitted, and the endpoint's key. gateway/proxy/attempt_loop.py picks the endpoint.
+The gateway builds the request itself. It has a fixed path, its own length, the endpoint's key
+and some of the client's headers (headers.py). gateway/proxy/attempt_loop.py picks the endpoint.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from time import monotonic
 
 import msgspec
 
 from gateway.fleet.reservation import Reservation
+from gateway.forwarding.headers import request_headers, response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, Api
 from gateway.protocol.errors import response_not_found
-from gateway.protocol.request.forwarded_headers import all_values
 from gateway.protocol.request.json_splice import shows_usage
 from gateway.protocol.request.multipart import form_type
 from gateway.protocol.request.request_body import Call
-from gateway.protocol.request.service_level_headers import HeaderFields
-from gateway.protocol.request.sessions import SESSION_HEADER
 from gateway.protocol.response.answer_events import (
     EventWriter,
     write_chunks,
@@ -35,7 +32,6 @@ from gateway.protocol.response.resumable_relay import RecordedRelay
 from gateway.protocol.response.rewrite import ANY_NAME, ModelNameRewriter, versioned_name
 from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
 from gateway.protocol.response.transcript_relay import TranscriptRelay
-from gateway.protocol.trace_context import propagated_headers
 from gateway.protocol.upstream_error import MODEL_GONE
 from gateway.request_record import Exchange
 from kvtransfer.dialects import known_members
@@ -46,9 +42,6 @@ TRTLLM, OPENAI = EngineKind.TRTLLM, EngineKind.OPENAI
 # 4xx statuses about the gateway's key for the engine or the engine's queue, which the client cannot
 # fix.
 ENDPOINT_FAULTS = frozenset({401, 403, 407, 408, 429})
-PASSED_HEADERS = (SESSION_HEADER, "anthropic-version", "anthropic-beta")
-"""The client's request headers that are passed on to engines: those that name the conversation or
-the API dialect."""
 _EVENT_WRITERS: Mapping[Api, EventWriter] = {MESSAGES: write_message, RESPONSES: write_response}
 # How vLLM and SGLang answer a request for a model that they do not have.
 _MODEL_GONE = re.compile(rb"[Mm]odel .{1,256} (does not exist|not found)")
@@ -235,47 +228,3 @@ def new_recorded_relay(
     )
     relay.event_writer = write_chunks_with_usage  # the ledger drops counts not asked for
     return relay
-
-
-def response_headers(exchange: Exchange, client: Client, endpoint: str) -> bytes:
-    """Return the response headers that the gateway adds, without status line and framing."""
-    lines = (
-        f"{client.response_lines.line}x-request-id: {exchange.id}\r\n"
-        f"x-penstock-endpoint: {endpoint}\r\n"
-        "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
-    )
-    if exchange.tier:
-        lines += f"x-penstock-tier: {exchange.tier}\r\n"
-    if client.will_close:
-        lines += "connection: close\r\n"
-    return lines.encode()
-
-
-def request_headers(
-    exchange: Exchange, headers: Mapping[str, str], length: int, endpoint: str
-) -> bytes:
-    """Return the header lines of a request to an engine, and the blank line after them.
-
-    `length` is the length of the body in bytes.
-    """
-    if exchange.trace is not None:
-        passed = client_lines(headers) + exchange.trace.add_leg("whole", endpoint, monotonic())
-    elif type(headers) is not HeaderFields:
-        passed = client_lines(headers) + propagated_headers(headers)
-    else:  # one object for most requests of a connection, which caches the lines
-        lines = headers.forwarded_lines
-        if lines is None:
-            lines = headers.forwarded_lines = client_lines(headers) + propagated_headers(headers)
-        passed = lines
-    head = f"x-request-id: {exchange.id}\r\ncontent-length: {length}\r\n{passed}\r\n"
-    return head.encode() if head.isascii() else head.encode("utf-8", "surrogateescape")
-
-
-def client_lines(headers: Mapping[str, str]) -> str:
-    """Return the client's header lines that are passed on to engines (PASSED_HEADERS).
-
-    gateway/protocol/trace_context.py adds the trace context.
-    """
-    return "".join(
-        f"{name}: {value}\r\n" for name in PASSED_HEADERS if (value := all_values(headers, name))
-    )

@@ -12,6 +12,7 @@ from functools import partial
 from gateway.config import Resume
 from gateway.fleet.reservation import Reservation
 from gateway.forwarding import forward
+from gateway.forwarding.headers import request_headers, response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import COMPLETIONS
 from gateway.protocol.request.request_body import Call
@@ -58,10 +59,10 @@ def prepare_recorded(
         return forward.prepare(exchange, call, client, reservation, on_first, served)
     body = call_with_token_ids(call, served, endpoint.salt_member)
     ledger = exchange.ledger = Ledger(terms, resume.tokens)
-    headers = forward.response_headers(exchange, client, endpoint.name)
+    headers = response_headers(exchange, client, endpoint.name)
     relay = forward.new_recorded_relay(exchange, call, client, headers, ledger, served, on_first)
     head = reservation.upstream.request_head(call.api.path)
-    head += forward.request_headers(exchange, client.headers, len(body.body), endpoint.name)
+    head += request_headers(exchange, client.headers, len(body.body), endpoint.name)
     return head, body, relay
 
 
@@ -242,7 +243,7 @@ class RestPlan:
         relay.event_writer = write_chunks_with_usage
         length, name = len(body.body), reservation.endpoint.name
         head = reservation.upstream.request_head(COMPLETIONS.path)
-        head += forward.request_headers(exchange, self._client.headers, length, name)
+        head += request_headers(exchange, self._client.headers, length, name)
         try:
             await reservation.upstream.send(head, body, relay, self._client)
         finally:

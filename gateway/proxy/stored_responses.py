@@ -19,6 +19,7 @@ from gateway.disagg.internal_answer import InternalAnswer
 from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.model_lookup import find
 from gateway.forwarding import forward
+from gateway.forwarding.headers import request_headers, response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import RESPONSES
 from gateway.protocol.errors import Failure, GatewayError, response_not_found
@@ -155,7 +156,7 @@ async def _send(exchange: Exchange, client: Client, live: LiveEndpoint, relay: R
     _, mark, query = client.target.partition("?")
     path = api.path.replace("{id}", stored.response_id) + mark + query
     head = api.method.encode() + live.upstream.request_head(path).removeprefix(b"POST")
-    head += forward.request_headers(exchange, client.headers, 0, stored.endpoint)
+    head += request_headers(exchange, client.headers, 0, stored.endpoint)
     exchange.sent_at = monotonic()
     await live.upstream.send(head, _Bytes(b""), relay, client)
     if relay.is_refused:
@@ -174,7 +175,7 @@ def _relay(gateway: Gateway, exchange: Exchange, client: Client, live: LiveEndpo
     if route is not None:
         served = route.resolve_name(live.endpoint)
         rewriter = forward.new_rewriter(live.endpoint.engine, RESPONSES, served, stored.model)
-    headers = forward.response_headers(exchange, client, stored.endpoint)
+    headers = response_headers(exchange, client, stored.endpoint)
     grammar, errors = RESPONSES.grammar, RESPONSES.errors
     return EventRelay(headers, None, client.is_http_1_0, rewriter, None, grammar, errors)
 

@@ -2,7 +2,7 @@
 
 Only the first message carries file descriptors. Every version must understand it: it is a list that
 starts with the protocol version. A process that does not know that version uses the sockets, and
-starts without learned state.
+starts without learned state. handover_messages.py has the other messages.
 """
 
 from __future__ import annotations
@@ -15,18 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from policies.engine.peer_load import PeerShare
-from policies.health.endpoint_health import Health
-from policies.restart_state import (
-    AdmissionState,
-    BeliefState,
-    Blocks,
-    DriftState,
-    HolderState,
-    LengthState,
-    QuotaState,
-    SessionTurns,
-)
+from gateway.restart.handover_messages import Message
 
 if TYPE_CHECKING:
     from gateway.config import Listeners
@@ -37,10 +26,6 @@ LENGTH = Struct("<I")
 MAX_MESSAGE_BYTES = 4 << 20  # per message
 MAX_OFFER_BYTES = 64 << 10
 MAX_SOCKETS = 16
-
-EndpointKey = tuple[str, str]
-"""A key that identifies an endpoint in both processes: its pool and URL. Slot numbers differ
-between processes."""
 
 
 class BoundListener(msgspec.Struct, frozen=True, array_like=True):
@@ -93,88 +78,6 @@ class HandoverOffer(msgspec.Struct, frozen=True, array_like=True):
     block_bytes: int = 0
 
 
-class StateRequest(msgspec.Struct, frozen=True, array_like=True, tag="state_wanted"):
-    """The message by which a successor requests or declines the learned state.
-
-    The successor sends it after it has polled its engines.
-    """
-
-    wants_state: bool
-
-
-class EndpointState(msgspec.Struct, frozen=True, array_like=True, tag="endpoint"):
-    """The learned state of one endpoint: health, drain state, latency model, prefix statistics."""
-
-    key: EndpointKey
-    slot: int
-    health: Health
-    is_drained: bool
-    slow_start_at: float | None
-    belief: BeliefState
-    holder: HolderState | None
-
-
-class SlotMap(msgspec.Struct, frozen=True, array_like=True, tag="slots"):
-    """A message that maps slot numbers to endpoints, for the index blocks that follow."""
-
-    places: list[tuple[int, EndpointKey]]
-
-
-class PoolState(msgspec.Struct, frozen=True, array_like=True, tag="pool"):
-    """The learned admission state of one pool, for the successor process."""
-
-    pool: str
-    admission: AdmissionState
-
-
-class TenantState(msgspec.Struct, frozen=True, array_like=True, tag="tenant"):
-    """The quota usage of one tenant, for the successor process."""
-
-    tenant: str
-    quota: QuotaState
-
-
-class OutputLengthState(msgspec.Struct, frozen=True, array_like=True, tag="lengths"):
-    """The output lengths observed so far, by kind of request, for the successor process."""
-
-    rows: list[LengthState]
-
-
-class StateEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """The last message of the learned state, after which the successor has all of it."""
-
-
-class SuccessorReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The message by which a successor reports that it accepts client connections."""
-
-
-class RemainingWork(msgspec.Struct, frozen=True, array_like=True, tag="booked"):
-    """A message with the old process's remaining work by endpoint.
-
-    Endpoints without work are left out.
-    """
-
-    shares: list[tuple[EndpointKey, PeerShare]]
-
-
-class StopRequest(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """The message by which the successor reports that it is being stopped.
-
-    The old process then stops too: it ends its requests within timeouts.shutdown seconds.
-    """
-
-
-LearnedState = (
-    SlotMap
-    | Blocks
-    | EndpointState
-    | PoolState
-    | TenantState
-    | OutputLengthState
-    | DriftState
-    | SessionTurns
-)
-Message = StateRequest | LearnedState | StateEnd | SuccessorReady | RemainingWork | StopRequest
 _decoder = msgspec.msgpack.Decoder(Message)
 
 

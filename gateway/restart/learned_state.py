@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from gateway.restart.channel import (
+from gateway.restart.handover_messages import (
     EndpointKey,
     EndpointState,
     LearnedState,

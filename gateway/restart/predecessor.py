@@ -15,14 +15,16 @@ from gateway.restart.channel import (
     VERSION,
     ChannelError,
     HandoverOffer,
+    pack_message,
+    read_message,
+    receive_offer,
+)
+from gateway.restart.handover_messages import (
     RemainingWork,
     StateEnd,
     StateRequest,
     StopRequest,
     SuccessorReady,
-    pack_message,
-    read_message,
-    receive_offer,
 )
 from gateway.restart.learned_state import Restorer, endpoint_key
 from policies.load_ledger import set_peer_load

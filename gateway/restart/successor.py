@@ -22,17 +22,19 @@ from gateway.restart.channel import (
     VERSION,
     BoundListener,
     ChannelError,
-    EndpointKey,
     HandoverOffer,
+    pack_message,
+    read_message,
+    send_offer,
+)
+from gateway.restart.handover_messages import (
+    EndpointKey,
     LearnedState,
     RemainingWork,
     StateEnd,
     StateRequest,
     StopRequest,
     SuccessorReady,
-    pack_message,
-    read_message,
-    send_offer,
 )
 from policies.engine.peer_load import PeerShare
 

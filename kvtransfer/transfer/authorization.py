@@ -23,7 +23,7 @@ from kvtransfer.protocol.ticket import (
     check,
     mint,
 )
-from kvtransfer.transfer.send_queue import LeasedOffer, OfferSpec
+from kvtransfer.transfer.leased_offer import LeasedOffer, OfferSpec
 
 _REASON = {
     TicketRefusal.EXPIRED: EndReason.TICKET_EXPIRED,

@@ -5,6 +5,8 @@ The gateway chooses engine pairs by this bandwidth.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class BandwidthMeter:
     """Measures bytes per second by (peer, transport); recent measurements count more.
@@ -44,3 +46,33 @@ class BandwidthMeter:
         """Drop the measured bandwidth of an agent that will not come back."""
         for pair in [pair for pair in self._decayed if pair[0] == peer]:
             del self._decayed[pair]
+
+
+class ThroughputMeter:
+    """Measures how fast KV is sent, counting only the time in which bytes are in flight.
+
+    When no bytes are in flight, or after `most_s` seconds, `on_measured` is called with the bytes
+    and seconds.
+    """
+
+    def __init__(self, on_measured: Callable[[int, float], None], most_s: float = 0.1) -> None:
+        self._seen, self._most_s = on_measured, most_s
+        self._since: float | None = None
+        self._bytes = 0
+
+    def start(self, now: float) -> None:
+        """Start to measure at the time `now`, unless a measurement has already begun."""
+        if self._since is None:
+            self._since = now
+
+    def count(self, n_bytes: int, now: float, *, idle: bool) -> None:
+        """Count bytes of KV that the receiving agent has received.
+
+        idle  whether no other bytes are in flight, which ends the measurement
+        """
+        self._bytes += n_bytes
+        if self._since is None or not (idle or now - self._since > self._most_s):
+            return
+        if self._bytes:
+            self._seen(self._bytes, now - self._since)
+        self._since, self._bytes = None if idle else now, 0

@@ -14,7 +14,7 @@ from itertools import count
 from kvtransfer.layout.reshard import sink_ranks
 from kvtransfer.protocol.agent_messages import AgentCard
 from kvtransfer.protocol.lease import Lease, LeaseError, LeaseEvent, advance
-from kvtransfer.transfer.send_queue import LeasedOffer
+from kvtransfer.transfer.leased_offer import LeasedOffer
 
 
 class OfferSharing:

@@ -1,190 +1,25 @@
 """The windows (pieces of KV) to send to one agent, and their order.
 
-The main classes are LeasedOffer and SendQueue. source.py decides whether an offer may be fetched.
+leased_offer.py has the offers that they belong to.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.layout.byte_ranges import ByteRuns, sorted_distinct
-from kvtransfer.layout.kv_layout import KvLayout
+from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import GenerationCheck, Region, local_rank
 from kvtransfer.layout.reshard import MAX_RUNS, TransferPlan
 from kvtransfer.protocol.agent_messages import AgentCard
-from kvtransfer.protocol.lease import Lease
+from kvtransfer.transfer.bandwidth_meter import ThroughputMeter
 from kvtransfer.transfer.commands import PutWindow
+from kvtransfer.transfer.leased_offer import LeasedOffer
 from kvtransfer.transfer.send_credits import SendCredits, in_flight_limit
-from kvtransfer.transfer.transfer_order import Priority, TransferOrder
+from kvtransfer.transfer.transfer_order import TransferOrder
 from kvtransfer.transport_interface import Link, WindowHead, WindowSlice
-
-_NONE = np.empty(0, np.int64)
-# Tickets of one offer that are valid at the same time. Renewal keeps earlier tickets valid, because
-# they may be in transit.
-_MAX_TICKETS = 8
-
-
-class OfferSpec(msgspec.Struct, frozen=True):
-    """An engine's offer of the KV of `tokens` tokens, which is stored in `blocks`.
-
-    ready_layers  number of layers that are already computed
-    ttl_s         seconds until the lease ends
-    sink          the only agent that may fetch the KV, with a ticket or by name; None: any agent
-                  with a ticket
-    public        whether any agent may also fetch the KV by name
-    nonce         16 random bytes for the first ticket
-    order         indices that sort `blocks`, computed here
-    distinct      the distinct block numbers, computed here
-    """
-
-    name: str
-    blocks: NDArray[np.int64]
-    tokens: int
-    ttl_s: float
-    ready_layers: int
-    nonce: bytes
-    sink: str | None = None
-    public: bool = False
-    order: NDArray[np.int64] = _NONE
-    distinct: NDArray[np.int64] = _NONE
-
-    def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "order", np.argsort(self.blocks, kind="stable"))
-        msgspec.structs.force_setattr(self, "distinct", sorted_distinct(self.blocks))
-
-
-class LeasedOffer:
-    """An offer of KV, with the lease that protects its blocks from reuse.
-
-    generations    the blocks' generations (owner counters) per rank when the offer was made
-    sorted_blocks  its block numbers in ascending order, for fast searches
-    lease          the lease; setting one that has ended clears `lease_flag`
-    lease_flag     uint32 array (1,): 1 until the lease ends, for native code
-    nonces         nonces of its latest tickets
-    link           connection to the agent that fetches it; None: it is not being fetched
-    transfer       that agent's number of the transfer
-    plan           the transfer plan; None until it is computed
-    shares         parts of the offer by rank of the fetching engine, once a rank has fetched
-                   (offer_division.py)
-    claimed_by     the engine that shares the offer among its ranks, and its layout
-    whole          for one rank's part: the whole offer; otherwise None
-    rank           for one rank's part: the rank that may fetch it; otherwise -1
-    """
-
-    __slots__ = (
-        "_lease",
-        "claimed_by",
-        "generations",
-        "head",
-        "lease_flag",
-        "link",
-        "nonces",
-        "number",
-        "plan",
-        "priority",
-        "put_bytes",
-        "rank",
-        "ready_layers",
-        "shares",
-        "sorted_blocks",
-        "spec",
-        "started_at",
-        "ticket",
-        "transfer",
-        "urgent_at",
-        "whole",
-        "window_bytes",
-        "windows",
-    )  # fmt: skip
-
-    def __init__(
-        self, number: int, spec: OfferSpec, generations: list[NDArray[np.uint32]], now: float
-    ) -> None:
-        self.number, self.spec, self.generations, self.started_at = number, spec, generations, now
-        self.sorted_blocks = spec.blocks[spec.order]
-        self.lease_flag = np.ones(1, np.uint32)
-        self.lease = Lease(spec.name, now + spec.ttl_s)
-        self.ticket = ""
-        self.nonces = deque([spec.nonce], _MAX_TICKETS)
-        self.ready_layers = spec.ready_layers
-        self.link: Link | None = None
-        self.transfer = 0
-        self.priority, self.urgent_at = Priority.INTERACTIVE, now
-        self.plan: TransferPlan | None = None
-        self.window_bytes = 0
-        self.windows: Iterator[WindowHead | None] = iter(())
-        self.head: WindowHead | None = None
-        self.put_bytes = 0
-        self.shares: dict[int, LeasedOffer] = {}
-        self.whole: LeasedOffer | None = None
-        self.rank = -1
-        self.claimed_by: tuple[str, KvLayout] | None = None
-
-    @property
-    def is_unclaimed(self) -> bool:
-        """Return whether no part of the offer is being fetched or was fetched.
-
-        Returns False for one rank's part of an offer.
-        """
-        return self.plan is None and self.claimed_by is None and self.whole is None
-
-    @property
-    def lease(self) -> Lease:
-        return self._lease
-
-    @lease.setter
-    def lease(self, lease: Lease) -> None:
-        self._lease = lease
-        if lease.ended_from is not None:
-            self.lease_flag[0] = 0
-
-    @property
-    def is_live(self) -> bool:
-        return self._lease.ended_from is None
-
-    def peek(self) -> WindowHead | None:
-        """Return the header of the next window (piece of KV) to send.
-
-        Returns None if all have been sent, or if the next layers are not computed yet.
-        """
-        if self.head is None:
-            self.head = next(self.windows, None)
-        return self.head
-
-
-class ThroughputMeter:
-    """Measures how fast KV is sent, counting only the time in which bytes are in flight.
-
-    When no bytes are in flight, or after `most_s` seconds, `on_measured` is called with the bytes
-    and seconds.
-    """
-
-    def __init__(self, on_measured: Callable[[int, float], None], most_s: float = 0.1) -> None:
-        self._seen, self._most_s = on_measured, most_s
-        self._since: float | None = None
-        self._bytes = 0
-
-    def start(self, now: float) -> None:
-        """Start to measure at the time `now`, unless a measurement has already begun."""
-        if self._since is None:
-            self._since = now
-
-    def count(self, n_bytes: int, now: float, *, idle: bool) -> None:
-        """Count bytes of KV that the receiving agent has received.
-
-        idle  whether no other bytes are in flight, which ends the measurement
-        """
-        self._bytes += n_bytes
-        if self._since is None or not (idle or now - self._since > self._most_s):
-            return
-        if self._bytes:
-            self._seen(self._bytes, now - self._since)
-        self._since, self._bytes = None if idle else now, 0
 
 
 class SendQueue:

@@ -51,10 +51,11 @@ from kvtransfer.transfer.commands import (
     SendMessage,
     plan_or_defer,
 )
+from kvtransfer.transfer.leased_offer import LeasedOffer, OfferSpec
 from kvtransfer.transfer.offer_division import OfferSharing
 from kvtransfer.transfer.offered_blocks import OfferedBlocks
 from kvtransfer.transfer.pending_invites import PendingInvites
-from kvtransfer.transfer.send_queue import LeasedOffer, OfferSpec, SendQueue
+from kvtransfer.transfer.send_queue import SendQueue
 from kvtransfer.transfer.transfer_counters import AgentStats
 from kvtransfer.transfer.transfer_order import Priority
 from kvtransfer.transport_interface import Link

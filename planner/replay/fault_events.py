@@ -11,7 +11,7 @@ from planner.replay.engine_sim import EngineMetrics
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.replay_interfaces import FleetPort
 from planner.replay.replay_options import GroupFault, GroupFaultKind
-from policies import load_ledger
+from policies import scraped_load
 from policies.health.slow_start import soft_cap
 
 Reading = tuple[ReplayGroup, EngineMetrics]
@@ -128,4 +128,4 @@ class FaultEvents:
         #
         # External requests are computed against in_flight at delivery.
         for group, metrics in readings:
-            load_ledger.record_scrape(group.load, *metrics, group.capacity_tokens, now)
+            scraped_load.record_scrape(group.load, *metrics, group.capacity_tokens, now)

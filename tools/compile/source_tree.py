@@ -101,7 +101,7 @@ SMALL = (
     *_modules("gateway/proxy", "attempt_loop engine_api split_request"),
     *_modules("gateway/telemetry", "access_log cost_counter log_rotation pick_explanation"),
     *_modules("gateway/telemetry", "request_shapes spans"),
-    *_modules("policies", "policy_types"),
+    *_modules("policies", "policy_types scraped_load"),
     *_modules("policies/engine", "first_token_calibration kalman peer_load"),
     *_modules("policies/prefix", "block_ids cached_blocks learned_prompts prefix_match"),
     *_modules("policies/prefix", "sampled_keys"),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from policies import load_ledger, policy_registry, routing_algorithm
+from policies import load_ledger, policy_registry, routing_algorithm, scraped_load
 from policies.candidate_order import CandidateOrder, create_order
 from policies.endpoint_load import NO_SOFT_CAP, LoadChanges
 from policies.load_ledger import LoadReservation
@@ -51,7 +51,7 @@ class Pool:
             reading = (load.in_flight, 0, 0.2)
             if self.has_external:
                 reading = rng.randrange(4), rng.randrange(3), rng.choice((0.2, 0.95))
-            load_ledger.record_scrape(load, *reading, 50_000, self.now)
+            scraped_load.record_scrape(load, *reading, 50_000, self.now)
         elif event == 3:
             load.is_available = rng.random() < 0.8
             load.mark_changed()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from policies import load_ledger
+from policies import load_ledger, scraped_load
 from policies.endpoint_load import EndpointLoad
 from policies.engine.kalman import MOST_CORRECTION
 from policies.latency.expected_latency import backlog_s, tpot_s, ttft_s
@@ -45,7 +45,7 @@ class Ledger(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.load = EndpointLoad(0)
-        load_ledger.record_scrape(self.load, None, None, None, 200_000, 0.5)
+        scraped_load.record_scrape(self.load, None, None, None, 200_000, 0.5)
         self.now = 1.0
         self.open: set[LoadReservation] = set()
         self.outputs: dict[LoadReservation, int] = {}
@@ -132,7 +132,7 @@ class Ledger(RuleBasedStateMachine):
         self, after: float, running: int | None, waiting: int | None, usage: float | None
     ) -> None:
         self.now += after
-        load_ledger.record_scrape(self.load, running, waiting, usage, None, self.now)
+        scraped_load.record_scrape(self.load, running, waiting, usage, None, self.now)
 
     @rule(after=PASSING, believed=st.booleans())
     def believe(self, after: float, believed: bool) -> None:

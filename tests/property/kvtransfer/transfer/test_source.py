@@ -33,7 +33,7 @@ from kvtransfer.transfer.commands import (
     ResolveHandle,
     SendMessage,
 )
-from kvtransfer.transfer.send_queue import OfferSpec
+from kvtransfer.transfer.leased_offer import OfferSpec
 from kvtransfer.transfer.source import TransferSource
 from kvtransfer.transfer.transfer_counters import AgentStats
 from kvtransfer.util.agent_options import AgentOptions

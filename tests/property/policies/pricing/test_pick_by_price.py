@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import load_ledger
+from policies import load_ledger, scraped_load
 from policies.endpoint_load import EndpointLoad
 from policies.load_ledger import LoadReservation
 from policies.pricing.endpoint_price import PricedPolicy, PriceScorer
@@ -56,7 +56,7 @@ class Fleet:
     def scrape(self, load: EndpointLoad) -> None:
         rng = self.rng
         numbers = rng.randrange(9), rng.randrange(3), rng.choice((0.0, 0.3, 0.99))
-        load_ledger.record_scrape(load, *numbers, 60_000, self.now)
+        scraped_load.record_scrape(load, *numbers, 60_000, self.now)
 
     def ask(self) -> RoutingQuery:
         request = self.request()

@@ -21,7 +21,7 @@ from kvtransfer.protocol.outcomes import RETRIABLE, EndReason
 from kvtransfer.protocol.spent_tickets import SpentTickets
 from kvtransfer.protocol.ticket import check, mint_ahead
 from kvtransfer.transfer.commands import Command, ComputePlan, ResolveHandle, SendMessage
-from kvtransfer.transfer.send_queue import OfferSpec
+from kvtransfer.transfer.leased_offer import OfferSpec
 from kvtransfer.transfer.source import TransferSource
 from kvtransfer.transfer.transfer_counters import AgentStats
 from kvtransfer.util.agent_options import AgentOptions

@@ -5,7 +5,7 @@ In a compiled module, an int becomes a float, and any other value raises a TypeE
 
 from __future__ import annotations
 
-from policies import load_ledger
+from policies import load_ledger, scraped_load
 from policies.endpoint_load import EndpointLoad
 from policies.load_ledger import LoadReservation
 from policies.routing_types import Request
@@ -24,7 +24,7 @@ def busy_load() -> tuple[EndpointLoad, LoadReservation]:
             reserved.on_first_token(now + 0.03)
         if number > 9:
             reservations[number - 9].finish(now + 0.04, 40)
-        load_ledger.record_scrape(load, 5, 2, 0.4, 90_000, now + 0.045)
+        scraped_load.record_scrape(load, 5, 2, 0.4, 90_000, now + 0.045)
     handed = load_ledger.reserve_decode(load, request, 0, now)
     handed.on_kv_arrived(now + 0.1)
     return load, reservations[-1]

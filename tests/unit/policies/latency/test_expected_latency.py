@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from policies import load_ledger
+from policies import load_ledger, scraped_load
 from policies.endpoint_load import EndpointLoad
 from policies.engine.first_token_calibration import SHORT_S
 from policies.engine.peer_load import PeerShare
@@ -170,7 +170,7 @@ def test_a_first_token_that_is_late_is_expected_to_be_as_late_again() -> None:
 
 def test_a_prompt_without_free_kv_waits_for_answers_to_end() -> None:
     load, now = load_of(), 0.0
-    load_ledger.record_scrape(load, None, None, None, 50_000, 0.0)
+    scraped_load.record_scrape(load, None, None, None, 50_000, 0.0)
     for _ in range(5):
         load_ledger.reserve(load, request(), 0, now).on_first_token(now + 0.4)
         now += 0.4
@@ -181,7 +181,7 @@ def test_a_prompt_without_free_kv_waits_for_answers_to_end() -> None:
 
 def test_shared_prefixes_need_no_wait_once_a_scrape_shows_free_kv() -> None:
     load, now = load_of(), 0.0
-    load_ledger.record_scrape(load, None, None, None, 50_000, now)
+    scraped_load.record_scrape(load, None, None, None, 50_000, now)
     for _ in range(6):
         load_ledger.reserve(load, request(output=1000), 6000, now).on_first_token(now + 0.2)
         now += 0.2
@@ -190,7 +190,7 @@ def test_shared_prefixes_need_no_wait_once_a_scrape_shows_free_kv() -> None:
     entry.on_first_token(now + 0.2)
     for _ in range(40):
         now += 0.05
-        load_ledger.record_scrape(load, None, None, 0.4, None, now)
+        scraped_load.record_scrape(load, None, None, 0.4, None, now)
     after = load_ledger.reserve(load, request(output=1000), 6000, now).predicted_ttft_s
     assert before is not None
     assert after is not None
@@ -199,13 +199,13 @@ def test_shared_prefixes_need_no_wait_once_a_scrape_shows_free_kv() -> None:
 
 def test_kv_that_another_endpoint_still_computes_does_not_make_an_engine_look_roomy() -> None:
     load = load_of()
-    load_ledger.record_scrape(load, None, None, None, 50_000, 0.0)
+    scraped_load.record_scrape(load, None, None, None, 50_000, 0.0)
     load_ledger.reserve(load, request(20_000), 0, 0.0).on_first_token(1.5)
     for _ in range(3):
         load_ledger.reserve_decode(load, request(10_000), 0, 1.5)
     free = load.free_kv_tokens
     for step in range(40):
-        load_ledger.record_scrape(load, 1, 0, 0.4, None, 1.5 + 0.05 * step)
+        scraped_load.record_scrape(load, 1, 0, 0.4, None, 1.5 + 0.05 * step)
     assert load.timeline.kv_ratio == pytest.approx(1.0, abs=0.01)
     assert load.free_kv_tokens == pytest.approx(free, abs=500)
 
@@ -261,26 +261,26 @@ def test_what_the_way_costs_is_learnt_from_long_steps_too_where_others_decode() 
 def test_external_requests_slow_every_step() -> None:
     load = load_of()
     before = load.decode_s_per_token
-    load_ledger.record_scrape(load, 40, 0, None, None, 1.0)
-    load_ledger.record_scrape(load, 40, 0, None, None, 2.0)
+    scraped_load.record_scrape(load, 40, 0, None, None, 1.0)
+    scraped_load.record_scrape(load, 40, 0, None, None, 2.0)
     assert load.external_requests == 40
     assert load.decode_s_per_token > before
 
 
 def test_a_request_scraped_before_its_gateway_announces_it_is_not_external() -> None:
     load = load_of()
-    load_ledger.record_scrape(load, 3, 0, None, None, 1.0)
+    scraped_load.record_scrape(load, 3, 0, None, None, 1.0)
     assert load.external_requests == 0
-    load_ledger.record_scrape(load, 1, 1, None, None, 2.0)
+    scraped_load.record_scrape(load, 1, 1, None, None, 2.0)
     assert load.external_requests == 2
-    load_ledger.record_scrape(load, 0, 0, None, None, 3.0)
+    scraped_load.record_scrape(load, 0, 0, None, None, 3.0)
     assert load.external_requests == 0
 
 
 def test_an_unreported_first_token_does_not_block_other_prompts() -> None:
     load = load_of()
     load_ledger.reserve(load, request(), 0, 0.0, sees_first_token=False)
-    load_ledger.record_scrape(load, 1, 0, None, None, 10.0)
+    scraped_load.record_scrape(load, 1, 0, None, None, 10.0)
     assert (load.prefill_tokens, load.decode_tokens, load.decoding) == (0, 8000, 1)
     assert backlog_s(load, 10.0) == 0.0
 

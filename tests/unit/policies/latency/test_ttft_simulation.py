@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policies import load_ledger
+from policies import load_ledger, scraped_load
 from policies.endpoint_load import EndpointLoad
 from policies.engine.engine_load import EngineLoad
 from policies.engine.engine_timeline import EngineTimeline
@@ -28,7 +28,7 @@ SHAPE = shape_for("h100", 4, params_b=70.6, weight_bytes=1, request_s=0.0)
 def load_of(kv_tokens: int | None = None) -> EndpointLoad:
     load = EndpointLoad(0, SpeedBelief(SHAPE))
     if kv_tokens is not None:
-        load_ledger.record_scrape(load, None, None, None, kv_tokens, 0.0)
+        scraped_load.record_scrape(load, None, None, None, kv_tokens, 0.0)
     return load
 
 
@@ -120,7 +120,7 @@ def test_nothing_is_predicted_of_an_answer_that_comes_whole() -> None:
 def test_a_prompt_that_comes_during_a_step_waits_for_its_end_and_not_for_those_behind() -> None:
     load = load_of()
     load_ledger.reserve(load, request(5000), 0, 0.0)
-    load_ledger.record_scrape(load, None, None, None, None, 0.001)  # the first step is running
+    scraped_load.record_scrape(load, None, None, None, None, 0.001)  # the first step is running
     assert predicted_ttft(load, 2000, 0.01) == pytest.approx(
         step_s(5000) - 0.01 + step_s(2000), rel=0.01
     )
@@ -133,7 +133,7 @@ def test_prompts_that_usually_arrive_are_expected_in_the_step_that_completes_one
         load_ledger.reserve(busy, request(500), 0, now).drop(now)
     for load in (busy, calm):
         load_ledger.reserve(load, request(8000), 0, 10.0)
-        load_ledger.record_scrape(load, None, None, None, None, 10.001)
+        scraped_load.record_scrape(load, None, None, None, None, 10.001)
     assert predicted_ttft(busy, 1000, 10.01) > 1.2 * predicted_ttft(calm, 1000, 10.01)
 
 
@@ -172,7 +172,7 @@ def test_a_prompt_with_a_shared_prefix_needs_kv_for_the_rest_only() -> None:
         load_ledger.reserve(load, request(8000), 7500, now).on_first_token(now + 0.03)
         now += 0.03
     crowded = predicted_ttft(load, 8000, now, 7500)
-    load_ledger.record_scrape(load, None, None, (7500 + 6 * 500) / 50_000, None, now)
+    scraped_load.record_scrape(load, None, None, (7500 + 6 * 500) / 50_000, None, now)
     assert crowded > 5 * predicted_ttft(load, 8000, now, 7500)
 
 
@@ -269,7 +269,7 @@ def test_behind_a_very_long_queue_the_formula_is_close_to_the_simulation() -> No
 def test_a_prompt_that_fills_all_kv_alone_waits_for_no_other() -> None:
     load = load_of(kv_tokens=5000)
     entry = load_ledger.reserve(load, request(5000), 0, 0.0)
-    load_ledger.record_scrape(load, None, None, None, None, 0.001)
+    scraped_load.record_scrape(load, None, None, None, None, 0.001)
     entry.drop(500.0)
     assert load.timeline.kv_prompts == 0
     assert predicted_ttft(load, 5000, 501.0) == pytest.approx(step_s(5000), rel=0.01)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from policies import load_ledger
+from policies import load_ledger, scraped_load
 from policies.endpoint_load import EndpointLoad
 from policies.routing_types import Endpoint, Layout
 from tests.unit.policies.builders import ask
@@ -31,7 +31,7 @@ def busy(
 def scrape(
     load: EndpointLoad, running: int, waiting: int, at_s: float, kv_usage: float = 0.4
 ) -> None:
-    load_ledger.record_scrape(load, running, waiting, kv_usage, 600_000, at_s)
+    scraped_load.record_scrape(load, running, waiting, kv_usage, 600_000, at_s)
 
 
 def test_a_prompt_that_waits_for_long_shows_the_slots() -> None:

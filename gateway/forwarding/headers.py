@@ -1,0 +1,61 @@
+"""Which headers are passed on: from the client to engines, and from the gateway to the client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import monotonic
+
+from gateway.http.client_interface import Client
+from gateway.protocol.request.forwarded_headers import all_values
+from gateway.protocol.request.service_level_headers import HeaderFields
+from gateway.protocol.request.sessions import SESSION_HEADER
+from gateway.protocol.trace_context import propagated_headers
+from gateway.request_record import Exchange
+
+PASSED_HEADERS = (SESSION_HEADER, "anthropic-version", "anthropic-beta")
+"""The client's request headers that are passed on to engines: those that name the conversation or
+the API dialect."""
+
+
+def response_headers(exchange: Exchange, client: Client, endpoint: str) -> bytes:
+    """Return the response headers that the gateway adds, without status line and framing."""
+    lines = (
+        f"{client.response_lines.line}x-request-id: {exchange.id}\r\n"
+        f"x-penstock-endpoint: {endpoint}\r\n"
+        "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+    )
+    if exchange.tier:
+        lines += f"x-penstock-tier: {exchange.tier}\r\n"
+    if client.will_close:
+        lines += "connection: close\r\n"
+    return lines.encode()
+
+
+def request_headers(
+    exchange: Exchange, headers: Mapping[str, str], length: int, endpoint: str
+) -> bytes:
+    """Return the header lines of a request to an engine, and the blank line after them.
+
+    `length` is the length of the body in bytes.
+    """
+    if exchange.trace is not None:
+        passed = client_lines(headers) + exchange.trace.add_leg("whole", endpoint, monotonic())
+    elif type(headers) is not HeaderFields:
+        passed = client_lines(headers) + propagated_headers(headers)
+    else:  # one object for most requests of a connection, which caches the lines
+        lines = headers.forwarded_lines
+        if lines is None:
+            lines = headers.forwarded_lines = client_lines(headers) + propagated_headers(headers)
+        passed = lines
+    head = f"x-request-id: {exchange.id}\r\ncontent-length: {length}\r\n{passed}\r\n"
+    return head.encode() if head.isascii() else head.encode("utf-8", "surrogateescape")
+
+
+def client_lines(headers: Mapping[str, str]) -> str:
+    """Return the client's header lines that are passed on to engines (PASSED_HEADERS).
+
+    gateway/protocol/trace_context.py adds the trace context.
+    """
+    return "".join(
+        f"{name}: {value}\r\n" for name in PASSED_HEADERS if (value := all_values(headers, name))
+    )
