@@ -42,7 +42,12 @@ from gateway.protocol.request.media import (
 from gateway.protocol.request.member_limits import MAX_NUMBERS, LaxNumberError, read_numbers
 from gateway.protocol.request.multipart import edit_form
 from gateway.protocol.request.options_cache import CONVERSATION, OptionsCache, ShapeKey, shape_key
-from gateway.protocol.request.sequence_count import SEQUENCE_MEMBERS, count_sequences, read_prompts
+from gateway.protocol.request.sequence_count import (
+    SEQUENCE_MEMBERS,
+    count_sequences,
+    read_inputs,
+    read_prompts,
+)
 from gateway.protocol.request.service_level_headers import MAX_PRIORITY, RequestPreferences
 from gateway.protocol.request.sessions import SESSION_MEMBERS, with_body_session
 from policies.admission.prompt_length import PromptLengths
@@ -358,10 +363,13 @@ def _read_prompt(
     if not PREAMBLE.isdisjoint(members):
         prompt = _prompt(api.prompt, members)
     if api.lists_prompts:
-        prompts, ids, longest = read_prompts(members, name, api.max_prompts or model.sequences)
+        count = read_prompts if api.generates else read_inputs
+        prompts, ids, longest = count(members, name, api.max_prompts or model.sequences)
         if prompts > 1:
             numbers["prompt"] = prompts
-        return prompt, NO_MEDIA, ids, longest
+        if api.generates or ids is not None:
+            return prompt, NO_MEDIA, ids, longest
+        return *_separate_each(body, prompt), None, 0
     prompt, media = _separate_media(body, prompt)
     is_text = media is not NO_MEDIA or api.is_admitted
     return prompt, media, None if is_text else 0, 0
@@ -432,6 +440,21 @@ def _separate_media(
         body, start, end = bytes(last), 0, len(last)
     messages, media = replace_media(body, start, end)
     return ((*prompt[:-1], msgspec.Raw(messages)), media) if media.parts else (prompt, NO_MEDIA)
+
+
+def _separate_each(
+    body: bytes, prompt: tuple[msgspec.Raw, ...]
+) -> tuple[tuple[msgspec.Raw, ...], MediaSize]:
+    # Like _separate_media(), for media in each of the values: in a query as well as in documents.
+    values, parts, tokens = list[msgspec.Raw](), 0, 0
+    for value in prompt:
+        if len(value) <= MIN_MEDIUM_BYTES:
+            values.append(value)
+            continue
+        separated, media = _separate_media(body, (value,))
+        values += separated
+        parts, tokens = parts + media.parts, tokens + media.tokens
+    return (tuple(values), MediaSize(parts, tokens)) if parts else (prompt, NO_MEDIA)
 
 
 def _expected_tokens(caller: CallContext, model: str, slo: Slo) -> int:

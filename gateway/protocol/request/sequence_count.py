@@ -2,7 +2,7 @@
 
 An engine schedules each prompt of a request like a separate request. Prompts are counted in the raw
 JSON by their quotes or brackets, without decoding. Invalid lists are counted too, because engines
-reject them.
+reject them. Only inputs that are objects, such as documents with images, are decoded.
 """
 
 from __future__ import annotations
@@ -21,6 +21,26 @@ SEQUENCE_MEMBERS = frozenset((PROMPT_MEMBER, "n", "best_of"))
 SLICE = 64 * 1024  # bytes of JSON that are searched at once
 _ESCAPED = re.compile(rb"\\*.?", re.DOTALL)
 _LIST = ord("[")
+_OBJECTS = re.compile(rb"\[?[ \t\r\n]*\{")
+MAX_OBJECTS = 256 * 1024
+"""Maximum number of braces in a value whose objects are counted by decoding, which takes about 20
+ms for so many.
+"""
+_CHAT_MEMBER = "messages"
+
+
+class _Object(msgspec.Struct, gc=False):
+    """Any JSON object; its members are skipped."""
+
+
+class _Content(msgspec.Struct):
+    """Several inputs in one object, as vLLM accepts them for scores and reranks."""
+
+    content: list[_Object]
+
+
+_read_objects = msgspec.json.Decoder(list[_Object]).decode
+_read_content = msgspec.json.Decoder(_Content).decode
 
 
 class Prompts(NamedTuple):
@@ -51,6 +71,20 @@ def read_prompts(members: Mapping[str, msgspec.Raw], name: str, most: int) -> Pr
             prompts.prompt_count + number, prompts.token_id_count, prompts.longest_token_ids
         )
     return prompts
+
+
+def read_inputs(members: Mapping[str, msgspec.Raw], name: str, most: int) -> Prompts:
+    """Count the inputs in the member `name` of a request that generates no text.
+
+    Unlike prompts, inputs may be objects. A chat is one input. Raises GatewayError if there are
+    more than `most` inputs.
+    """
+    if name == _CHAT_MEMBER:
+        return ONE_PROMPT
+    objects = _count_objects(members[name])
+    if objects is None:
+        return read_prompts(members, name, most)
+    return Prompts(_checked(name, objects, most))
 
 
 def count_sequences(
@@ -87,6 +121,23 @@ def _read(prompt: msgspec.Raw, name: str, most: int) -> Prompts:
         return Prompts(prompts)
     longest = max(part.lstrip(b"[, \t\r\n").count(b",") + 1 for part in text.split(b"]"))
     return Prompts(prompts, text.count(b",") + 1, longest)
+
+
+def _count_objects(value: msgspec.Raw) -> int | None:
+    # Return the number of inputs in a list of objects, or in the `content` of an object.
+    #
+    # None: the inputs have another form.
+    if (
+        _OBJECTS.match(memoryview(value)) is None
+        or (text := bytes(value)).count(b"{") > MAX_OBJECTS
+    ):
+        return None
+    try:
+        if text[0] == _LIST:
+            return len(_read_objects(text))
+        return max(1, len(_read_content(text).content))
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def _count_strings(text: bytes, most: int) -> int:

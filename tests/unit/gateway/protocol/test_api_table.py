@@ -127,6 +127,29 @@ def test_inputs_of_a_batch_are_counted_and_bounded_apart_from_the_model_s_sequen
     assert refused.value.param == "input"
 
 
+@pytest.mark.parametrize("count", [1, 1500, 2048])
+def test_each_object_of_a_list_is_one_input_whatever_its_members(count: int) -> None:
+    documents = [{"title": "a {dam}", "text": TEXT}] * count
+    body = {"query": "dam", "documents": documents}
+    assert parsed(api_table.RERANK, body).request.prompts == count
+
+
+def test_more_objects_than_inputs_are_allowed_are_refused() -> None:
+    with pytest.raises(GatewayError) as refused:
+        parsed(api_table.RERANK, {"query": "dam", "documents": [{"text": "a"}] * 2049})
+    assert refused.value.param == "documents"
+
+
+def test_a_chat_to_embed_is_one_input_however_many_messages_it_has() -> None:
+    messages = [{"role": "user", "content": TEXT}] * 1500
+    assert parsed(api_table.EMBEDDINGS, {"messages": messages}).request.prompts == 1
+
+
+@pytest.mark.parametrize("documents", [{"content": 1}, {"text": "a"}, [{"a": 1}, 1], {}])
+def test_documents_of_a_wrong_form_are_left_to_the_engine(documents: Any) -> None:
+    assert parsed(api_table.RERANK, {"query": "dam", "documents": documents}).body
+
+
 def test_token_ids_of_an_input_are_counted_exactly() -> None:
     assert parsed(api_table.EMBEDDINGS, {"input": [1, 2, 3]}).request.prompt_tokens == 3
     assert parsed(api_table.EMBEDDINGS, {"input": [[1, 2], [3, 4, 5]]}).request.prompt_tokens == 5

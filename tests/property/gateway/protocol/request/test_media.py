@@ -20,6 +20,46 @@ from gateway.proxy.attempt_loop import least_tokens
 from tests.unit.gateway.protocol.request.test_request_body import Model
 
 SOURCE = {"type": "base64", "media_type": "image/png"}
+IMAGES = {"content": [{"type": "text", "text": "a dam"}]}
+
+
+def image(data: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url("image/png", data)}}
+
+
+INPUTS: dict[str, tuple[Api, Any]] = {
+    "a chat to embed": (
+        api_table.EMBEDDINGS,
+        lambda d: {"messages": [{"role": "user", "content": [image(d)]}]},
+    ),
+    "a chat to pool": (
+        api_table.POOLING,
+        lambda d: {"messages": [{"role": "user", "content": [image(d)]}]},
+    ),
+    "an input": (api_table.EMBEDDINGS, lambda d: {"input": [{"content": [image(d)]}]}),
+    "a moderated part": (api_table.MODERATIONS, lambda d: {"input": [image(d)]}),
+    "documents": (
+        api_table.RERANK,
+        lambda d: {"query": "dam", "documents": {"content": [image(d)]}},
+    ),
+    "a document of a list": (
+        api_table.RERANK,
+        lambda d: {"query": "dam", "documents": [{"content": [image(d)]}]},
+    ),
+    "a query": (
+        api_table.RERANK,
+        lambda d: {"query": {"content": [image(d)]}, "documents": ["a dam"]},
+    ),
+    "a first text": (
+        api_table.SCORE,
+        lambda d: {"data_1": {"content": [image(d)]}, "data_2": IMAGES},
+    ),
+    "a second text": (
+        api_table.SCORE,
+        lambda d: {"data_1": "dam", "data_2": {"content": [image(d)]}},
+    ),
+}
+"""Bodies of requests that generate no text, with an image in each place."""
 PARTS: dict[str, tuple[Api, Any]] = {
     "image": (
         api_table.CHAT,
@@ -64,15 +104,23 @@ def url(kind: str, data: str) -> str:
     return f"data:{kind};base64,{data}"
 
 
+def random_data(size: int, seed: int) -> str:
+    return base64.b64encode(b"\0" + Random(seed).randbytes(size)).decode()
+
+
 def parsed(kind: str, size: int, seed: int) -> Call:
     # Return the call with one part of `size` random bytes, whose dimensions are unknown.
     api, part = PARTS[kind]
-    data = base64.b64encode(b"\0" + Random(seed).randbytes(size)).decode()
+    data = random_data(size, seed)
     messages = [{"role": "user", "content": [part(data)]}]
     name = "input" if api is api_table.RESPONSES else "messages"
-    body = {"model": "demo", "max_tokens": 16, name: messages}
+    return call_of(api, {"max_tokens": 16, name: messages})
+
+
+def call_of(api: Api, body: dict[str, Any]) -> Call:
     caller = CallContext("r", "", NO_PREFERENCES, 0.0)
-    return parse_call(json.dumps(body).encode(), api, {"demo": Model()}, caller)
+    text = json.dumps({"model": "demo", **body}).encode()
+    return parse_call(text, api, {"demo": Model()}, caller)
 
 
 @pytest.mark.parametrize("kind", PARTS)
@@ -87,3 +135,25 @@ def test_a_part_counts_the_same_whatever_its_size_in_bytes(
     assert max(counts) - min(counts) <= 1
     assert MEDIA_TOKENS < min(counts) < MEDIA_TOKENS + 100
     assert all(least_tokens(call) < 16 + 100 for call in calls)
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@given(sizes, sizes, st.integers(0, 100))
+def test_an_image_to_embed_or_score_counts_the_same_whatever_its_size_in_bytes(
+    kind: str, small: int, large: int, seed: int
+) -> None:
+    api, body = INPUTS[kind]
+    calls = [call_of(api, body(random_data(size, seed))) for size in (small, large)]
+    counts = [call.request.prompt_tokens for call in calls]
+    assert max(counts) - min(counts) <= 1
+    assert MEDIA_TOKENS < min(counts) < MEDIA_TOKENS + 100
+    assert all(least_tokens(call) < 100 and call.request.prompts == 1 for call in calls)
+
+
+@given(st.lists(st.integers(MIN_MEDIUM_BYTES, 20_000), min_size=2, max_size=5), st.integers(0, 9))
+def test_each_document_with_an_image_is_one_input(document_sizes: list[int], seed: int) -> None:
+    parts = [image(random_data(size, seed)) for size in document_sizes]
+    for documents in ({"content": parts}, [{"content": [part]} for part in parts]):
+        call = call_of(api_table.RERANK, {"query": "dam", "documents": documents})
+        assert call.request.prompts == call.media_size.parts == len(parts)
+        assert call.request.prompt_tokens > len(parts) * MEDIA_TOKENS
