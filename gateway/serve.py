@@ -247,7 +247,7 @@ def _parse(
         body, exchange.api, models.routes, caller, models.unlisted, models.shapes
     )
     route = models.routes[call.requested_model]
-    if not call.api.is_plain or route.unserved:
+    if not call.api.is_plain or route.unserved or not call.api.takes_salt:
         call = exchange.call = call_for_engines(gateway, exchange, route, call, caller)
     return route, call
 

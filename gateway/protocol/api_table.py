@@ -208,6 +208,16 @@ def _audio(path: str, operation: str) -> Api:
 TRANSCRIPTIONS = _audio("/v1/audio/transcriptions", "transcription")
 TRANSLATIONS = _audio("/v1/audio/translations", "translation")
 EMBEDDINGS = _inputs("/v1/embeddings", "embeddings")
+COHERE_EMBED = Api(
+    "/v2/embed",
+    "embeddings",
+    "texts",
+    ("texts", "images", "inputs"),
+    alternatives=frozenset(("images", "inputs")),
+    lists_prompts=True,
+    max_prompts=MAX_INPUTS,
+    takes_salt=False,
+)
 CLASSIFY = _inputs("/classify", "classify")
 POOLING = _inputs("/pooling", "pooling")
 MODERATIONS = _inputs("/v1/moderations", "moderation")
@@ -225,7 +235,7 @@ DETOKENIZE = Api("/detokenize", "detokenize", "tokens", ("tokens",), is_admitted
 
 APIS: tuple[Api, ...] = (
     *(CHAT, COMPLETIONS, MESSAGES, COUNT_TOKENS, RESPONSES),
-    *(EMBEDDINGS, CLASSIFY, POOLING, MODERATIONS),
+    *(EMBEDDINGS, COHERE_EMBED, CLASSIFY, POOLING, MODERATIONS),
     *(RERANK, _rerank("/rerank"), _rerank("/v2/rerank")),
     *(SCORE, _score("/score")),
     *(TOKENIZE, DETOKENIZE, TRANSCRIPTIONS, TRANSLATIONS),

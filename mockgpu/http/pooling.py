@@ -66,6 +66,17 @@ class PairBody(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
 
 
+class CohereBody(msgspec.Struct, frozen=True):
+    """The JSON body of POST /v2/embed, Cohere's API. It has one of the three lists."""
+
+    model: str | None = None
+    texts: list[str] | None = None
+    images: list[str] | None = None
+    inputs: list[dict[str, Any]] | None = None
+    embedding_types: list[Literal["float", "base64"]] | None = None
+    output_dimension: Annotated[int, Meta(ge=1, le=DIMENSIONS)] | None = None
+
+
 class DetokenizeBody(msgspec.Struct, frozen=True):
     """The JSON body of POST /detokenize, which converts token ids to text."""
 
@@ -97,6 +108,46 @@ def read_embeddings(
 ) -> PoolingRequest:
     """Parse the body of POST /v1/embeddings. Raises ApiError if it is invalid."""
     return _about_inputs(raw, headers, served, f"embd-{name}", "embedding", _embedding)
+
+
+def read_cohere_embed(
+    raw: bytes, headers: Mapping[str, str], served: str, name: str
+) -> PoolingRequest:
+    """Parse the body of POST /v2/embed, Cohere's API for embeddings.
+
+    As in vLLM, the response names no model. Raises ApiError if the body is invalid.
+    """
+    body = decode_body(raw, CohereBody)
+    _check_model(body.model, served, headers)
+    given = [part for part in (body.texts, body.images, body.inputs) if part]
+    if len(given) != 1:
+        raise ApiError(400, "Exactly one of texts, images and inputs must be given.", "texts")
+    prompts = [_cohere_prompt(part) for part in _listed(list(given[0]))]
+    parsed = _job(f"embd-{name}", served, prompts, None)
+
+    def build(_: int) -> dict[str, Any]:
+        vectors = [vector(prompt, body.output_dimension or DIMENSIONS) for prompt in prompts]
+        forms = {
+            kind: [_encoded(values, kind) for values in vectors]
+            for kind in body.embedding_types or ("float",)
+        }
+        units = {"input_tokens": _usage(parsed)["prompt_tokens"]}
+        meta = {"api_version": {"version": "2"}, "billed_units": units}
+        return {"id": parsed.id, "embeddings": forms, "texts": body.texts, "meta": meta}
+
+    return PoolingRequest(parsed, build)
+
+
+def _cohere_prompt(part: Document) -> bytes:
+    # Return a text or an image of a Cohere request as tokens.
+    if isinstance(part, str) and not part.startswith("data:"):
+        return token_bytes(part)
+    content = part["content"] if isinstance(part, dict) and "content" in part else [_image(part)]
+    return render_chat({"messages": [{"role": "user", "content": content}]})
+
+
+def _image(url: Document) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def read_pooling(raw: bytes, headers: Mapping[str, str], served: str, name: str) -> PoolingRequest:
@@ -242,11 +293,13 @@ def _about_inputs(
 
 
 def _embedding(prompt: bytes, body: InputBody) -> dict[str, Any]:
-    return {"embedding": _encoded(vector(prompt, body.dimensions or DIMENSIONS), body)}
+    return {
+        "embedding": _encoded(vector(prompt, body.dimensions or DIMENSIONS), body.encoding_format)
+    }
 
 
 def _pooled(prompt: bytes, body: InputBody) -> dict[str, Any]:
-    return {"data": _encoded(vector(prompt, body.dimensions or DIMENSIONS), body)}
+    return {"data": _encoded(vector(prompt, body.dimensions or DIMENSIONS), body.encoding_format)}
 
 
 def _class(prompt: bytes, _: InputBody) -> dict[str, Any]:
@@ -270,8 +323,8 @@ def _verdict(prompt: bytes) -> dict[str, Any]:
     }
 
 
-def _encoded(values: Sequence[float], body: InputBody) -> list[float] | str:
-    if body.encoding_format == "float":
+def _encoded(values: Sequence[float], encoding: str) -> list[float] | str:
+    if encoding == "float":
         return list(values)
     return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
 
@@ -287,7 +340,14 @@ def _inputs(raw: bytes, headers: Mapping[str, str], served: str) -> tuple[InputB
     parts = [body.input] if isinstance(body.input, str) or _is_ids(body.input) else body.input
     if len(parts) > MAX_INPUTS:
         raise ApiError(400, f"At most {MAX_INPUTS} inputs are allowed, got {len(parts)}", "input")
-    return body, [one_prompt(part) for part in parts]
+    return body, [_input(part) for part in parts]
+
+
+def _input(part: object) -> bytes:
+    # Return one input as tokens: a text, token ids, or a part of a chat, as in moderations.
+    if isinstance(part, dict):
+        return render_chat({"messages": [{"role": "user", "content": [part]}]})
+    return one_prompt(part)
 
 
 def _is_ids(value: Sequence[object]) -> bool:
@@ -337,6 +397,7 @@ def _listing(
 
 READERS: Mapping[str, Reader] = {
     "/v1/embeddings": read_embeddings,
+    "/v2/embed": read_cohere_embed,
     "/pooling": read_pooling,
     "/classify": read_classify,
     "/v1/moderations": read_moderations,

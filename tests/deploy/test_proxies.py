@@ -164,7 +164,7 @@ def test_a_body_beyond_the_limit_is_refused_before_it_is_sent(
 
 
 @every_proxy
-@pytest.mark.parametrize("path", ["/rerank", "/v2/rerank", "/score", "/tokenize"])
+@pytest.mark.parametrize("path", ["/rerank", "/v2/rerank", "/v2/embed", "/score", "/tokenize"])
 def test_paths_of_the_api_outside_v1_reach_the_gateway(house: House, kind: str, path: str) -> None:
     command = ["curl", "--silent", "--insecure", "--data", "{}", house.url(kind) + path]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=True)

@@ -32,6 +32,7 @@ RERANK = {"query": "a deep dam", "documents": ["a zoo", "the deep dam", TEXT], "
 SCORE = {"text_1": TEXT, "text_2": [TEXT, "a zoo"]}
 INPUTS: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": [TEXT, "ace act"]},
+    "/v2/embed": {"texts": [TEXT, "ace act"], "embedding_types": ["float"]},
     "/pooling": {"input": TEXT},
     "/classify": {"input": [TEXT]},
     "/v1/moderations": {"input": TEXT},
@@ -95,7 +96,7 @@ def test_a_query_makes_no_difference(setup: Setup, path: str) -> None:
         assert post(f"{setup.url}{path}{query}", body)[0] == 200
 
 
-@pytest.mark.parametrize("path", sorted(set(INPUTS) - {"/tokenize", "/detokenize"}))
+@pytest.mark.parametrize("path", sorted(set(INPUTS) - {"/tokenize", "/detokenize", "/v2/embed"}))
 def test_the_answer_names_the_model_as_it_was_asked_for(setup: Setup, path: str) -> None:
     for name in (ALIAS, "renamed"):
         assert post(setup.url + path, {"model": name, **INPUTS[path]})[1]["model"] == name
@@ -135,6 +136,29 @@ def test_the_sdk_gets_embeddings_as_floats_of_the_length_it_asks_for(setup: Setu
 def test_the_sdk_gets_a_moderation(setup: Setup) -> None:
     answer = setup.sdk.moderations.create(model=MODEL, input=TEXT)
     assert [result.flagged for result in answer.results] == [False]
+    parts: Any = [{"type": "text", "text": TEXT}]
+    assert len(setup.sdk.moderations.create(model=MODEL, input=parts).results) == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"texts": [TEXT]},
+        {"images": ["data:image/png;base64,iVBORw0KGgo="]},
+        {"inputs": [{"content": [{"type": "text", "text": TEXT}]}]},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_cohere_s_embeddings_are_of_texts_images_or_inputs(
+    setup: Setup, given: dict[str, Any]
+) -> None:
+    body = {"model": ALIAS, "input_type": "search_query", "output_dimension": 4, **given}
+    forms = {"embedding_types": ["float", "base64"]}
+    status, answer, _ = post(setup.url + "/v2/embed", body | forms)
+    assert status == 200
+    assert [len(vector) for vector in answer["embeddings"]["float"]] == [4]
+    assert len(answer["embeddings"]["base64"]) == 1
+    assert answer["meta"]["billed_units"]["input_tokens"] > 0
 
 
 def test_a_rerank_returns_the_most_similar_documents_first(setup: Setup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,3 +75,15 @@ def test_a_tenant_finds_its_own_cached_prompt_and_no_other_s(setup: Setup, path:
     assert own > 100
     assert cached_tokens(setup, path, "sk-zeta", prompt) == 0
     assert cached_tokens(setup, path, "sk-zeta", prompt) == own
+
+
+def test_an_isolated_tenant_is_refused_where_engines_take_no_salt(setup: Setup) -> None:
+    body = {"model": "demo-8b", "texts": ["one"]}
+    headers = {"content-type": "application/json", "authorization": "Bearer sk-acme"}
+    url = f"{setup.url}/v2/embed"
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(
+            urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=20
+        )
+    assert refused.value.code == 400
+    assert json.load(refused.value)["error"]["param"] == "cache_salt"

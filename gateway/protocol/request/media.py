@@ -42,6 +42,8 @@ _MEDIUM = re.compile(rb'(%b")%b' % (_MEMBER, _START))
 _LIST = re.compile(rb'%b\[[ \t\r\n]{0,8}(?="%b)' % (_MEMBER, _START))
 _LIST_ITEM = re.compile(rb'([ \t\r\n]{0,8}(?:,[ \t\r\n]{0,8})?")%b' % _START)
 _RUN = re.compile(rb"[%b]*" % _BASE64)
+_DATA_URLS = re.compile(rb'\[?[ \t\r\n]{0,8}"data:')
+_LONGEST_MEMBER = 80  # bytes of a member's name with its quotes, colon and blanks
 
 
 class MediaSize(NamedTuple):
@@ -76,6 +78,8 @@ def replace_media(body: bytes, start: int, end: int) -> tuple[bytes, MediaSize]:
     A placeholder has as many bytes as text with the medium's number of tokens. It is derived from
     the medium's hash: prompts with different media differ, and prompts with equal media begin
     equally.
+
+    The prompt itself may be a data URL or a list of them, but only behind its name in `body`.
     """
     sizes, pieces, copied = list[int](), list[bytes](), start
     view = memoryview(body)
@@ -89,7 +93,13 @@ def replace_media(body: bytes, start: int, end: int) -> tuple[bytes, MediaSize]:
 
 def _media(body: bytes, start: int, end: int) -> Iterator[tuple[int, int]]:
     # Yield where each medium begins and ends, in the prompt's order: members, and items of lists.
-    position, member = start, _MEDIUM.search(body, start, end)
+    #
+    # Where the prompt itself is data URLs, the search includes its name. No other medium is found
+    # there: it would reach over that name into the prompt.
+    position = start
+    if _DATA_URLS.match(body, start, end):
+        position = max(0, start - _LONGEST_MEMBER)
+    member = _MEDIUM.search(body, position, end)
     while True:
         limit = end if member is None else member.start()
         items = _LIST.search(body, position, limit)

@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway.protocol.api_table import CHAT, TOKENIZE, Api
-from gateway.protocol.errors import GatewayError
+from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.request_body import Call, CallContext, ModelInfo, parse_call
 from gateway.protocol.translate import (
     messages_answer,
@@ -97,7 +97,13 @@ def translated(call: Call, model: ModelInfo, context: CallContext) -> tuple[Call
     The session and the model's name are taken from the client's own body. Raises GatewayError for a
     request that cannot be translated.
     """
-    translation, request = TRANSLATIONS[call.api.path], call.request
+    translation, request = TRANSLATIONS.get(call.api.path), call.request
+    if translation is None:
+        message = (
+            f"Engines accept no cache salt on {call.api.path}, so requests of isolated tenants and "
+            "those with a 'cache_salt' cannot be served there. Use another API."
+        )
+        raise GatewayError(Failure.BAD_REQUEST, message, param="cache_salt")
     preferences = replace(
         context.preferences,
         session=request.session,

@@ -37,6 +37,12 @@ INPUTS: dict[str, tuple[Api, Any]] = {
         lambda d: {"messages": [{"role": "user", "content": [image(d)]}]},
     ),
     "an input": (api_table.EMBEDDINGS, lambda d: {"input": [{"content": [image(d)]}]}),
+    "Cohere's image": (api_table.COHERE_EMBED, lambda d: {"images": [url("image/png", d)]}),
+    "Cohere's input": (
+        api_table.COHERE_EMBED,
+        lambda d: {"inputs": [{"content": [image(d)]}]},
+    ),
+    "a data URL": (api_table.EMBEDDINGS, lambda d: {"input": url("image/png", d)}),
     "a moderated part": (api_table.MODERATIONS, lambda d: {"input": [image(d)]}),
     "documents": (
         api_table.RERANK,
