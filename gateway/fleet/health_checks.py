@@ -239,7 +239,7 @@ class HealthChecker:
     async def _check(self, live: LiveEndpoint) -> bool | None:
         timeout_s = min(CHECK_S, self._config.health.timeout)
         try:
-            status = await self._health_status(live, timeout_s)
+            status = await self._health_status_despite_pause(live, timeout_s)
         except PROBE_ERRORS as error:
             if not _is_unreachable(error):
                 return None
@@ -277,7 +277,7 @@ class HealthChecker:
     async def _probe(self, live: LiveEndpoint) -> None:
         status, timeout_s = None, self._config.health.timeout
         try:
-            status = await self._health_status(live, timeout_s)
+            status = await self._health_status_despite_pause(live, timeout_s)
             live.is_unresolved = False
         except PROBE_ERRORS as error:
             _record_resolution(live, error)
@@ -296,6 +296,20 @@ class HealthChecker:
             live.api_paths, live.has_tried_apis, live.keeps_responses = frozenset(), False, None
             await self._list_models(live, limit_s=min(CHECK_S, timeout_s))
         self._endpoints.on_probe(live, status)
+
+    async def _health_status_despite_pause(self, live: LiveEndpoint, timeout_s: float) -> int:
+        # Do the same as _health_status(), and once more if the gateway paused when time was up.
+        #
+        # Its loop may then have noticed the end of the time before it read the answer.
+        try:
+            return await self._health_status(live, timeout_s)
+        except TimeoutError:
+            if not self._was_paused():
+                raise
+        return await self._health_status(live, timeout_s)
+
+    def _was_paused(self) -> bool:
+        return self._endpoints.speed_monitor.was_paused(monotonic())
 
     async def _health_status(self, live: LiveEndpoint, timeout_s: float) -> int:
         # Return the status of an engine's health page, or of its list of models if it has none.
@@ -323,7 +337,10 @@ class HealthChecker:
         limit_s = self._silence_limit_s(live)
         silence_s = live.upstream.silence_duration_s(monotonic())
         timeout_s = max(self._config.health.timeout, limit_s - silence_s)
-        if await self._generates(live, timeout_s):
+        is_generating = await self._generates(live, timeout_s)
+        if not is_generating and self._was_paused():
+            is_generating = await self._generates(live, self._config.health.timeout)
+        if is_generating:
             if live.upstream.silence_duration_s(monotonic()) > silence_s:
                 self._silences.on_test_token(live)
             self._endpoints.on_progress(live)

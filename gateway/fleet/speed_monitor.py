@@ -187,7 +187,8 @@ class SpeedMonitor:
         After a pause, answers that arrived during it may be unread, because an event loop may run
         its timers before it reads. The next check for stalls comes after those reads.
         """
-        return self._is_check_late(now) or now - self._paused_at < STALL_CHECK_S
+        is_late = self._checked_at > 0.0 and self._is_check_late(now)
+        return is_late or now - self._paused_at < STALL_CHECK_S
 
     def _is_check_late(self, now: float) -> bool:
         return now - self._checked_at > LATE_CHECKS * STALL_CHECK_S
