@@ -16,6 +16,7 @@
 #define MAX_DIGITS 15       /* of a count of tokens */
 #define MAX_LENGTH_DIGITS 9 /* of a Content-Length */
 #define USAGE "\"usage\":"
+#define ERROR_NAME "\"error\""
 #define FINISH_NAME "\"finish_reason\":"
 #define LENGTH(text) ((Py_ssize_t)sizeof(text) - 1)
 
@@ -87,6 +88,52 @@ static PyObject *whole_body(PyObject *self, PyObject *const *args, Py_ssize_t co
     return PyBytes_FromStringAndSize(at, length);
 }
 
+/* Return where `text`, of two bytes or more, occurs first between the two pointers, or NULL. Short
+ * JSON has a quote every few bytes, so memchr() would cost more than this. */
+static const char *find_first(const char *at, const char *end, const char *text, Py_ssize_t size) {
+    for (; end - at >= size; at++)
+        if (at[0] == text[0] && at[1] == text[1] && !memcmp(at, text, size)) return at;
+    return NULL;
+}
+
+static PyObject *around_value(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    if (!check(args, count, 5, 0x3)) return NULL;
+    const char *start = PyBytes_AS_STRING(args[0]), *name = PyBytes_AS_STRING(args[1]);
+    Py_ssize_t size = PyBytes_GET_SIZE(args[0]), name_size = PyBytes_GET_SIZE(args[1]);
+    Py_ssize_t value = PyLong_AsSsize_t(args[2]), most_before = PyLong_AsSsize_t(args[3]);
+    Py_ssize_t most = PyLong_AsSsize_t(args[4]);
+    if (PyErr_Occurred()) return NULL;
+    if (value < 0 || most_before < 0 || name_size < 2) {
+        PyErr_SetString(PyExc_ValueError, "a number is negative, or the name too short");
+        return NULL;
+    }
+    if (size - value > most) Py_RETURN_NONE;
+    const char *at = find_first(start, start + Py_MIN(size, most_before), name, name_size);
+    if (at == NULL) Py_RETURN_NONE;
+    Py_ssize_t before = at - start + name_size, after = size - before;
+    after = value < after ? after - value : 0;
+    PyObject *first = PyBytes_FromStringAndSize(start, Py_MIN(before + 1, size));
+    PyObject *last = PyBytes_FromStringAndSize(start + size - after, after);
+    PyObject *both = first == NULL || last == NULL ? NULL : PyTuple_Pack(2, first, last);
+    Py_XDECREF(first);
+    Py_XDECREF(last);
+    return both;
+}
+
+static PyObject *has_error_name(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    if (!check(args, count, 3, 0x1)) return NULL;
+    Py_ssize_t size = PyBytes_GET_SIZE(args[0]);
+    Py_ssize_t offset = PyLong_AsSsize_t(args[1]), length = PyLong_AsSsize_t(args[2]);
+    if (offset < 0 || length < 0) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a number is negative");
+        return NULL;
+    }
+    if (offset >= size) Py_RETURN_FALSE;
+    const char *at = PyBytes_AS_STRING(args[0]) + offset;
+    const char *end = at + Py_MIN(size - offset, length);
+    return PyBool_FromLong(find_first(at, end, ERROR_NAME, LENGTH(ERROR_NAME)) != NULL);
+}
+
 /* What is found where one of the searched texts may begin: another event, or a text that makes the
  * events unusual. */
 enum finding { NOTHING, EVENT, UNUSUAL };
@@ -98,7 +145,7 @@ static enum finding look_at(const char *at, const char *end, PyObject *reason) {
     case '[':
         return starts_with(at, end, "[DONE]", 6) ? UNUSUAL : NOTHING;
     case '"':
-        if (starts_with(at, end, USAGE, LENGTH(USAGE)) || starts_with(at, end, "\"error\"", 7)
+        if (starts_with(at, end, USAGE, LENGTH(USAGE)) || starts_with(at, end, ERROR_NAME, LENGTH(ERROR_NAME))
             || starts_with(at, end, PyBytes_AS_STRING(reason), PyBytes_GET_SIZE(reason)))
             return UNUSUAL;
     }
@@ -250,8 +297,8 @@ static PyObject *usage_counts(PyObject *self, PyObject *const *args, Py_ssize_t 
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 static PyMethodDef functions[] = {
-    FUNCTION(body_span), FUNCTION(count_events), FUNCTION(finish_reason), FUNCTION(usage_counts),
-    FUNCTION(whole_body),
+    FUNCTION(around_value), FUNCTION(body_span), FUNCTION(count_events), FUNCTION(finish_reason),
+    FUNCTION(has_error_name), FUNCTION(usage_counts), FUNCTION(whole_body),
     {NULL, NULL, 0, NULL}
 };
 

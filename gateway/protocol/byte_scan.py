@@ -9,9 +9,11 @@ from __future__ import annotations
 
 try:
     from gateway.protocol._byte_scan import (
+        around_value,
         body_span,
         count_events,
         finish_reason,
+        has_error_name,
         usage_counts,
         whole_body,
     )
@@ -19,9 +21,11 @@ try:
     IS_C_FORM = True
 except ImportError:
     from gateway.protocol.python_byte_scan import (
+        around_value,
         body_span,
         count_events,
         finish_reason,
+        has_error_name,
         usage_counts,
         whole_body,
     )
@@ -30,9 +34,11 @@ except ImportError:
 
 __all__ = [
     "IS_C_FORM",
+    "around_value",
     "body_span",
     "count_events",
     "finish_reason",
+    "has_error_name",
     "usage_counts",
     "whole_body",
 ]

@@ -46,6 +46,34 @@ def whole_body(data: bytes, before: bytes, after: bytes) -> bytes | None:
     return body if head == b"%b%d" % (before, len(body)) else None
 
 
+def around_value(
+    text: bytes, name: bytes, length: int, most_before: int, most: int
+) -> tuple[bytes, bytes] | None:
+    """Return the bytes before and after the value that follows a member's name.
+
+    The former end with the first byte of the value.
+
+    name         the name with its quotes and its colon
+    length       number of bytes of the value
+    most_before  the whole name must be among this number of bytes
+    most         maximum number of bytes of `text` without the value
+
+    Returns None if the name is not found, or if the text is too long. The value begins right behind
+    the name: the caller makes sure that this is so.
+    """
+    # partition() takes half as long as find(), whose offsets are parsed like a format string.
+    before, found, _ = text[:most_before].partition(name)
+    if not found or len(text) - length > most:
+        return None
+    start = len(before) + len(name)
+    return text[: start + 1], text[start + length :]
+
+
+def has_error_name(text: bytes, start: int, length: int) -> bool:
+    """Return whether the JSON name "error" occurs in `length` bytes of `text` from `start` on."""
+    return bool(text[start : start + length].partition(ERROR_NAME)[1])
+
+
 def count_events(data: bytes, finish_reason: bytes) -> int:
     """Return the number of server-sent events in `data` if they need no further parsing, else 0.
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from gateway.protocol.byte_scan import IS_C_FORM, finish_reason, usage_counts
+from gateway.protocol.byte_scan import IS_C_FORM, finish_reason, has_error_name, usage_counts
 from gateway.protocol.python_byte_scan import DONE_MARKER as DONE_MARKER
 from gateway.protocol.python_byte_scan import USAGE as USAGE
 
@@ -193,8 +193,7 @@ def find_error_body(body: bytes, start: int = 0) -> re.Match[bytes] | None:
 
     Some providers send errors with status 200. `start` is the offset of the body.
     """
-    # partition() takes half as long as find() with offsets.
-    if not body[start : start + _ERROR_BODY_BYTES].partition(b'"error"')[1]:
+    if not has_error_name(body, start, _ERROR_BODY_BYTES):
         return None
     return _ERROR_BODY.match(body, start)
 

@@ -90,6 +90,7 @@ def using(form: ModuleType) -> Iterator[None]:
         for name in ("finish_reason", "usage_counts"):
             patch.setattr(usage_and_error_search, name, getattr(form, name))
         patch.setattr(usage_and_error_search, "IS_C_FORM", True)
+        patch.setattr(usage_and_error_search, "has_error_name", form.has_error_name)
         for name in ("body_span", "whole_body"):
             patch.setattr(http_framing, name, getattr(form, name))
         patch.setattr(relay, "count_events", form.count_events)
@@ -187,6 +188,58 @@ def test_a_body_is_whole_only_below_its_own_head() -> None:
         for cut in range(len(data)):
             assert form.whole_body(data[:cut], before, after) is None
         assert form.whole_body(data + b"P", before, after) is None
+
+
+MEMBER_PIECES = st.sampled_from(
+    [*(b'"messages":', b'"messages"', b'"m', b'"', b'{"model":"m",', b"[1]", b",", b"}", b"\xff")]
+)
+
+
+@given(
+    st.lists(MEMBER_PIECES, max_size=8).map(b"".join),
+    st.integers(0, 40),
+    st.integers(0, 60),
+    st.integers(0, 60),
+)
+@example(b'{"messages":', 0, 12, 12)
+@example(b'{"messages":', 0, 11, 12)
+@example(b'{"messages":[1],"a":2}', 3, 60, 19)
+@example(b'{"messages":[1],"a":2}', 3, 60, 18)
+@example(b'{"messages":[1],"a":2}', 40, 60, 60)
+def test_the_bytes_around_a_value_are_found_alike(
+    text: bytes, length: int, most_before: int, most: int
+) -> None:
+    expected = python_form.around_value(text, b'"messages":', length, most_before, most)
+    assert c_form().around_value(text, b'"messages":', length, most_before, most) == expected
+    at = text.find(b'"messages":')
+    if expected is None:
+        assert at < 0 or at + 11 > most_before or len(text) - length > most
+    else:
+        assert expected == (text[: at + 12], text[at + 11 + length :])
+
+
+@given(st.lists(PIECES, max_size=8).map(b"".join), st.integers(0, 60), st.integers(0, 60))
+@example(b'{"error"', 0, 8)
+@example(b'{"error"', 0, 7)
+@example(b'{"error"', 1, 7)
+@example(b'{"error"', 2, 7)
+def test_the_name_of_an_error_is_found_alike(text: bytes, start: int, length: int) -> None:
+    expected = b'"error"' in text[start : start + length]
+    assert python_form.has_error_name(text, start, length) is expected
+    assert c_form().has_error_name(text, start, length) is expected
+
+
+def test_a_negative_number_is_an_error_for_the_searches_in_c() -> None:
+    for numbers in ((-1, 1, 1), (1, -1, 1)):
+        with pytest.raises(ValueError, match="negative"):
+            c_form().around_value(b"abc", b"ab", *numbers)
+    for offset, length in ((-1, 1), (1, -1)):
+        with pytest.raises(ValueError, match="negative"):
+            c_form().has_error_name(b"abc", offset, length)
+    with pytest.raises(TypeError):
+        c_form().has_error_name(b"abc", "1", 1)
+    with pytest.raises(TypeError):
+        c_form().around_value(b"abc", b"ab", 1, 1, "1")
 
 
 def test_an_offset_outside_the_text_is_an_error() -> None:
