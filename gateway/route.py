@@ -20,7 +20,8 @@ from gateway.forwarding.hedge import Hedger
 from gateway.http.client_interface import Client
 from gateway.protocol.request.api_keys import digest_of_headers, wrong_key
 from gateway.protocol.request.cache_salts import CacheSalts
-from gateway.protocol.request.request_body import Call, CallShapes
+from gateway.protocol.request.call import Call
+from gateway.protocol.request.request_body import CallShapes
 from gateway.protocol.request.service_level_headers import ServiceClasses
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.stored_response_ids import ResponseIds

@@ -29,8 +29,9 @@ from gateway.metrics.metric_types import Histogram
 from gateway.protocol.api_table import Api
 from gateway.protocol.cors import CorsLines, CorsRule
 from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.request.call import Call
 from gateway.protocol.request.forwarded_headers import TrustedProxies, proxy_request_id
-from gateway.protocol.request.request_body import Call, CallContext, parse_call
+from gateway.protocol.request.request_body import CallContext, parse_call
 from gateway.protocol.request.service_level_headers import RequestPreferences
 from gateway.proxy import tier_fallback
 from gateway.proxy.attempt_loop import attempts, end_retries

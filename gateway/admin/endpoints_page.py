@@ -17,7 +17,7 @@ from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 
 if TYPE_CHECKING:
     from gateway.admin.gateway_interface import GatewayInterface
-    from gateway.fleet.endpoint_registry import LiveEndpoint
+    from gateway.fleet.live_endpoint import LiveEndpoint
     from gateway.route import Gateway
 
 ROWS_PER_TURN = 128

@@ -16,7 +16,7 @@ from gateway.fleet.speed_monitor import describe_slowness
 
 if TYPE_CHECKING:
     from gateway.admin.gateway_interface import GatewayInterface
-    from gateway.fleet.endpoint_registry import LiveEndpoint
+    from gateway.fleet.live_endpoint import LiveEndpoint
 
 VERSIONS_SHOWN = 6
 HIDDEN_LABELS = frozenset({"chaos"})

@@ -11,7 +11,7 @@ from time import monotonic
 
 from gateway.disagg.attempt_record import AttemptState
 from gateway.disagg.leg import Leg
-from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.reservation import Reservation
 from gateway.protocol.response.relay import UpstreamError
 from kvtransfer.dialects import DecodeRequest, parse_response

@@ -16,15 +16,15 @@ from gateway.admission.admission_controller import PoolQueue
 from gateway.config import Resume
 from gateway.disagg.handoffs import Handoffs
 from gateway.disagg.pairing import SplitRoute
-from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.reservation import Reservation
 from gateway.forwarding.forward import chunk_writer, new_recorded_relay
 from gateway.forwarding.headers import client_lines, response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT
+from gateway.protocol.request.call import Call
 from gateway.protocol.request.json_splice import edited, shows_usage
-from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.resume_eligibility import ContinuationTerms as ResumeTerms
 from gateway.protocol.response.resume_eligibility import continuation_terms, with_token_ids

@@ -11,174 +11,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from math import inf
 from time import monotonic
-from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.config import Config, EndpointSpec, Model, salt_member
-from gateway.fleet.engine_metrics import UNKNOWN_PROGRESS
+from gateway.config import Config, EndpointSpec, Model
+from gateway.fleet.endpoint_from_config import prior_belief, to_endpoint
 from gateway.fleet.engine_model_names import engine_name
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.http.outgoing_tls import ClientContexts
-from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
+from gateway.http.upstream import UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
-from gateway.util.tls_contexts import Encryption
 from policies.endpoint_load import EndpointLoad, LoadChanges
 from policies.engine.output_length import RecentLengths
-from policies.engine.step_time import SpeedBelief, shape_for
 from policies.engine_kinds import ENGINE_TRAITS
 from policies.health.endpoint_health import Health, HealthState
-from policies.health.speed_samples import SpeedRecord, SpeedVerdict
-from policies.health.stall import is_doubted
-from policies.routing_types import Candidate, Endpoint, Role, TokenPrice, endpoint_key
-from policies.sizing.parallel_layout import Layout
+from policies.routing_types import Candidate, Endpoint, endpoint_key
 
 log = logging.getLogger("penstock")
-
-# Health of an endpoint that has never failed. Callers compare by identity to skip success events.
-INITIAL_HEALTH = Health()
-
-
-class LiveEndpoint:
-    """One endpoint (an engine process behind one URL) with its configuration and live state.
-
-    backlog_tokens     prompt tokens still to be computed when the engine last sent a byte; a large
-                       backlog explains a long silence
-    progress           counters of the engine's work, from the last scrape of its metrics
-    models             names of the models that its engine lists; valid only if has_list is set
-    models_at          monotonic time at which its engine last sent its list of models, or reported
-                       that it has none
-    answers_whole      whether its engine answered the last request for a stream with whole JSON
-    has_list           whether its engine has sent a list of models
-    lacks_health       whether its engine has no page at `health.path`; then its list of models is
-                       requested as the health check
-    api_paths          paths of the APIs that its engine lists at /openapi.json; empty if unknown
-    has_tried_apis     whether the gateway has tried which translatable APIs its engine serves; only
-                       for engines without /openapi.json
-    missing_paths      those of the tried paths that its engine answered with 404, 405 or 501
-    keeps_responses    whether its engine stores responses for later requests; None if unknown
-    kv_received_bytes  KV bytes received from other engines since its start; None if not reported
-    is_stalled         whether it stopped generating. Then its /health page is not trusted until it
-                       generates a token
-    throttled_until    monotonic time until which it gets few requests, because it was late; else
-                       None
-    refused_until      monotonic time until which its engine asked for no requests (429, 503); 0.0
-                       if it never did
-    is_unresolved      whether its host name could not be resolved at the last health check
-    is_leaving         whether no current configuration contains it; older requests may still run
-                       there
-    is_drained         whether an operator drained it: it gets no new requests
-    speed              the measurements of its speed, and the verdict on them
-    slow_start_at      monotonic time at which it entered rotation, while its limit of concurrent
-                       requests still rises; else None
-    sent_tokens        total prompt tokens sent to it
-    hit_tokens         those of sent_tokens that the prefix index predicted to be cached there
-    """
-
-    __slots__ = (
-        *(
-            "answers_whole",
-            "api_paths",
-            "backlog_tokens",
-            "throttled_until",
-            "refused_until",
-            "is_unresolved",
-            "is_drained",
-            "encryption",
-            "endpoint",
-            "has_list",
-            "has_tried_apis",
-        ),
-        *(
-            "health",
-            "hit_tokens",
-            "keeps_responses",
-            "key_header",
-            "kv_received_bytes",
-            "is_leaving",
-            "lacks_health",
-            "missing_paths",
-            "load",
-            "models",
-        ),
-        *(
-            "models_at",
-            "progress",
-            "sent_tokens",
-            "spec",
-            "speed",
-            "is_stalled",
-            "upstream",
-        ),
-        "slow_start_at",
-    )
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        spec: EndpointSpec,
-        load: EndpointLoad,
-        timeouts: UpstreamTimeouts,
-        write_queue: WriteQueue,
-        encryption: Encryption | None = None,
-    ) -> None:
-        self.load = load
-        self.upstream = ConnectionPool(spec.url, None, timeouts, write_queue, encryption)
-        self.reconfigure(endpoint, spec, timeouts, encryption)
-        self.health = INITIAL_HEALTH
-        self.models: tuple[str, ...] = ()
-        self.has_list = self.lacks_health = self.has_tried_apis = False
-        self.api_paths: frozenset[str] = frozenset()
-        self.missing_paths: frozenset[str] = frozenset()
-        self.keeps_responses: bool | None = None
-        self.models_at: float | None = None
-        self.backlog_tokens = self.sent_tokens = self.hit_tokens = 0
-        self.progress: tuple[int | None, float | None] = UNKNOWN_PROGRESS
-        self.kv_received_bytes: int | None = None
-        self.slow_start_at: float | None = None
-        self.throttled_until: float | None = None
-        self.refused_until = 0.0
-        self.speed = SpeedRecord()
-        self.is_stalled = self.is_leaving = self.is_drained = self.is_unresolved = False
-        self.answers_whole = False
-
-    @property
-    def cause(self) -> str | None:
-        """Return in one word why the endpoint is or was out of rotation; None if it never was."""
-        if self.is_unresolved:
-            return "unresolved"
-        return None if self.health.cause is None else str(self.health.cause)
-
-    @property
-    def is_doubted(self) -> bool:
-        """Return whether the endpoint gets few requests because it was late or may be slow."""
-        is_suspect = self.speed.verdict is SpeedVerdict.SUSPECT
-        return (self.throttled_until is not None or is_suspect) and is_doubted(self.load)
-
-    def reconfigure(
-        self,
-        endpoint: Endpoint,
-        spec: EndpointSpec,
-        timeouts: UpstreamTimeouts,
-        encryption: Encryption | None,
-    ) -> None:
-        """Apply the settings that a new configuration has for this endpoint."""
-        key = spec.api_key.reveal() if spec.api_key is not None else None
-        self.endpoint = endpoint
-        self.spec = spec
-        if endpoint.stated_slots < inf:
-            self.load.slots = endpoint.stated_slots
-        self.key_header = {"Authorization": f"Bearer {key}"} if key else {}
-        self.encryption = encryption
-        self.upstream.reconfigure(key, timeouts, encryption, endpoint.rank)
-
-
-def step_tokens(live: LiveEndpoint) -> int:
-    """Return how many prompt tokens the endpoint's current prefill step may process at most."""
-    load, speed = live.load, live.speed
-    others = load.in_flight - load.decoding - speed.waiting
-    return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)
 
 
 class MeteredSettings(msgspec.Struct, frozen=True):
@@ -461,65 +311,3 @@ def _candidates_by_pool(
     for member in members:
         pools[member.endpoint.pool].append(Candidate(member.endpoint, member.live.load))
     return {pool: tuple(candidates) for pool, candidates in pools.items()}
-
-
-def to_endpoint(pool: str, spec: EndpointSpec, rank: int | None = None) -> Endpoint:
-    """Return the part of an endpoint's configuration that routing policies use.
-
-    rank  the data-parallel rank that the endpoint stands for; None for the whole engine
-    """
-    layout = spec.layout
-    return Endpoint(
-        name=spec.display_name if rank is None else f"{spec.display_name}/dp{rank}",
-        url=spec.url,
-        pool=pool,
-        served_model=spec.served_model or "",
-        role=Role(spec.role),
-        engine=spec.engine,
-        layout=Layout(layout.tp, layout.pp, layout.ep, layout.dp),
-        labels=dict(spec.labels),
-        max_concurrency=spec.max_concurrency,
-        bootstrap=_bootstrap(spec),
-        context_tokens=spec.context_tokens,
-        salt_member=salt_member(spec.engine, spec.cache_salt),
-        tenants=frozenset(spec.tenants),
-        rank=rank,
-        token_price=_token_price(spec),
-    )
-
-
-def _token_price(spec: EndpointSpec) -> TokenPrice | None:
-    price = spec.token_price
-    if price is None:
-        return None
-    cached = price.prompt if price.cached is None else price.cached
-    return TokenPrice(price.prompt, cached, price.answer)
-
-
-def _bootstrap(spec: EndpointSpec) -> str | None:
-    # Return the bootstrap address; a bare port (":8998") is on the endpoint's own host.
-    if spec.bootstrap is None or not spec.bootstrap.startswith(":"):
-        return spec.bootstrap
-    host = urlsplit(spec.url).netloc.rpartition(":")[0]
-    return host + spec.bootstrap
-
-
-def prior_belief(config: Config, endpoint: Endpoint) -> SpeedBelief:
-    """Estimate the speed of a new endpoint, before any measurement.
-
-    The estimate follows from its GPU, its parallel layout and the largest model of its pool.
-    """
-    sized = [
-        model
-        for model in config.models
-        if model.pool == endpoint.pool and model.parameters is not None
-    ]
-    model = max(sized, key=lambda candidate: candidate.parameters or 0.0, default=None)
-    params_b = active_b = None
-    if model is not None:
-        params_b, active_b = model.parameters, model.active_parameters
-    elif "gpu" not in endpoint.labels:
-        return SpeedBelief()
-    layout = endpoint.layout
-    gpu = endpoint.labels.get("gpu")
-    return SpeedBelief(shape_for(gpu, layout.tp, layout.pp, params_b, active_b))

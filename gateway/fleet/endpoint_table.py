@@ -14,13 +14,13 @@ from time import monotonic
 from gateway.config import Config
 from gateway.fleet.endpoint_registry import (
     EndpointRegistry,
-    LiveEndpoint,
     MeteredSettings,
     RegistryChanges,
     RegistryPlan,
 )
 from gateway.fleet.engine_metrics import UNKNOWN_PROGRESS, ScrapedLoad
 from gateway.fleet.kv_events.event_trust import CacheExpectation
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.fleet.refusal_backoff import hold_back

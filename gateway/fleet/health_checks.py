@@ -25,8 +25,8 @@ import aiohttp
 
 from gateway.config import Config
 from gateway.fleet import engine_metrics
-from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import OUT_OF_ROTATION, EndpointTable
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.model_list_changes import ModelListNews
 from gateway.fleet.poll_schedule import PollPlan, least_probe_s
 from gateway.fleet.silence_limits import Silences

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import inf
 
 from gateway.config import Config
-from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.live_endpoint import LiveEndpoint
 from policies.engine_kinds import ENGINE_TRAITS
 from policies.health.endpoint_health import HealthState
 

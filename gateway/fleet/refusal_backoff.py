@@ -6,7 +6,7 @@ others serve, and has no load. Without a pause, policies would pick it first for
 
 from __future__ import annotations
 
-from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.live_endpoint import LiveEndpoint
 
 LEAST_WAIT_S, MOST_WAIT_S = 1.0, 60.0
 """Bounds on the seconds for which an endpoint is held back; the first holds without Retry-After."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.engine_metrics import UNKNOWN_PROGRESS
+from gateway.fleet.live_endpoint import LiveEndpoint
 from policies.engine_kinds import ENGINE_TRAITS
 
 SILENCE_MARGIN = 3.0

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Protocol
 
-from gateway.fleet.endpoint_registry import LiveEndpoint, step_tokens
+from gateway.fleet.live_endpoint import LiveEndpoint, step_tokens
 from gateway.protocol.response.relay import Relay
 from policies.health import speed_outlier, stall
 from policies.health.endpoint_health import HealthState

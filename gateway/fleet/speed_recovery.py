@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.live_endpoint import LiveEndpoint
 from policies import restart_state
 from policies.health.endpoint_health import Health, HealthEvent
 from policies.health.speed_samples import Measure, Slowness

@@ -16,9 +16,9 @@ from gateway.forwarding.headers import request_headers, response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, Api
 from gateway.protocol.errors import response_not_found
+from gateway.protocol.request.call import Call
 from gateway.protocol.request.json_splice import shows_usage
 from gateway.protocol.request.multipart import form_type
-from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.answer_events import (
     EventWriter,
     write_chunks,

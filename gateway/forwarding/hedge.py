@@ -46,7 +46,7 @@ from policies.routing_types import Candidate, Endpoint, Pick
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gateway.fleet.endpoint_registry import LiveEndpoint
+    from gateway.fleet.live_endpoint import LiveEndpoint
 
 OVERTAKEN = "overtaken"
 """The kind of failure of an attempt that ended because the second endpoint answered first."""

@@ -15,8 +15,8 @@ import msgspec
 
 from gateway.admission.admission_controller import AdmissionController
 from gateway.config import Tenant
-from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.metrics.catalogue import Metrics
 from gateway.peers import peer_messages

@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from gateway.config import Config
-from gateway.protocol.request.cache_salts import derived_secret, other_shared_secret, shared_secret
+from gateway.protocol.derived_secrets import derived_secret, other_shared_secret, shared_secret
 
 PREFIX = "resp_"
 MAX_ID_CHARS = 256

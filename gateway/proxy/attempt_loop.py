@@ -18,8 +18,8 @@ from typing import Protocol, TypeVar
 
 from gateway.http.client_interface import Client
 from gateway.protocol.errors import Failure, GatewayError, shutting_down
+from gateway.protocol.request.call import Call
 from gateway.protocol.request.media import BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN
-from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.relay import SHUTDOWN, UpstreamError
 from gateway.protocol.upstream_error import MODEL_GONE
 from gateway.request_record import Exchange

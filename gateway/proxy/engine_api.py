@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from gateway.protocol.api_table import RESPONSES
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.request.request_body import Call, CallContext
+from gateway.protocol.request.call import Call
+from gateway.protocol.request.request_body import CallContext
 from gateway.protocol.response.resume_eligibility import continuation_terms
 from gateway.protocol.translate.translation_table import (
     TRANSLATIONS,

@@ -15,7 +15,7 @@ from gateway.forwarding import forward
 from gateway.forwarding.headers import request_headers, response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import COMPLETIONS
-from gateway.protocol.request.request_body import Call
+from gateway.protocol.request.call import Call
 from gateway.protocol.response.answer_events import write_chunks_with_usage
 from gateway.protocol.response.http_framing import LAST_CHUNK, encode_chunk
 from gateway.protocol.response.relay import SHUTDOWN, Relay, UpstreamError

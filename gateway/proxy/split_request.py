@@ -14,8 +14,8 @@ from gateway.disagg.pair_attempt import PairAttempt
 from gateway.disagg.pairing import SplitRoute
 from gateway.http.client_interface import Client
 from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.request.call import Call
 from gateway.protocol.request.json_splice import shape
-from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.relay import UpstreamError
 from gateway.proxy.attempt_loop import AttemptPlan, no_endpoint_error, permit_retry
 from gateway.proxy.whole_request import WholePlan, pick_longest

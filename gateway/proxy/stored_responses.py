@@ -16,15 +16,15 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway.disagg.internal_answer import InternalAnswer
-from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.model_lookup import find
 from gateway.forwarding import forward
 from gateway.forwarding.headers import request_headers, response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import RESPONSES
 from gateway.protocol.errors import Failure, GatewayError, response_not_found
+from gateway.protocol.request.call import Call
 from gateway.protocol.request.json_members import bad_request, member_value
-from gateway.protocol.request.request_body import Call
 from gateway.protocol.response.event_relay import EventRelay
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response_store_probe import shows_store, store_request

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.protocol.request.request_body import Call
+from gateway.protocol.request.call import Call
 from gateway.proxy.attempt_loop import limits_output
 from gateway.route import Route
 from policies.pricing.model_tiers import ModelTier, alternatives

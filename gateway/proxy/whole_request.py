@@ -11,7 +11,7 @@ from gateway.fleet.reservation import Reservation
 from gateway.forwarding.forward import settle_failure
 from gateway.forwarding.hedge import OVERTAKEN
 from gateway.http.client_interface import Client
-from gateway.protocol.request.request_body import Call
+from gateway.protocol.request.call import Call
 from gateway.protocol.response.relay import UpstreamError
 from gateway.proxy.attempt_loop import is_too_long, no_endpoint_error, permit_retry
 from gateway.request_record import Exchange

@@ -16,8 +16,8 @@ from time import monotonic
 from gateway.admission.admission_controller import PoolQueue
 from gateway.config import Config
 from gateway.config.problems import Path
-from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.health_checks import HealthChecker
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.metrics.catalogue import Metrics
 from gateway.reload.reachability import find_unreachable_pool
 from gateway.reload.snapshot import SnapshotPlan, build_plan

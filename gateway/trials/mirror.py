@@ -25,9 +25,9 @@ from typing import Any
 import msgspec
 
 from gateway.config import Config, Mirror
-from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.metrics.mirror_metrics import MirrorMetrics
-from gateway.protocol.request.request_body import Call
+from gateway.protocol.request.call import Call
 from gateway.request_record import Exchange
 from gateway.trials.canary import HASH_RANGE, CanarySampler
 from gateway.trials.mirror_client import MirrorClient, MirroredAnswer

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.live_endpoint import LiveEndpoint
 from policies.golden.answers import GoldenAnswer, answer_of, request_of
 
 TIMEOUT_S = 120.0

@@ -19,7 +19,7 @@ import msgspec
 
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.request.request_body import Call
+from gateway.protocol.request.call import Call
 from gateway.request_record import Exchange
 from gateway.telemetry.pick_explanation import load_values, restore_load
 from policies import routing_algorithm

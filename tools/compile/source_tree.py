@@ -50,7 +50,9 @@ OFF_PATH = (
     *("gateway/fleet/discovery", "policies/auto", "policies/golden", "policies/published"),
     "policies/sizing",
     *_modules("gateway/disagg", "failure_actions pairing state_machine"),
-    *_modules("gateway/fleet", "engine_model_names model_lookup speed_recovery"),
+    *_modules(
+        "gateway/fleet", "endpoint_from_config engine_model_names model_lookup speed_recovery"
+    ),
     *_modules("gateway/fleet/kv_events", "event_metrics event_reader_start zmq_addresses"),
     *_modules("gateway/fleet/kv_events", "prompt_learner tokenization zmq_subscription"),
     *_modules("gateway/http", "aiohttp_connection client_body_reader client_interface"),
@@ -59,7 +61,9 @@ OFF_PATH = (
     *_modules("gateway/http", "tls_listener"),
     *_modules("gateway/metrics", "auto_metrics catalogue drift_metrics labels mirror_metrics"),
     *_modules("gateway/metrics", "process_metrics trial_metrics"),
-    *_modules("gateway/protocol", "api_table byte_scan error_formats errors model_cards"),
+    *_modules(
+        "gateway/protocol", "api_table byte_scan derived_secrets error_formats errors model_cards"
+    ),
     *_modules("gateway/protocol", "python_byte_scan response_store_probe upstream_error"),
     *_modules("gateway/protocol/request", "http2_refusal image_size lax_numbers multipart"),
     *_modules("gateway/protocol/response", "resume_eligibility"),
@@ -87,7 +91,9 @@ SMALL = (
     *_modules("gateway/disagg", "bootstrap_client handoffs leg leg_requests attempt_record"),
     *_modules("gateway/disagg", "internal_answer"),
     *_modules("gateway/fleet", "endpoint_registry endpoint_table health_checks model_list_changes"),
-    *_modules("gateway/fleet", "engine_metrics peer_updates poll_schedule speed_monitor"),
+    *_modules(
+        "gateway/fleet", "engine_metrics live_endpoint peer_updates poll_schedule speed_monitor"
+    ),
     *_modules("gateway/http", "close_queue connection_limits connection_phase large_bodies"),
     *_modules("gateway/http", "body_memory client_read_turns long_engine_reads poll_client"),
     *_modules("gateway/forwarding", "hedge"),

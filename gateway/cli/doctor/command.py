@@ -51,7 +51,7 @@ from gateway.config import (
     config_from_engines,
     load_with_warnings,
 )
-from gateway.fleet.endpoint_registry import to_endpoint
+from gateway.fleet.endpoint_from_config import to_endpoint
 from gateway.fleet.engine_model_names import engine_name, explicit_models
 from gateway.http.outgoing_tls import ClientContexts
 from kvtransfer.dialects import standalone_members

@@ -13,7 +13,6 @@ from time import monotonic
 import zmq
 
 from gateway.config.kv_event_sections import KvEvents
-from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.kv_events.event_metrics import copy_counts
 from gateway.fleet.kv_events.event_trust import EndpointEvents
@@ -29,6 +28,7 @@ from gateway.fleet.kv_events.zmq_addresses import (
     of_rank,
 )
 from gateway.fleet.kv_events.zmq_subscription import Subscription
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.response.http_framing import FramingError

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.kv_events.tokenization import (
     TOKENIZE_PATH,
@@ -22,6 +21,7 @@ from gateway.fleet.kv_events.tokenization import (
     parse_tokens,
     tokenize_body,
 )
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.metrics.metric_types import Counter, MetricFamily
 from gateway.protocol.response.http_framing import FramingError

@@ -8,15 +8,19 @@ request member that contains the salt is chosen in config/tenant_rules.py.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from gateway.config import Config, Tenant
-from gateway.config.values import Secret
+from gateway.protocol.derived_secrets import SALT_LABEL, derived_secret, shared_secret
+from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.request.json_members import member_value
 
 MAX_CLIENT_SALT = 1024
-_LABEL = b"penstock cache salt 1"
+CLIENT_SALT_MEMBERS = ("cache_salt", "extra_key")
+"""Members that engines do not get, but whose values become part of the salt."""
 
 
 class CacheSalts:
@@ -42,6 +46,17 @@ class CacheSalts:
         """Return the cache salt (hex) for a request of `tenant` whose client sent `client_salt`."""
         return _hex(self._keys.get(tenant, self._open_key), client_salt)
 
+    def request_salt(self, tenant: str, members: Mapping[str, msgspec.Raw]) -> bytes:
+        """Return the cache salt (hex) of a request with these members; b"" if it has none.
+
+        If the client sent a salt, the result is derived from it. Raises GatewayError if that is
+        invalid.
+        """
+        client_salt = _client_salt(members)
+        return (
+            self.client_salt(tenant, client_salt) if client_salt else self.defaults.get(tenant, b"")
+        )
+
 
 def new_cache_salts(config: Config) -> CacheSalts:
     """Create the CacheSalts of a configuration.
@@ -51,7 +66,7 @@ def new_cache_salts(config: Config) -> CacheSalts:
     after a restart.
     """
     secret = shared_secret(config)
-    open_key = hmac.digest(secret or _LABEL, b"no tenant", "sha256")
+    open_key = hmac.digest(secret or SALT_LABEL, b"no tenant", "sha256")
     if config.cache.isolate == "off":
         return CacheSalts({}, open_key)
     keys: dict[str, bytes] = {}
@@ -74,35 +89,21 @@ def group_by_domain(tenants: Sequence[Tenant]) -> dict[bytes, list[Tenant]]:
     return groups
 
 
-def shared_secret(config: Config) -> bytes | None:
-    """Return the secret that all gateways with this configuration share; None if there is none."""
-    if config.cache.secret is not None:
-        return config.cache.secret.reveal().encode()
-    return None if config.shared is None else _of_gateways(config.shared.key)
-
-
-def other_shared_secret(config: Config) -> bytes | None:
-    """Return the secret of gateways that have `shared.other_key` as their key.
-
-    Returns None if there is none, or if it equals the secret of this configuration.
-    """
-    if config.cache.secret is not None or config.shared is None or config.shared.other_key is None:
-        return None
-    return _of_gateways(config.shared.other_key)
-
-
-def _of_gateways(key: Secret) -> bytes:
-    return hmac.digest(key.reveal().encode(), _LABEL, "sha256")
-
-
-def derived_secret(tenants: Sequence[Tenant]) -> bytes:
-    """Derive a secret from the API keys of these tenants only.
-
-    A change of another tenant's key then does not change the secret.
-    """
-    digests = sorted(hashlib.sha256(tenant.key.reveal().encode()).digest() for tenant in tenants)
-    return hmac.digest(_LABEL, b"".join(digests), "sha256")
-
-
 def _hex(key: bytes, client_salt: bytes) -> bytes:
     return hmac.digest(key, client_salt, "sha256").hex().encode()
+
+
+def _client_salt(members: Mapping[str, msgspec.Raw]) -> bytes:
+    # Return the salts that the client sent in one canonical encoding, or b"" if it sent none.
+    salts = [_salt_text(members, name) if name in members else None for name in CLIENT_SALT_MEMBERS]
+    return msgspec.json.encode(salts) if any(salts) else b""
+
+
+def _salt_text(members: Mapping[str, msgspec.Raw], name: str) -> str | None:
+    value = member_value(members, name)
+    if value is not None and (
+        not isinstance(value, str) or not value or len(value) > MAX_CLIENT_SALT
+    ):
+        message = f"'{name}' must be a string of 1 to {MAX_CLIENT_SALT} characters."
+        raise GatewayError(Failure.BAD_REQUEST, message, param=name)
+    return value

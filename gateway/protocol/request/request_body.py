@@ -1,8 +1,7 @@
 """Parses the JSON body of an API request into a Call: model, prompt, limits, options. No I/O.
 
 Only the outermost object of the body is decoded (json_members.py), so a long prompt is scanned but
-not rebuilt. Unknown members are passed on, and members that control engine internals are dropped.
-The body is encoded again only if it changes.
+not rebuilt. call.py has the Call, and the body that engines get.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from xxhash import xxh3_128_digest
 
 from gateway.protocol.api_table import CHAT, PREAMBLE, Api
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.request.cache_salts import MAX_CLIENT_SALT, CacheSalts
+from gateway.protocol.request.cache_salts import CacheSalts
+from gateway.protocol.request.call import ENGINE_INTERNAL, EXTRA_ARGS, Call, engine_body
 from gateway.protocol.request.json_members import (
-    MAX_MEMBERS,
-    TooManyMembersError,
     bad_request,
     decode_members,
-    decode_object,
     join_members,
     member_value,
     missing_member,
@@ -40,7 +37,6 @@ from gateway.protocol.request.media import (
     replace_media,
 )
 from gateway.protocol.request.member_limits import MAX_NUMBERS, LaxNumberError, read_numbers
-from gateway.protocol.request.multipart import edit_form
 from gateway.protocol.request.options_cache import CONVERSATION, OptionsCache, ShapeKey, shape_key
 from gateway.protocol.request.sequence_count import (
     SEQUENCE_MEMBERS,
@@ -53,36 +49,6 @@ from gateway.protocol.request.sessions import SESSION_MEMBERS, with_body_session
 from policies.admission.prompt_length import PromptLengths
 from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengths
 from policies.routing_types import Request, Slo
-
-# Members that make an engine read, write or wait for another request's KV cache, or that pin its
-# scheduling. Engines trust them, and a malformed one can end vLLM's process, so a client may not
-# send them.
-ENGINE_INTERNAL = frozenset(
-    {
-        "kv_transfer_params",
-        "ec_transfer_params",
-        "bootstrap_host",
-        "bootstrap_port",
-        "bootstrap_room",
-        "bootstrap_pair_key",
-        "disaggregated_params",
-        "disagg_request_id",
-        "routed_dp_rank",
-        "data_parallel_rank",
-        "disagg_prefill_dp_rank",
-        "priority",
-        "cache_salt",
-        "extra_key",
-        "rid",
-        "request_id",
-    }
-)
-# Dropped as well, but their values become part of the salt that the gateway sends.
-CLIENT_SALT_MEMBERS = ("cache_salt", "extra_key")
-EXTRA_ARGS = (
-    "vllm_xargs"  # vLLM merges it into its extra arguments, so it can contain the same names
-)
-
 
 # max_tokens is an upper bound, rarely the expected length: a huge one must not look like much load.
 MAX_EXPECTED_TOKENS = 2048
@@ -115,71 +81,6 @@ class ModelInfo(Protocol):
     def is_low_first(self) -> bool:
         """Return whether a lower `priority` in the body means a more urgent request, as in vLLM."""
         ...
-
-
-class Call(msgspec.Struct):
-    """A parsed request: what routing policies need to know, and the bytes that go to the engine.
-
-    requested_model   the model name that the client used; responses contain it even if engines use
-                      another
-    body              the JSON to send; empty after release(), as are `prompt` and `members`
-    prompt            the raw values of the prompt in the order in which the engine renders them,
-                      with placeholders for media
-    members           all members of the body as raw values, by name
-    salt              cache salt (hex); requests share cached prompts only if their salts are equal.
-                      b"": no salt
-    estimated_tokens  prompt tokens as estimated from the number of bytes; 0 if they were counted
-    media_size        number and estimated tokens of the images, recordings and files in the prompt
-    """
-
-    api: Api
-    request: Request
-    requested_model: str
-    body: bytes
-    prompt: tuple[msgspec.Raw, ...]
-    members: Mapping[str, msgspec.Raw] = {}
-    salt: bytes = b""
-    estimated_tokens: int = 0
-    media_size: MediaSize = NO_MEDIA
-
-    def salt_member(self, name: str) -> bytes:
-        """Return the cache salt as JSON text that adds a member called `name` to a body.
-
-        Returns b"" if the call has no salt, or if `name` is "" because the engine accepts no salt.
-        """
-        return b',"%b":"%b"' % (name.encode(), self.salt) if name and self.salt else b""
-
-    def with_member(self, member: bytes) -> Call:
-        """Return a copy of the request with `member` added at the end of its body's JSON object.
-
-        A call whose body is a form is returned unchanged.
-        """
-        body = self.body
-        if self.api.is_form:  # engines read no such member from a form
-            return self
-        end = body.rindex(b"}")
-        return msgspec.structs.replace(self, body=b"".join((memoryview(body)[:end], member, b"}")))
-
-    def adapted_to(self, model: str, known: frozenset[str] | None) -> Call:
-        """Return this request for an engine that uses another model name or accepts fewer members.
-
-        `known` has the members that the engine accepts; None means all. If nothing changes, this
-        object itself is returned.
-        """
-        members = self.members
-        if self.api.is_form:
-            return msgspec.structs.replace(self, body=edit_form(self.body, model))
-        accepted = {
-            name: value for name, value in members.items() if known is None or name in known
-        }
-        if model == self.request.model and len(accepted) == len(members):
-            return self
-        accepted["model"] = msgspec.Raw(msgspec.json.encode(model))
-        return msgspec.structs.replace(self, body=join_members(accepted), members=accepted)
-
-    def release(self) -> None:
-        """Free the request's body after the first token, because no retry is possible any more."""
-        self.body, self.prompt, self.members = b"", (), {}
 
 
 class CallContext(msgspec.Struct, frozen=True):
@@ -270,9 +171,9 @@ def parse_call(
         key = None
     internal = ENGINE_INTERNAL.intersection(members)
     if internal and context.cache_salts is not None:
-        call.salt = _salt(context.cache_salts, context.tenant, members)
+        call.salt = context.cache_salts.request_salt(context.tenant, members)
     if internal or requested != model.served_model or EXTRA_ARGS in members:
-        call.body, call.members = _outbound(
+        call.body, call.members = engine_body(
             body, members, internal, requested, model.served_model, api.is_form
         )
     elif key is not None and shapes is not None and PREAMBLE.isdisjoint(members):
@@ -398,32 +299,6 @@ def _estimate(
     return estimated, caller.prompt_lengths.correct(served, media.parts > 0, estimated)
 
 
-def _salt(salts: CacheSalts, tenant: str, members: Mapping[str, msgspec.Raw]) -> bytes:
-    # Return the request's cache salt in hex, or b"" if it has none.
-    #
-    # If the client sent a salt, the result is derived from it.
-    client_salt = _client_salt(members)
-    return (
-        salts.client_salt(tenant, client_salt) if client_salt else salts.defaults.get(tenant, b"")
-    )
-
-
-def _client_salt(members: Mapping[str, msgspec.Raw]) -> bytes:
-    # Return the salts that the client sent in one canonical encoding, or b"" if it sent none.
-    salts = [_salt_text(members, name) if name in members else None for name in CLIENT_SALT_MEMBERS]
-    return msgspec.json.encode(salts) if any(salts) else b""
-
-
-def _salt_text(members: Mapping[str, msgspec.Raw], name: str) -> str | None:
-    value = member_value(members, name)
-    if value is not None and (
-        not isinstance(value, str) or not value or len(value) > MAX_CLIENT_SALT
-    ):
-        message = f"'{name}' must be a string of 1 to {MAX_CLIENT_SALT} characters."
-        raise GatewayError(Failure.BAD_REQUEST, message, param=name)
-    return value
-
-
 def _separate_media(
     body: bytes, prompt: tuple[msgspec.Raw, ...]
 ) -> tuple[tuple[msgspec.Raw, ...], MediaSize]:
@@ -538,51 +413,3 @@ def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int) 
             f"This model's maximum context length is {context_tokens} tokens; the request asks for "
             f"{total} ({prompt_tokens} in the prompt, {output_tokens} to be generated).",
         )
-
-
-def _outbound(
-    body: bytes,
-    members: dict[str, msgspec.Raw],
-    internal: frozenset[str],
-    requested: str,
-    served: str,
-    is_form: bool,
-) -> tuple[bytes, dict[str, msgspec.Raw]]:
-    # Return the body to send to an engine, and its members.
-    #
-    # The engine-internal members `internal` are removed, and the model name is the one that engines
-    # use.
-    xargs = _without_internal(members[EXTRA_ARGS]) if EXTRA_ARGS in members else None
-    if not internal and requested == served and xargs is None:
-        return body, members
-    outbound: dict[str, msgspec.Raw] = {
-        name: value for name, value in members.items() if name not in internal
-    }
-    outbound["model"] = msgspec.Raw(msgspec.json.encode(served))
-    if is_form:
-        return edit_form(body, served, internal), outbound
-    if xargs is not None:
-        outbound[EXTRA_ARGS] = xargs
-    return join_members(outbound), outbound
-
-
-def _without_internal(value: msgspec.Raw) -> msgspec.Raw | None:
-    # Return an object without its engine-internal members.
-    #
-    # The result is None if there is nothing to remove, or `value` is no object.
-    try:
-        members = decode_object(value)
-    except TooManyMembersError:
-        raise bad_request(
-            f"The member '{EXTRA_ARGS}' has too many members; at most {MAX_MEMBERS} are accepted.",
-            EXTRA_ARGS,
-        ) from None
-    except msgspec.ValidationError:
-        return None
-    if ENGINE_INTERNAL.isdisjoint(members):
-        return None
-    return msgspec.Raw(
-        join_members(
-            {name: value for name, value in members.items() if name not in ENGINE_INTERNAL}
-        )
-    )

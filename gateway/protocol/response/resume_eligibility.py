@@ -16,8 +16,8 @@ from types import MappingProxyType
 import msgspec
 
 from gateway.protocol.api_table import CHAT, Api
+from gateway.protocol.request.call import Call
 from gateway.protocol.request.json_splice import Members, edited
-from gateway.protocol.request.request_body import Call
 from kvtransfer.dialects import RequestEdits, encode_members
 
 # How each token is drawn, independent of the tokens before it.

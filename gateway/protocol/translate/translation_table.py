@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from gateway.protocol.api_table import CHAT, TOKENIZE, Api
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.request.request_body import Call, CallContext, ModelInfo, parse_call
+from gateway.protocol.request.call import Call
+from gateway.protocol.request.request_body import CallContext, ModelInfo, parse_call
 from gateway.protocol.translate import (
     messages_answer,
     messages_request,

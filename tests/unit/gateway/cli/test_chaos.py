@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gateway.cli import main
-from gateway.fleet.endpoint_registry import to_endpoint
+from gateway.fleet.endpoint_from_config import to_endpoint
 from mockgpu.chaos_server import run_chaos_server
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.command_runner import CommandRunner

@@ -13,10 +13,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from msgspec.structs import replace
 
-from gateway.fleet.endpoint_registry import LiveEndpoint, RegistryPlan
+from gateway.fleet.endpoint_registry import RegistryPlan
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.engine_metrics import ScrapedLoad
 from gateway.fleet.health_checks import HealthChecker
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.http.poll_client import ConnectError
 from policies.health.endpoint_health import HealthEvent
 from policies.routing_types import EngineKind

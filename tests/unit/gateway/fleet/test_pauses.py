@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.live_endpoint import LiveEndpoint
 from policies.health.endpoint_health import HealthState
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.disagg.scripted_engines import (

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from gateway.config import Config
-from gateway.fleet.endpoint_registry import LiveEndpoint
 from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.poll_schedule import QUIET_PROBES_PER_S, UNPROBED_POLLS, PollPlan
 from policies.health.endpoint_health import HealthEvent
 from policies.routing_types import EngineKind

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from gateway.config import Config
-from gateway.fleet.endpoint_registry import EndpointRegistry, to_endpoint
+from gateway.fleet.endpoint_from_config import to_endpoint
+from gateway.fleet.endpoint_registry import EndpointRegistry
 from gateway.fleet.engine_metrics import parse_scrape
 from gateway.fleet.kv_events.zmq_addresses import SourceAddress, SourceError, of_rank
 from gateway.http.write_queue import WriteQueue

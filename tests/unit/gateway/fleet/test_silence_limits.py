@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.silence_limits import FIRST_ANSWER_FACTOR, LEAST_FACTOR, SILENCE_MARGIN, Silences
 from gateway.http.upstream import ConnectionPool
 from tests.unit.gateway.fleet.tables import table_of

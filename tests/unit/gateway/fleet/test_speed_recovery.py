@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.speed_recovery import SpeedRecovery
 from policies.health.speed_samples import Measure, Slowness, SpeedRecord
 from tests.replaced import replace_method

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.peers import peer_messages
 from gateway.peers.bus import FRAME_CAP_BYTES
 from policies.admission.gateway_share import total_capacity

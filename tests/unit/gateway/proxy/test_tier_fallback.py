@@ -14,7 +14,7 @@ from gateway.config import WaitingRoom
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.forwarding import forward
 from gateway.protocol.api_table import CHAT
-from gateway.protocol.request.request_body import Call
+from gateway.protocol.request.call import Call
 from gateway.proxy.tier_fallback import pick_tier
 from gateway.route import Route
 from policies import policy_registry

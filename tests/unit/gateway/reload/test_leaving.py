@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from gateway.fleet.endpoint_registry import LiveEndpoint
+from gateway.fleet.live_endpoint import LiveEndpoint
 from mockgpu.tp_group import TpGroup
 from policies.health.endpoint_health import HealthEvent, HealthState
 from tests.scraped import series, total

@@ -10,7 +10,7 @@ import pytest
 from gateway.config import Observability
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol import api_table
-from gateway.protocol.request.request_body import Call
+from gateway.protocol.request.call import Call
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.request_record import Exchange

@@ -14,7 +14,7 @@ import pytest
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol import api_table
-from gateway.protocol.request.request_body import Call
+from gateway.protocol.request.call import Call
 from gateway.request_record import Exchange
 from gateway.trials import shadow
 from gateway.trials.shadow import MIN_COMPARED, NamedPolicy, Shadows, evaluate, name_policies

@@ -12,7 +12,7 @@ import pytest
 from gateway.cli.main import config_in_text
 from gateway.cli.main import run as penstock
 from gateway.config import load_text
-from gateway.fleet.endpoint_registry import prior_belief
+from gateway.fleet.endpoint_from_config import prior_belief
 from planner.plan import Assumptions, PoolCaseError, cases, recent
 from planner.plan.config_to_replay import KV_BLOCK_TOKENS
 from planner.replay import Traffic, replay

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from gateway.protocol import api_table
 from gateway.protocol.api_table import Api
+from gateway.protocol.request.call import Call
 from gateway.protocol.request.media import MEDIA_TOKENS, MIN_MEDIUM_BYTES
-from gateway.protocol.request.request_body import Call, CallContext, parse_call
+from gateway.protocol.request.request_body import CallContext, parse_call
 from gateway.protocol.request.service_level_headers import NO_PREFERENCES
 from gateway.proxy.attempt_loop import least_tokens
 from tests.unit.gateway.protocol.request.test_request_body import Model

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from gateway.protocol import api_table
 from gateway.protocol.errors import GatewayError
+from gateway.protocol.request.call import ENGINE_INTERNAL, Call
 from gateway.protocol.request.member_limits import MAX_MEMBER_BYTES, MAX_NUMBERS
 from gateway.protocol.request.request_body import (
     BYTES_PER_TOKEN,
-    ENGINE_INTERNAL,
     EXTRA_ARGS,
-    Call,
     CallContext,
     parse_call,
 )

@@ -12,7 +12,8 @@ from gateway.config.discovery_sections import Discover
 from gateway.config.endpoint_sections import EndpointSpec
 from gateway.fleet.discovery.file_list import FileSource
 from gateway.fleet.discovery.source import specs_for
-from gateway.fleet.endpoint_registry import EndpointRegistry, to_endpoint
+from gateway.fleet.endpoint_from_config import to_endpoint
+from gateway.fleet.endpoint_registry import EndpointRegistry
 from gateway.http.write_queue import WriteQueue
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running

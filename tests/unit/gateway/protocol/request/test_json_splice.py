@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.protocol.request.call import ENGINE_INTERNAL
 from gateway.protocol.request.json_splice import Members, edited, shape, shows_usage
-from gateway.protocol.request.request_body import ENGINE_INTERNAL
 from kvtransfer import dialects
 from kvtransfer.dialects import (
     BootstrapAddress,

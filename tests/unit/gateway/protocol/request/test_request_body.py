@@ -10,6 +10,7 @@ import pytest
 from gateway.protocol import api_table
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request import json_members
+from gateway.protocol.request.call import Call
 from gateway.protocol.request.json_members import (
     MAX_DIGITS,
     MAX_MEMBERS,
@@ -20,7 +21,6 @@ from gateway.protocol.request.member_limits import MAX_MEMBER_BYTES, MAX_NUMBERS
 from gateway.protocol.request.request_body import (
     DEFAULT_OUTPUT_TOKENS,
     MAX_EXPECTED_TOKENS,
-    Call,
     CallContext,
     parse_call,
 )

@@ -13,7 +13,8 @@ from gateway.admission.quotas import Quotas
 from gateway.config import Tenant
 from gateway.protocol import api_table
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.request.request_body import Call, CallContext, parse_call
+from gateway.protocol.request.call import Call
+from gateway.protocol.request.request_body import CallContext, parse_call
 from gateway.protocol.request.sequence_count import SLICE, _count_strings
 from gateway.protocol.request.service_level_headers import NO_PREFERENCES
 from policies.routing_types import STANDARD, Slo
