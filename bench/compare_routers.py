@@ -197,6 +197,13 @@ def _options() -> argparse.Namespace:
         help="streams per second for the rows with half load (default: measured, so that half "
         "of a core is used)",
     )
+    _add_output_options(parser)
+    options = parser.parse_args()
+    options.rounds = options.rounds or (3 if options.quick else 7)
+    return options
+
+
+def _add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--out", help="file to which the JSON is also written")
     parser.add_argument(
@@ -207,9 +214,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="exit with status 1 if a goal is missed"
     )
-    options = parser.parse_args()
-    options.rounds = options.rounds or (3 if options.quick else 7)
-    return options
 
 
 def _log(text: str) -> None:

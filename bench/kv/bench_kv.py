@@ -229,6 +229,11 @@ def _parser() -> argparse.ArgumentParser:
         default=256,
         help="memory per process from which blocks are chosen, in MiB",
     )
+    _add_output_options(parser)
+    return parser
+
+
+def _add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", help="file to which every sample is also written, as JSON")
     parser.add_argument(
         "--write-docs",
@@ -238,7 +243,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check", action="store_true", help="exit with status 1 if a goal is missed"
     )
-    return parser
 
 
 def _log(text: str) -> None:

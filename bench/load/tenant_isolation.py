@@ -334,6 +334,16 @@ def _options() -> argparse.Namespace:
         "--real", action="store_true", help="use the vLLM engine that `make real` installs"
     )
     parser.add_argument("--model", help="model name of the engines")
+    parser.add_argument("--json", help="file to which the results are also written, as JSON")
+    _add_trial_options(parser)
+    options: Any = parser.parse_args()
+    if options.engine and not options.model:
+        parser.error("--engine needs --model")
+    options.model = options.model or ("tiny" if options.real else "demo-8b")
+    return options
+
+
+def _add_trial_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--probes",
         type=int,
@@ -359,12 +369,6 @@ def _options() -> argparse.Namespace:
         default="1",
         help="random seed of the prompts and the order of trials (default: %(default)s)",
     )
-    parser.add_argument("--json", help="file to which the results are also written, as JSON")
-    options: Any = parser.parse_args()
-    if options.engine and not options.model:
-        parser.error("--engine needs --model")
-    options.model = options.model or ("tiny" if options.real else "demo-8b")
-    return options
 
 
 async def _real(options: argparse.Namespace) -> int:

@@ -217,6 +217,9 @@ class Metrics:
             E2E_BUCKETS_S,
             MODEL,
         )
+        self._latency_at_gateway(factory)
+
+    def _latency_at_gateway(self, factory: FamilyFactory) -> None:
         self.queue_seconds: MetricFamily[Histogram] = factory.histogram(
             "penstock_queue_seconds",
             "Seconds that a request waited for admission to its pool.",
@@ -262,6 +265,9 @@ class Metrics:
             "Requests that a smaller model served because they would otherwise have been refused.",
             *(MODEL, TIER),
         )
+        self._predictions(factory)
+
+    def _predictions(self, factory: FamilyFactory) -> None:
         self.ttft_prediction_error_ratio: Histogram = factory.histogram(
             "penstock_ttft_prediction_error_ratio",
             "Relative error of the predicted time from the pick of an endpoint to the first "
