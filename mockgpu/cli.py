@@ -1,4 +1,4 @@
-"""The command `penstock mock`: serve simulated engines on consecutive ports until interrupted."""
+"""The command `penstock mock`: checks its options, and serves mock engines until interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet of mock engines (TP groups) in one process, each on its own port, for `penstock mock`."""
+"""Starts and stops the mock engines of `penstock mock` in one process, each with its own port."""
 
 from __future__ import annotations
 

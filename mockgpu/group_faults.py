@@ -1,4 +1,4 @@
-"""The active faults of one mock engine: when each begins and ends, and which requests it affects.
+"""Schedules the faults of one mock engine, such as stalls or closed ports, and chooses requests.
 
 The syntax is in mockgpu/fault_grammar.py. Timers begin and end the faults that affect the whole
 engine.

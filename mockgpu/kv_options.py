@@ -1,4 +1,4 @@
-"""The options of a mock engine that sends or receives KV, or uses a KV store."""
+"""The specification of how a mock engine transfers KV (dialect, ports), or uses a KV store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens and text without a model: four bytes are one token, and a hash yields the next token.
+"""Tokens, chat templates and generated text without a model: four bytes are one token.
 
 - A token sequence is `bytes`, four per token. Token ids are little-endian u32.
 - Each part of a rendered prompt is padded to whole tokens. So an answer that is sent back as a

@@ -1,4 +1,4 @@
-"""The command-line options of `penstock mock`, with their help texts."""
+"""The names, ranges and help texts of the command-line options of `penstock mock`."""
 
 from __future__ import annotations
 

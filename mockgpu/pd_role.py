@@ -1,4 +1,4 @@
-"""Serves one half (prefill or decode) of split requests in a mock engine.
+"""Owns what a prefill or decode mock engine needs: KV memory, transfer agent, bootstrap server.
 
 PdRole owns the engine's KV memory, KV transfer agent, KvHandoff and handoff protocol (dialect).
 When the engine loses a rank, all of it stops. When the ranks return, the role starts with a new

@@ -1,4 +1,4 @@
-"""Parses and checks requests as vLLM's OpenAI server does.
+"""Parses and checks chat and completion requests as vLLM does, with vLLM's error messages.
 
 The result is a ParsedRequest, or an ApiError is raised. Responses are built in
 mockgpu/http/openai_format.py, the text of prompts and answers in mock_tokenizer.py.

@@ -1,4 +1,4 @@
-"""The two halves (legs) of a split request: PrefillLeg sends KV, DecodeLeg receives it.
+"""The values that a split request adds to a mock engine's job: which KV to offer or to fetch.
 
 A leg is the request that one of the two engines gets. These types are the same for all engines'
 handoff protocols (dialects). Each dialect has its own wire format.

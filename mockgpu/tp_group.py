@@ -1,4 +1,4 @@
-"""TpGroup: one running mock engine with its ranks (GPUs), scheduler, step-time model and clock.
+"""TpGroup: one running mock engine (tensor-parallel group): accepts jobs, runs steps, loses ranks.
 
 A caller submits jobs, each with a sink, an object that receives the job's tokens. All methods run
 on the event loop without awaiting. HTTP is in mockgpu/http, the content of a step in scheduler.py,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from policies.admission.admission_policy import Admission, AdmissionParams, UncappedAdmission
+from policies.admission.admission_policy import Admission, AdmissionParams
+from policies.admission.cap_admission import CapParams, UncappedAdmission
 from policies.admission.priced_admission import PricedAdmissionParams
-from policies.admission.session_refusals import CapParams
 from policies.policy_registry import PolicyConfigError, did_you_mean, parse_params
 from policies.published.dynamo_session_pause import SessionPause
 from policies.published.llmd_saturation import GieSaturation, Probabilistic

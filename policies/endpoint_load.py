@@ -1,4 +1,4 @@
-"""The live load of one endpoint: reserved requests, scraped metrics, speed, forecast.
+"""The data of one endpoint's live load, without code: reserved requests, scraped metrics, limits.
 
 This module contains only the mutable state. load_ledger.py changes the reserved numbers. The
 gateway's health checks and drains change the availability.

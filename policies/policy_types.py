@@ -1,4 +1,4 @@
-"""The types of a routing policy: functions that filter, score and pick endpoints.
+"""The type Policy and its parts: filters, weighted scorers, ranking, picker.
 
 The class Policy combines them. To add a rule, write a function in filters.py, scorers.py or
 pickers.py, and one line in presets.py.

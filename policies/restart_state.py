@@ -1,4 +1,4 @@
-"""The learned state of policies as plain values, which survives a restart of the process.
+"""Converts what policies have learned to plain values and back, for the successor at a restart.
 
 This module defines the values, and converts live objects to them and back. The gateway chooses
 which objects to save. Slots (the numbers of endpoints) differ between processes, so a map converts
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from policies.admission.adaptive_session_limit import ActiveSession
+from policies.admission.cap_admission import SessionCap
 from policies.admission.quota import QuotaLimits
-from policies.admission.session_refusals import SessionCap
 from policies.engine.kalman import MOST_CORRECTION
 from policies.engine.step_time import StepCosts
 from policies.prefix.prefix_index import MAX_SLOTS, _count_extra, _stamps

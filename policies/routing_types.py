@@ -1,4 +1,4 @@
-"""The value types of routing: endpoints, requests, candidates, queries and picks.
+"""The value types of routing: Endpoint, Request, Candidate, service class (Slo), query, and pick.
 
 All values are immutable. The live numbers of an endpoint are in endpoint_load.py. The gateway
 parses HTTP requests.

@@ -1,4 +1,4 @@
-"""The live view of a gateway as one JSON-compatible value. docs/live-page.md describes its members.
+"""Builds the live view's JSON from metric samples and status: totals, endpoints, goodput, costs.
 
 Rates cover the last ten seconds; percentiles and ratios cover the last minute. Unknown values are
 None.

@@ -1,4 +1,4 @@
-"""Admission control: a wait queue per pool, memory for request bodies, and the retry budget.
+"""Admission at run time: requests await their turn; memory for bodies and retries is limited.
 
 This module has the futures on which requests wait. The decisions are made in
 policies.admission.admission_policy and policies.health.retry_budget. A request releases everything
@@ -26,15 +26,14 @@ from policies.admission.adaptive_session_limit import WorkingSet
 from policies.admission.admission_policy import (
     Admission,
     Admit,
-    CapAdmission,
     RequestOutcome,
     Shed,
     Verdict,
     Wait,
 )
+from policies.admission.cap_admission import CapAdmission, SessionCap
 from policies.admission.fairness import FairShares, billable_tokens
 from policies.admission.priced_admission import PricedAdmission
-from policies.admission.session_refusals import SessionCap
 from policies.endpoint_load import EndpointLoad
 from policies.health.retry_budget import RetryBudget, RetryLimits
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery

@@ -1,4 +1,4 @@
-"""Per-minute quotas of tenants: charged when a request is parsed, corrected when it ends.
+"""Charges requests to their tenants' quotas, refuses with 429, and corrects charges at the end.
 
 The arithmetic is in policies.admission.quota. A quota applies however free the endpoints are. The
 admission controller protects busy endpoints and divides them between tenants.

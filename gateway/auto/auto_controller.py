@@ -1,4 +1,4 @@
-"""Changes the routing policy of a pool automatically, if replays show that another one is better.
+"""The schedule of automatic policy selection: compares when due, then switches a pool's policy.
 
 At regular intervals, a replay of the pool's recent requests compares the permitted policies. This
 is cancelled when an endpoint fails. policies/auto/decider.py decides without I/O whether to change

@@ -1,4 +1,4 @@
-"""Builds the job for a replay process, which compares routing policies by replaying requests."""
+"""Builds the input for a comparison of policies: the job with the pools' settings and the log."""
 
 from __future__ import annotations
 

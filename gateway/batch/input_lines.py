@@ -1,4 +1,4 @@
-"""Reads and checks the lines of a batch's input file, each of which is one request as JSON.
+"""Reads and checks the lines of a batch's input file, and writes the lines of its result files.
 
 A line is `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`. No I/O.
 """

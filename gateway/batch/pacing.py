@@ -1,4 +1,4 @@
-"""Decides how many batch requests a pool may run, so that they do not delay other requests. No I/O.
+"""Decides how many batch requests a pool may run, which are interrupted, and when retries begin.
 
 The number follows the pool's load. It grows slowly while no request waits and other requests meet
 their latency targets. It shrinks at the first sign that they might not.

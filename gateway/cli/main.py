@@ -1,4 +1,4 @@
-"""The `penstock` command line: parses arguments and options, and runs the command.
+"""The `penstock` command line: finds and runs the command; also the commands schema and version.
 
 Exit codes: 0 success, 1 failure, 2 wrong usage. Each command is implemented in its own module. Two
 kinds of modules are imported only when their command runs: those that the gateway must not depend

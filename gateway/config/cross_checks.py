@@ -1,4 +1,4 @@
-"""Checks relations between configuration values, such as duplicate names or unknown pools.
+"""Checks values against each other: duplicate names and URLs, unknown pools, classes and ports.
 
 The checks read plain data and not the typed tree, so that their errors are reported together with
 those of single values. They ignore a value of the wrong type, because that is reported elsewhere.

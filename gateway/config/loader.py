@@ -1,4 +1,4 @@
-"""Builds a Config from a file or from engine URLs, and reports all problems together."""
+"""Builds a Config from a file or engine URLs, with all problems; also the file's JSON Schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks the certificate and key files that TLS sections name.
+"""Checks the files that a configuration's TLS sections name, and reports problems by their path.
 
 Their content becomes part of the configuration's digest. An expired certificate is only a warning,
 because an error would prevent restarts and reject unrelated changes.

@@ -1,4 +1,4 @@
-"""Types of single values (durations, sizes, names, secrets), and the base class of sections.
+"""Types of single values (durations, sizes, URLs, names, secrets), and the base class of sections.
 
 Default values are written as in a configuration file ("30s", "32MiB"), and parsed the same way.
 """

@@ -1,4 +1,4 @@
-"""The state of one attempt to serve a split request: reservations, engine requests, KV handoff.
+"""The data of one attempt at a split request: reservations, its two HTTP requests, and the handoff.
 
 gateway/disagg/pair_attempt.py changes this state according to the table in
 gateway/disagg/state_machine.py. gateway/disagg/failure_actions.py handles failures.

@@ -1,4 +1,4 @@
-"""What the gateway does after a failed attempt at a split request.
+"""What an attempt at a split request does on failure: blame an engine, choose another, free KV.
 
 It counts the failure against an endpoint, reserves another decode endpoint, or makes engines free
 KV that is no longer needed. The table in state_machine.py names these actions. Each of them is a

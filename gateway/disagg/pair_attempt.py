@@ -1,4 +1,4 @@
-"""One attempt to serve a request with two engines, one for prefill and one for decode.
+"""One attempt of a split request at a pair of engines: runs the state machine on its two legs.
 
 An attempt sends two HTTP requests, its legs. Each leg only reports how it ended. The table in
 state_machine.py says which actions follow. They are carried out at once, one event at a time.

@@ -1,4 +1,4 @@
-"""Decides which endpoints of a model can serve split requests together, and by which protocol.
+"""Groups a model's endpoints for split requests: which prefill, decode, fit together, serve alone.
 
 The configuration has groups of endpoints with compatible KV caches. For each request,
 policies.pricing.split_decision chooses among them.

@@ -1,4 +1,4 @@
-"""The state machine of one attempt at a split request: a table of states, events and actions.
+"""The table of an attempt at a split request: states, events, next states and names of actions.
 
 pair_attempt.py carries out the rows of the table. States outside LIVE_STATES are end states.
 """

@@ -1,4 +1,4 @@
-"""The registry of live endpoints, and how a new configuration changes them.
+"""Plans and applies which endpoints a new configuration adds, keeps and removes; owns their slots.
 
 plan() computes the changes without side effects, and apply() carries them out. An endpoint is
 identified by its pool and URL. While both stay the same, a new configuration keeps its load,

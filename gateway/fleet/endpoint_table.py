@@ -1,4 +1,4 @@
-"""The endpoint table: every endpoint with its live load, health and connections.
+"""The endpoint table: applies reservations, health events, scrapes and drains to live endpoints.
 
 Only this table writes an endpoint's EndpointLoad. The rules for health states are in
 policies.health.endpoint_health; the table applies their results.

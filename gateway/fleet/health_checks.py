@@ -1,4 +1,4 @@
-"""Health checks: poll the health, the load and the models of every endpoint.
+"""The tasks that poll health pages, metrics and model lists of endpoints, and test silent engines.
 
 - gateway/fleet/poll_schedule.py decides which pages a poll requests.
 - Polls use connections that stay open (gateway/http/poll_client.py). Rare requests, which make an

@@ -1,4 +1,4 @@
-"""Collects updates for the other gateways of the fleet, which are sent later.
+"""Collects what other gateways must learn (prompts, charges, health), until it is sent to them.
 
 Code that serves a request only appends to lists here, which is cheap. peers/state_exchange.py and
 peers/sync_loop.py encode and send the updates.

@@ -1,4 +1,4 @@
-"""Decides whether a poll requests an endpoint's health page and its metrics page. No I/O.
+"""Decides when a poll requests an endpoint's health page and its metrics page. No I/O.
 
 A thousand endpoints may be polled every second, so a poll requests only what is not known already.
 An engine that is sending answers is alive, and the load of an idle engine rarely changes.

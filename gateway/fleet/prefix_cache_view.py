@@ -1,4 +1,4 @@
-"""The gateway's view of the engines' prefix caches: which prompts are cached at which endpoint.
+"""What the gateway believes to be in engines' prefix caches; hashes prompts, learns from answers.
 
 It learns from the prompts that are sent, from the cached tokens that answers report, and from
 other gateways. policies/prefix/prefix_index.py has the index. kv_events/exact_prefixes.py has what

@@ -1,4 +1,4 @@
-"""The speed monitor: compares the speeds of each pool's endpoints, to find slow ones.
+"""Runs the comparison of endpoints' speeds: samples streams, starts reviews, finds late requests.
 
 The comparison is in policies.health.speed_outlier, and the endpoint table acts on its verdicts.
 Reservations measure prefill times. The pace of streams is sampled once a second, so that it costs

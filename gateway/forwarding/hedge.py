@@ -1,4 +1,4 @@
-"""Hedging: sends late requests to a second endpoint too, or moves them away from slow endpoints.
+"""Hedging: sends a late request to a second endpoint too, or moves it away from a slow one.
 
 For most requests, hedging costs only an insertion into a dict and a removal. sweep() looks at the
 requests without a first byte four times a second. hedge_stalled() does so 20 times a second at

@@ -1,4 +1,4 @@
-"""Limits the reads from clients per event loop iteration, so that uploads do not delay others.
+"""Turns in which connections read large uploads, so that reads do not delay other connections.
 
 After a long read, or after a part of a request, a connection is not read again until its turn
 comes. Without this, the event loop would read all bytes that the kernel has buffered for all

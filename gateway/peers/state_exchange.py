@@ -1,4 +1,4 @@
-"""Decides what this gateway sends to other gateways, and applies their messages. No I/O.
+"""Builds the messages to other gateways from this one's state, and applies theirs. No I/O.
 
 It takes and returns frames. The bus is in gateway/peers/bus.py, the schedule in sync_loop.py, and
 the authentication in frame_auth.py.

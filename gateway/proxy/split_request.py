@@ -1,4 +1,4 @@
-"""The plan for requests of a model with a `split` section: at two endpoints, or at one.
+"""The attempts of a request that may be split: asks the policy, then uses a pair or one endpoint.
 
 policies/pricing/split_decision.py decides for every attempt. If it splits the request,
 gateway/disagg/pair_attempt.py performs the attempt.

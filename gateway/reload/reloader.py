@@ -1,4 +1,4 @@
-"""Changes the running configuration: reads, builds and tests a new one, then applies or rejects it.
+"""The order of a configuration change: read, check, test, apply or reject, record, tell operators.
 
 All changes go through this module, one at a time, whatever triggers them. It contains the order of
 the steps, the history and the messages to operators. The triggers are in file_watcher.py,

@@ -1,4 +1,4 @@
-"""Builds the snapshot of a configuration: routes by model name, tenants and limits.
+"""Plans a configuration's snapshot: routes, policies, tenants' keys, queues, trials, translations.
 
 build_plan() makes a SnapshotPlan from a Config and the live objects, without changing them. Then
 reload/swap.py applies the plan. A snapshot only refers to live objects, so replacing it loses no

@@ -1,4 +1,4 @@
-"""Builds a configuration's snapshot, tests its policies, and replaces the current one.
+"""Tests a planned snapshot by a dry run of its policies, replaces the current one, frees the old.
 
 Everything that can fail happens before the first change. The replacement takes one iteration of the
 event loop. What the old snapshot needs is freed once no request uses it.

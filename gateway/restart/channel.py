@@ -1,4 +1,4 @@
-"""The channel between a process and its successor: a socket pair with length-prefixed messages.
+"""The socket pair between a process and its successor: sends messages and listening sockets.
 
 Only the first message carries file descriptors. Every version must understand it: it is a list that
 starts with the protocol version. A process that does not know that version uses the sockets, and

@@ -1,4 +1,4 @@
-"""Converts the learned state of a gateway to messages, and restores it in the next process.
+"""Collects what a gateway has learned as messages, in steps, and restores it in the next process.
 
 The state of running and waiting requests is not included, because the old process finishes its own
 requests.
@@ -21,8 +21,8 @@ from gateway.restart.handover_messages import (
     TenantState,
 )
 from policies import restart_state
+from policies.admission.cap_admission import SessionCap
 from policies.admission.priced_admission import PricedAdmission
-from policies.admission.session_refusals import SessionCap
 from policies.engine.peer_load import NOTHING, PeerShare
 from policies.health.endpoint_health import HealthState as HealthState
 from policies.load_ledger import own_load

@@ -1,4 +1,4 @@
-"""Accounting of ended requests: updates their metrics and writes their line in the access log.
+"""Accounting of ended requests: updates the metrics of each, then has it logged and traced.
 
 Each request (its Exchange) is accounted once. All requests that end in one iteration of the event
 loop are accounted together at its end. Therefore no response waits for the accounting, and the code

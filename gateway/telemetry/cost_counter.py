@@ -1,4 +1,4 @@
-"""Counts the cost of requests in dollars, by the capacity that they reserve at engines.
+"""Updates the dollar metrics of requests and idle engines, from the live reservations at engines.
 
 The count is updated a few times per second, not per request. policies/sizing/cost_meter.py divides
 an engine's cost between its requests.

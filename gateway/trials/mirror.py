@@ -1,4 +1,4 @@
-"""Mirrors: a share of live requests is also sent to candidate engines, to compare the answers.
+"""Mirrors: samples live requests, sends copies to candidate engines, and compares the answers.
 
 When the client of a sampled request has its whole answer, three copies of the request are sent one
 after another, at temperature 0:

@@ -1,4 +1,4 @@
-"""Checks certificate and key files: they can be read, belong together, and have not expired.
+"""Reads certificate and key files, and checks that they belong together and have not expired.
 
 The configuration and the command line use these checks. They read files and open no connection.
 """

@@ -1,4 +1,4 @@
-"""The admin server of several workers: it merges their pages, and sends changes to all of them.
+"""The admin server of several workers: its pages, from one or all workers, and changes to all.
 
 Pages that are not merged come from the oldest worker. The explanation of a request comes from the
 worker that served it. page_merge.py and live_view_merge.py merge pages.

@@ -1,4 +1,4 @@
-"""Merges the admin pages of several workers: endpoints, and policies on trial.
+"""Merges the contents of /endpoints, /shadow, /canary and /mirror from several workers.
 
 Ratios and means are computed over all requests, not from the workers' ratios. metrics_merge.py
 merges metrics, and live_view_merge.py merges the live view.

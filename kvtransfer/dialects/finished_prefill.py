@@ -1,4 +1,4 @@
-"""Converts a complete JSON response to a stream of server-sent events.
+"""Converts a prefill response that is already the whole answer to a stream, for split requests.
 
 It is needed if the prefill engine has already finished the request, and the client wants a stream.
 """

@@ -1,5 +1,4 @@
-"""Computes which byte ranges of the sender's KV blocks are copied to which ranges of the
-receiver's.
+"""Computes the byte ranges to copy between the blocks of one sending and one receiving rank.
 
 The result are runs: ranges that are contiguous in the memory of both sides. They follow from the
 strides of both layouts, by arithmetic on numpy arrays. reshard.py decides which ranks, layers and

@@ -1,4 +1,4 @@
-"""Plans which bytes of which sending rank go where, as a pure function of two KV layouts.
+"""Plans a KV transfer between two layouts: pairs of ranks, their layers and heads, and windows.
 
 Source (sender) and sink (receiver) compute the same TransferPlan from the same numbers. So no
 addresses are sent: a window, which is one piece of a transfer, names its byte ranges by their index

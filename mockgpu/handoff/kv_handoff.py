@@ -1,4 +1,4 @@
-"""KvHandoff: sends and receives the KV of split requests between two mock engines.
+"""KvHandoff: offers and fetches the KV of split requests between two mock engines, job by job.
 
 An offer is KV that an engine keeps for another engine to fetch. A landing is an incoming transfer.
 Both go through an agent of the library kvtransfer. A job states which of the two it needs in its

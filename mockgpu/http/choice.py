@@ -1,4 +1,4 @@
-"""One choice of a response: a generated answer with its text and finish reason.
+"""One choice of a response: generates its text and finish reason, and builds its scheduler job.
 
 A request with `n: 2` has two choices. The text is generated before the engine's first step, and is
 cut at a stop string. If a later check finds that the prompt's KV cache is wrong, another text of

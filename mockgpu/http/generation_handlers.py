@@ -1,4 +1,4 @@
-"""Handlers of the requests that a mock engine computes: generation, embeddings and transcripts.
+"""HTTP handlers that parse a request, submit its jobs, and send the answer: chats, pooling, audio.
 
 A handler parses the request, submits one job per choice to the engine (TpGroup), and waits for the
 result. Faults of single requests are injected here. If the client disconnects, aiohttp cancels the

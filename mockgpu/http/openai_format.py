@@ -1,4 +1,4 @@
-"""vLLM's OpenAI response format: stream events, complete responses, usage and logprobs.
+"""vLLM's JSON of chats and completions: chunks, whole answers, usage, logprobs, /tokenize.
 
 For speed, most stream events are not encoded as JSON one by one. The text of the token is inserted
 between two byte strings that are built once per choice.

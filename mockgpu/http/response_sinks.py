@@ -1,4 +1,4 @@
-"""Token sinks: objects that write generated tokens to the client's socket, and inject faults.
+"""Writes generated tokens to the client's socket (token sinks), also broken off by a fault.
 
 A sink writes to the transport directly from the engine's step. This saves a task and an await per
 token.

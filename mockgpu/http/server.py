@@ -1,4 +1,4 @@
-"""The HTTP server of one mock engine with vLLM's API: its routes and error responses.
+"""The route table of one mock engine's HTTP server, and short handlers: models, tokenize, version.
 
 generation_handlers.py has the handlers of requests that the engine computes.
 """

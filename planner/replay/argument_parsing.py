@@ -1,4 +1,4 @@
-"""Parses arguments of `penstock replay`: durations, loads, service classes and faults."""
+"""Parses option values of `penstock replay`: durations, loads, service classes and faults."""
 
 from __future__ import annotations
 

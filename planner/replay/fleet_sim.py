@@ -1,4 +1,4 @@
-"""Simulates a fleet in virtual time: traffic is the input, one record per request the output.
+"""The main loop of a replay: the heap of events, and each request from arrival to its end.
 
     run = replay(preset("F1"), traffic(requests), registry.build("prefix_aware", {}))
 

@@ -1,4 +1,4 @@
-"""Simulates the gateway in a replay: its information about the fleet, its decisions, its learning.
+"""The gateway's part of a replay: fingerprints, the prefix index, picks, and what it learns.
 
 It uses the gateway's own policy, ledger and prefix index. fleet_sim.py schedules the events.
 """

@@ -1,4 +1,4 @@
-"""A group of the replayed fleet: its engine, the gateway's data about it, and its network link.
+"""One endpoint of a replayed fleet: its engine and ranks, its beliefs and load, its network link.
 
 This module contains only state. fleet_sim.py and gateway_sim.py make decisions.
 """

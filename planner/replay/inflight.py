@@ -1,4 +1,4 @@
-"""The state of one running request of a replay: where it runs, and what it has reserved there."""
+"""The record of one request that is running in a replay: its group, reservation, job and leg."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interfaces with which the parts of a replay call each other.
+"""Protocol classes through which the parts of a replay (fleet, admission, hedges) call each other.
 
 fleet_sim.py creates the parts. Thanks to these interfaces, no part must import fleet_sim.py.
 """

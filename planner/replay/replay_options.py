@@ -1,4 +1,4 @@
-"""The options of a replay: service classes, clients, faults and metrics.
+"""The settings of a replay as values: service classes, clients' behaviour, faults, cache view.
 
 Fleet, traffic and policy are not options.
 """

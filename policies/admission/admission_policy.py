@@ -1,9 +1,8 @@
-"""Admission control: admit a request to a pool, queue it, or refuse it with a measured Retry-After.
+"""The interface of admission policies, their verdicts (admit, wait, refuse) and texts of refusals.
 
-This module has the verdicts (Admit, Wait, Shed), the interface Admission, the measured drain rate,
-and CapAdmission, which only applies concurrency caps. The wait queue is in wait_queue.py, refusal
-by price in priced_admission.py, and the limit on sessions in adaptive_session_limit.py. The gateway
-converts a refusal to an HTTP response.
+It also has the measured drain rate. The wait queue is in wait_queue.py, concurrency caps are in
+cap_admission.py, and refusal by price is in priced_admission.py. The gateway converts a refusal to
+an HTTP response.
 """
 
 from __future__ import annotations
@@ -14,14 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from policies.admission.retry_after import ReturnSchedule, request_key
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery
-
-KEPT = 0.25
-"""Share of the wait queue (0 to 1) that new requests may not fill.
-
-It is kept free for refused clients that retry at the time that their Retry-After header gave.
-"""
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -329,128 +321,3 @@ def shed_past_deadline(queue: WaitQueueView, needed_s: float, left_s: float) -> 
     patience = f"The client gives up in {max(0.0, left_s):.1f} s"
     text = f"{patience} and the first token is expected in {needed_s:.1f} s"
     return Shed("deadline", None, f"{text}. {occupancy_text(queue, None)}.", may_return=False)
-
-
-class CapAdmission:
-    """An admission policy with only concurrency caps: a request enters when a permit is free.
-
-    A permit allows one request to run in the pool. Other requests wait. A new request is refused at
-    once if it would wait longer than its timeout or its client's deadline, at the measured drain
-    rate: an early refusal is better for the client than a late one. The refusal has a Retry-After
-    time, for which a part of the queue is reserved.
-    """
-
-    __slots__ = ("_schedule", "is_calm", "name", "reads_forecast", "reads_sessions")
-
-    def __init__(self) -> None:
-        self.name = "cap"
-        self.is_calm = True
-        self.reads_forecast = self.reads_sessions = False
-        self._schedule = ReturnSchedule()
-
-    def decide(
-        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
-    ) -> Verdict:
-        is_free = queue.busy_permits < queue.capacity
-        if not queue.is_new_arrival:
-            return ADMIT if is_free else Wait(queue.limits.timeout_s)
-        if queue.capacity <= 0:
-            return shed_no_capacity()
-        key = request_key(query) if len(self._schedule) else None
-        is_reserved = self._schedule.is_due(key, query.now)
-        if not is_free or (queue.waiting and not is_reserved):
-            refused = self._refusal(query, candidates, queue, is_reserved)
-            if refused is not None:
-                return refused
-        self._schedule.remove(key)
-        if is_free and (is_reserved or not queue.waiting):
-            return ADMIT
-        return Wait(queue.limits.timeout_s, is_reserved)
-
-    def _refusal(
-        self,
-        query: RoutingQuery,
-        candidates: Sequence[Candidate],
-        queue: WaitQueueView,
-        is_reserved: bool,
-    ) -> Shed | None:
-        # Return the refusal of a new request that may not wait in the queue.
-        #
-        # Return None if it may wait.
-        rate, deadline_s = queue.full_rate(query.now), query.request.deadline_s
-        expected_s = self._expected_s(query, queue, rate, is_reserved) if rate else None
-        if (
-            expected_s is not None
-            and deadline_s is not None
-            and query.now + expected_s > deadline_s
-        ):
-            return shed_past_deadline(queue, expected_s, deadline_s - query.now)
-        if is_reserved:
-            return None
-        # While clients have times to return, new ones leave a part of the queue to them.
-        is_full = len(self._schedule) > 0 and queue.waiting >= (1.0 - KEPT) * queue.limits.size
-        is_slow = expected_s is not None and expected_s > queue.limits.timeout_s
-        if not is_slow and not is_full:
-            return None
-        key = request_key(query) if len(self._schedule) else None
-        early_s = self._schedule.seconds_early(key, query.now)
-        if early_s is not None:
-            return shed_early(early_s)
-        retry_after_s = self.retry_after_s(query, candidates, queue)
-        if not is_slow:
-            return shed_queue_full(queue, retry_after_s)
-        text = f"The wait of {expected_s:.1f} s would be longer than the wait queue allows"
-        text = f"{text}. {occupancy_text(queue, retry_after_s)}."
-        return shed_until("too_slow", retry_after_s, text)
-
-    def _expected_s(
-        self, query: RoutingQuery, queue: WaitQueueView, rate: float, is_reserved: bool
-    ) -> float:
-        # Return the expected seconds until a new request would get a permit.
-        #
-        # `rate` is permits per second.
-        if is_reserved:
-            return 1.0 / rate
-        left = 1.0 - self._schedule.share if len(self._schedule) else 1.0
-        return (queue.count_ahead(query.request.tenant) + 1) / (rate * max(KEPT, left))
-
-    def retry_after_s(
-        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
-    ) -> float | None:
-        """Reserve the next free time for the retry of a refused request.
-
-        Returns the seconds until then. Every request counts as the same amount of work. The result
-        is inf or None in the same cases as in Admission.retry_after_s.
-        """
-        if not query.can_return:
-            return None
-        rate = queue.full_rate(query.now)
-        return self._schedule.schedule(request_key(query), 1.0, rate, 0.0, query)
-
-    def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Do nothing: the wait queue itself counts the permits."""
-
-    def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Do nothing: a concurrency cap learns nothing from how requests end."""
-
-    def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
-        """Do nothing: a concurrency cap has no periodic work."""
-
-
-class UncappedAdmission(CapAdmission):
-    """An admission policy that admits every request as long as an endpoint is available.
-
-    It suits engines that refuse excess load themselves.
-    """
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.name = "none"
-        self.is_calm = False
-
-    def decide(
-        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
-    ) -> Verdict:
-        return ADMIT if queue.capacity > 0 else shed_no_capacity()

@@ -1,4 +1,4 @@
-"""Quotas: how many requests and tokens a tenant may use per minute.
+"""The quota of one tenant: token buckets that limit requests and tokens per minute. No I/O.
 
 A Quota has two token buckets (Turner 1986, as in most API rate limits). A bucket starts full, holds
 at most the amount of one minute, and is refilled evenly. Each gateway has its own buckets, and

@@ -9,7 +9,7 @@ of the pool:
 - If the schedule is full for `latest_s`, a client should not retry at all.
 
 If the pool becomes faster, the next retries use its additional capacity. Capacity and refusals are
-in admission_policy.py and priced_admission.py.
+in cap_admission.py and priced_admission.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Admission policies that limit the number of active sessions.
+"""Refuses requests of new sessions whose contexts do not fit the fleet's KV memory.
 
-This module has the common part of these policies (SessionLimit), and the policy `cap`. The limit
-itself is computed in adaptive_session_limit.py.
+adaptive_session_limit.py computes the limit. The policies in cap_admission.py and
+priced_admission.py apply it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,8 @@ from policies.admission.adaptive_session_limit import (
     is_continuation,
 )
 from policies.admission.admission_policy import (
-    Admission,
-    AdmissionParams,
-    CapAdmission,
     RequestOutcome,
     Shed,
-    Verdict,
-    WaitQueueView,
 )
 from policies.prefix.prefix_match import longest_match
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery
@@ -96,56 +91,3 @@ class SessionLimit:
         self.sessions.on_ended(request.session, context, outcome.cached_tokens, outcome.now)
         if request.session_hints is not None and outcome.status != "dropped":
             self.sessions.apply_hints(request.session, request.session_hints, outcome.now)
-
-
-class CapParams(AdmissionParams, frozen=True):
-    """The parameters of an admission policy with concurrency caps and a limit on sessions.
-
-    sessions  parameters of the limit on sessions; None: there is no limit
-    """
-
-    sessions: SessionGate | None = ON_EVIDENCE
-
-    def build(self) -> Admission:
-        return CapAdmission() if self.sessions is None else SessionCap(self.sessions)
-
-
-class SessionCap(CapAdmission):
-    """An admission policy with concurrency caps that also limits sessions.
-
-    Requests without a session are treated as by CapAdmission. So are all requests while sessions
-    are not limited.
-    """
-
-    __slots__ = ("_limit",)
-
-    def __init__(self, gate: SessionGate) -> None:
-        super().__init__()
-        self.reads_sessions = True
-        self._limit = SessionLimit(gate)
-        self.is_calm = not self.sessions.is_limited
-
-    @property
-    def sessions(self) -> WorkingSet:
-        """Return the active sessions, whose contexts together should fit the fleet's KV memory."""
-        return self._limit.sessions
-
-    def decide(
-        self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
-    ) -> Verdict:
-        if queue.is_new_arrival:
-            cached_tokens = longest_match(query.cached_by_slot)
-            refused = self._limit.refusal(query, candidates, cached_tokens)
-            if refused is not None:
-                return refused
-        return super().decide(query, candidates, queue)
-
-    def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        self._limit.on_reserved(query, pick)
-
-    def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        self._limit.on_ended(request, outcome)
-
-    def tick(self, now: float, candidates: Sequence[Candidate]) -> None:
-        self.sessions.tick(now, candidates)
-        self.is_calm = not self.sessions.is_limited

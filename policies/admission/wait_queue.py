@@ -1,4 +1,4 @@
-"""The wait queue of one pool: permits to run, and the requests that wait for one.
+"""The wait queue of one pool: counts permits to run, orders waiting requests, and lets them enter.
 
 WaitQueue does no I/O and reads no clock: time is an argument, and due verdicts are returned as a
 list. A waiting request is identified by a ticket, any hashable value of the caller. An Admission

@@ -1,4 +1,4 @@
-"""Decides whether a pool changes its routing policy, from the simulated goodput of each policy.
+"""Decides from simulated goodput whether a pool switches its policy: by how much it must gain.
 
 Goodput is the share of requests that are served within their latency budgets. The policy changes if
 the gain is larger than its statistical error. Gains of several estimates are pooled

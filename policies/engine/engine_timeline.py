@@ -1,4 +1,4 @@
-"""The live model of one endpoint's engine, updated by the events of its requests.
+"""Updates the model of an endpoint's engine by events: request sent, first token, ended, scraped.
 
 EngineTimeline translates events into changes of its base class EngineModel (scheduler_model.py).
 

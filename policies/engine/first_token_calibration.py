@@ -1,4 +1,4 @@
-"""Learns how fast an endpoint's engine is, from the time between two observed first tokens.
+"""Corrects the learned prefill speed of an engine by the time between two observed first tokens.
 
 StepSpan sums up the engine steps in this time, as scheduler_model.py predicts them. `learn`
 compares the prediction with the real time, and chooses the correction factor to update

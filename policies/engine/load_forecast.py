@@ -1,4 +1,4 @@
-"""Forecasts an endpoint's load: how long a new request would wait, and how fast it would run.
+"""Forecasts for a new request at an endpoint: seconds in the queue, free KV, and time per token.
 
 The results are plain floats in EngineLoad. They are computed from the engine model
 (scheduler_model.py) and the learned speed (step_time.py). ttft_simulation.py simulates the first

@@ -1,4 +1,4 @@
-"""Running means of one engine's recent work, and of the prompts recently sent to it.
+"""Decaying means of an engine's recent steps, and of the prompts that were recently sent to it.
 
 load_forecast.py and ttft_simulation.py read them.
 """

@@ -1,4 +1,4 @@
-"""A model of one engine's scheduler: its queue of prompts, current step, decoding batch and KV.
+"""Simulates one engine's scheduler in a policy: queue of prompts, current step, decoding batch, KV.
 
 EngineModel simulates the engine's scheduler (continuous batching with chunked prefill) with learned
 step times. It corrects itself at every observed first token.

@@ -1,4 +1,4 @@
-"""Learns the step times of one endpoint: a computed estimate, corrected by observations.
+"""The step times of one engine: estimated from its GPUs and model, with learned correction factors.
 
 - StepCosts is the cost of an engine step by a roofline model.
 - `shape_for` estimates it from the GPU type and the parallel layout.

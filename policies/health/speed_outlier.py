@@ -1,4 +1,4 @@
-"""Detects endpoints that take much longer than their peers for the same work (speed outliers).
+"""Compares the speed samples of a pool's endpoints, and decides which endpoints count as slow.
 
 Peers are the endpoints of a pool with the same role, engine, layout and GPU label. Three times are
 compared:

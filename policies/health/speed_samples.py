@@ -1,4 +1,4 @@
-"""The speed samples of one endpoint, and the verdict of its last comparison with its peers.
+"""Collects the speed samples of one endpoint, such as times of first tokens, in decaying sums.
 
 Samples are recorded in every pool, whatever its policy. So recording a sample is only an append;
 samples are summed up at the next review, once a second. speed_outlier.py compares endpoints with

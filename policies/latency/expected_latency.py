@@ -1,4 +1,4 @@
-"""Computes the expected latencies of one request at an endpoint from the forecast of its load.
+"""Computes a request's expected TTFT and TPOT at an endpoint from the forecast of its load.
 
 TTFT is the time to the first token, TPOT the time per further token. All are plain functions of
 EngineLoad. step_time.py learns the step times.

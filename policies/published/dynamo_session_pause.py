@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from policies.admission.admission_policy import (
     Admission,
     AdmissionParams,
-    CapAdmission,
     RequestOutcome,
     Shed,
     Verdict,
     WaitQueueView,
 )
+from policies.admission.cap_admission import CapAdmission
 from policies.param_types import NonNegative, NonNegativeCount, Positive, PositiveCount
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 

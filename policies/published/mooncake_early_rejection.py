@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from policies.admission.admission_policy import (
     Admission,
     AdmissionParams,
-    CapAdmission,
     Shed,
     Verdict,
     WaitQueueView,
     occupancy_text,
     shed_no_capacity,
 )
+from policies.admission.cap_admission import CapAdmission
 from policies.latency.expected_latency import tpot_s
 from policies.param_types import NonNegative
 from policies.pricing.admission_cost import estimate_cost

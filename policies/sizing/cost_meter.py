@@ -1,4 +1,4 @@
-"""Computes what requests cost while they run, by dividing an engine's cost among them.
+"""Divides the dollars of running engines between the requests in them and idle time, by weights.
 
 An engine's GPUs cost the same every second. The dollars of a moment go to the requests in the
 engine, in proportion to their weights (token_cost.py). If there are none, they go to idle time. So

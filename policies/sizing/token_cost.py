@@ -1,4 +1,4 @@
-"""Computes the cost of tokens in dollars: per million tokens, and each request's share.
+"""Computes dollars per million tokens, and a request's share of the engine seconds of its batch.
 
 Prices are dollars per GPU and hour. All costs are divided by seconds of the engine, so that the
 parts add up to what the GPUs cost while they were busy. Idle time is counted separately.

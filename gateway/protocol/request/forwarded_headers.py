@@ -1,4 +1,4 @@
-"""The headers that trusted proxies add: the client's address and the proxy's request id.
+"""Reads what trusted proxies in front of the gateway add: the client's address, a request id.
 
 They are used only on connections from `listeners.api.trusted_proxies`, because any other client
 could forge them.

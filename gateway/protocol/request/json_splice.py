@@ -1,4 +1,4 @@
-"""Edits the JSON of a request as an engine's handoff protocol requires.
+"""Inserts an engine's KV handoff members into a request's JSON; tells if a request can be split.
 
 By this protocol, a prefill engine passes a request's KV cache to a decode engine. Raw values are
 joined without being decoded. Edits that only add members are inserted before the closing brace.

@@ -1,4 +1,4 @@
-"""Converts a whole JSON answer to the events of a stream that the client requested. No I/O.
+"""Converts a whole JSON answer to a stream, for engines that do not stream as requested. No I/O.
 
 Some engines answer a request for a stream with one JSON document, for example because a feature
 such as tools excludes streaming there. The SDKs of clients would read no event from it.

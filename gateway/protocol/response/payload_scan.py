@@ -1,4 +1,4 @@
-"""Scans the payload of a response as it arrives: first token, events, token counts, finish reasons.
+"""Decides which arriving bytes of a response are searched for tokens and counts, piece by piece.
 
 A payload may arrive in many small pieces. Together with a piece, at most MAX_RESCAN bytes before it
 are scanned. Only a piece that ends a long event is scanned with that whole event. No I/O.

@@ -1,4 +1,4 @@
-"""Finds token counts, finish reasons and error events in the bytes of a response.
+"""Patterns that find token counts, finish reasons and errors in the text of a chat or completion.
 
 The functions are pure. The Relay (relay.py) calls them with bytes that it has kept.
 """

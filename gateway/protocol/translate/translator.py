@@ -1,4 +1,4 @@
-"""Translates an engine's answer on its way through a relay: as a whole, or chunk by chunk."""
+"""Feeds an engine's answer to the translator of an API, as a whole or chunk by chunk. No I/O."""
 
 from __future__ import annotations
 

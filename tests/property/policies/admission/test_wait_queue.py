@@ -10,13 +10,13 @@ from msgspec.structs import replace
 
 from policies.admission.admission_policy import (
     Admit,
-    CapAdmission,
     RequestOutcome,
     Shed,
     Verdict,
     Wait,
     WaitQueueLimits,
 )
+from policies.admission.cap_admission import CapAdmission
 from policies.admission.fairness import FairShares, TenantCounters
 from policies.admission.wait_queue import WaitQueue
 from policies.routing_types import Request, RoutingQuery, Slo

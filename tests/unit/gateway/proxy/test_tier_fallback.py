@@ -18,7 +18,8 @@ from gateway.protocol.request.call import Call
 from gateway.proxy.tier_fallback import pick_tier
 from gateway.route import Route
 from policies import policy_registry
-from policies.admission.admission_policy import CapAdmission, Verdict, WaitQueueView
+from policies.admission.admission_policy import Verdict, WaitQueueView
+from policies.admission.cap_admission import CapAdmission
 from policies.routing_types import Candidate, RoutingQuery
 from tests.replaced import stand_in
 from tests.unit.policies.builders import ask, candidate

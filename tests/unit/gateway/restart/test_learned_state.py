@@ -11,9 +11,10 @@ import pytest
 from gateway.restart import channel
 from gateway.restart.channel import LENGTH, BoundListener, HandoverOffer, pack_message
 from policies import restart_state
+from policies.admission.cap_admission import SessionCap
 from policies.admission.priced_admission import PricedAdmission, PricedAdmissionParams
 from policies.admission.quota import Quota, QuotaLimits
-from policies.admission.session_refusals import ON_EVIDENCE, SessionCap
+from policies.admission.session_refusals import ON_EVIDENCE
 from policies.engine.output_length import OutputLengths
 from policies.engine.step_time import FILLS, SpeedBelief, shape_for
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter

@@ -11,15 +11,14 @@ from msgspec.structs import replace
 
 from policies.admission.admission_policy import (
     Admit,
-    CapAdmission,
     DrainRate,
     Shed,
-    UncappedAdmission,
     Verdict,
     Wait,
     shed_queue_full,
     shed_timed_out,
 )
+from policies.admission.cap_admission import CapAdmission, UncappedAdmission
 from policies.admission.gateway_share import total_capacity
 from policies.admission_registry import build_admission, names
 from policies.policy_registry import PolicyConfigError

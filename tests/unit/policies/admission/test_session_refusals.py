@@ -5,8 +5,9 @@ from __future__ import annotations
 from random import Random
 
 from policies.admission.adaptive_session_limit import SessionGate
-from policies.admission.admission_policy import Admit, CapAdmission, RequestOutcome, Shed, Wait
-from policies.admission.session_refusals import ON_EVIDENCE, CapParams, SessionCap
+from policies.admission.admission_policy import Admit, RequestOutcome, Shed, Wait
+from policies.admission.cap_admission import CapAdmission, CapParams, SessionCap
+from policies.admission.session_refusals import ON_EVIDENCE
 from policies.admission.wait_queue import WaitQueue, WaitQueueLimits
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 from tests.unit.policies.builders import candidate

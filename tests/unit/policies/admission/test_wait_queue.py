@@ -10,13 +10,13 @@ from msgspec.structs import replace
 from policies.admission.admission_policy import (
     ADMIT,
     Admit,
-    CapAdmission,
     Shed,
     Verdict,
     Wait,
     WaitQueueLimits,
     WaitQueueView,
 )
+from policies.admission.cap_admission import CapAdmission
 from policies.admission.fairness import FairShares
 from policies.admission.wait_queue import LOOK_AGAIN_S, WaitQueue
 from policies.routing_types import Candidate, RoutingQuery
