@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 
 from gateway.migrate.config_draft import MigrationError
 
 MAX_WORDS = 100_000
+_REDIRECTION = re.compile(r"[0-9]?(?:>>?|<)(.*)")
+"""A redirection, whose target is in group 1 or the next word."""
 
 
 def split_words(text: str) -> list[str]:
@@ -23,6 +26,18 @@ def split_words(text: str) -> list[str]:
     except ValueError as error:
         raise MigrationError(f"the text is not a valid command line: {error}") from None
     return words[:MAX_WORDS]
+
+
+def without_redirections(words: Sequence[str]) -> list[str]:
+    """Return the words of a shell command without redirections such as `> FILE` and `2>&1`."""
+    kept: list[str] = []
+    is_target = False
+    for word in words:
+        redirection = _REDIRECTION.match(word)
+        if not is_target and redirection is None:
+            kept.append(word)
+        is_target = redirection is not None and not redirection[1]
+    return kept
 
 
 class CommandOptions:

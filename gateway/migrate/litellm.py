@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -53,6 +54,15 @@ PROVIDERS: Mapping[str, Provider] = {
 }
 """Providers with a fixed address, under which they serve /v1/chat/completions."""
 
+SELF_HOSTED: Mapping[str, str] = {
+    "docker_model_runner": "openai",
+    "huggingface": "tgi",
+    "nvidia_nim": "openai",
+    "xinference": "openai",
+}
+"""Providers whose servers one runs oneself, at api_base, and their kind of engine."""
+_OPENAI_MODELS = re.compile(r"(?:gpt-|chatgpt-|o[0-9]|text-embedding-|omni-moderation)[^/]*$")
+"""Names of models that LiteLLM takes for OpenAI's without a provider before them."""
 _PLACEHOLDERS = frozenset({"", "dummy", "empty", "fake", "fake-key", "none", "not-needed", "null"})
 _PARAMETERS: Mapping[str, str] = {
     "rpm": "rates are limited per tenant (tenants[].limits)",
@@ -62,8 +72,8 @@ _PARAMETERS: Mapping[str, str] = {
     "timeout": "the gateway's timeouts are the same for all endpoints",
     "stream_timeout": "the gateway's timeouts are the same for all endpoints",
     "max_retries": "the gateway's retries are the same for all endpoints",
-    "input_cost_per_token": "endpoints have no costs in the gateway",
-    "output_cost_per_token": "endpoints have no costs in the gateway",
+    "input_cost_per_token": "set the endpoint's token_price, in dollars per million tokens",
+    "output_cost_per_token": "set the endpoint's token_price, in dollars per million tokens",
 }
 _FORWARDED = "requests are forwarded as clients send them, without defaults"
 
@@ -121,11 +131,15 @@ def _deployment(
     model = with_references(str(parameters.get("model", "")))
     provider, _, rest = model.partition("/")
     explicit = parameters.get("custom_llm_provider")
+    if _OPENAI_MODELS.match(model):
+        explicit = explicit or "openai"
     base = parameters.get("api_base") or parameters.get("base_url")
     if "*" in group or "*" in model:
         draft.drop(item, "names with a pattern are not served")
         return None
     known = PROVIDERS.get(explicit or provider)
+    if (explicit or provider) in SELF_HOSTED and base:
+        known = Provider(SELF_HOSTED[explicit or provider], str(base))
     if (explicit or provider) not in ENGINE_PROVIDERS and known is None:
         draft.drop(item, f"{explicit or provider} is not a provider with OpenAI's API")
         return None
@@ -138,11 +152,13 @@ def _deployment(
     if url is None:
         return None
     extra = _extra(parameters, item, draft)
-    if known is not None and (not base or known.engine != "openai"):
+    is_own = (explicit or provider) in SELF_HOSTED
+    if known is not None and (is_own or not base or known.engine != "openai"):
         extra = {"engine": known.engine, **extra}
         if known.key and not base and "api_key" not in extra:
             extra["api_key"] = draft.refer(f"os.environ/{known.key}", known.key, item)
-    served = rest if provider in ENGINE_PROVIDERS | PROVIDERS.keys() and rest else model
+    prefixes = ENGINE_PROVIDERS | PROVIDERS.keys() | SELF_HOSTED.keys()
+    served = rest if provider in prefixes and rest else model
     if known is not None and known.engine == "ollama" and ":" not in served:
         served += ":latest"  # as Ollama lists it
     return Deployment(group, url, served, extra)

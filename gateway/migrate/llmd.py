@@ -28,9 +28,28 @@ _FAMILIES: Mapping[str, str] = MappingProxyType(
         "latency-scorer": "latency",
         "predicted-latency-scorer": "latency",
         "slo-aware-profile-handler": "latency",
+        "decision-tree-filter": "queue",
+        "least-queue-filter": "queue",
+        "low-queue-filter": "queue",
+        "least-kv-cache-filter": "kv",
     }
 )
 """llm-d's scorers, and the property of an endpoint that each of them scores."""
+
+_EARLIER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "kv-cache": "kv-cache-utilization-scorer",
+        "kv-cache-scorer": "kv-cache-utilization-scorer",
+        "load-aware": "load-aware-scorer",
+        "max-score": "max-score-picker",
+        "prefix-cache": "prefix-cache-scorer",
+        "queue": "queue-scorer",
+        "random": "random-picker",
+        "session-affinity": "session-affinity-scorer",
+        "single-profile": "single-profile-handler",
+    }
+)
+"""Plugins by their names in earlier versions of llm-d, with their names today."""
 
 _SPLITTERS = frozenset({"pd-profile-handler", "disagg-profile-handler"})
 _INHERENT = frozenset(
@@ -114,7 +133,8 @@ def _plugins(config: Mapping[str, Any]) -> dict[str, Plugin]:
         )
     return {
         str(entry.get("name") or entry.get("type")): Plugin(
-            str(entry.get("type")), entry.get("parameters") or {}
+            _EARLIER_NAMES.get(str(entry.get("type")), str(entry.get("type"))),
+            entry.get("parameters") or {},
         )
         for entry in entries
     }
@@ -226,6 +246,8 @@ def _thresholds(plugins: Mapping[str, Plugin]) -> Iterator[int]:
 def _note_plugins(plugins: Mapping[str, Plugin], draft: Draft) -> None:
     for name, plugin in plugins.items():
         if plugin.kind in _FAMILIES:
+            if plugin.kind.endswith("-filter"):
+                draft.differ(f"plugin {name}", "endpoints with more load are not excluded")
             for key in plugin.parameters:
                 draft.drop(f"{name}: {key}", "the policy has parameters of its own")
         elif plugin.kind in _SPLITTERS or plugin.kind.endswith("pd-decider"):

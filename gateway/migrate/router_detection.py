@@ -13,7 +13,11 @@ from gateway.migrate import (
     production_stack,
     vllm_sglang_router,
 )
-from gateway.migrate.command_options import CommandOptions, split_words
+from gateway.migrate.command_options import (
+    CommandOptions,
+    split_words,
+    without_redirections,
+)
 from gateway.migrate.config_draft import Additions, Draft, MigrationError
 from gateway.migrate.yaml_text import load_documents
 
@@ -156,17 +160,19 @@ def _shell_commands(text: str) -> Iterator[list[str]]:
         pending, command = "", list[str]()
         for word in words:
             if word in _SEPARATORS:
-                yield command
+                yield without_redirections(command)
                 command = []
             else:
                 command.append(word)
         if command:
-            yield command
+            yield without_redirections(command)
     if pending.strip():
         raise MigrationError("a quote in the shell commands is never closed")
 
 
 def _command(words: Sequence[str]) -> tuple[str | None, CommandOptions]:
+    if words and words[0] == "cd":  # the folder may have the name of a router
+        return None, CommandOptions()
     for index, word in enumerate(words):
         name = word.rpartition("/")[2]
         if name in _PROGRAMS:

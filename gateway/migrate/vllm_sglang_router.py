@@ -104,7 +104,6 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "served-model-name": "models are named as engines list them; models[].aliases adds names",
         "control-plane-": _CONTROL,
         "jwt-": _CONTROL,
-        "cors-": "a proxy in front of the gateway adds CORS headers",
         "decode-selector": "discovery was off: --service-discovery is missing",
         "prefill-selector": "discovery was off: --service-discovery is missing",
         "selector": "discovery was off: --service-discovery is missing",
@@ -247,7 +246,8 @@ def _unset_tls_of_plain_engines(draft: Draft) -> None:
 
 def _pairs(options: CommandOptions, draft: Draft, traits: Mapping[str, object]) -> None:
     endpoints = []
-    for url, *port in options.values_by_occurrence("prefill"):
+    for given, *port in options.values_by_occurrence("prefill"):
+        url = _without_zmq(given, "--prefill", draft)
         if (address := option_values.engine_url(url, "--prefill", draft)) is not None:
             endpoint = {"url": address, "role": "prefill", **traits}
             if port and port[0].lower() != "none":
@@ -255,12 +255,21 @@ def _pairs(options: CommandOptions, draft: Draft, traits: Mapping[str, object]) 
             endpoints.append(endpoint)
     endpoints += [
         {"url": address, "role": "decode", **traits}
-        for url in options.values("decode")
-        if (address := option_values.engine_url(url, "--decode", draft)) is not None
+        for given in options.values("decode")
+        if (url := _without_zmq(given, "--decode", draft))
+        and (address := option_values.engine_url(url, "--decode", draft)) is not None
     ]
     if len({endpoint["role"] for endpoint in endpoints}) < 2:
         raise MigrationError("prefill/decode disaggregation needs --prefill and --decode URLs")
     draft.set(option_values.distinct(endpoints), "pools", POOL, "endpoints")
+
+
+def _without_zmq(value: str, option: str, draft: Draft) -> str:
+    # Return an engine's URL without the address at which its P2pNcclConnector listens.
+    url, zmq, _ = value.partition(":zmq://")
+    if zmq:
+        draft.differ(f"{option} {value}", "KV moves by NIXL: start the engines with NixlConnector")
+    return url
 
 
 def _split(options: CommandOptions, draft: Draft, engine: str) -> None:
@@ -352,6 +361,9 @@ def _health(options: CommandOptions, draft: Draft) -> None:
 
 
 def _listeners(options: CommandOptions, draft: Draft) -> None:
+    if origins := options.values("cors-allowed-origins"):
+        allowed = [option_values.text(origin).rstrip("/") for origin in origins]
+        draft.set(allowed, "listeners", "api", "cors_origins")
     port = options.last("prometheus-port")
     draft.set(option_values.number(port or "29000"), "listeners", "admin", "port")
     host = options.last("prometheus-host")

@@ -66,6 +66,7 @@ FLAGS = _names(
 )
 
 VALUES = {
+    "cors-allowed-origins": "https://app.example.com",
     "host": "10.0.0.9",
     "port": "7000",
     "policy": "power_of_two",

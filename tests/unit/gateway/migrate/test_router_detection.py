@@ -226,6 +226,91 @@ def test_every_option_changes_the_result_or_is_named(source: str, option: str) -
     loaded(draft)
 
 
+@pytest.mark.parametrize("redirection", ["> $log 2>&1 &", ">>router.log", "2> /dev/null < in"])
+def test_redirections_of_a_shell_command_are_no_values(redirection: str) -> None:
+    command = (
+        "nohup python -u -m sglang_router.launch_router --pd-disaggregation --port 6688 "
+        "--prefill http://10.0.0.1:8000 8995 --decode http://10.0.0.2:8000"
+    )
+    config = loaded(convert_text(f"export log=a.log\n{command} {redirection}\n", None, MODEL))
+    urls = [item.url for item in config.pools["engines"].endpoints]
+    assert urls == ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+
+
+def test_the_folder_of_a_router_is_not_taken_for_its_command() -> None:
+    text = "cd /src/vllm-router && cargo run -- --policy random --worker-urls http://10.0.0.1:8000"
+    with pytest.raises(MigrationError, match="--from"):
+        convert_text(text, None, MODEL)
+    config = loaded(convert_text(text, "vllm-router", MODEL))
+    assert [item.url for item in config.pools["engines"].endpoints] == ["http://10.0.0.1:8000"]
+
+
+def test_addresses_of_another_kv_connector_are_named_and_left_out() -> None:
+    prefill, decode = "http://10.0.0.1:20003", "http://10.0.0.2:20005"
+    words = ["vllm-router", "--vllm-pd-disaggregation", "--policy", "round_robin"]
+    words += ["--prefill", f"{prefill}:zmq://10.0.0.1:21001"]
+    words += ["--decode", f"{decode}:zmq://10.0.0.2:22001"]
+    draft = convert_words(words, None, MODEL)
+    assert [item.url for item in loaded(draft).pools["engines"].endpoints] == [prefill, decode]
+    assert len(items(draft, NoteKind.DIFFERS)) == 2
+
+
+def test_every_origin_may_call_the_api() -> None:
+    origins = ["https://a.example.com", "https://b.example.com"]
+    words = ["vllm-router", "--worker-urls", "http://10.0.0.1:8000", "--cors-allowed-origins"]
+    config = loaded(convert_words([*words, *origins], None, MODEL))
+    assert list(config.listeners.api.cors_origins) == origins
+
+
+def test_plugins_of_llm_d_are_known_by_their_earlier_names() -> None:
+    text = """
+kind: EndpointPickerConfig
+plugins: [{type: prefix-cache}, {type: kv-cache-scorer}, {type: max-score}, {type: single-profile}]
+schedulingProfiles:
+- name: default
+  plugins: [{pluginRef: prefix-cache, weight: 3}, {pluginRef: kv-cache-scorer}]
+"""
+    additions = Additions(model="m", engines=("http://10.0.0.1:8000",))
+    draft = convert_text(text, None, additions)
+    policy = draft.get("pools", "engines", "policy")
+    assert (policy["name"], policy["parameters"]["prefix_weight"]) == ("llmd_blend", 3.0)
+    assert policy["parameters"]["kv_weight"] == 1.0
+    assert not items(draft, NoteKind.DROPPED)
+
+
+def test_a_decision_tree_of_llm_d_becomes_the_least_loaded_endpoint() -> None:
+    text = """
+kind: EndpointPickerConfig
+plugins:
+- {type: least-queue-filter}
+- {type: decision-tree-filter, name: tree, parameters: {current: {pluginRef: least-queue-filter}}}
+schedulingProfiles: [{name: default, plugins: [{pluginRef: tree}]}]
+"""
+    draft = convert_text(text, None, Additions(model="m", engines=("http://10.0.0.1:8000",)))
+    assert draft.get("pools", "engines", "policy") == "least_loaded"
+    assert items(draft, NoteKind.DIFFERS) == {"plugin least-queue-filter", "plugin tree"}
+
+
+def test_servers_of_ones_own_and_openai_s_models_by_name_become_endpoints_of_litellm() -> None:
+    text = """
+model_list:
+- {model_name: zephyr, litellm_params: {model: huggingface/acme/zephyr, api_base: 'http://10.0.0.1:80'}}
+- {model_name: embed, litellm_params: {model: xinference/bge, api_base: 'http://10.0.0.2:9997/v1'}}
+- {model_name: big, litellm_params: {model: gpt-4o, api_key: os.environ/OPENAI_API_KEY}}
+- {model_name: hosted, litellm_params: {model: huggingface/acme/zephyr}}
+"""
+    draft = convert_text(text, None, Additions())
+    config = loaded(draft)
+    endpoints = {name: pool.endpoints[0] for name, pool in config.pools.items()}
+    assert {name: (item.url, item.engine.value) for name, item in endpoints.items()} == {
+        "zephyr": ("http://10.0.0.1:80", "tgi"),
+        "embed": ("http://10.0.0.2:9997", "openai"),
+        "big": ("https://api.openai.com:443", "openai"),
+    }
+    assert [model.served_model for model in config.models] == ["acme/zephyr", "bge", "gpt-4o"]
+    assert items(draft, NoteKind.DROPPED) == {"model_list[3] hosted"}
+
+
 def test_a_secret_in_the_source_is_not_copied() -> None:
     words = [*BASES["vllm-router"], "--api-key", "sk-very-secret"]
     draft = convert_words(words, None, Additions())
