@@ -1,5 +1,4 @@
-"""The state of one connection to another agent (link): its peer, its messages, and its last
-activity.
+"""One connection to another agent (link): its peer, whether it fits, messages and last activity.
 
 The main class is PeerLink. link_manager.py handles the messages; transports/ implements links.
 """

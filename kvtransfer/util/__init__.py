@@ -1,1 +1,1 @@
-"""Helpers for KV transfers: clocks, locks, options, and a map whose entries expire."""
+"""Helpers for KV transfers: clocks, locks, and options."""

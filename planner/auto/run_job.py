@@ -15,7 +15,7 @@ from planner.auto.log_window import choose_window
 from planner.auto.policy_estimation import evaluate
 from planner.plan.config_to_replay import PoolCaseError, cases
 from planner.plan.recent_traffic import RecentTraffic, recent
-from planner.traces.recorded_request import TraceError
+from planner.traces.trace_lines import TraceError
 from policies.auto.replay_messages import PoolEstimate, PoolJob, ReplayAnswer, ReplayJob
 
 TAIL_BYTES = 32 << 20

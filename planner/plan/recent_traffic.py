@@ -14,7 +14,8 @@ from statistics import median
 import msgspec
 
 from planner.traces.access_log import LoggedRequest, arrived_s, request_of
-from planner.traces.recorded_request import TraceError, TraceRequest, open_lines, parse_lines
+from planner.traces.recorded_request import TraceRequest
+from planner.traces.trace_lines import TraceError, open_lines, parse_lines
 
 TAIL_BYTES = 256 << 20
 """Maximum bytes of an access log that are read, counted from its end."""

@@ -16,7 +16,7 @@ import msgspec
 from planner.size.plan_draft import SizingError
 from planner.traces import TraceError
 from planner.traces.access_log import LoggedRequest, arrived_s
-from planner.traces.recorded_request import parse_lines
+from planner.traces.trace_lines import parse_lines
 from policies.sizing.model_shapes import Llm
 
 LEAST_OUTPUT = 16  # shorter answers measure the network rather than steps

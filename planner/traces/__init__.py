@@ -10,9 +10,10 @@ from planner.traces.b2b import b2b
 from planner.traces.bailian import bailian
 from planner.traces.mix import MixPart, mix_parts, scale_rate, slice_span
 from planner.traces.mooncake import mooncake, read_mooncake
-from planner.traces.recorded_request import TraceError, TraceRequest, open_lines
+from planner.traces.recorded_request import TraceRequest
 from planner.traces.sharegpt import sharegpt
 from planner.traces.trace_file import READERS, looks_like, read_trace
+from planner.traces.trace_lines import TraceError, open_lines
 
 __all__ = [
     "READERS",

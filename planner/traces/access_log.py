@@ -13,7 +13,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from planner.traces.recorded_request import BlockId, Tokens, TraceRequest, parse_lines
+from planner.traces.recorded_request import BlockId, Tokens, TraceRequest
+from planner.traces.trace_lines import parse_lines
 from policies.sizing.workload_drift import request_tokens
 
 

@@ -15,14 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from planner.text_generator import BLOCK_TOKENS
-from planner.traces.recorded_request import (
-    PRIVATE,
-    TRACE_BITS,
-    Tokens,
-    TraceError,
-    TraceRequest,
-    parse_lines,
-)
+from planner.traces.recorded_request import PRIVATE, TRACE_BITS, Tokens, TraceRequest
+from planner.traces.trace_lines import TraceError, parse_lines
 
 MOST_CONTEXT = 128 * 1024
 """Maximum tokens of a request; the simulated models accept no more.

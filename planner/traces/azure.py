@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 
-from planner.traces.recorded_request import TraceError, TraceRequest
+from planner.traces.recorded_request import TraceRequest
+from planner.traces.trace_lines import TraceError
 
 _HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 _ROW = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)?(?:\+00:00)?,(\d{1,8}),(\d{1,8})\s*")

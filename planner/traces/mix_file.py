@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 
 from planner.traces.mix import MixPart
-from planner.traces.recorded_request import TraceError, TraceRequest
+from planner.traces.recorded_request import TraceRequest
+from planner.traces.trace_lines import TraceError
 
 
 class MixMember(msgspec.Struct, forbid_unknown_fields=True):

@@ -12,14 +12,8 @@ from pathlib import Path
 import msgspec
 
 from planner.text_generator import BLOCK_TOKENS
-from planner.traces.recorded_request import (
-    BlockId,
-    Tokens,
-    TraceError,
-    TraceRequest,
-    open_lines,
-    parse_lines,
-)
+from planner.traces.recorded_request import BlockId, Tokens, TraceRequest
+from planner.traces.trace_lines import TraceError, open_lines, parse_lines
 
 GRID_S = 3.0
 """Resolution of Mooncake's timestamps in seconds.

@@ -1,29 +1,16 @@
-"""The common form of a recorded request, which all trace readers yield, and their common errors.
+"""The common form of a recorded request, which all trace readers yield, and its block ids.
 
-Each other module of this package reads one format.
+Most other modules of this package read one format. trace_lines.py reads lines of any format.
 """
 
 from __future__ import annotations
 
-import gzip
-import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import IO, Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from planner.text_generator import BLOCK_TOKENS, BYTES_PER_TOKEN, block
-
-Row = TypeVar("Row")
-
-MOST_LINE_BYTES = 64 << 20
-"""Maximum bytes of a line of a trace.
-
-A longer line cannot be a request; it is refused before it fills the memory.
-"""
 
 # Block ids have 64 bits: the lower 48 are the trace's own, the next 8 the number of a mix's part
 # (mix.py), the upper 8 the copy of a repeated session (planner/replay/traffic.py).
@@ -38,13 +25,6 @@ sessions.
 BlockId = Annotated[int, Meta(ge=0, lt=1 << TRACE_BITS)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 24)]
 """Number of tokens in a file. No model reads 16 million tokens; more is an error in the file."""
-
-
-class TraceError(ValueError):
-    """Raised if a file or line does not have the expected trace format.
-
-    The message contains the file and the number of the line.
-    """
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
@@ -89,47 +69,3 @@ class TraceRequest(msgspec.Struct, frozen=True):
 def to_64_bits(number: int) -> int:
     """Return a block id reduced to 64 bits; an id that fits is unchanged."""
     return (number + (number >> 64) * _GOLDEN) % (1 << 64)
-
-
-@contextmanager
-def open_lines(path: Path) -> Iterator[Iterable[bytes]]:
-    """Open a file, and yield an iterator over its lines.
-
-    A file whose name ends in .gz is decompressed. Raises TraceError, also while lines are read, if
-    the file is missing, corrupt or truncated, or has a line of MOST_LINE_BYTES or more.
-    """
-    try:
-        with (
-            path.open("rb") as file,
-            gzip.open(file) if path.suffix == ".gz" else nullcontext(file) as unpacked,
-        ):
-            yield _bounded(unpacked, str(path))
-    except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _bounded(file: IO[bytes] | gzip.GzipFile, name: str) -> Iterator[bytes]:
-    number = 0
-    while line := file.readline(MOST_LINE_BYTES):
-        number += 1
-        if len(line) == MOST_LINE_BYTES:
-            raise TraceError(
-                f"{name}:{number}: the line is too long; it must be shorter than "
-                f"{MOST_LINE_BYTES >> 20} MiB"
-            )
-        yield line
-
-
-def parse_lines(kind: type[Row], lines: Iterable[bytes], name: str) -> Iterator[tuple[int, Row]]:
-    """Yield (line number, parsed line) for every non-empty line, parsed as JSON of type `kind`.
-
-    Raises TraceError if a line is invalid.
-    """
-    decoder = msgspec.json.Decoder(kind)
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                row = decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise TraceError(f"{name}:{number}: {error}") from None
-            yield number, row

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from planner.traces.recorded_request import Tokens, TraceError, TraceRequest, parse_lines
+from planner.traces.recorded_request import Tokens, TraceRequest
+from planner.traces.trace_lines import TraceError, parse_lines
 
 TOKENS = 16
 

@@ -18,8 +18,9 @@ from planner.traces.bailian import bailian
 from planner.traces.mix import mix_parts
 from planner.traces.mix_file import read_mix_file
 from planner.traces.mooncake import mooncake
-from planner.traces.recorded_request import TraceError, TraceRequest, open_lines
+from planner.traces.recorded_request import TraceRequest
 from planner.traces.sharegpt import sharegpt
+from planner.traces.trace_lines import TraceError, open_lines
 
 Reader = Callable[[Iterable[bytes], str], Iterator[TraceRequest]]
 

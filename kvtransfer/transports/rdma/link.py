@@ -1,4 +1,4 @@
-"""An RDMA connection between two agents: its thread writes KV into memory that the sink permits.
+"""An RDMA connection between two agents: its options and time limits; its thread writes the KV.
 
 Terms: a queue pair is one end of an RDMA connection. A window is a piece of KV. A fence stops all
 writes of a transfer.

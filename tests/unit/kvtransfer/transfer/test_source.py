@@ -22,10 +22,10 @@ from kvtransfer.protocol.spent_tickets import SpentTickets
 from kvtransfer.protocol.ticket import check, mint_ahead
 from kvtransfer.transfer.commands import Command, ComputePlan, ResolveHandle, SendMessage
 from kvtransfer.transfer.leased_offer import OfferSpec
+from kvtransfer.transfer.pending_invites import TtlMap
 from kvtransfer.transfer.source import TransferSource
 from kvtransfer.transfer.transfer_counters import AgentStats
 from kvtransfer.util.agent_options import AgentOptions
-from kvtransfer.util.ttl_map import TtlMap
 
 LAYOUT = KvLayout(layers=4, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4)
 

@@ -302,7 +302,7 @@ def test_a_packed_file_whose_bytes_are_wrong_is_named(tmp_path: Path) -> None:
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("planner.traces.recorded_request.MOST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("planner.traces.trace_lines.MOST_LINE_BYTES", 1 << 20)
     path = tmp_path / "trace"
     path.write_bytes(AZURE + b"9" * (2 << 20))
     with pytest.raises(
