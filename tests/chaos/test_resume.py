@@ -15,6 +15,9 @@ from mockgpu.mock_tokenizer import expected_text
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.fair_time import PATIENCE_S
 from tests.scraped import total
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 RESUME: dict[str, Any] = {"models": [{"name": "demo-8b", "pool": "main", "resume": {}}]}
 NEVER = {"failures": 1000}

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from tests.chaos.gateway_fleet import Answer, GatewayFleet, gateway_fleet
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 ONE_TURN: dict[str, Any] = {
     "retries": {"budget": 0, "floor": 1},

@@ -12,6 +12,9 @@ import pytest
 
 from tests.chaos.gateway_fleet import Answer, GatewayFleet, gateway_fleet
 from tests.fair_time import PATIENCE_S, at_most
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 NEVER = {"failures": 1000}  # keeps a faulty endpoint in use
 MANY_TOKENS = 4000  # no answer ends before its client leaves, however late the others start

@@ -21,6 +21,9 @@ from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
 from tests.patient import patient
 from tests.scraped import total
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 CHAT: Any = {"messages": [{"role": "user", "content": "How deep is the reservoir?"}]}
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
+from tests.fair_time import PATIENCE_S
 
 
 async def lines_of(file: Path, count: int) -> list[dict[str, Any]]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             lines = file.read_text().splitlines() if file.exists() else []
             if len(lines) >= count:
@@ -63,7 +64,7 @@ async def test_the_live_view_shows_the_kv_bandwidth_of_a_pair() -> None:
     quick = {"scrape": {"interval": "50ms"}, "health": {"interval": "50ms", "timeout": "5s"}}
     async with split_fleet("vllm_nixl", groups=(1, 1), **quick) as fleet:
         await fleet.assert_right_answer({"prompt": SENTENCE * 30, "max_tokens": 8})
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not (flow := await live_flow(fleet))["pairs"][0]["kv_bytes_per_s"]:
                 await asyncio.sleep(0.05)
     (pair,) = flow["pairs"]

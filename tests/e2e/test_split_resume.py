@@ -10,7 +10,7 @@ import pytest
 
 from mockgpu.mock_tokenizer import expected_text
 from tests.e2e.split_fleet import MODEL, SENTENCE, SplitFleet, split_fleet, text_of
-from tests.fair_time import pace
+from tests.fair_time import PATIENCE_S, pace
 
 CAN_RESUME = ("vllm_nixl", "vllm_push", "penstock", "mooncake")
 CANNOT_RESUME = ("sglang", "trtllm")
@@ -94,7 +94,7 @@ async def test_a_resumed_stream_has_the_usage_and_chunks_of_an_unbroken_one(dial
         for decoder in fleet.decode:
             decoder.faults.apply("cut:after=7")
         breaking = asyncio.create_task(read(fleet, body))
-        async with asyncio.timeout(10 * pace()):
+        async with asyncio.timeout(PATIENCE_S):
             while not fleet.metric("penstock_upstream_errors_total"):
                 await asyncio.sleep(0)
         for decoder in fleet.decode:

@@ -17,6 +17,9 @@ import pytest
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.e2e.split_fleet import MODEL, SENTENCE, SplitFleet, split_fleet
 from tests.fair_time import pace
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 LONG = {
     "model": "demo-8b",

@@ -35,6 +35,7 @@ from kvtransfer.util.agent_lock import AgentLock
 from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import VirtualClock
 from tests.contract.kvtransfer.groups import KEY, SMALL, groups
+from tests.fair_time import PATIENCE_S
 
 
 class RecordingListener:
@@ -393,8 +394,8 @@ async def test_a_fence_that_never_answers_does_not_hold_up_closing(
             await asyncio.sleep(0.005)
         waiter = asyncio.create_task(landing.wait_ended())
         await sink.agent.close()
-        assert (await asyncio.wait_for(waiter, 5)).reason is EndReason.CLOSED
-        assert (await asyncio.wait_for(offer.wait_ended(), 5)).reason is EndReason.CLOSED
+        assert (await asyncio.wait_for(waiter, PATIENCE_S)).reason is EndReason.CLOSED
+        assert (await asyncio.wait_for(offer.wait_ended(), PATIENCE_S)).reason is EndReason.CLOSED
 
 
 async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
@@ -407,7 +408,7 @@ async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
         await asyncio.sleep(0)
         one.cancel()
         offer.revoke()
-        assert (await asyncio.wait_for(other, 5)).reason is EndReason.REVOKED
+        assert (await asyncio.wait_for(other, PATIENCE_S)).reason is EndReason.REVOKED
         assert one.cancelled() or one.cancelling()
 
 
@@ -426,12 +427,12 @@ async def test_the_event_loop_is_woken_only_for_what_a_coroutine_waits_for() -> 
     await asyncio.sleep(0)
     landing.layers = 2
     waker.on_change(landing)
-    assert await asyncio.wait_for(first_layers, 5)
+    assert await asyncio.wait_for(first_layers, PATIENCE_S)
     assert woken.called
     assert not ended.done()
     landing.outcome = outcome_for(EndReason.LANDED)
     waker.on_change(landing)
-    assert (await asyncio.wait_for(ended, 5)).has_landed
+    assert (await asyncio.wait_for(ended, PATIENCE_S)).has_landed
     waker.close()
 
 
@@ -448,7 +449,7 @@ async def test_the_event_loop_is_woken_after_the_agents_lock_is_released() -> No
         waker.on_change(landing)
         assert not select.select([waker._fd], [], [], 0)[0]
     assert select.select([waker._fd], [], [], 0)[0]
-    await asyncio.wait_for(woken.wait(), 5)
+    await asyncio.wait_for(woken.wait(), PATIENCE_S)
     ended.cancel()
     with lock:
         landing._waiters.add(asyncio.get_running_loop().create_future())

@@ -15,6 +15,7 @@ from mockgpu.group_faults import GroupFaults
 from mockgpu.tp_group import GroupSpec, TpGroup
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
+from tests.fair_time import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ async def test_requests_cut_off_by_one_partition_arrive_when_the_last_one_ends()
     await asyncio.sleep(0)
     assert not waiting.done()
     clock.to(9)
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, PATIENCE_S)
 
 
 async def test_a_dead_group_does_not_begin_to_hang() -> None:

@@ -18,6 +18,7 @@ from gateway.fleet.endpoint_from_config import to_endpoint
 from mockgpu.chaos_server import run_chaos_server
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.command_runner import CommandRunner
+from tests.fair_time import PATIENCE_S
 
 
 class Broken:
@@ -143,7 +144,7 @@ async def test_a_partitioned_mock_accepts_connections_and_does_not_respond(broke
     done, _ = await asyncio.wait([request], timeout=0.1)
     assert not done
     group.faults.apply("")
-    assert await asyncio.wait_for(request, 5) == 200
+    assert await asyncio.wait_for(request, PATIENCE_S) == 200
 
 
 async def health(broken: Broken) -> int:

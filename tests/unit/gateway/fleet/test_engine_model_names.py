@@ -24,6 +24,9 @@ from gateway.config import Config, ConfigError, LoadedConfig, load_with_warnings
 from gateway.fleet import health_checks
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.disagg import scripted_engines
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 BASE, ADAPTER, OTHER = "llama", "my-lora", "other-lora"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -22,6 +22,9 @@ from gateway.http.poll_client import ConnectError
 from policies.health.endpoint_health import HealthEvent
 from policies.routing_types import EngineKind
 from tests.unit.gateway.fleet.tables import table_of
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -10,6 +10,9 @@ import msgspec
 from policies.endpoint_load import NO_SOFT_CAP
 from policies.health.endpoint_health import HealthEvent
 from tests.unit.gateway.reload.running import running
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 
 async def test_a_returning_endpoint_starts_with_a_low_cap_that_grows(tmp_path: Path) -> None:

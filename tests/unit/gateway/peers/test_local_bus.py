@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gateway.peers.bus import BACKLOG_CAP_BYTES, FRAME_CAP_BYTES
 from gateway.peers.local_bus import LocalBus, LocalHub
+from tests.fair_time import PATIENCE_S
 
 SLOW, QUICK, TELLER = (bytes([number]) * 8 for number in (1, 2, 3))
 FRAME = bytes(FRAME_CAP_BYTES)
@@ -31,7 +32,7 @@ async def test_a_client_that_does_not_read_loses_frames_and_the_others_get_all(
     deaf.write(SLOW)
     await quick.start(QUICK, lambda frame, _: heard.put_nowait(len(frame)))
     await teller.start(TELLER, lambda frame, _: None)
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(PATIENCE_S):
         while not (quick.state(0.0).connected and teller.state(0.0).connected):
             await asyncio.sleep(0)
         for _ in range(FRAMES):

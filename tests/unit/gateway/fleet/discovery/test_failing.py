@@ -17,6 +17,7 @@ from gateway.fleet.discovery.discovery import Discovery
 from gateway.fleet.discovery.file_list import FileSource
 from gateway.fleet.discovery.kubernetes import KubernetesSource, ServiceAccount
 from gateway.fleet.discovery.source import DiscoveredEndpoints, specs_for
+from tests.fair_time import PATIENCE_S
 
 CONFIG = "version: 1\npools: {chat: {discover: {dns: 'engines:8000'}}}\n"
 TRAITS = EndpointTraits()
@@ -44,7 +45,7 @@ async def test_a_source_that_raises_is_started_again(monkeypatch: pytest.MonkeyP
 
     running = Discovery(specs_by_pool, changed, Random(1), lambda spec, rng: Failing())
     await running.start(load_text(CONFIG.encode(), "gateway.yaml", {}).config)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await thrice.wait()
     await running.stop()
 
