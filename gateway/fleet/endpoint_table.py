@@ -12,6 +12,7 @@ from random import Random
 from time import monotonic
 
 from gateway.config import Config
+from gateway.fleet import temporary_limits
 from gateway.fleet.endpoint_registry import (
     EndpointRegistry,
     MeteredSettings,
@@ -23,7 +24,6 @@ from gateway.fleet.kv_events.event_trust import CacheExpectation
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.fleet.prefix_cache_view import PrefixCacheView
-from gateway.fleet.refusal_backoff import hold_back
 from gateway.fleet.reservation import DecodeReservation, Reservation
 from gateway.fleet.speed_monitor import SpeedMonitor, describe_slowness, find_healthy_peer
 from gateway.fleet.speed_recovery import accept_returned
@@ -37,8 +37,8 @@ from gateway.protocol.upstream_error import (
     health_event,
 )
 from policies import load_ledger, scraped_load
-from policies.endpoint_load import NO_SOFT_CAP, EndpointLoad
-from policies.health import endpoint_health, slow_start, stall
+from policies.endpoint_load import EndpointLoad
+from policies.health import endpoint_health
 from policies.health.endpoint_health import Health, HealthEvent, HealthLimits, HealthState
 from policies.health.speed_outlier import SlowLimits
 from policies.health.speed_samples import SpeedVerdict
@@ -234,7 +234,7 @@ class EndpointTable:
         if error.kind == MODEL_GONE:
             self.on_model_gone(live)
         elif error.kind in REFUSED_FOR_NOW:
-            hold_back(live, error.wait_s, monotonic())
+            temporary_limits.hold_back(live, error.wait_s, monotonic())
         self.on_event(live, health_event(error))
 
     def on_probe(self, live: LiveEndpoint, status: int | None) -> None:
@@ -341,7 +341,7 @@ class EndpointTable:
             live.upstream.fail_all("ejected", "the engine is dead")
         if before.state in OUT_OF_ROTATION and after.state not in OUT_OF_ROTATION:
             accept_returned(live, before, self.find_peer(live))
-            self._begin_slow_start(live, monotonic())
+            temporary_limits.begin_slow_start(live, self._ramp_s, monotonic())
         if live.is_leaving:
             # It is probed no longer, and it belongs to no pool whose last endpoint it could be.
             live.load.is_available = after.state in (
@@ -376,7 +376,7 @@ class EndpointTable:
     def set_drained(self, live: LiveEndpoint, is_drained: bool) -> int:
         """Stop routing to an endpoint, or resume it; return its number of running requests."""
         if live.is_drained and not is_drained:
-            self._begin_slow_start(live, monotonic())
+            temporary_limits.begin_slow_start(live, self._ramp_s, monotonic())
         live.is_drained = is_drained
         self._update_availability(live.endpoint.pool)
         self.on_change()
@@ -395,28 +395,14 @@ class EndpointTable:
             if live.endpoint.name in names:
                 self.set_drained(live, is_drained=True)
 
-    def _begin_slow_start(self, live: LiveEndpoint, now: float) -> None:
-        # Limit the endpoint's concurrency and raise the limit over time: its caches are cold.
-        live.slow_start_at = now
-        live.load.soft_cap = slow_start.soft_cap(live.endpoint.max_concurrency, 0.0, self._ramp_s)
-        live.load.mark_changed()
-
-    def _raise_slow_start_cap(self, live: LiveEndpoint, started_at: float, now: float) -> None:
-        cap = slow_start.soft_cap(live.endpoint.max_concurrency, now - started_at, self._ramp_s)
-        live.load.soft_cap = cap
-        live.load.mark_changed()
-        if cap == NO_SOFT_CAP:
-            live.slow_start_at = None
-
     def _on_speed(self, live: LiveEndpoint, verdict: SpeedVerdict, now: float) -> None:
         name, slowness = live.endpoint.name, live.speed.slowness
         live.throttled_until = None
         if verdict is SpeedVerdict.NORMAL or slowness is None:
             log.warning("endpoint %s is as fast as its peers again", name)
-            self._begin_slow_start(live, now)
+            temporary_limits.begin_slow_start(live, self._ramp_s, now)
             return
-        live.slow_start_at, live.load.soft_cap = None, stall.SUSPECT_CEILING
-        live.load.mark_changed()
+        temporary_limits.limit_suspect(live)
         log.warning("endpoint %s is %s: %s", name, verdict, describe_slowness(slowness))
         if verdict is SpeedVerdict.SLOW:
             live.speed.restart()
@@ -436,14 +422,8 @@ class EndpointTable:
 
         After the review it gets few requests, until the review shows that it is fast again.
         """
-        if not self.speed_monitor.limits.factor:
-            return
-        if live.speed.verdict is SpeedVerdict.SUSPECT:
-            live.load.soft_cap = 0
-        elif live.load.soft_cap == NO_SOFT_CAP or live.throttled_until is not None:
-            until = max(monotonic() + stall.DOUBT_S, live.refused_until)
-            live.load.soft_cap, live.throttled_until = 0, until
-        live.load.mark_changed()
+        if self.speed_monitor.limits.factor:
+            temporary_limits.throttle(live, monotonic())
 
     def check_stalls(self, now: float) -> Sequence[LiveEndpoint]:
         """Return endpoints whose requests may be late; throttle those that are very late."""
@@ -457,20 +437,13 @@ class EndpointTable:
         for live, verdict in self.speed_monitor.sweep(self._pools, self._by_slot, now):
             self._on_speed(live, verdict, now)
         for live in self.speed_monitor.reviewed:
-            if live.load.soft_cap == 0 and now >= live.refused_until:
-                live.load.soft_cap = stall.SUSPECT_CEILING
-                live.load.mark_changed()
+            temporary_limits.admit_reviewed(live, now)
 
     def sweep(self, now: float) -> None:
         """Review speeds, raise slow-start limits and check the timeouts of all connections."""
         self._review_speeds(now)
         for live in self.all():
-            if live.throttled_until is not None and now >= live.throttled_until:
-                ceiling = live.load.soft_cap = stall.raised_ceiling(live.load.soft_cap)
-                live.load.mark_changed()
-                live.throttled_until = None if ceiling == NO_SOFT_CAP else now + stall.RAMP_S
-            if live.slow_start_at is not None:
-                self._raise_slow_start_cap(live, live.slow_start_at, now)
+            temporary_limits.raise_limits(live, self._ramp_s, now)
             live.upstream.sweep(now)
             if live.health.state is endpoint_health.HealthState.DEAD:
                 # Requests whose connection was still being opened when the engine died.
