@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from gateway.fleet.reservation import Reservation
-from gateway.forwarding.headers import request_headers, response_headers
+from gateway.forwarding.headers import engine_request_head, response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, Api
 from gateway.protocol.errors import response_not_found
@@ -81,9 +81,8 @@ def prepare(
     )
     if call.request.stream:
         relay.event_writer = chunk_writer(call.members)
-    head = reservation.upstream.request_head(call.api.path) + request_headers(
-        exchange, client.headers, len(body.body), endpoint.name
-    )
+    start = reservation.upstream.request_head(call.api.path)
+    head = engine_request_head(start, exchange, client.headers, len(body.body), endpoint.name)
     return head, body, relay
 
 
@@ -133,10 +132,11 @@ def _prepare_special(
             relay.event_writer = _EVENT_WRITERS.get(api)
     if exchange.response_ids is not None:
         body = _with_response_id(exchange, body, name, requested_model)
-    head = reservation.upstream.request_head(api.path)
+    start = reservation.upstream.request_head(api.path)
     if api.is_form:
-        head = head.replace(b"application/json", form_type(body.body), 1)
-    return head + request_headers(exchange, client.headers, len(body.body), name), body, relay
+        start = start.replace(b"application/json", form_type(body.body), 1)
+    head = engine_request_head(start, exchange, client.headers, len(body.body), name)
+    return head, body, relay
 
 
 def _with_response_id(exchange: Exchange, body: Call, endpoint: str, model: str) -> Call:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from time import monotonic
 
 from gateway.http.client_interface import Client
+from gateway.protocol.message_bytes import request_head, response_lines
 from gateway.protocol.request.forwarded_headers import all_values
 from gateway.protocol.request.service_level_headers import HeaderFields
 from gateway.protocol.request.sessions import SESSION_HEADER
@@ -19,24 +20,22 @@ the API dialect."""
 
 def response_headers(exchange: Exchange, client: Client, endpoint: str) -> bytes:
     """Return the response headers that the gateway adds, without status line and framing."""
-    lines = (
-        f"{client.response_lines.line}x-request-id: {exchange.id}\r\n"
-        f"x-penstock-endpoint: {endpoint}\r\n"
-        "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
-    )
+    lines = response_lines(client.response_lines.line, exchange.id, endpoint)
     if exchange.tier:
-        lines += f"x-penstock-tier: {exchange.tier}\r\n"
+        lines += b"x-penstock-tier: %b\r\n" % exchange.tier.encode()
     if client.will_close:
-        lines += "connection: close\r\n"
-    return lines.encode()
+        lines += b"connection: close\r\n"
+    return lines
 
 
-def request_headers(
-    exchange: Exchange, headers: Mapping[str, str], length: int, endpoint: str
+def engine_request_head(
+    start: bytes, exchange: Exchange, headers: Mapping[str, str], length: int, endpoint: str
 ) -> bytes:
-    """Return the header lines of a request to an engine, and the blank line after them.
+    """Return the head of a request to an engine.
 
-    `length` is the length of the body in bytes.
+    start    what ConnectionPool.request_head() returned
+    headers  the client's headers
+    length   length of the body in bytes
     """
     if exchange.trace is not None:
         passed = client_lines(headers) + exchange.trace.add_leg("whole", endpoint, monotonic())
@@ -47,8 +46,7 @@ def request_headers(
         if lines is None:
             lines = headers.forwarded_lines = client_lines(headers) + propagated_headers(headers)
         passed = lines
-    head = f"x-request-id: {exchange.id}\r\ncontent-length: {length}\r\n{passed}\r\n"
-    return head.encode() if head.isascii() else head.encode("utf-8", "surrogateescape")
+    return request_head(start, exchange.id, length, passed)
 
 
 def client_lines(headers: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from functools import partial
 from gateway.config import Resume
 from gateway.fleet.reservation import Reservation
 from gateway.forwarding import forward
-from gateway.forwarding.headers import request_headers, response_headers
+from gateway.forwarding.headers import engine_request_head, response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import COMPLETIONS
 from gateway.protocol.request.call import Call
@@ -61,8 +61,8 @@ def prepare_recorded(
     ledger = exchange.ledger = Ledger(terms, resume.tokens)
     headers = response_headers(exchange, client, endpoint.name)
     relay = forward.new_recorded_relay(exchange, call, client, headers, ledger, served, on_first)
-    head = reservation.upstream.request_head(call.api.path)
-    head += request_headers(exchange, client.headers, len(body.body), endpoint.name)
+    start, length = reservation.upstream.request_head(call.api.path), len(body.body)
+    head = engine_request_head(start, exchange, client.headers, length, endpoint.name)
     return head, body, relay
 
 
@@ -242,8 +242,8 @@ class RestPlan:
         )
         relay.event_writer = write_chunks_with_usage
         length, name = len(body.body), reservation.endpoint.name
-        head = reservation.upstream.request_head(COMPLETIONS.path)
-        head += request_headers(exchange, self._client.headers, length, name)
+        start = reservation.upstream.request_head(COMPLETIONS.path)
+        head = engine_request_head(start, exchange, self._client.headers, length, name)
         try:
             await reservation.upstream.send(head, body, relay, self._client)
         finally:

@@ -19,7 +19,7 @@ from gateway.disagg.internal_answer import InternalAnswer
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.model_lookup import find
 from gateway.forwarding import forward
-from gateway.forwarding.headers import request_headers, response_headers
+from gateway.forwarding.headers import engine_request_head, response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import RESPONSES
 from gateway.protocol.errors import Failure, GatewayError, response_not_found
@@ -155,8 +155,8 @@ async def _send(exchange: Exchange, client: Client, live: LiveEndpoint, relay: R
     assert stored is not None
     _, mark, query = client.target.partition("?")
     path = api.path.replace("{id}", stored.response_id) + mark + query
-    head = api.method.encode() + live.upstream.request_head(path).removeprefix(b"POST")
-    head += request_headers(exchange, client.headers, 0, stored.endpoint)
+    start = api.method.encode() + live.upstream.request_head(path).removeprefix(b"POST")
+    head = engine_request_head(start, exchange, client.headers, 0, stored.endpoint)
     exchange.sent_at = monotonic()
     await live.upstream.send(head, _Bytes(b""), relay, client)
     if relay.is_refused:

@@ -64,7 +64,8 @@ OFF_PATH = (
     *_modules(
         "gateway/protocol", "api_table byte_scan derived_secrets error_formats errors model_cards"
     ),
-    *_modules("gateway/protocol", "python_byte_scan response_store_probe upstream_error"),
+    *_modules("gateway/protocol", "message_bytes python_byte_scan python_message_bytes"),
+    *_modules("gateway/protocol", "response_store_probe upstream_error"),
     *_modules("gateway/protocol/request", "http2_refusal image_size lax_numbers multipart"),
     *_modules("gateway/protocol/response", "resume_eligibility"),
     *_modules("gateway/protocol/translate", "chat_types messages_conversation messages_request"),
@@ -129,7 +130,11 @@ MODULES = (
         & {*OFF_PATH}
     ),
 )
-HANDWRITTEN = (Path("gateway/http/_socket_send.c"), Path("gateway/protocol/_byte_scan.c"))
+HANDWRITTEN = (
+    Path("gateway/http/_socket_send.c"),
+    Path("gateway/protocol/_byte_scan.c"),
+    Path("gateway/protocol/_message_bytes.c"),
+)
 """Modules in C, which setup.py compiles like those that Cython generates."""
 NOT_AN_ARGUMENT = object()
 # A compiled module must behave exactly as its source: access to attributes of None raises, and

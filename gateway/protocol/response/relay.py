@@ -15,6 +15,7 @@ from collections.abc import Callable
 from gateway.metrics.metric_types import Histogram
 from gateway.protocol.byte_scan import count_events
 from gateway.protocol.errors import Failure, error_event
+from gateway.protocol.message_bytes import whole_response
 from gateway.protocol.response.answer_events import EventWriter, as_stream
 from gateway.protocol.response.held_answer import HeldAnswer, check_end, check_json
 from gateway.protocol.response.http_framing import (
@@ -501,8 +502,10 @@ class Relay(PayloadScan):
         if on_first is not None:
             on_first()
         # The head may have the length of an earlier response.
-        framing = _CLOSED if self.is_http_1_0 else b"content-length: %d\r\n\r\n" % len(payload)
-        out = b"".join((head.head_start, self.own_headers, framing, payload))
+        if self.is_http_1_0:
+            out = b"".join((head.head_start, self.own_headers, _CLOSED, payload))
+        else:
+            out = whole_response(head.head_start, self.own_headers, payload)
         self.bytes_sent = len(out)
         return out
 
