@@ -16,7 +16,7 @@ import aiohttp
 from gateway.http.listener_sockets import bind
 from gateway.restart.worker_launch_settings import WorkerLaunchSettings, pack_settings
 
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 60.0  # without the time in which the worker waited for a CPU
 REQUEST_TIMEOUT_S = 30.0
 REQUEST_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 
@@ -63,10 +63,14 @@ class Worker:
     async def wait_until_ready(self) -> bool:
         """Wait until the worker accepts connections; return False if it ends or takes too long.
 
-        It accepts connections when its admin socket responds.
+        It accepts connections when its admin socket responds. Time in which it has no CPU does not
+        count: a worker that was started again would have no more.
         """
         deadline = monotonic() + READY_TIMEOUT_S
-        while self.process.returncode is None and monotonic() < deadline:
+        while (
+            self.process.returncode is None
+            and monotonic() - seconds_without_cpu(self.process.pid) < deadline
+        ):
             try:
                 if (await self.request("GET", "/healthz", timeout_s=2.0)).status == 200:
                     self.ready_at = monotonic()
@@ -153,3 +157,15 @@ def new_listener(host: str, port: int) -> socket.socket:
 def make_inheritable(listener: socket.socket) -> socket.socket:
     os.set_inheritable(listener.fileno(), True)
     return listener
+
+
+def seconds_without_cpu(pid: int) -> float:
+    """Return for how long a process has been ready to run, but had no CPU; 0 if it is unknown.
+
+    Linux reports this time of the process's main thread.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/schedstat").read_text().split()
+        return int(fields[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
