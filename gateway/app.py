@@ -23,7 +23,7 @@ from gateway.auto.gateway_config_access import GatewayConfigAccess
 from gateway.batch.batch_runner import BatchRunner
 from gateway.batch.http_handlers import BatchPages
 from gateway.batch.storage_choice import create_storage
-from gateway.config import Config, Listener, LoadedConfig
+from gateway.config import Config, Limits, Listener, LoadedConfig
 from gateway.disagg.handoffs import Handoffs
 from gateway.drift.monitor import DriftMonitor, LocalDriftWatch
 from gateway.fleet.discovery.discovery import Discovery, create_source
@@ -48,6 +48,7 @@ from gateway.http.listener_sockets import (
     limit_send_buffers,
     naming_config_key,
 )
+from gateway.http.new_connections import NewConnections
 from gateway.http.tls_listener import ProtocolFactory, TlsListeners
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
@@ -133,9 +134,8 @@ class App:
         self._runners: list[web.AppRunner] = []
         self.sockets, self._activated = dict(origin.sockets), origin.activated
         self._servers: dict[str, list[asyncio.Server]] = {}
-        self._tls = TlsListeners(
-            gauges, self.connections, lambda: self.gateway.snapshot.config.limits
-        )
+        self._tls = TlsListeners(gauges, self.connections, self._limits)
+        self._new_connections = NewConnections(self._write_queue, self.connections, self._limits)
         self._batches = self._create_batches(config)
         self._gc_schedule = GcSchedule(monotonic())
         self._sweep_task: asyncio.Task[None] | None = None
@@ -294,6 +294,7 @@ class App:
             await self._batches.stop()
         for server in chain(*self._servers.values()):
             server.close()
+        await asyncio.sleep(0)  # until connections that have just begun are counted
         for client in tuple(self.connections):
             client.drain()
         # A worker keeps its admin server, which its supervisor still queries.
@@ -326,10 +327,10 @@ class App:
             await self._batches.stop()
         for server in self._servers.get(API, ()):
             server.close()
-        self._tls.close()
-        if self._local is not None:
+        if self._new_connections.begin_all() or self._local is not None:
             # A connection that was accepted a moment ago is about to send its request.
             await asyncio.sleep(SETTLE_S)
+        self._tls.close()
         await self._end_requests()
         if self._sync_loop is not None:
             await self._sync_loop.stop()
@@ -448,6 +449,9 @@ class App:
         flush_s = FLUSH_S if shared is None else shared.flush
         return SyncLoop(view, bus, flush_s, self.metrics, rng)
 
+    def _limits(self) -> Limits:
+        return self.gateway.snapshot.config.limits
+
     def _fast_connections(self) -> list[FastConnection]:
         return [
             connection for connection in self.connections if isinstance(connection, FastConnection)
@@ -468,10 +472,10 @@ class App:
     async def _connection_factory(self) -> Callable[[], FastConnection]:
         manager = await self._start_api_server()
         serve, connections = self._request_factory.serve, self.connections
-        gateway, write_queue = self.gateway, self._write_queue
+        write_queue = self._write_queue
 
         def create() -> FastConnection:
-            limits = gateway.snapshot.config.limits  # for the whole life of the connection
+            limits = self._limits()  # for the whole life of the connection
 
             def create_fallback() -> AiohttpConnection:
                 return AiohttpConnection(serve, connections, limits, write_queue, manager)
@@ -501,14 +505,15 @@ class App:
         factory = self._tls.wrap_factory(name, listener.tls, factory)
         sockets = self.sockets.get(name) or bind(listener.host, listener.port)
         self.sockets[name] = sockets
-        limits = self.gateway.snapshot.config.limits
+        limits = self._limits()
         limit_send_buffers(sockets, limits.send_buffer)
         limit_receive_buffers(
             sockets, ADMIN_RECEIVE_BUFFER if name == ADMIN else limits.receive_buffer
         )
+        wrap = self._new_connections.wrap_factory if name == API else lambda factory, _: factory
         self._servers[name] = [
-            await self._loop.create_server(factory, sock=listening, backlog=BACKLOG)
-            for listening in sockets
+            await self._loop.create_server(wrap(factory, own), sock=own, backlog=BACKLOG)
+            for own in sockets
         ]
         port = sockets[0].getsockname()[1]
         return http_url(listener.host, port, encrypted=listener.tls is not None)

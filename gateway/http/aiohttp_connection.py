@@ -77,6 +77,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         "_payload",
         "_serve",
         "_source",
+        "_turn",
         "_unread",
         "_unread_counted",
         "address",
@@ -126,6 +127,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         self._body_read = False
         self._newest_body: StreamReader | None = None
         self._is_chunked = False
+        self._turn: asyncio.Future[None] | None = None
         self._unread = b""
         self._offset = self._head_bytes = self._unread_counted = self._kernel_bytes = 0
 
@@ -358,7 +360,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
                 await self._wait_for_message()
             elif self._request_count > 1:
                 # A pipelined request: other connections have their turn first.
-                await asyncio.sleep(0)
+                await self._wait_for_turn()
                 if bool(self._force_close):
                     break
             message, payload = self._messages.popleft()
@@ -378,6 +380,20 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             if keep:
                 self._enter(Phase.HEAD if self._messages else Phase.IDLE)
         self._close_gracefully()
+
+    async def _wait_for_turn(self) -> None:
+        self.phase = Phase.SERVING  # the request has arrived, so its deadlines are met
+        self._turn = self._loop.create_future()
+        self._outbox.request_turns.wait(self, self.address)
+        await self._turn
+
+    def begin(self) -> bool:
+        """Serve the request that waits for its turn; return whether there still is one."""
+        turn, self._turn = self._turn, None
+        if turn is None or turn.done():
+            return False
+        turn.set_result(None)
+        return True
 
     async def _wait_for_message(self) -> None:
         self._waiter = self._loop.create_future()

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 # A body piece shorter than this is extended by the next piece instead of kept on its own.
 MIN_PIECE = 4 * 1024
 MIN_RECEIVE_BUFFER = 4096  # bytes the kernel may buffer for a connection that is not read any more
-_POLLRDHUP = getattr(select, "POLLRDHUP", 0)  # Linux only; elsewhere only a reset is detected
+POLLRDHUP = getattr(select, "POLLRDHUP", 0)  # Linux only; elsewhere only a reset is detected
 
 # Two bases with non-empty slots cannot be combined, so the subclasses declare the slots.
 _NO_SLOTS: tuple[str, ...] = ()
@@ -67,6 +67,13 @@ def add_piece(pieces: list[bytes], piece: bytes) -> None:
         pieces[-1] += piece
     else:
         pieces.append(piece)
+
+
+def is_pending(sock: socket.socket, events: int) -> bool:
+    """Return whether one of the poll(2) `events`, or an error, is pending on the socket."""
+    poll = select.poll()
+    poll.register(sock.fileno(), events)
+    return bool(poll.poll(0))
 
 
 class ClientConnection(ABC):
@@ -258,16 +265,11 @@ class ClientConnection(ABC):
     @property
     def _has_hung_up(self) -> bool:
         # Whether the client has closed its side while bytes that it sent are still unread.
-        return self._polls(_POLLRDHUP)
+        return self._polls(POLLRDHUP)
 
     def _polls(self, events: int) -> bool:
-        # Return whether one of the poll(2) `events`, or an error, is pending on the socket.
         sock = self._socket
-        if sock is None:
-            return False
-        poll = select.poll()
-        poll.register(sock.fileno(), events)
-        return bool(poll.poll(0))
+        return sock is not None and is_pending(sock, events)
 
     @property
     def _socket(self) -> socket.socket | None:

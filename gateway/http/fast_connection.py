@@ -19,7 +19,7 @@ from gateway.http.aiohttp_connection import AiohttpConnection
 from gateway.http.client_connection import ClientConnection, Serve, add_piece
 from gateway.http.client_read_turns import LONG_READ
 from gateway.http.connection_limits import ClientConnections, unread_budget_error
-from gateway.http.connection_phase import BODY, CLOSING, HEAD, IDLE, SERVING
+from gateway.http.connection_phase import BODY, CLOSING, HEAD, IDLE, SERVING, Phase
 from gateway.http.eager_task import EagerFuture, EagerTask, new_future
 from gateway.http.large_bodies import LARGE_BODY, JoinInTurn
 from gateway.http.socket_send import descriptor_of
@@ -44,8 +44,8 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     _unread          received bytes; those after `_offset` belong to no request yet
     _unread_counted  number of such bytes that count against the memory budget of all connections
     _kernel_bytes    bytes that the kernel may buffer while reading is paused
-    _is_turn_due     whether the first request in `_unread` is scheduled for the next event loop
-                     iteration
+    _is_turn_due     whether the first request in `_unread` waits for its turn to begin
+    _held_phase      phase that goes on when the turn comes, if it is the client's first request
     _head            the newest request head; the next one usually differs only in its length
     _pieces          the body received so far; `_missing` bytes are still to come
     _reserve         function that reserves memory for the body while it is being received
@@ -60,6 +60,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         "_connections",
         "_descriptor",
         "_head",
+        "_held_phase",
         "_is_turn_due",
         "_kernel_bytes",
         "_limits",
@@ -110,6 +111,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         self._offset = self._unread_counted = self._kernel_bytes = 0
         self._body_bytes = self._missing = 0
         self._is_turn_due = self._reading_paused = False
+        self._held_phase: Phase | None = None
         self.transport: asyncio.Transport | None = None
 
     @property
@@ -207,7 +209,8 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self._wait_after(data)
         else:
             self._unread = self._unread + data if self._unread else data
-            self._serve_first()
+            if head is not None or self._may_begin():
+                self._serve_first()
 
     def eof_received(self) -> bool:
         """Treat a half-close by the client as a disconnect.
@@ -222,8 +225,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         # Serve the first buffered request once its head is complete; its body may arrive later.
         #
         # A client that has left before its first request was read is not served: it only has to be
-        # closed. Otherwise requests of clients that leave would hold up new connections, which the
-        # event loop accepts one by one.
+        # closed. Otherwise requests of clients that leave would hold up those of others.
         data, offset, head = self._unread, self._offset, self._head
         if head is None and self._has_hung_up:
             self._unread, self._offset = b"", 0
@@ -245,17 +247,46 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         self._begin(head, body, end - start)
         self._count_unread()
 
-    def _serve_next(self) -> None:
-        # Serve the next pipelined request, unless the client is behind with reading responses.
-        self._is_turn_due = False
-        if (
-            self.phase is SERVING
-            and self._task is None
+    def _may_begin(self) -> bool:
+        # Return whether the client's first request may begin now; if not, begin() continues.
+        #
+        # Until then nothing more is read, so that the rest of the request stays in the kernel.
+        turns, size = self._outbox.request_turns, len(self._unread)
+        if self.transport is None or turns.may_begin(self.address, size):
+            return True
+        self.transport.pause_reading()
+        turns.wait(self, self.address, size)
+        self._held_phase, self.phase = self.phase, SERVING
+        self._is_turn_due = True
+        return False
+
+    def begin(self) -> bool:
+        """Serve the request that waits for its turn; return whether there still is one.
+
+        A pipelined one waits on while the client is behind with reading responses.
+        """
+        is_due = (
+            self._is_turn_due
+            and self.phase is SERVING
             and self.paused_at is None
             and self.transport is not None
-        ):
-            self._enter(IDLE)
+        )
+        self._is_turn_due = False
+        if is_due:
+            if self.is_draining:
+                self.will_close = self._must_close = True
+            if self._held_phase is None:
+                self._enter(IDLE)
+            else:
+                self.phase, self._held_phase = self._held_phase, None
+                self.take_turn()
             self._serve_first()
+            if self._missing and self._reading_paused and self.transport is not None:
+                # The last request of a connection that drains: its body must arrive.
+                self._reading_paused, self._kernel_bytes = False, 0
+                self._count_unread()
+                self.transport.resume_reading()
+        return is_due
 
     def _buffer_unread(self, data: bytes) -> None:
         # Buffer bytes of later requests that arrive while a request is being served.
@@ -349,15 +380,15 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self._await_next_request()
 
     def _await_next_request(self) -> None:
-        if self.is_draining:
-            self.will_close = self._must_close = True
         if not self._unread:
+            if self.is_draining:
+                self.will_close = self._must_close = True
             self.phase, self.phase_since = IDLE, monotonic()
             return
         self.phase = SERVING
         if not self._is_turn_due:
             self._is_turn_due = True
-            self._outbox.loop.call_soon(self._serve_next)
+            self._outbox.request_turns.wait(self, self.address)
 
     def _switch_to_aiohttp(self, transport: asyncio.Transport, data: bytes) -> None:
         self.transport = None
@@ -365,6 +396,8 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         fallback = self._new_fallback()
         if self.is_draining:
             fallback.drain()
+        if self._closed is not None:  # aiohttp's server ends the connection instead
+            self._closed.set_result(None)
         self._connections.replace(self, fallback)
         transport.resume_reading()
         transport.set_protocol(fallback)
@@ -379,7 +412,8 @@ class FastConnection(ClientConnection, asyncio.Protocol):
 
     def take_turn(self) -> None:
         """Resume reading when the turn comes, unless reading is paused for another reason."""
-        if self.transport is not None and not self._reading_paused:
+        is_held = self._held_phase is not None
+        if self.transport is not None and not self._reading_paused and not is_held:
             self.transport.resume_reading()
 
     def _wait_after(self, data: bytes) -> None:
@@ -440,15 +474,19 @@ class FastConnection(ClientConnection, asyncio.Protocol):
 
     def drain(self) -> None:
         self.is_draining = True
-        if self._task is None:
+        # In this phase without a task, a pipelined request waits; the rest of it may still arrive.
+        if self._task is None and self.phase is not SERVING:
             self.will_close = self._must_close = True
 
     def close_when_idle(self) -> asyncio.Future[None]:
         """Close the client connection now, or after the current response.
 
-        The returned future resolves when the connection is lost.
+        A pipelined request that waits for its turn begins now. The returned future resolves when
+        the connection is lost, or has passed to aiohttp's server, which ends it.
         """
         self._closed = self._outbox.loop.create_future()
+        self.is_draining = True
+        self.begin()
         self._must_close = True
         if self._task is None:
             self._close_after_flush()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from gateway.http.client_read_turns import PIECE_TURNS, ReadTurns
 from gateway.http.close_queue import CloseQueue
 from gateway.http.long_engine_reads import LongReads
+from gateway.http.request_turns import RequestTurns
 from gateway.http.socket_send import send_now
 
 if TYPE_CHECKING:
@@ -41,17 +42,18 @@ class WriteQueue:
 
     Call flush() before closing a transport, so that its queued writes are sent.
 
-    budget_spent  whether this iteration has written enough; if so, further chunks from engines must
-                  be deferred to a later one
-    read_turns    client connections that wait to read again after a long read
-    long_reads    the long reads from engines, which are relayed in slices
-    piece_turns   client connections that wait to read the next part of a request
-    close_queue   closes the connections of disconnected clients
+    budget_spent   whether this iteration has written enough; if so, further chunks from engines
+                   must be deferred to a later one
+    read_turns     client connections that wait to read again after a long read
+    long_reads     the long reads from engines, which are relayed in slices
+    piece_turns    client connections that wait to read the next part of a request
+    request_turns  new client connections, and pipelined requests, that wait to begin
+    close_queue    closes the connections of disconnected clients
     """
 
     __slots__ = (
         *("_deferred", "_deferred_bytes", "_is_scheduled", "_queue", "budget_spent", "loop"),
-        *("close_queue", "long_reads", "piece_turns", "read_turns"),
+        *("close_queue", "long_reads", "piece_turns", "read_turns", "request_turns"),
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -59,6 +61,7 @@ class WriteQueue:
         self.long_reads = LongReads(loop)
         self.read_turns = ReadTurns(loop)
         self.piece_turns = ReadTurns(loop, PIECE_TURNS)
+        self.request_turns = RequestTurns(loop)
         self.close_queue = CloseQueue(loop)
         self.budget_spent = False
         self._is_scheduled = False

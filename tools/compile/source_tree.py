@@ -96,7 +96,8 @@ SMALL = (
         "gateway/fleet", "engine_metrics live_endpoint peer_updates poll_schedule speed_monitor"
     ),
     *_modules("gateway/http", "close_queue connection_limits connection_phase large_bodies"),
-    *_modules("gateway/http", "body_memory client_read_turns long_engine_reads poll_client"),
+    *_modules("gateway/http", "body_memory client_read_turns long_engine_reads new_connections"),
+    *_modules("gateway/http", "poll_client request_turns"),
     *_modules("gateway/forwarding", "hedge"),
     *_modules("gateway/metrics", "exposition quantile_sketch runtime_gauges"),
     *_modules("gateway/protocol", "cors stored_response_ids trace_context"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -200,7 +201,8 @@ async def test_pipelined_requests_of_one_connection_take_turns_with_others(kind:
     await turns()
     await turns()
     await turns()
-    assert [mark for _, _, mark in harness.served[2:20]] == ["first", "second"] * 9
+    marks = [mark for _, _, mark in harness.served[2:20]]
+    assert all(earlier != later for earlier, later in pairwise(marks))
     for transport in transports:
         transport.close()
     await turns()

@@ -1,0 +1,103 @@
+"""Begins new connections, first requests and pipelined requests in turn, by client address.
+
+A thousand clients may connect and send a request at the same moment, or a client may send further
+requests before it has read the response. To begin them all takes a second. In turn, a client with
+another address begins after a few of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Protocol
+
+from gateway.util.client_networks import client_group
+
+BEGINNINGS = 2
+"""Number of connections and requests that begin per event loop iteration.
+
+They take about half a millisecond.
+"""
+
+MAX_SKIPPED = 32
+"""Maximum number of waiting clients per event loop iteration that turn out to have left."""
+
+MAX_HELD_BYTES = 4 * 1024 * 1024
+"""Bytes of first requests that may wait in memory; further ones begin at once."""
+
+
+class Waiting(Protocol):
+    """A new connection, or a connection with a received request, that waits for its turn."""
+
+    def begin(self) -> bool:
+        """Begin, unless the client has left; return whether it did."""
+        ...
+
+
+class RequestTurns:
+    """The new connections and the requests of one event loop that wait for their turn.
+
+    _waiting     those that wait and the bytes that each holds in memory, by client address; the
+                 first address has the next turn
+    _held_bytes  sum of these bytes
+    _begun       number of connections and requests that have begun in this event loop iteration
+    """
+
+    __slots__ = ("_begun", "_held_bytes", "_is_scheduled", "_loop", "_waiting")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: dict[str, deque[tuple[Waiting, int]]] = {}
+        self._held_bytes = self._begun = 0
+        self._is_scheduled = False
+
+    def may_begin(self, address: str, size: int) -> bool:
+        """Return whether a connection may begin its first request now; if not, let it wait().
+
+        size  number of bytes of the request that have been read
+        """
+        if self._begun < BEGINNINGS and client_group(address) not in self._waiting:
+            self._begun += 1
+            self._schedule()
+            return True
+        return self._held_bytes + size > MAX_HELD_BYTES
+
+    def wait(self, waiting: Waiting, address: str, held_bytes: int = 0) -> None:
+        """Call `waiting.begin()` when it is its turn, in a later event loop iteration.
+
+        held_bytes  bytes that it holds in memory meanwhile, if no other budget counts them
+        """
+        client = client_group(address)
+        queue = self._waiting.get(client)
+        if queue is None:
+            queue = self._waiting[client] = deque()
+        queue.append((waiting, held_bytes))
+        self._held_bytes += held_bytes
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        self._begun = skipped = 0
+        try:
+            while self._waiting and self._begun < BEGINNINGS and skipped < MAX_SKIPPED:
+                if self._next().begin():
+                    self._begun += 1
+                else:
+                    skipped += 1
+        finally:  # an exception that one raises must not stop the others
+            self._is_scheduled = bool(self._waiting or self._begun)
+            if self._is_scheduled:
+                self._loop.call_soon(self._run)
+
+    def _next(self) -> Waiting:
+        client = next(iter(self._waiting))
+        queue = self._waiting.pop(client)
+        waiting, held_bytes = queue.popleft()
+        self._held_bytes -= held_bytes
+        if queue:
+            self._waiting[client] = queue  # behind the other addresses
+        return waiting
