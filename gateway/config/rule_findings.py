@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.config.problems import Path
+from gateway.config.problems import Path, show_path
 
 
 class RuleFinding(msgspec.Struct, frozen=True):
@@ -61,3 +61,12 @@ def iter_tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
         ("shared", "redis", "tls"),
         get_member(get_member(get_member(data, "shared"), "redis"), "tls"),
     )
+
+
+def find_repeated(values: Iterator[tuple[Path, str]], what: str) -> Iterator[RuleFinding]:
+    """Yield an error for each value that an earlier path has already; `what` names the value."""
+    seen: dict[str, Path] = {}
+    for path, text in values:
+        if text in seen:
+            yield RuleFinding(path, f"{what} is already taken by {show_path(seen[text])}")
+        seen.setdefault(text, path)

@@ -1,4 +1,4 @@
-"""Checks the tenants of a configuration: names, endpoints, and isolation of cached prompts.
+"""Checks the tenants of a configuration: names, keys, endpoints, and isolation of cached prompts.
 
 An engine isolates tenants by a cache salt: a member of the request that is part of the hash of each
 cached block. gateway/protocol/request/cache_salts.py computes it. An engine without cache salts has
@@ -11,7 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gateway.config.problems import Path, did_you_mean
-from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
+from gateway.config.rule_findings import (
+    RuleFinding,
+    find_repeated,
+    get_member,
+    iter_mappings,
+)
+from gateway.config.secret_rules import further_keys
 from policies.engine_kinds import ENGINE_TRAITS
 
 
@@ -26,10 +32,11 @@ def salt_member(engine: str, cache_salt: bool | None) -> str:
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each unknown tenant, and for each endpoint that cannot isolate tenants.
+    """Yield an error for repeated or unknown tenants, and for endpoints that cannot isolate them.
 
-    The second is an error only in a pool that requires isolation.
+    The last is an error only in a pool that requires isolation.
     """
+    yield from _repeated(data)
     names = [
         name
         for name in (get_member(tenant, "name") for _, tenant in _tenants(data))
@@ -103,6 +110,21 @@ def _domains(data: Any) -> dict[str, str]:
         if isinstance(name, str):
             domains[name] = f"group {group}" if isinstance(group, str) else f"tenant {name}"
     return domains
+
+
+def _repeated(data: Any) -> Iterator[RuleFinding]:
+    tenants = list(_tenants(data))
+    names = (
+        ((*path, "name"), item["name"])
+        for path, item in tenants
+        if isinstance(get_member(item, "name"), str)
+    )
+    yield from find_repeated(names, "this name")
+    keys = [((*path, "key"), get_member(item, "key")) for path, item in tenants]
+    all_keys = (*keys, *further_keys(data))
+    yield from find_repeated(
+        ((path, key) for path, key in all_keys if isinstance(key, str)), "this key"
+    )
 
 
 def _tenants(data: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
