@@ -28,6 +28,7 @@ from kvtransfer.layout.reshard import Blocks
 from kvtransfer.links.link_manager import LinkManager
 from kvtransfer.protocol.agent_messages import AgentCard
 from kvtransfer.protocol.outcomes import EndReason
+from kvtransfer.transfer.block_reservation import FetchRequest
 from kvtransfer.transfer.commands import (
     AcceptGrant,
     BumpGenerations,
@@ -47,7 +48,7 @@ from kvtransfer.transfer.handles import HandleListener, Landing, LoopWaker, Offe
 from kvtransfer.transfer.invite_registration import InviteRegistration
 from kvtransfer.transfer.leased_offer import OfferSpec
 from kvtransfer.transfer.receive_tracker import WindowError
-from kvtransfer.transfer.sink import FetchRequest, TransferSink
+from kvtransfer.transfer.sink import TransferSink
 from kvtransfer.transfer.source import TransferSource
 from kvtransfer.transfer.transfer_counters import AgentStats
 from kvtransfer.transfer.transfer_order import Priority
@@ -59,6 +60,7 @@ from kvtransfer.transport_interface import (
     WindowSlice,
     WindowVerdict,
 )
+from kvtransfer.transports.pump import EVENTFD_CALLS
 from kvtransfer.transports.transport_choice import host_id
 from kvtransfer.util.agent_lock import AgentLock
 from kvtransfer.util.agent_options import AgentOptions
@@ -142,7 +144,7 @@ class Agent:
 
         Raises TransportError if the first transport does not start.
         """
-        doorbell = LoopWaker(asyncio.get_running_loop(), self._lock.defer)
+        doorbell = LoopWaker(asyncio.get_running_loop(), self._lock.defer, *EVENTFD_CALLS)
         try:
             self.open(doorbell)
         except BaseException:
@@ -204,10 +206,7 @@ class Agent:
         await asyncio.gather(*ends)
 
     def begin_close(self) -> None:
-        """Refuse new KV transfers, and begin to end the current ones.
-
-        Call `finish_close` afterwards.
-        """
+        """Refuse new KV transfers, and begin to end the current ones; then call `finish_close`."""
         with self._lock:
             self._closed = True
             self._link_manager.stop_accepting()
@@ -409,6 +408,10 @@ class Agent:
     def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
         with self._lock:
             self._run_commands(self._sink.on_landed(link, head, verdict, self._clock.now()))
+
+    def on_intact_windows(self, link: Link, heads: Sequence[WindowHead]) -> None:
+        with self._lock:
+            self._run_commands(self._sink.on_intact_windows(link, heads, self._clock.now()))
 
     def on_sent(self, link: Link, head: WindowHead) -> None:
         """Do nothing. Sent bytes count as in flight until the receiver reports them as received."""

@@ -251,6 +251,13 @@ class WindowForecaster(Protocol):
         """
         ...
 
+    def on_intact_windows(self, link: Link, heads: Sequence[WindowHead]) -> None:
+        """Record several windows (pieces of KV) of one transfer that have arrived intact, in order.
+
+        This replaces a call of `on_landed` with the verdict OK for each of them.
+        """
+        ...
+
 
 class Transport(Protocol):
     """A way to reach other agents, such as TCP or shared memory.

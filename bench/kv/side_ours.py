@@ -195,6 +195,10 @@ class LinkSide:
         elif last:
             link.send(ALL)
 
+    def on_intact_windows(self, link: Link, heads: Sequence[WindowHead]) -> None:
+        for head in heads:
+            self.on_landed(link, head, WindowVerdict.OK)
+
     def on_sent(self, link: Link, head: WindowHead) -> None: ...
 
     def on_fenced(self, link: Link, transfer: int) -> None:

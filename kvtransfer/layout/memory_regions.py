@@ -124,7 +124,7 @@ class Region:
         """Return whether every block still has the given generation, and so has not changed its
         owner.
         """
-        return self.generations.take(blocks).tobytes() == generations.tobytes()
+        return self.generations[blocks].tobytes() == generations.tobytes()
 
     def close(self) -> None:
         """Drop this region's references to its memory. The method may be called twice."""

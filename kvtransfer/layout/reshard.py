@@ -10,6 +10,7 @@ compares today's plans. This module does not copy bytes.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -245,7 +246,7 @@ class TransferPlan:
             ends = np.cumsum(runs.length)
             first, begin = 0, 0
             while first < ends.size:
-                end = max(int(np.searchsorted(ends, begin + window_bytes, "right")), first + 1)
+                end = max(bisect_right(ends, begin + window_bytes, first), first + 1)
                 yield PlannedWindow(pair, first, end - first, int(ends[end - 1]) - begin)
                 first, begin = end, int(ends[end - 1])
 

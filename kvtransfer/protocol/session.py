@@ -29,6 +29,7 @@ from kvtransfer.protocol.agent_messages import (
     decode,
     encode,
 )
+from kvtransfer.protocol.message_mac import MessageMac
 
 SEAL_BYTES = 16
 MOST_HELLO_BYTES = 16 << 10
@@ -88,7 +89,8 @@ class LinkSession:
         self._key, self._nonce, self._card = key, nonce, card
         self._hello = b""
         self._claimed: AgentCard | None = None
-        self._seal_key = self._open_key = b""
+        # Derived by the handshake.
+        self._seal_mac = self._open_mac = MessageMac(b"")
         self._sealed = self._opened = 0
 
     def hello(self) -> bytes:
@@ -174,19 +176,18 @@ class LinkSession:
         ).digest()
         secret = hmac.digest(self._key, b"penstock kv link" + transcript, "sha256")
         sink, source = (hmac.digest(secret, label, "sha256") for label in (b"sink", b"source"))
-        self._seal_key, self._open_key = (sink, source) if self.is_dialler else (source, sink)
+        seal_key, open_key = (sink, source) if self.is_dialler else (source, sink)
+        self._seal_mac, self._open_mac = MessageMac(seal_key), MessageMac(open_key)
         self.window_key = hmac.digest(secret, b"windows", "sha256")
 
     def _seal(self, body: bytes) -> bytes:
-        tag = hmac.digest(self._seal_key, self._sealed.to_bytes(8, "big") + body, "sha256")
+        tag = self._seal_mac.digest(self._sealed.to_bytes(8, "big") + body)
         self._sealed += 1
         return body + tag[:SEAL_BYTES]
 
     def _open(self, data: bytes) -> Message:
         body, tag = bytes(data[:-SEAL_BYTES]), bytes(data[-SEAL_BYTES:])
-        expected = hmac.digest(self._open_key, self._opened.to_bytes(8, "big") + body, "sha256")[
-            :SEAL_BYTES
-        ]
+        expected = self._open_mac.digest(self._opened.to_bytes(8, "big") + body)[:SEAL_BYTES]
         if not hmac.compare_digest(tag, expected):
             raise SealError(
                 "the signature of a message is invalid: the other agent has "

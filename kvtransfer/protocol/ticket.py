@@ -15,11 +15,14 @@ import binascii
 import hashlib
 import hmac
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from kvtransfer.protocol.message_mac import MessageMac
 
 MAX_CHARS = 1024
 _MAC_BYTES = 32
@@ -169,7 +172,13 @@ def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None =
 def _mac(key: bytes, body: bytes) -> bytes:
     if len(key) < _LEAST_KEY_BYTES:
         raise ValueError(f"a key must have at least {_LEAST_KEY_BYTES} bytes, not {len(key)}")
-    return hmac.digest(key, _DOMAIN + body, "sha256")
+    return _mac_of(bytes(key)).digest(_DOMAIN + body)
+
+
+# A process has the key of one fleet, or of few.
+@lru_cache(8)
+def _mac_of(key: bytes) -> MessageMac:
+    return MessageMac(key)
 
 
 def _decode_text(text: str) -> bytes:

@@ -31,14 +31,19 @@ class LoopWaker:
 
     defer  function that runs a call after the agent's lock was released. Otherwise the event loop
            would wake up only to wait for this lock
+    ring   function that makes an eventfd readable
+    clear  function that makes it unreadable
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         defer: Callable[[Callable[[], None]], None] = lambda call: call(),
+        ring: Callable[[int], object] = lambda fd: os.eventfd_write(fd, 1),
+        clear: Callable[[int], object] = os.eventfd_read,
     ) -> None:
         self._loop, self._defer = loop, defer
+        self._ring_fd, self._clear_fd = ring, clear
         self._gate = threading.Lock()
         self._is_closed = False
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -54,7 +59,7 @@ class LoopWaker:
     def _ring(self) -> None:
         with self._gate:
             if not self._is_closed:
-                os.eventfd_write(self._fd, 1)
+                self._ring_fd(self._fd)
 
     def close(self) -> None:
         """Close the eventfd, and wake all coroutines that still wait.
@@ -68,7 +73,7 @@ class LoopWaker:
             os.close(self._fd)
 
     def _on_readable(self) -> None:
-        os.eventfd_read(self._fd)
+        self._clear_fd(self._fd)
         self._wake()
 
     def _wake(self) -> None:

@@ -11,16 +11,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from enum import StrEnum
-
-import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from kvtransfer.layout.byte_ranges import ByteRuns, sorted_distinct
 from kvtransfer.layout.kv_layout import KvLayout, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region, local_rank
-from kvtransfer.layout.reshard import LayoutMismatch, Ranks, TransferPlan, max_pairs, plan_transfer
+from kvtransfer.layout.reshard import LayoutMismatch, Ranks, max_pairs, plan_transfer
 from kvtransfer.protocol.agent_messages import (
     MAX_BLOCKS,
     MAX_TOKENS,
@@ -38,6 +33,7 @@ from kvtransfer.protocol.agent_messages import (
     unpack_blocks,
 )
 from kvtransfer.protocol.outcomes import EndReason, outcome_for
+from kvtransfer.transfer.block_reservation import BlockReservation, FetchRequest, SinkState
 from kvtransfer.transfer.commands import (
     Command,
     DialPeer,
@@ -52,81 +48,9 @@ from kvtransfer.transfer.commands import (
 from kvtransfer.transfer.receive_tracker import ReceiveTracker, RepeatedWindowError, WindowError
 from kvtransfer.transfer.send_credits import in_flight_limit
 from kvtransfer.transfer.transfer_counters import AgentStats
-from kvtransfer.transfer.transfer_order import Priority
 from kvtransfer.transfer.window_forecast import WindowForecast
 from kvtransfer.transport_interface import Link, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.util.agent_options import AgentOptions
-
-
-class FetchRequest(msgspec.Struct, frozen=True):
-    """An engine's request to fetch tokens [skip_tokens, tokens) of an offer into `blocks`.
-
-    address  address of the agent that offers the KV
-    name     name of the offer
-    """
-
-    address: str
-    name: str
-    blocks: NDArray[np.int64]
-    tokens: int
-    skip_tokens: int
-    timeout_s: float
-    priority: Priority = Priority.INTERACTIVE
-    ticket: str | None = None
-
-
-class SinkState(StrEnum):
-    """The states of a fetch of KV.
-
-    WAITING  the fetch waits for a connection to the other agent
-    INVITED  the other agent may write into the blocks
-    MOVING   the other agent is writing into the blocks
-    FENCING  the fetch is over, but a late write may still arrive; the blocks are not free yet
-    """
-
-    WAITING = "waiting"
-    INVITED = "invited"
-    MOVING = "moving"
-    FENCING = "fencing"
-
-
-class BlockReservation:
-    """The blocks that one fetch writes to, and the fetch's progress; used by TransferSink only."""
-
-    __slots__ = (
-        "deadline",
-        "end",
-        "forecast",
-        "is_invited",
-        "layers",
-        "layout",
-        "link",
-        "moving_since",
-        "number",
-        "peer",
-        "plan",
-        "request",
-        "source_rank",
-        "started_at",
-        "state",
-        "tracker",
-    )  # fmt: skip
-
-    def __init__(self, number: int, request: FetchRequest, now: float) -> None:
-        self.number, self.request = number, request
-        self.started_at, self.deadline = now, now + request.timeout_s
-        self.state = SinkState.WAITING
-        self.link: Link | None = None
-        self.is_invited = False
-        self.peer = ""
-        self.layout: KvLayout | None = None
-        self.source_rank: int | None = None
-        self.plan: TransferPlan | None = None
-        self.tracker: ReceiveTracker | None = None
-        self.forecast: WindowForecast | None = None
-        self.moving_since = now
-        self.layers = 0
-        self.end: tuple[EndReason, str] | None = None
 
 
 class TransferSink:
@@ -386,25 +310,42 @@ class TransferSink:
         self, link: Link, head: WindowHead, verdict: WindowVerdict, now: float
     ) -> list[Command]:
         """Record a window (piece of KV) that has arrived, or end its fetch if it cannot be used."""
+        if verdict is WindowVerdict.OK:
+            return self.on_intact_windows(link, [head], now)
         reservation = self._find_moving(link, head.transfer)
         if reservation is None or reservation.tracker is None:
             return []
-        if verdict is not WindowVerdict.OK:
-            return self._end(
-                reservation, EndReason(verdict.value), f"layer group {head.group}", now
-            )
-        try:
-            reservation.tracker.mark_verified(head.group, head.pair, head.first, head.count)
-        except WindowError:
-            self._stats.discarded["repeated"] += 1
+        return self._end(reservation, EndReason(verdict.value), f"layer group {head.group}", now)
+
+    def on_intact_windows(
+        self, link: Link, heads: Sequence[WindowHead], now: float
+    ) -> list[Command]:
+        """Record windows (pieces of KV) of one transfer that have arrived intact.
+
+        The source gets one credit for all of them, or none if the transfer is complete.
+        """
+        transfer = heads[0].transfer
+        reservation = self._find_moving(link, transfer)
+        if reservation is None or reservation.tracker is None:
+            return []
+        sizes = [head.n_bytes for head in heads if self._mark_verified(reservation.tracker, head)]
+        if not sizes:
             return []
         commands = self._progress(reservation)
         if not reservation.tracker.is_complete:
-            return [*commands, SendMessage(link, Credit(head.transfer, head.n_bytes))]
+            return [*commands, SendMessage(link, Credit(transfer, sum(sizes)))]
         self._count_received(reservation, link, now)
         reservation.state, reservation.end = SinkState.FENCING, (EndReason.LANDED, "")
-        done = Landed(head.transfer, reservation.tracker.n_bytes)
-        return [*commands, SendMessage(link, done), FenceTransfer(link, head.transfer)]
+        done = Landed(transfer, reservation.tracker.n_bytes)
+        return [*commands, SendMessage(link, done), FenceTransfer(link, transfer)]
+
+    def _mark_verified(self, tracker: ReceiveTracker, head: WindowHead) -> bool:
+        try:
+            tracker.mark_verified(head.group, head.pair, head.first, head.count)
+        except WindowError:
+            self._stats.discarded["repeated"] += 1
+            return False
+        return True
 
     def on_fenced(self, link: Link, transfer: int, now: float) -> list[Command]:
         """End a fetch and free its blocks, because no other agent can write to them any more."""

@@ -370,26 +370,39 @@ static PyObject *batch_result(const struct job *job, long index, size_t moved, s
                          (Py_ssize_t)all, job->stopped ? Py_True : Py_False);
 }
 
+/* Write the trailer of the window that has just been written, and return the number of its bytes
+ * that have left. */
+static size_t send_trailer(struct job *job, unsigned char *trailer, PyThreadState **unlocked)
+{
+    struct iovec row = {trailer, TRAILER};
+    write_trailer(job, trailer);
+    job->digest.update = NULL;
+    begin(job, &row, 1, 0, TRAILER, 0);
+    run(job, unlocked);
+    return job->moved;
+}
+
 PyDoc_STRVAR(send_windows_doc,
-    "send_windows(fd, stop_fd, windows, count, 0, progress, update, reset, digest, state,\n"
+    "send_windows(fd, stop_fd, windows, count, trailer, progress, update, reset, digest, state,\n"
     "             patience_ms, spin_us) -> (index, moved, all, stopped)\n\n"
     "Write a batch of windows, each behind its frame: the trailer of the window before it, which\n"
     "is filled in here, and its header. A window is begun only while its blocks and those of the\n"
-    "last one are current. `moved` is the number of bytes of window `index`, the last one begun,\n"
-    "with its frame; its trailer is the caller's. `all`: bytes of all windows. After a while a\n"
-    "message of the peer ends the batch. Else like move.");
+    "last one are current. The trailer of the last window is written at address `trailer`, and\n"
+    "leaves too if the window's blocks are current. `moved` is the number of bytes of window\n"
+    "`index`, the last one begun, with its frame and what has left of that trailer. `all`: bytes\n"
+    "of all windows. After a while a message of the peer ends the batch. Else like move.");
 
 static PyObject *send_windows(PyObject *module, PyObject *args)
 {
     struct job job = {0};
     struct window *windows, *window;
-    unsigned char *stage;
+    unsigned char *trailer;
     PyThreadState *unlocked;
-    size_t all = 0;
+    size_t moved, all = 0;
     int64_t begin_us;
     long count;
     (void)module;
-    if (parse_batch(args, &job, &windows, &count, &stage) == NULL)
+    if (parse_batch(args, &job, &windows, &count, &trailer) == NULL)
         return NULL;
     job.is_writing = 1;
     begin_us = now_us();
@@ -404,9 +417,17 @@ static PyObject *send_windows(PyObject *module, PyObject *args)
         begin(&job, rows - ahead, (long)window->count + ahead, (size_t)window->frame_size,
               (size_t)window->size, 0);
         run(&job, &unlocked);
-        all += job.moved;
-        if (job.moved < job.total || job.stopped || window + 1 == windows + count)
+        moved = job.moved;
+        all += moved;
+        if (moved < job.total || job.stopped)
             break;
+        if (window + 1 == windows + count) {
+            /* Without it, the peer would wait until this thread has the lock again. */
+            size_t behind = is_current(window) ? send_trailer(&job, trailer, &unlocked) : 0;
+            moved += behind;
+            all += behind;
+            break;
+        }
         if (now_us() > begin_us + MESSAGE_US && has_message(job.fd))
             break;
         if (!is_current(window) || !is_current(window + 1))
@@ -416,7 +437,7 @@ static PyObject *send_windows(PyObject *module, PyObject *args)
             job.digest.reset(job.digest.state);
     }
     PyEval_RestoreThread(unlocked);
-    return batch_result(&job, window - windows, job.moved, all);
+    return batch_result(&job, window - windows, moved, all);
 }
 
 PyDoc_STRVAR(receive_windows_doc,
@@ -485,8 +506,8 @@ static PyObject *receive_windows(PyObject *module, PyObject *args)
 PyDoc_STRVAR(wait_doc,
     "wait(fd, events, stop_fd, spin_us, timeout_ms) -> (events, stopped)\n\n"
     "Wait until poll(2) reports one of `events` for fd, or stop_fd is readable (stopped), without\n"
-    "the interpreter lock. Look repeatedly for `spin_us` microseconds before sleeping. A timeout of\n"
-    "-1 ms waits without end. Raises OSError.");
+    "the interpreter lock, which is kept if that is so already. Look repeatedly for `spin_us`\n"
+    "microseconds before sleeping. A timeout of -1 ms waits without end. Raises OSError.");
 
 static PyObject *wait(PyObject *module, PyObject *args)
 {
@@ -495,9 +516,16 @@ static PyObject *wait(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "iiiii", &fd, &events, &stop_fd, &spin_us, &timeout_ms))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    ready = wait_for(fd, (short)events, stop_fd, spin_us, timeout_ms, both);
-    Py_END_ALLOW_THREADS
+    /* After a batch, the next bytes are often there. To give up the lock would then cost a turn of
+     * another thread, and save nothing. */
+    both[0] = (struct pollfd){fd, (short)events, 0};
+    both[1] = (struct pollfd){stop_fd, POLLIN, 0};
+    ready = poll(both, 2, 0);
+    if (ready <= 0) {
+        Py_BEGIN_ALLOW_THREADS
+        ready = wait_for(fd, (short)events, stop_fd, spin_us, timeout_ms, both);
+        Py_END_ALLOW_THREADS
+    }
     if (ready < 0 && errno != EINTR)
         return PyErr_SetFromErrno(PyExc_OSError);
     return Py_BuildValue("iO", ready < 0 ? 0 : (int)both[0].revents,

@@ -7,10 +7,12 @@ agent may use the pump or not, because the bytes on the connection are the same.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 # Milliseconds that the pump waits for the rest of a window before other work gets a turn: its bytes
@@ -39,6 +41,27 @@ class PumpFunctions(NamedTuple):
     send: Callable[[int, int, int], int]
     ring: Callable[[int], int]
     clear: Callable[[int], int]
+
+
+def ring_eventfd(fd: int, pump: PumpFunctions | None) -> None:
+    """Make an eventfd readable.
+
+    pump  functions of the pump, with which this thread keeps the interpreter lock; None: it gives
+          the lock up, and waits for it again if another thread computes
+    """
+    if pump is not None:
+        pump.ring(fd)
+    else:
+        os.eventfd_write(fd, 1)
+
+
+def clear_eventfd(fd: int, pump: PumpFunctions | None) -> None:
+    """Make a non-blocking eventfd unreadable, if it is readable; see `ring_eventfd`."""
+    if pump is not None:
+        pump.clear(fd)
+        return
+    with contextlib.suppress(BlockingIOError):
+        os.eventfd_read(fd)
 
 
 class PumpCalls:
@@ -178,3 +201,8 @@ def _load() -> tuple[PumpFunctions, _Xxh3] | None:
 _loaded = _load()
 PUMP: PumpFunctions | None = _loaded[0] if _loaded else None
 _XXH3: Any = _loaded[1] if _loaded else None
+EVENTFD_CALLS: tuple[Callable[[int], None], Callable[[int], None]] = (
+    partial(ring_eventfd, pump=PUMP),
+    partial(clear_eventfd, pump=PUMP),
+)
+"""Functions that make an eventfd readable and unreadable, by the pump if it is there."""

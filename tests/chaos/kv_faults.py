@@ -95,6 +95,10 @@ class FaultyTransport:
         assert isinstance(self._owner, WindowForecaster)
         return self._owner.following_windows(self._wrapped(link), head, most)
 
+    def on_intact_windows(self, link: Link, heads: Sequence[WindowHead]) -> None:
+        assert isinstance(self._owner, WindowForecaster)
+        self._owner.on_intact_windows(self._wrapped(link), heads)
+
     def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
         assert self._owner is not None
         self._owner.on_landed(self._wrapped(link), head, verdict)

@@ -75,6 +75,10 @@ class InboundListener(Protocol):
 
     def on_landed(self, head: WindowHead, verdict: WindowVerdict) -> None: ...
 
+    def on_intact_windows(self, heads: Sequence[WindowHead]) -> None:
+        """Record the windows (pieces of KV) of a batch; see WindowForecaster."""
+        ...
+
 
 class _Arrival:
     # A payload that is being received.
@@ -146,6 +150,8 @@ class Inbound:
         self._scratch: NDArray[np.uint8] | None = None  # allocated for the first discarded payload
         self._bounce = np.empty(0, np.uint8)
         self._batch: WindowBatch | None = None  # allocated for the first batch
+        # The windows that the pump has verified, until they are reported with the batch's last.
+        self._intact: list[WindowHead] = []
         self._digest: Digest | None = None
         self.is_drained = False
 
@@ -318,17 +324,27 @@ class Inbound:
         arrival.pieces.advance(payload_count)
         if arrival.window is None:
             arrival.pieces = self._discarded(arrival.pieces.remaining)
+        if arrival.pieces.remaining or self._end < TRAILER_BYTES:
+            self._report_intact()  # the rest of the last window may come much later
         return True
 
     def _pass_on(self, before: _Arrival, after: _Arrival) -> None:
-        # Report a window that the pump has verified, and place the next one, which it has begun.
+        # Note a window that the pump has verified, and place the next one, which it has begun.
         assert before.head is not None
         assert after.head is not None
         if before.window is not None:
-            self._listener.on_landed(before.head, WindowVerdict.OK)
+            self._intact.append(before.head)
         after.window = self._listener.place_window(after.head)
         after.proof = before.proof
         after.digest = before.digest if after.window is not None else None
+
+    def _report_intact(self) -> None:
+        # Report the windows of a batch together: a credit for each would cost the source a turn.
+        heads, self._intact = self._intact, []
+        if len(heads) > 1:
+            self._listener.on_intact_windows(heads)
+        elif heads:
+            self._listener.on_landed(heads[0], WindowVerdict.OK)
 
     def _read_frames(self) -> bool:
         if self.calls is not None:
@@ -501,14 +517,18 @@ class Inbound:
             self._unseal(self.seal, arrival, arrival.sealed, proof)
         window, head = arrival.window, arrival.head
         if window is None or head is None:
-            return
+            return self._report_intact()
         if not arrival.pieces.size:
             verdict = WindowVerdict.STALE
         elif verdict is WindowVerdict.OK and not _matches_proof(arrival, proof):
             verdict = WindowVerdict.CORRUPT
         elif verdict is WindowVerdict.OK and arrival.bounce is not None:
             scatter(arrival.bounce, window.region.bytes, window.runs.dst, window.runs.length)
-        self._listener.on_landed(head, verdict)
+        if verdict is WindowVerdict.OK:
+            self._intact.append(head)
+            return self._report_intact()
+        self._report_intact()
+        return self._listener.on_landed(head, verdict)
 
     def _unseal(self, seal: WindowSeal, arrival: _Arrival, sealed: bytearray, tag: bytes) -> None:
         # Decrypt a window of KV, and write it only after verification. Raises WindowSealError.

@@ -37,7 +37,13 @@ from kvtransfer.transport_interface import (
     WindowSlice,
     WindowVerdict,
 )
-from kvtransfer.transports.pump import PUMP, PumpCalls, PumpFunctions
+from kvtransfer.transports.pump import (
+    PUMP,
+    PumpCalls,
+    PumpFunctions,
+    clear_eventfd,
+    ring_eventfd,
+)
 from kvtransfer.transports.stream.inbound import Inbound
 from kvtransfer.transports.stream.link_options import LinkOptions
 from kvtransfer.transports.stream.outbound import Outbound
@@ -390,19 +396,19 @@ class StreamLink:
             self._orders.popleft()()
 
     def _ring(self) -> None:
+        # Make the event readable; call it with `_gate` held. An event that is readable already
+        # stays so until `_clear_wake_fd`, whose caller then looks for work.
+        if self._was_rung:
+            return
+        ring_eventfd(self._wake_fd, self._pump)
         self._was_rung = True
-        if self._pump is not None:
-            self._pump.ring(self._wake_fd)
-        else:
-            os.eventfd_write(self._wake_fd, 1)
 
     def _clear_wake_fd(self) -> None:
-        self._was_rung = False
-        if self._pump is not None:
-            self._pump.clear(self._wake_fd)
-            return
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+        # Before its next wait, the caller must look for work that others have queued: they rang
+        # before this call, or did not ring because another one had.
+        with self._gate:
+            clear_eventfd(self._wake_fd, self._pump)
+            self._was_rung = False
 
     def _await_event(self, done: Callable[[], bool] | None) -> None:
         self._want_in(self._in.wanted_bytes)
@@ -562,6 +568,10 @@ class StreamLink:
 
     def on_landed(self, head: WindowHead, verdict: WindowVerdict) -> None:
         self._owner.on_landed(self, head, verdict)
+
+    def on_intact_windows(self, heads: Sequence[WindowHead]) -> None:
+        assert self._forecaster is not None
+        self._forecaster.on_intact_windows(self, heads)
 
     def _sent(self, head: WindowHead) -> None:
         self._owner.on_sent(self, head)

@@ -387,7 +387,7 @@ class Outbound:
         pieces, small = body.pieces, self._end - self._begin
         ahead = (self._address + self._begin, small)
         digest = body.digest if isinstance(body.digest, Digest) else None
-        if self.calls is not None and self._queue and self._can_lead(body):
+        if self.calls is not None and self._can_lead(body):
             return self._write_windows(body, self.calls, digest)
         count = (
             pieces.call(self._writev, self._fd, ahead, NOTHING)
@@ -416,7 +416,8 @@ class Outbound:
         )
 
     def _write_windows(self, body: _Body, calls: PumpCalls, digest: Digest | None) -> bool:
-        # Let the pump send a window and those that follow it, without Python in between.
+        # Let the pump send a window and its trailer, and those that follow it, without Python in
+        # between.
         batch = self._batch = self._batch or WindowBatch(calls)
         small = self._end - self._begin
         batch.begin(body.pieces, (self._address + self._begin, small))
@@ -441,9 +442,13 @@ class Outbound:
             self._append(batch.frame_bytes(index, 0))
         small_count = min(count, small)
         self._advance(small_count)
-        body.pieces.advance(count - small_count)
+        trailer_count = count - small_count - body.pieces.remaining
+        body.pieces.advance(count - small_count - max(0, trailer_count))
         body.pieces.was_short = body.pieces.remaining > 0
-        if not body.pieces.remaining:
+        if trailer_count > 0:
+            # The pump has found the window's blocks current, and begun to say so.
+            self._end_window(body, batch.last_trailer_bytes(trailer_count))
+        elif not body.pieces.remaining:
             self._finish(body)
         return True
 
@@ -515,9 +520,12 @@ class Outbound:
             self._begin = self._end = 0
 
     def _finish(self, body: _Body) -> None:
+        self._end_window(body, body.trailer() if body.head is not None else b"")
+
+    def _end_window(self, body: _Body, trailer: bytes) -> None:
         self._body = None
+        self._append(trailer)
         if body.head is not None:
-            self._append(body.trailer())
             self._sent(body.head)
 
 

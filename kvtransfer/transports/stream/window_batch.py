@@ -38,7 +38,8 @@ class WindowBatch:
         self._calls = calls
         table = np.zeros((MOST_WINDOWS, _ROW_WORDS), np.uint64)
         self._words, self._table = table.data.cast("B").cast("Q"), address_of(table)
-        frames = np.zeros((MOST_WINDOWS, TRAILER_BYTES + FRAME_BYTES), np.uint8)
+        # The last row has only a trailer, that of a batch's last window.
+        frames = np.zeros((MOST_WINDOWS + 1, TRAILER_BYTES + FRAME_BYTES), np.uint8)
         self._frames, self._frames_address = frames, address_of(frames)
         self._iovecs = [Iovecs() for _ in range(MOST_WINDOWS)]
         self._free = self._iovecs
@@ -101,12 +102,19 @@ class WindowBatch:
         """
         return bytes(self._frames[index, begin:])
 
+    def last_trailer_bytes(self, begin: int) -> bytes:
+        """Return the trailer of the batch's last window from byte `begin` on.
+
+        The pump has completed it if it has sent a part of it.
+        """
+        return bytes(self._frames[MOST_WINDOWS, begin:TRAILER_BYTES])
+
     def move(self, digest: Digest | None, stage: int = 0) -> tuple[int, int | None, int]:
         """Send the batch, or receive it if `stage` is the address for what follows a window.
 
-        Returns the index of the last window that was begun, the bytes of it and its frame that were
-        moved (None if the call would block), and the bytes of all windows. All windows before it
-        are complete. Raises OSError.
+        Returns the index of the last window that was begun, the bytes of it, its frame and its
+        trailer that were moved (None if the call would block), and the bytes of all windows. All
+        windows before it are complete. Raises OSError.
         """
         calls = self._calls
         function = calls.pump.receive_windows if stage else calls.pump.send_windows
@@ -117,15 +125,18 @@ class WindowBatch:
                 calls.stop_fd,
                 self._table,
                 self._count,
-                stage,
+                stage or self._frame(MOST_WINDOWS)[0],
                 self._progress_address if stage else 0,
                 *((0, 0, 0, 0) if digest is None else digest.addresses),
-                _PATIENCE_FACTOR * calls.patience_ms if calls.may_wait() else 0,
+                self._patience_ms() if calls.may_wait() else 0,
                 calls.spin_us,
             )
         finally:
             calls.is_waiting = False
         return index, None if moved < 0 else moved, all_bytes
+
+    def _patience_ms(self) -> int:
+        return self._calls.patience_ms * (_PATIENCE_FACTOR if self._count > 1 else 1)
 
     def _frame(self, index: int) -> Stretch:
         size = TRAILER_BYTES + FRAME_BYTES

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -157,6 +157,10 @@ class Owner:
         self, link: Link, head: WindowHead, most: int
     ) -> list[tuple[WindowHead, WindowSlice]]:
         return self.forecast(head, most)
+
+    def on_intact_windows(self, link: Link, heads: Sequence[WindowHead]) -> None:
+        for head in heads:
+            self.on_landed(link, head, WindowVerdict.OK)
 
     def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
         self.note("landed", link, (head, verdict))

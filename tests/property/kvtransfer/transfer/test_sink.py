@@ -18,6 +18,7 @@ from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import plan_transfer
 from kvtransfer.protocol.agent_messages import (
     Accept,
+    Credit,
     Landed,
     Message,
     ProtocolError,
@@ -26,6 +27,7 @@ from kvtransfer.protocol.agent_messages import (
     pack_blocks,
 )
 from kvtransfer.protocol.outcomes import EndReason, OutcomeKind
+from kvtransfer.transfer.block_reservation import FetchRequest, SinkState
 from kvtransfer.transfer.commands import (
     Command,
     ComputePlan,
@@ -37,7 +39,7 @@ from kvtransfer.transfer.commands import (
     SendMessage,
 )
 from kvtransfer.transfer.receive_tracker import WindowError
-from kvtransfer.transfer.sink import FetchRequest, SinkState, TransferSink
+from kvtransfer.transfer.sink import TransferSink
 from kvtransfer.transfer.transfer_counters import AgentStats
 from kvtransfer.transfer.transfer_order import Priority
 from kvtransfer.transport_interface import WindowHead, WindowVerdict
@@ -251,6 +253,8 @@ class World:
 
     def settle(self) -> None:
         self.rng.shuffle(self.begun)
+        if self.begun and self.rng.random() < 0.5:
+            return self.settle_together(self.begun[0][1].transfer)
         for _ in range(min(len(self.begun), 8)):
             link, head = self.begun.pop()
             verdict = self.rng.choice(
@@ -259,6 +263,22 @@ class World:
             if verdict is WindowVerdict.OK:
                 self.good[head.transfer] = self.good.get(head.transfer, 0) + head.n_bytes
             self.obey(self.book.on_landed(link, head, verdict, self.now))
+        return None
+
+    def settle_together(self, transfer: int) -> None:
+        # The windows of one transfer arrive intact in a batch, and cost one message at most.
+        link = self.begun[0][0]
+        heads = [head for where, head in self.begun if where is link and head.transfer == transfer]
+        self.begun = [begun for begun in self.begun if begun[1] not in heads]
+        self.good[transfer] = self.good.get(transfer, 0) + sum(head.n_bytes for head in heads)
+        commands = self.book.on_intact_windows(link, heads, self.now)
+        messages = [command.message for command in commands if isinstance(command, SendMessage)]
+        assert len(messages) <= 1
+        for message in messages:
+            assert not isinstance(message, Credit) or message.n_bytes == sum(
+                head.n_bytes for head in heads
+            )
+        self.obey(commands)
 
     def fence(self) -> None:
         if self.fencing:

@@ -32,6 +32,8 @@ current_pump: PumpFunctions | None = None
 class RecordingInboundListener:
     places: dict[WindowHead, WindowSlice] = field(default_factory=dict)
     heard: list[tuple[object, object]] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    """The number of windows in each report of several."""
 
     def on_frame(self, kind: FrameKind, header: bytes) -> None:
         self.heard.append((kind, header))
@@ -45,6 +47,11 @@ class RecordingInboundListener:
         known = [(head, place) for head, place in self.places.items() if place is not None]
         index = next((i for i, (known_head, _) in enumerate(known) if known_head == head), 0)
         return known[index + 1 : index + 1 + most]
+
+    def on_intact_windows(self, heads: Sequence[WindowHead]) -> None:
+        self.batches.append(len(heads))
+        for head in heads:
+            self.on_landed(head, WindowVerdict.OK)
 
     def on_landed(self, head: WindowHead, verdict: WindowVerdict) -> None:
         self.heard.append((head, verdict))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import shutil
 import socket
 import subprocess
@@ -22,8 +23,16 @@ from hypothesis import strategies as st
 
 from kvtransfer.protocol.frame import TRAILER_BYTES
 from kvtransfer.transports.iovec import NOTHING, Iovecs, MemoryPieces, address_of
-from kvtransfer.transports.pump import PUMP, Digest, PumpCalls, PumpFunctions
+from kvtransfer.transports.pump import (
+    PUMP,
+    Digest,
+    PumpCalls,
+    PumpFunctions,
+    clear_eventfd,
+    ring_eventfd,
+)
 from kvtransfer.transports.stream.window_batch import FRAME_BYTES, WindowBatch
+from tests.unit.kvtransfer.interpreter_lock import keeps_interpreter_lock
 
 HAS_COMPILER = (
     shutil.which("cc") is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
@@ -218,7 +227,7 @@ def _sends_all_windows(ends: Ends) -> bool:
     _, _, moved = batch.move(None)
     is_over.set()
     reader.join()
-    return moved == count * size + (count - 1) * (TRAILER_BYTES + FRAME_BYTES)
+    return moved == count * (size + TRAILER_BYTES) + (count - 1) * FRAME_BYTES
 
 
 @needs_pump
@@ -255,3 +264,30 @@ def test_a_thread_on_a_contended_core_sleeps_instead_of_yielding_to_it_again_and
 
 def _switches() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+
+
+@needs_pump
+def test_events_and_a_wait_for_what_is_there_keep_the_interpreter_lock(ends: Ends) -> None:
+    assert PUMP is not None
+    fd, wait = os.eventfd(0, os.EFD_NONBLOCK), PUMP.wait
+    ends.far.send(b"here")
+    try:
+        assert keeps_interpreter_lock(lambda: (ring_eventfd(fd, PUMP), clear_eventfd(fd, PUMP)))
+        near, bell = ends.near.fileno(), ends.bell
+        assert keeps_interpreter_lock(lambda: wait(near, select.POLLIN, bell, 50, -1))
+        assert wait(near, select.POLLIN, bell, 0, -1) == (select.POLLIN, False)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("pump", [None, PUMP])
+def test_an_eventfd_that_is_not_readable_may_be_cleared(pump: PumpFunctions | None) -> None:
+    fd = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        ring_eventfd(fd, pump)
+        for _ in range(2):
+            clear_eventfd(fd, pump)
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(fd)
+    finally:
+        os.close(fd)

@@ -176,6 +176,48 @@ def asleep(link: StreamLink) -> Iterator[None]:
         may_wake.set()
 
 
+def test_a_sleeping_thread_is_rung_once_for_many_items(pair: Pair) -> None:
+    link, rings = driven(pair.source), []
+    with asleep(link):
+        assert link._pump is not None
+        ring = link._pump.ring
+        link._pump = link._pump._replace(ring=lambda fd: (rings.append(fd), ring(fd))[1])
+        for index in range(20):
+            link._queue(encode_frame(FrameKind.MESSAGE, bytes([index])))
+        assert len(rings) <= 1
+    assert pair.sink_owner.wait("message", 20) == [bytes([index]) for index in range(20)]
+
+
+def test_items_that_are_queued_while_the_event_is_cleared_are_not_lost(pair: Pair) -> None:
+    link, others = driven(pair.source), []
+    if link._pump is None:
+        pytest.skip("the event is cleared in Python")
+    clear, has_cleared = link._pump.clear, threading.Event()
+
+    def clear_while_another_queues(fd: int) -> int:
+        if not others:
+            item = encode_frame(FrameKind.MESSAGE, b"meanwhile")
+            others.append(threading.Thread(target=link._queue, args=(item,)))
+            others[0].start()
+            eventually(lambda: bool(link._out._queue))
+            # It waits for its turn to ring now, or has already rung, or need not.
+            others[0].join(0.02)
+        result = clear(fd)
+        has_cleared.set()
+        return result
+
+    link._pump = link._pump._replace(clear=clear_while_another_queues)
+    eventually(lambda: link._sleeps_long and link._sleepers > 0)
+    link._queue(encode_frame(FrameKind.MESSAGE, b"first"))
+    assert has_cleared.wait(PATIENCE_S)
+    assert sorted(pair.sink_owner.wait("message", 2)) == [b"first", b"meanwhile"]  # type: ignore[type-var]
+    others[0].join()
+    for index in range(5):
+        eventually(lambda: link._sleepers > 0)
+        link._queue(encode_frame(FrameKind.MESSAGE, bytes([index])))
+        pair.sink_owner.wait("message", index + 3)
+
+
 def test_a_driver_does_not_wait_until_the_links_sleeping_thread_is_awake(pair: Pair) -> None:
     link = driven(pair.source)
     with asleep(link):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import GenerationCheck
 from kvtransfer.protocol.frame import TRAILER_BYTES, FrameError, FrameKind, encode_frame
 from kvtransfer.transport_interface import TransportError, WindowHead, WindowSlice, WindowVerdict
-from kvtransfer.transports.pump import PUMP
+from kvtransfer.transports.pump import PUMP, PumpFunctions
 from kvtransfer.transports.stream import inbound, outbound
 from kvtransfer.transports.stream.window_batch import FRAME_BYTES
 from tests.unit.kvtransfer.transports import pipes
@@ -180,17 +180,22 @@ def test_a_window_is_reported_although_the_next_one_does_not_come_whole(has_begu
         assert verdicts(channel) == [WindowVerdict.OK]
 
 
-def test_a_window_that_is_no_longer_wanted_when_it_is_placed_is_not_reported() -> None:
+@pytest.mark.parametrize("unwanted_at", [(3, 4), (WINDOWS // 2,), (WINDOWS - 1,)])
+@pytest.mark.parametrize("step", [20_000, 1 << 20])
+def test_a_window_that_is_no_longer_wanted_when_it_is_placed_is_not_reported(
+    unwanted_at: tuple[int, ...], step: int
+) -> None:
     with piped() as channel:
         put(channel)
         data = wire(channel)
         heads = list(channel.ear.places)
-        place, unwanted = channel.ear.place_window, set(heads[3:5])
+        place, unwanted = channel.ear.place_window, {heads[index] for index in unwanted_at}
+        channel.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
         channel.ear.place_window = (  # type: ignore[method-assign]
             lambda head: None if head in unwanted else place(head)
         )
         with contextlib.suppress(EOFError):
-            _feed(channel, data, 20_000)
+            _feed(channel, data, step)
         landed = [kind for kind, _ in channel.ear.heard if isinstance(kind, WindowHead)]
         assert landed == [head for head in heads if head not in unwanted]
 
@@ -269,3 +274,96 @@ def test_a_window_outside_the_region_ends_the_link_as_without_a_batch() -> None:
         channel.ear.places[head] = WindowSlice(bad, channel.sink, 0, 0)
         with pytest.raises(TransportError):
             _feed(channel, data, 1 << 20)
+
+
+def test_the_last_window_of_a_batch_leaves_with_its_trailer() -> None:
+    # Its trailer would otherwise wait until Python has the interpreter lock, and the peer with it.
+    with piped() as channel:
+        calls = channel.out.calls
+        assert calls is not None
+        blocks = np.arange(2)
+        runs = ByteRuns(blocks * BLOCK_BYTES, blocks * BLOCK_BYTES, np.full(2, 1000))
+        promised = channel.source.generations_of(blocks)
+        channel.put(runs, current=GenerationCheck(channel.source, blocks, promised))
+        used: list[str] = []
+        calls.pump = _noting(calls.pump, used)
+        data = wire(channel)
+        assert used == ["send", "send_windows"]  # the header, then all that follows it
+        assert len(data) == FRAME_BYTES + 2000 + TRAILER_BYTES
+
+
+def _noting(pump: PumpFunctions, used: list[str]) -> PumpFunctions:
+    def noted(name: str) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            used.append(name)
+            return getattr(pump, name)(*arguments)
+
+        return call
+
+    return pump._replace(**{name: noted(name) for name in ("move", "send", "send_windows")})
+
+
+@pytest.mark.parametrize("left", range(TRAILER_BYTES + 1))
+@pytest.mark.parametrize("windows", [1, 3])
+def test_the_rest_of_a_last_trailer_follows_when_there_is_room(left: int, windows: int) -> None:
+    # The pump sends into a socket with room, from which all but `left` bytes reach the link's.
+    with piped() as channel, contextlib.ExitStack() as stack:
+        near, far = (stack.enter_context(end) for end in socket.socketpair())
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        calls = channel.out.calls
+        assert calls is not None
+        send_windows = calls.pump.send_windows
+
+        def send(_: int, *arguments: int) -> tuple[int, int, int, bool]:
+            index, moved, total, is_stopped = send_windows(near.fileno(), *arguments)
+            data = _drain(far, total)
+            channel.near.setblocking(True)
+            channel.near.sendall(data[: len(data) - left])
+            channel.near.setblocking(False)
+            return index, moved - left, total - left, is_stopped
+
+        calls.pump = calls.pump._replace(send_windows=send)
+        moves = []
+        for index in range(windows):
+            blocks = np.arange(2 * index, 2 * index + 2)
+            runs = ByteRuns(blocks * BLOCK_BYTES, blocks * BLOCK_BYTES, np.full(2, 1000))
+            promised = channel.source.generations_of(blocks)
+            check = GenerationCheck(channel.source, blocks, promised)
+            channel.put(runs, first=index, current=check)
+            moves.append(runs)
+        channel.flow()
+        assert verdicts(channel) == [WindowVerdict.OK] * windows
+        assert (channel.sink.bytes == channel.expected(*moves)).all()
+        assert [head.first for head in channel.sent] == list(range(windows))
+
+
+def _drain(sock: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        data += sock.recv(size - len(data))
+    return bytes(data)
+
+
+def test_the_windows_of_a_batch_are_reported_together() -> None:
+    with piped() as channel:
+        put(channel)
+        data = wire(channel)
+        channel.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        with contextlib.suppress(EOFError):
+            _feed(channel, data, len(data))
+        # A message follows the window in the middle.
+        assert channel.ear.batches == [WINDOWS // 2 + 1, WINDOWS // 2 - 1]
+
+
+def test_intact_windows_are_reported_before_one_that_is_corrupt() -> None:
+    with piped() as channel:
+        put(channel)
+        data = bytearray(wire(channel))
+        heads = list(channel.ear.places)
+        length = sum(FRAME_BYTES + head.n_bytes + TRAILER_BYTES for head in heads[:4])
+        data[length - TRAILER_BYTES - 1] ^= 1
+        channel.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        with contextlib.suppress(EOFError):
+            _feed(channel, bytes(data[:length]), length)
+        assert verdicts(channel) == [WindowVerdict.OK] * 3 + [WindowVerdict.CORRUPT]
+        assert channel.ear.batches == [3]

@@ -1,0 +1,33 @@
+"""Tells whether a function keeps the interpreter lock, for tests."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+
+def keeps_interpreter_lock(call: Callable[[], object], times: int = 3000) -> bool:
+    # Call `call` many times while another thread waits for the interpreter lock, which it gets only
+    # if a call gives the lock up: the switch interval ends after the test.
+    turns, is_over = [0], False
+
+    def take_turns() -> None:
+        while not is_over:
+            turns[0] += 1
+            time.sleep(0)
+
+    interval_s = sys.getswitchinterval()
+    thread = threading.Thread(target=take_turns)
+    sys.setswitchinterval(1000.0)
+    try:
+        thread.start()
+        before = turns[0]
+        for _ in range(times):
+            call()
+        return turns[0] == before
+    finally:
+        is_over = True
+        sys.setswitchinterval(interval_s)
+        thread.join()
