@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 from random import Random
+from tempfile import mkdtemp
 from typing import Any, cast
 
 import pytest
@@ -16,7 +17,7 @@ from openai import OpenAI
 from tests.e2e.processes import gateway_process, mock_fleet
 from tests.e2e.raw_connection import RawConnection, post
 from tests.e2e.recording_engine import recording_engine
-from tests.fair_time import Stopwatch, pace
+from tests.fair_time import Stopwatch, once_within, pace
 
 CONFIG = """
 models: [{{name: demo, pool: main, context_tokens: 65536}}]
@@ -37,18 +38,25 @@ def test_large_images_on_an_idle_gateway_are_answered_at_once(
         part = {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{image}"}}
         message = {"role": "user", "content": [part]}
         bodies.append({"model": "demo", "messages": [message], "max_tokens": 16})
-    with (
-        recording_engine() as engine,
-        gateway_process(tmp_path, config.format(url=engine.url)) as running,
-    ):
-        took = Stopwatch(running.pid)
-        with RawConnection(running.port) as connection:
-            connection.socket.settimeout(60)
-            for body in bodies:
-                connection.send(post(body))
-                assert connection.answer().status == 200
-                assert engine.requests[-1].json == body
-        assert took.fair_s < 2 * pace()
+
+    def took_s() -> float:
+        # Where other processes use the caches, parsing costs more CPU time, and the client of a
+        # costly body has to wait. A new gateway knows nothing of an earlier attempt.
+        folder = Path(mkdtemp(dir=tmp_path))
+        with (
+            recording_engine() as engine,
+            gateway_process(folder, config.format(url=engine.url)) as running,
+        ):
+            took = Stopwatch(running.pid)
+            with RawConnection(running.port) as connection:
+                connection.socket.settimeout(60)
+                for body in bodies:
+                    connection.send(post(body))
+                    assert connection.answer().status == 200
+                    assert engine.requests[-1].json == body
+            return took.fair_s
+
+    once_within(2 * pace(), took_s)
 
 
 POOL = """

@@ -27,6 +27,9 @@ from tests.unit.gateway.http.connection_harness import (
     request,
     turns,
 )
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 
 class FakeConnection:
@@ -322,6 +325,7 @@ async def test_the_rest_of_a_dropped_request_is_never_served_as_a_request(
             break
         await asyncio.sleep(0.005)
     assert transport.aborted
+    await turns()
     assert "hidden" not in [mark for _, _, mark in harness.served]
     assert not len(harness.connections)
     transport.close()
