@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -20,6 +21,8 @@ def keeps_interpreter_lock(call: Callable[[], object], times: int = 3000) -> boo
 
     interval_s = sys.getswitchinterval()
     thread = threading.Thread(target=take_turns)
+    gc.collect()
+    gc.disable()  # what other tests have left might give the lock up as it is freed
     sys.setswitchinterval(1000.0)
     try:
         thread.start()
@@ -29,5 +32,6 @@ def keeps_interpreter_lock(call: Callable[[], object], times: int = 3000) -> boo
         return turns[0] == before
     finally:
         is_over = True
+        gc.enable()
         sys.setswitchinterval(interval_s)
         thread.join()
