@@ -151,6 +151,7 @@ async def running(
     engines: Sequence[Engine],
     names: list[dict[str, str]],
     endpoint: dict[str, Any] | None = None,
+    pool: dict[str, Any] | None = None,
     **more: Any,
 ) -> AsyncIterator[Running]:
     async with AsyncExitStack() as stack:
@@ -168,6 +169,7 @@ async def running(
                 "main": {
                     "policy": "round_robin",
                     "endpoints": [{"url": engine.url, **(endpoint or {})} for engine in engines],
+                    **(pool or {}),
                 }
             },
         }

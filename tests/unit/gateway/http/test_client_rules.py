@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
+from aiohttp import web
 
+from gateway.protocol.api_table import APIS, Api
 from gateway.protocol.request.http2_refusal import PREFACE
 from gateway.util.version import program_version
 from tests.fair_time import PATIENCE_S
@@ -23,6 +25,7 @@ from tests.unit.gateway.fleet.test_engine_model_names import (
     models,
     running,
 )
+from tests.unit.gateway.protocol.test_api_table import BODIES, encoded
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 DATE = re.compile(r"(Mon|Tue|Wed|Thu|Fri|Sat|Sun), \d\d [A-Z][a-z]{2} \d{4} \d\d:\d\d:\d\d GMT")
@@ -51,12 +54,15 @@ class Socket:
         return answer
 
     async def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
-        text = b"" if body is None else json.dumps(body).encode()
+        text = None if body is None else json.dumps(body).encode()
+        return await self.send(method, path, text, **headers)
+
+    async def send(self, method: str, path: str, text: bytes | None, **headers: str) -> Reply:
         fields = {"host": "gateway", "connection": "close", **headers}
-        if body is not None:
+        if text is not None:
             fields["content-length"] = str(len(text))
         lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in fields.items())
-        answer = await self.raw(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + text)
+        answer = await self.raw(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + (text or b""))
         head, _, rest = answer.partition(b"\r\n\r\n")
         first, *others = head.decode().split("\r\n")
         pairs = [line.split(": ", 1) for line in others]
@@ -192,6 +198,52 @@ async def test_a_model_of_another_type_is_not_taken_for_a_missing_one() -> None:
         for model in (3, ["llama"], True):
             reply = await client.ask("POST", CHAT, BODY | {"model": model})
             assert (reply.status, json.loads(reply.body)["error"]["param"]) == (400, "model")
+
+
+class EveryApi(Engine):
+    """An engine that answers each API in the name that it gets, whole or as named events."""
+
+    def application(self) -> web.Application:
+        application = super().application()
+        application.router.add_post("/{path:.*}", self.name_model)
+        return application
+
+    async def name_model(self, request: web.Request) -> web.Response:
+        if request.content_type != "application/json":
+            return web.json_response({"text": "hi", "model": "llama"})
+        body = await request.json()
+        if not body.get("stream"):
+            return web.json_response({"id": "x", "model": body["model"]})
+        member, kinds = STREAMS[request.path]
+        events = [{"type": kind, member: {"model": body["model"]}} for kind in kinds]
+        text = "".join(f"event: {each['type']}\ndata: {json.dumps(each)}\n\n" for each in events)
+        return web.Response(text=text, content_type="text/event-stream")
+
+
+STREAMS = {
+    "/v1/messages": ("message", ("message_start", "content_block_delta", "message_stop")),
+    "/v1/responses": (
+        "response",
+        ("response.created", "response.output_text.delta", "response.completed"),
+    ),
+}
+
+
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)
+async def test_an_answer_names_the_model_as_it_was_asked_for(api: Api) -> None:
+    body = {"model": "asked", **BODIES[api.path]}
+    content_type = "multipart/form-data; boundary=x9" if api.is_form else "application/json"
+    model = {"name": "asked", "pool": "main", "served_model": "llama"}
+    engine = EveryApi("llama", is_strict=False)
+    pool = {"policy": "round_robin", "native_apis": ["messages", "responses"]}
+    async with running([engine], [model], pool=pool) as started:
+        client = Socket(started.app.url, engine)
+        for members in ({}, {"stream": True}) if api.generates and not api.is_form else ({},):
+            text = encoded(api, body | members)
+            reply = await client.send("POST", api.path, text, content_type=content_type)
+            assert reply.status == 200, reply.body
+            names = re.findall(rb'"model": ?"([^"]*)"', reply.body)
+            assert set(names) == {b"asked"}
 
 
 @pytest.mark.parametrize("tools", [[], None])
