@@ -110,7 +110,7 @@ class RequestBody(msgspec.Struct, frozen=True):
     model: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt: str | list[Any] | None = None
-    max_tokens: Positive | msgspec.UnsetType | None = msgspec.UNSET
+    max_tokens: Natural | msgspec.UnsetType | None = msgspec.UNSET
     max_completion_tokens: Positive | None = None
     min_tokens: Natural = 0
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -193,6 +193,11 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     def tool(self) -> str | None:
         """Return the name of the tool that the answer will call; None: the answer is text."""
         return self.form.tool
+
+    @property
+    def echoes_only(self) -> bool:
+        """Return whether a completion consists of the prompt alone: `echo` and `max_tokens` 0."""
+        return not self.chat and self.body.echo and self.body.max_tokens == 0
 
     @property
     def wants_logprobs(self) -> bool:
@@ -441,11 +446,16 @@ def _requested_tokens(body: RequestBody, chat: bool) -> int | None:
     # Return the requested limit of output tokens; None: as many as the context allows.
     #
     # A chat without a limit has none, as has a completion with null. A completion without the field
-    # gets 16.
+    # gets 16. For a completion that only echoes its prompt one token is generated but not sent, as
+    # by vLLM. Raises ApiError for any other limit of 0.
     if chat and body.max_completion_tokens is not None:
         return body.max_completion_tokens
     if body.max_tokens is msgspec.UNSET:
         return None if chat else DEFAULT_COMPLETION_TOKENS
+    if body.max_tokens == 0:
+        if chat or not body.echo:
+            raise ApiError(400, "max_tokens must be at least 1, got 0.", "max_tokens")
+        return 1
     return body.max_tokens
 
 

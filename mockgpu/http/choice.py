@@ -143,6 +143,8 @@ def _choice(
     if frame is not None:
         reason = "stop" if parsed.tool is None else "tool_calls"
         text = text if frame.has_words else ""
+    if parsed.echoes_only:
+        text = ""
     salt = parsed.body.cache_salt or ""
     keep = isinstance(parsed.leg, PrefillLeg) and (
         parsed.leg.if_ended or not (stop is not None or speech.has_ended)

@@ -162,10 +162,11 @@ def _whole_chat_choice(parsed: ParsedRequest, choice: Choice) -> dict[str, Any]:
 
 def _whole_completion_choice(parsed: ParsedRequest, choice: Choice) -> dict[str, Any]:
     echoed = choice.prompt.decode("utf-8", "replace") if parsed.body.echo else ""
+    scored, offset = (choice.prompt, 0) if parsed.echoes_only else (choice.tokens, len(echoed))
     return {
         "index": choice.index,
         "text": echoed + choice.text,
-        "logprobs": _completion_logprobs(parsed, choice.tokens, len(echoed)),
+        "logprobs": _completion_logprobs(parsed, scored, offset),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
         "token_ids": token_ids(choice.tokens) if parsed.body.return_token_ids else None,

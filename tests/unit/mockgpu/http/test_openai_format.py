@@ -89,6 +89,22 @@ def test_echo_gives_the_prompt_back_first() -> None:
     assert answer["choices"][0]["text"].startswith("once ")
 
 
+def test_an_echo_without_an_answer_is_the_scored_prompt_alone() -> None:
+    question = parsed(False, echo=True, max_tokens=0, logprobs=1)
+    (choice,) = json.loads(full_response(question, build_choices(question), 1, 0))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("once", "length")
+    assert "".join(choice["logprobs"]["tokens"]) == "once"
+    assert choice["logprobs"]["text_offset"][0] == 0
+    stream = parsed(False, echo=True, max_tokens=0, stream=True)
+    assert "".join(event["choices"][0]["text"] for event in streamed(stream)) == "once"
+
+
+@pytest.mark.parametrize(("chat", "echo"), [(True, True), (True, False), (False, False)])
+def test_no_tokens_are_refused_where_nothing_is_echoed(chat: bool, echo: bool) -> None:
+    with pytest.raises(ApiError, match="at least 1"):
+        parsed(chat, echo=echo, max_tokens=0)
+
+
 def test_a_stream_ends_with_done_after_usage_and_after_an_error() -> None:
     plain, counted = (
         parsed(stream=True),
