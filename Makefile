@@ -15,6 +15,7 @@ IMAGES ?=
 SOAK   ?=
 MEMORY ?=
 CLIENTS ?=
+SESSIONS ?=
 OVERLOAD ?=
 RESTARTS ?=
 ATTACKS ?=
@@ -36,7 +37,7 @@ PYTHONS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test style check unit e2e rdma clients kv-trials batch batch-virtual images bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo ranks observe real real-others compiled test-compiled check-compiled wheel test-wheel load policies gateways restarts attacks tls soak memory overload isolation events clocks planned web docs mutants lock deploy-check clean
+.PHONY: help demo test style check unit e2e rdma clients kv-trials batch batch-virtual images bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo ranks observe real real-others recorded-sessions compiled test-compiled check-compiled wheel test-wheel load policies gateways restarts attacks tls soak memory overload isolation events clocks planned web docs mutants lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -171,6 +172,9 @@ deploy-check: $(VENV)/.dev ## check deploy/ by Helm, Kubernetes' schemas and lin
 clients: $(VENV)/.dev ## let real clients and agents converse with the demo (2.5 GB; CLIENTS="--only codex"; docs/clients.md)
 	@sh bench/clients/install.sh $(PYTHON) build/clients
 	$(PY) -m bench.clients.run build/clients $(CLIENTS)
+
+recorded-sessions: $(VENV)/.dev ## measure the cached share of long sessions of recorded clients (SESSIONS="--only codex")
+	$(PY) -m bench.clients.recorded_sessions $(SESSIONS)
 
 web: $(VENV)/.dev ## test the live page in headless Chromium (Debian's; screenshots in build/web)
 	@$(PY) -c "import playwright" 2>/dev/null || $(PY) -m pip install -q "playwright>=1.50"
