@@ -246,8 +246,8 @@ def begin_transfer(
     if pair.decode_wait_s is None:
         return None
     names = pair.prefill.candidate.endpoint.name, pair.decode.candidate.endpoint.name
-    token_s = transfers.token_s(names, rule.kv_token_s, now)
-    return transfers.begin(names, prompt_tokens - pair.decode.cached_tokens, token_s)
+    moved = prompt_tokens - pair.decode.cached_tokens
+    return transfers.begin(names, moved, rule.kv_token_s, now)
 
 
 def end_transfer(transfer: PendingTransfer, pair: EndpointPair, first_token_at: float) -> None:

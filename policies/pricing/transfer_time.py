@@ -8,7 +8,8 @@ The price of a split request contains the time until its KV has arrived
   decode endpoint, these without recent handoffs like the whole fleet, and a fleet without any as
   the rule says;
 - the queue: the transfers that were chosen before and have not ended. Each needs the outgoing link
-  of its prefill endpoint and the incoming link of its decode endpoint.
+  of its prefill endpoint and the incoming link of its decode endpoint, for as long as its rate is
+  known to need now. In a burst many pairs are chosen before the first handoff shows the rate.
 
 A handoff teaches the rate only by the time for which it had its links to itself, because the
 transfers before it are in the forecast already.
@@ -85,57 +86,74 @@ class LinkQueue:
     ended_at  when the last of them ended
     """
 
+    # _pairs: by pair, the number of its transfers, their tokens, and the forecast of the seconds
+    # per token
     # _ready: those whose prompt is computed, in that order
     # _seconds: forecast of the time that all of them take
-    __slots__ = ("_count", "_ready", "_seconds", "ended_at")
+    __slots__ = ("_pairs", "_ready", "_seconds", "ended_at")
 
     def __init__(self) -> None:
         self._ready: dict[PendingTransfer, float] = {}
-        self._count = 0
+        self._pairs: dict[Names, tuple[int, int, float]] = {}
         self._seconds = self.ended_at = 0.0
 
     def backlog_s(self, now: float) -> float:
         """Return the seconds for which the link has work, if it does not pause."""
-        if not self._count:
-            return 0.0
         if not self._ready:
             return self._seconds
         first, ready_at = next(iter(self._ready.items()))
         moved_s = max(0.0, now - max(ready_at, self.ended_at))
-        return self._seconds - min(first.seconds, moved_s)
+        return self._seconds - min(first.tokens * self._pairs[first.names][2], moved_s)
 
-    def add(self, transfer: PendingTransfer) -> None:
-        self._count += 1
-        self._seconds += transfer.seconds
+    def pairs(self) -> tuple[Names, ...]:
+        """Return the pairs of endpoints whose transfers wait for the link."""
+        return tuple(self._pairs)
+
+    def add(self, transfer: PendingTransfer, token_s: float) -> None:
+        """Queue a transfer. All of its pair are expected to take `token_s` seconds per token."""
+        self._change(transfer.names, 1, transfer.tokens, token_s)
+
+    def set_rate(self, names: Names, token_s: float) -> None:
+        """Expect the queued transfers of a pair to take `token_s` seconds per token."""
+        self._change(names, 0, 0, token_s)
 
     def on_ready(self, transfer: PendingTransfer, now: float) -> None:
         self._ready[transfer] = now
 
     def remove(self, transfer: PendingTransfer) -> None:
-        self._count -= 1
-        self._seconds = self._seconds - transfer.seconds if self._count else 0.0
         self._ready.pop(transfer, None)
+        names = transfer.names
+        self._change(names, -1, -transfer.tokens, self._pairs[names][2])
+
+    def _change(self, names: Names, more: int, more_tokens: int, token_s: float) -> None:
+        # Add `more` transfers of a pair with `more_tokens` tokens, and set the rate of all of them.
+        count, tokens, before_s = self._pairs.get(names, (0, 0, 0.0))
+        self._seconds += (tokens + more_tokens) * token_s - tokens * before_s
+        if count + more:
+            self._pairs[names] = count + more, tokens + more_tokens, token_s
+        else:
+            del self._pairs[names]
+            if not self._pairs:
+                self._seconds = 0.0  # no rounding errors are kept
 
 
 class PendingTransfer:
     """One KV transfer, from the choice of its pair until it ends or is cancelled.
 
     names, tokens  the pair, and the tokens of KV that it moves
-    seconds        forecast of its duration, without the queue before it
+    expected_s     seconds per token that are expected of a fleet without measurements
     links_free_at  when the last transfer before it on either link had ended
     ended_at       when it ended; None before, and if it was cancelled
     """
 
-    __slots__ = ("_links", "ended_at", "links_free_at", "names", "seconds", "tokens")
+    __slots__ = ("_links", "ended_at", "expected_s", "links_free_at", "names", "tokens")
 
     def __init__(
-        self, names: Names, tokens: int, seconds: float, links: tuple[LinkQueue, ...]
+        self, names: Names, tokens: int, expected_s: float, links: tuple[LinkQueue, ...]
     ) -> None:
-        self.names, self.tokens, self.seconds, self._links = names, tokens, seconds, links
+        self.names, self.tokens, self.expected_s, self._links = names, tokens, expected_s, links
         self.links_free_at = 0.0
         self.ended_at: float | None = None
-        for link in links:
-            link.add(self)
 
     def on_ready(self, now: float) -> None:
         """Note that the prompt is computed, so that its KV can be moved from now on."""
@@ -177,20 +195,33 @@ class TransferTimes:
         links = self._links
         return max(links[end].backlog_s(now) if end in links else 0.0 for end in enumerate(names))
 
-    def begin(self, names: Names, tokens: int, token_s: float) -> PendingTransfer:
-        """Queue a transfer of `tokens` tokens at `token_s` seconds each, and return it."""
+    def begin(self, names: Names, tokens: int, expected_s: float, now: float) -> PendingTransfer:
+        """Queue a transfer of `tokens` tokens, and return it.
+
+        expected_s  seconds per token, to use for a fleet without measurements
+        """
         links = tuple(_get_or_add(self._links, end, LinkQueue) for end in enumerate(names))
-        return PendingTransfer(names, tokens, tokens * token_s, links)
+        transfer = PendingTransfer(names, tokens, expected_s, links)
+        token_s = self.token_s(names, expected_s, now)
+        for link in links:
+            link.add(transfer, token_s)
+        return transfer
 
     def learn(self, transfer: PendingTransfer, ready_at: float, now: float) -> None:
         """Learn from a transfer that has ended; nothing if it was cancelled.
 
         It is taken to have begun when its prompt was computed, at `ready_at`, or when the transfer
-        before it on either link had ended, if that was later.
+        before it on either link had ended, if that was later. The transfers that wait for these
+        links are expected to take as long as is known from then on.
         """
-        if transfer.ended_at is not None:
-            seconds = transfer.ended_at - max(ready_at, transfer.links_free_at)
-            self.record(transfer.names, transfer.tokens, seconds, now)
+        if transfer.ended_at is None:
+            return
+        seconds = transfer.ended_at - max(ready_at, transfer.links_free_at)
+        self.record(transfer.names, transfer.tokens, seconds, now)
+        for end in enumerate(transfer.names):
+            link = self._links.get(end) or LinkQueue()
+            for names in link.pairs():
+                link.set_rate(names, self.token_s(names, transfer.expected_s, now))
 
     def record(self, names: Names, tokens: int, seconds: float, now: float) -> None:
         """Record a transfer of `tokens` tokens, without the fixed time of a handoff and the queue.

@@ -99,7 +99,7 @@ TOKENS, TOKEN_S = 1_000, 1e-3
 
 
 def begin(times: TransferTimes, names: tuple[str, str] = PAIR) -> PendingTransfer:
-    return times.begin(names, TOKENS, TOKEN_S)
+    return times.begin(names, TOKENS, TOKEN_S, 0.0)
 
 
 def begin_ready(times: TransferTimes, now: float) -> PendingTransfer:
@@ -137,6 +137,38 @@ def test_kv_that_is_not_computed_is_not_moved_and_an_overdue_transfer_has_ended_
     second.end(99.0)
     first.on_ready(100.0)
     assert times.backlog_s(PAIR, 100.5) == pytest.approx(0.5)
+
+
+def test_transfers_that_wait_take_as_long_as_their_link_is_known_to_need_now() -> None:
+    # In a burst all are chosen before the first handoff shows that the link is ten times slower.
+    times = TransferTimes()
+    burst = [times.begin(PAIR, 100_000, TOKEN_S, 0.0) for _ in range(4)]
+    other = times.begin(("p9", "d9"), 100_000, TOKEN_S, 0.0)
+    for transfer in (*burst, other):
+        transfer.on_ready(0.0)
+    assert times.backlog_s(PAIR, 0.0) == pytest.approx(400.0)
+    burst[0].end(1000.0)
+    times.learn(burst[0], 0.0, 1000.0)
+    known_s = times.token_s(PAIR, TOKEN_S, 1000.0)
+    assert known_s > 8.0 * TOKEN_S
+    assert times.backlog_s(PAIR, 1000.0) == pytest.approx(3.0 * 100_000 * known_s)
+    assert times.backlog_s(PAIR, 1500.0) == pytest.approx(3.0 * 100_000 * known_s - 500.0)
+    # a link without a handoff keeps its forecast until the next one is chosen for it
+    assert times.backlog_s(("p9", "d9"), 0.0) == pytest.approx(100.0)
+    for transfer in burst[1:]:
+        transfer.cancel()
+    assert times.backlog_s(PAIR, 1500.0) == 0.0
+
+
+def test_a_transfer_of_another_pair_over_the_same_link_is_expected_at_the_known_rate() -> None:
+    times = TransferTimes()
+    slow, same_link = (times.begin(names, 100_000, TOKEN_S, 0.0) for names in (PAIR, OTHER))
+    slow.on_ready(0.0)
+    slow.end(1000.0)
+    times.learn(slow, 0.0, 1000.0)
+    assert times.backlog_s(("p0", "d9"), 1000.0) > 5.0 * 100_000 * TOKEN_S
+    same_link.cancel()
+    assert times.backlog_s(("p0", "d9"), 1000.0) == 0.0
 
 
 def test_the_wait_for_a_link_is_not_learnt_as_its_rate() -> None:
