@@ -142,14 +142,15 @@ class App:
         self._attach_gauges()
 
     def _create_gateway(self, config: Config, rng: Random) -> None:
+        outbox = self._write_queue
         plan = build_plan(config, self._endpoints, self._admission, {})
         self._endpoints.apply(plan.adoption)
         self.gateway = Gateway(
             plan.snapshot,
             self._endpoints,
             self._admission,
-            Accounting(self.metrics, self._log, self._tracer, self._loop, self.secret),
-            Handoffs(self.metrics, rng, self._write_queue),
+            Accounting(self.metrics, self._log, self._tracer, outbox.call_after_flush, self.secret),
+            Handoffs(self.metrics, rng, outbox),
         )
         attach_metrics(self.gateway, plan, self.metrics)
         self.metrics.pool_by_label = lambda: pool_by_label(

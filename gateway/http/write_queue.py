@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from gateway.http.client_read_turns import PIECE_TURNS, ReadTurns
@@ -52,8 +53,8 @@ class WriteQueue:
     """
 
     __slots__ = (
-        *("_deferred", "_deferred_bytes", "_is_scheduled", "_queue", "budget_spent", "loop"),
-        *("close_queue", "long_reads", "piece_turns", "read_turns", "request_turns"),
+        *("_callbacks", "_deferred", "_deferred_bytes", "_is_scheduled", "_queue", "budget_spent"),
+        *("close_queue", "long_reads", "loop", "piece_turns", "read_turns", "request_turns"),
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -65,6 +66,7 @@ class WriteQueue:
         self.close_queue = CloseQueue(loop)
         self.budget_spent = False
         self._is_scheduled = False
+        self._callbacks: list[Callable[[], None]] = []
         self._queue: list[tuple[asyncio.Transport, bytes, int]] = []
         self._deferred: deque[tuple[DeferringConnection, Relay, bytes]] = deque()
         self._deferred_bytes = 0
@@ -82,6 +84,16 @@ class WriteQueue:
         self._queue.append((transport, data, descriptor))
         if len(self._queue) == WRITES_PER_TURN:
             self.budget_spent = True
+
+    def call_after_flush(self, callback: Callable[[], None]) -> None:
+        """Call a function once, after the next flush at the end of an event loop iteration.
+
+        A call of the loop's call_soon() for it would take 2,000 processor instructions more.
+        """
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self.loop.call_soon(self._run)
+        self._callbacks.append(callback)
 
     def flush(self) -> None:
         """Send all queued writes now. Those to transports that have been closed are dropped."""
@@ -126,11 +138,17 @@ class WriteQueue:
     def _run(self) -> None:
         # The flags are reset before the flush, so that a write it triggers or an exception it
         # raises leaves the queue able to schedule itself.
-        if self._deferred:
-            self._run_deferred()
-        else:
-            self._is_scheduled = self.budget_spent = False
-            self.flush()
+        try:
+            if self._deferred:
+                self._run_deferred()
+            else:
+                self._is_scheduled = self.budget_spent = False
+                self.flush()
+        finally:
+            if self._callbacks:
+                callbacks, self._callbacks = self._callbacks, []
+                for callback in callbacks:
+                    callback()
 
     def _run_deferred(self) -> None:
         try:

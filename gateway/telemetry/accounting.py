@@ -7,8 +7,8 @@ and the counters stay in the processor's caches.
 
 from __future__ import annotations
 
-import asyncio
 import logging
+from collections.abc import Callable
 from time import monotonic, time
 
 from gateway.config import Observability
@@ -97,9 +97,9 @@ class Accounting:
         *(
             "_block_ids",
             "_bytes_out",
+            "_call_after_turn",
             "_children",
             "_log",
-            "_loop",
             "_metrics",
             "_over",
             "_overhead",
@@ -113,11 +113,15 @@ class Accounting:
         metrics: Metrics,
         log: AccessLog,
         traces: SpanExporter,
-        loop: asyncio.AbstractEventLoop,
+        call_after_turn: Callable[[Callable[[], None]], object],
         secret: bytes,
     ) -> None:
-        """Create the accounting. `secret` keys the hashes of prompt blocks in the access log."""
-        self._loop = loop
+        """Create the accounting.
+
+        call_after_turn  calls a function once, at the end of this iteration of the event loop
+        secret           keys the hashes of prompt blocks in the access log
+        """
+        self._call_after_turn = call_after_turn
         self._block_ids = BlockIds(secret)
         self._over: list[tuple[Exchange, float]] = []
         self._metrics = metrics
@@ -160,7 +164,7 @@ class Accounting:
     def add_ended(self, exchange: Exchange) -> None:
         """Queue an ended request to be recorded at the end of this iteration of the event loop."""
         if not self._over:
-            self._loop.call_soon(self.account_ended)
+            self._call_after_turn(self.account_ended)
         self._over.append((exchange, monotonic()))
 
     def account_ended(self) -> None:

@@ -157,6 +157,49 @@ def test_a_write_queued_by_a_failing_write_is_written(late: int) -> None:
     assert (stream.sent, behind.sent) == (b".", b"." * late)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("deferred", [0, 2 * WRITES_PER_TURN])
+def test_a_callback_follows_the_writes_of_its_iteration_and_is_called_once(
+    is_first: bool, deferred: int
+) -> None:
+    outbox, loop = new_queue()
+    connection, seen = FakeConnection(outbox), []
+    if is_first:
+        outbox.call_after_flush(lambda: seen.append(len(connection.sent)))
+    connection.receive(b"x")
+    if not is_first:
+        outbox.call_after_flush(lambda: seen.append(len(connection.sent)))
+    for _ in range(deferred):
+        outbox.budget_spent = True
+        connection.receive(b"y")
+    assert not seen
+    loop.turn()
+    assert len(seen) == 1
+    assert seen[0] >= 1
+    while loop.turn():
+        pass
+    assert len(seen) == 1
+    assert len(connection.sent) == 1 + deferred
+
+
+def test_a_callback_is_called_although_a_write_fails() -> None:
+    outbox, loop = new_queue()
+    seen: list[str] = []
+
+    class Broken:
+        def is_closing(self) -> bool:
+            raise ValueError("broken")
+
+    outbox.enqueue(cast(asyncio.Transport, Broken()), b"x")
+    outbox.call_after_flush(lambda: seen.append("first"))
+    with pytest.raises(ValueError, match="broken"):
+        loop.turn()
+    assert seen == ["first"]
+    outbox.call_after_flush(lambda: seen.append("second"))  # the queue can schedule itself again
+    loop.turn()
+    assert seen == ["first", "second"]
+
+
 def test_a_transport_that_cannot_be_written_to_does_not_affect_the_others() -> None:
     queue, loop = new_queue()
     gone = Mock(side_effect=RuntimeError("after write_eof()"))
