@@ -51,7 +51,7 @@ class FakeConnection:
         if self.bug is not None:
             raise self.bug
         self.carried.append(head + payload.body)
-        self.done = new_future(asyncio.get_running_loop())
+        self.done = new_future()
         return self.done
 
     def ends(self, kind: str = "") -> None:
@@ -74,7 +74,7 @@ class FakeUpstream:
         return self.idle.pop() if self.idle else None
 
     async def connect(self) -> FakeConnection:
-        self.gate = new_future(asyncio.get_running_loop())
+        self.gate = new_future()
         try:
             await self.gate
         except asyncio.CancelledError:
