@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
+from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
@@ -128,15 +129,17 @@ class OwnedBatch:
     ) -> bool:
         # Read some lines of the file and pass them to `see`; return whether more may follow.
         #
-        # A line longer than `max_line` bytes ends the file.
+        # A line longer than `max_line` bytes ends the file. A byte order mark before the first
+        # line, as Windows programs write, is not part of it.
         offset = start = file.tell()
         while offset - start < SLICE_BYTES:
             line = file.readline(max_line + 1)
             if not line:
                 return False
-            if line.strip():
-                self._spans.extend((offset, len(line)))
-                see(line)
+            text = line if offset else line.removeprefix(BOM_UTF8)
+            if text.strip():
+                self._spans.extend((offset + len(line) - len(text), len(text)))
+                see(text)
             if len(line) > max_line:
                 return False
             offset += len(line)
