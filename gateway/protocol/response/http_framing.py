@@ -6,6 +6,7 @@ The parser is strict where two parsers could disagree about the end of a body.
 from __future__ import annotations
 
 import re
+from email.utils import mktime_tz, parsedate_tz
 from functools import lru_cache
 from typing import Protocol
 
@@ -27,6 +28,10 @@ _FIELDS = re.compile(
     rb"[ \t]*:([^\r\n]*)\r"
 )
 _RETRY_AFTER = re.compile(rb"\nretry-after[ \t]*:[ \t]*([0-9]{1,6}(?:\.[0-9]{1,6})?)[ \t]*\r")
+_DATES = re.compile(
+    rb"\n(retry-after|date)[ \t]*:[ \t]*"
+    rb"([a-z]{3}, [0-9]{2} [a-z]{3} [0-9]{4} [0-9]{2}:[0-9]{2}:[0-9]{2} gmt)[ \t]*\r"
+)
 _REFUSED_FOR_NOW = (429, 503)
 _LENGTH = re.compile(rb"[1-9][0-9]{0,8}")
 _LENGTH_LINE = re.compile(rb"\r\ncontent-length: ?([1-9][0-9]{0,8})\r\n", re.IGNORECASE)
@@ -53,7 +58,7 @@ class ResponseHead(msgspec.Struct, frozen=True):
     head_start   the start of the gateway's own head: status 200 and the engine's content type
     length_line  the end of the gateway's own head if the body keeps its length
     wait_s       seconds after which the client may retry a 429 or 503 (Retry-After); None if the
-                 head does not say or gives a date
+                 head does not say. A date there counts from the head's own Date
     """
 
     status: int
@@ -122,8 +127,21 @@ def parse_head(head: bytes) -> ResponseHead:
 
 
 def _wait_s(head: bytes) -> float | None:
-    match = _RETRY_AFTER.search(head.lower())
-    return None if match is None else float(match[1])
+    # Return the seconds in Retry-After.
+    #
+    # A date is compared with the head's own Date: heads are cached, and clocks differ.
+    lowered = head.lower()
+    match = _RETRY_AFTER.search(lowered)
+    if match is not None:
+        return float(match[1])
+    times: dict[bytes, float] = {}
+    for name, date in _DATES.findall(lowered):
+        parsed = parsedate_tz(date.decode())
+        if parsed is not None:
+            times[name] = float(mktime_tz(parsed))
+    if len(times) < 2:
+        return None
+    return max(0.0, times[b"retry-after"] - times[b"date"])
 
 
 class ResponseHeadReader:

@@ -25,6 +25,7 @@ from tests.virtual_time import VIRTUAL_TIME
 
 pytestmark = VIRTUAL_TIME
 
+DATE = "Wed, 21 Oct 2026 07:28:00 GMT"
 TWO = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
 
 
@@ -91,7 +92,12 @@ async def test_a_full_engine_that_names_no_time_keeps_as_many_requests_as_it_run
     [
         ("Retry-After: 7", 7.0),
         ("retry-after:1.5 ", 1.5),
-        ("retry-after: Wed, 21 Oct 2015 07:28:00 GMT", None),
+        (f"Date: {DATE}\r\nRetry-After: Wed, 21 Oct 2026 07:28:09 GMT", 9.0),
+        (f"retry-after: Thu, 22 Oct 2026 00:00:00 GMT \r\ndate:{DATE}", 59_520.0),
+        (f"date: {DATE}\r\nretry-after: Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+        (f"date: {DATE}\r\nretry-after: Wed, 21 Xyz 2026 07:28:00 GMT", None),
+        (f"date: {DATE}", None),
+        ("retry-after: Wed, 21 Oct 2026 07:28:00 GMT", None),
         ("retry-after: -1", None),
         ("x-retry-after: 7", None),
     ],
