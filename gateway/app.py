@@ -15,8 +15,9 @@ from time import monotonic, time
 
 from aiohttp import web
 
-from gateway.admin import server as admin
 from gateway.admin.connection_shutdown import end_connections
+from gateway.admin.endpoints_page import endpoint_rows
+from gateway.admin.server import admin_application
 from gateway.admission.admission_controller import AdmissionController
 from gateway.auto.auto_controller import AutoPolicyController
 from gateway.auto.gateway_config_access import GatewayConfigAccess
@@ -218,7 +219,7 @@ class App:
 
     def _create_auto(self) -> AutoPolicyController:
         # In a worker process, the supervisor creates it instead.
-        rows = partial(admin.endpoint_rows, self.gateway)
+        rows = partial(endpoint_rows, self.gateway)
         target = GatewayConfigAccess(self.reloader, rows, lambda: self.is_draining)
         return AutoPolicyController(target, self.metrics.auto_metrics)
 
@@ -492,7 +493,7 @@ class App:
         return await self._listen(API, listener, await self._connection_factory())
 
     async def _listen_admin(self, listener: Listener) -> str:
-        runner = web.AppRunner(admin.admin_application(self), access_log=None)
+        runner = web.AppRunner(admin_application(self), access_log=None)
         await runner.setup()
         self._runners.append(runner)
         if self._local is not None:

@@ -14,7 +14,7 @@ from gateway.admin import config_pages, live_pages
 from gateway.admin.auto_pages import add_auto
 from gateway.admin.connection_shutdown import announce_close
 from gateway.admin.drift_pages import add_drift, add_records
-from gateway.admin.endpoints_page import add_endpoints, endpoint_rows
+from gateway.admin.endpoints_page import add_endpoints
 from gateway.admin.explain_page import add_explain
 from gateway.admin.metrics_pages import add_metrics
 from gateway.admin.readiness import not_ready_reason
@@ -25,8 +25,6 @@ from gateway.config.yaml_source import MAX_FILE_BYTES
 
 if TYPE_CHECKING:
     from gateway.admin.gateway_interface import GatewayInterface
-
-__all__ = ["admin_application", "endpoint_rows"]
 
 
 def admin_application(target: GatewayInterface) -> web.Application:
