@@ -84,7 +84,7 @@ class PairAttempt(AttemptState):
         try:
             self.post(self._start())
             if self.state not in END_STATES:
-                self._waiting = new_future()
+                self._waiting = new_future(self.handoffs.outbox.loop)
                 await self._waiting
             if self._bug is not None:
                 raise self._bug

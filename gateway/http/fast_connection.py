@@ -138,7 +138,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         """
         if self._missing:
             reserve(self._body_bytes - self._missing)
-            self._reserve, self._body_done = reserve, new_future()
+            self._reserve, self._body_done = reserve, new_future(self._outbox.loop)
             self._enter(BODY)
             if self._unread:  # more of the body arrived before this call
                 data, self._unread, self._offset = self._unread[self._offset :], b"", 0

@@ -113,7 +113,7 @@ class UpstreamConnection:
         The returned future resolves when the response has been relayed, or raises UpstreamError
         when it fails.
         """
-        done = self._done = new_future()
+        done = self._done = new_future(self._outbox.loop)
         transport = self.transport
         if transport is None:
             message = "the connection was closed before the request was sent"

@@ -51,7 +51,7 @@ class FakeConnection:
         if self.bug is not None:
             raise self.bug
         self.carried.append(head + payload.body)
-        self.done = new_future()
+        self.done = new_future(asyncio.get_running_loop())
         return self.done
 
     def ends(self, kind: str = "") -> None:
@@ -74,7 +74,7 @@ class FakeUpstream:
         return self.idle.pop() if self.idle else None
 
     async def connect(self) -> FakeConnection:
-        self.gate = new_future()
+        self.gate = new_future(asyncio.get_running_loop())
         try:
             await self.gate
         except asyncio.CancelledError:

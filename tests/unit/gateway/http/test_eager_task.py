@@ -19,7 +19,7 @@ class Log(list[str]):
 
 
 async def test_a_task_starts_at_once_and_resumes_inside_resolve() -> None:
-    log, awaited = Log(), new_future()
+    log, awaited = Log(), new_future(asyncio.get_running_loop())
 
     async def steps() -> None:
         log.append("began")
@@ -33,7 +33,7 @@ async def test_a_task_starts_at_once_and_resumes_inside_resolve() -> None:
 
 
 async def test_a_failed_future_raises_where_it_is_awaited() -> None:
-    log, awaited = Log(), new_future()
+    log, awaited = Log(), new_future(asyncio.get_running_loop())
 
     async def steps() -> None:
         with pytest.raises(ValueError, match="no"):
@@ -47,8 +47,8 @@ async def test_a_failed_future_raises_where_it_is_awaited() -> None:
 
 
 async def test_a_future_may_resolve_early_and_a_regular_task_may_await_it() -> None:
-    log = Log()
-    early, late = new_future(), new_future()
+    log, loop = Log(), asyncio.get_running_loop()
+    early, late = new_future(loop), new_future(loop)
 
     async def steps(awaited: EagerFuture) -> None:
         await awaited
@@ -65,7 +65,7 @@ async def test_a_future_may_resolve_early_and_a_regular_task_may_await_it() -> N
 
 @pytest.mark.parametrize("wait_s", [0, 0.001])
 async def test_any_other_wait_turns_it_into_a_regular_task(wait_s: float) -> None:
-    log, ended, awaited = Log(), asyncio.Event(), new_future()
+    log, ended, awaited = Log(), asyncio.Event(), new_future(asyncio.get_running_loop())
     ours = asyncio.current_task()
 
     async def steps() -> None:
@@ -123,7 +123,7 @@ async def test_cancelling_is_immediate_at_an_eager_future_and_delayed_as_a_task(
             log.append("cancelled")
             raise
 
-    log, awaited = Log(), new_future()
+    log, awaited = Log(), new_future(loop)
     log.run(steps(log, awaited)).cancel()
     assert log == ["cancelled", "ended"]
     assert awaited.cancelled()
