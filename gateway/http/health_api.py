@@ -1,4 +1,4 @@
-"""The pages /health, /ping and /version of the API listener, which need no API key.
+"""The pages /, /health, /ping and /version of the API listener, which need no API key.
 
 They show that this process answers HTTP requests. Whether it can serve models is shown by /readyz
 of the admin server.
@@ -12,7 +12,8 @@ from aiohttp import web
 
 from gateway.util.version import program_version
 
-HEALTH_PATHS = ("/health", "/ping")
+# Some balancers probe "/" by default, and Claude Code asks for it before its first request.
+HEALTH_PATHS = ("/", "/health", "/ping")
 
 
 def add_health(routes: web.UrlDispatcher, headers: Callable[[], Mapping[str, str]]) -> None:

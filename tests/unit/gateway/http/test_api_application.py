@@ -25,7 +25,6 @@ def _no_models() -> Any:
         ("/v1/models/", "/v1/models"),
         ("/v1/tokenize", "/tokenize"),
         ("/v1/images/generations", None),
-        ("/", None),
     ],
 )
 async def test_an_unknown_path_is_refused_with_the_one_that_was_meant(

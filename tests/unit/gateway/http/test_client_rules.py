@@ -127,7 +127,9 @@ async def test_a_wrong_method_is_answered_with_the_right_ones(
     assert json.loads(reply.body)["error"]["code"] == "method_not_allowed"
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/llama", "/health", "/ping", "/version"])
+@pytest.mark.parametrize(
+    "path", ["/", "/v1/models", "/v1/models/llama", "/health", "/ping", "/version"]
+)
 async def test_head_gets_the_headers_of_get_without_its_body(path: str) -> None:
     async with gateway() as client:
         head, get = await client.ask("HEAD", path), await client.ask("GET", path)
@@ -255,7 +257,8 @@ async def test_empty_tools_reach_the_engine_as_they_are(tools: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")]
+    ("method", "path"),
+    [("GET", "/"), ("HEAD", "/"), ("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")],
 )
 async def test_health_needs_no_key_and_shows_nothing(method: str, path: str) -> None:
     async with gateway(tenants=[{"name": "acme", "key": "sk-acme"}]) as client:
