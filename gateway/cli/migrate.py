@@ -10,7 +10,7 @@ from typing import Annotated
 from command_line import Argument, Option, UsageError
 from gateway.cli.terminal_output import exit_with_error, print_line
 from gateway.migrate import SOURCES, Additions, Draft, MigrationError, convert_text, convert_words
-from gateway.migrate.config_draft import variables
+from gateway.migrate.config_draft import url_variables, variables
 from gateway.migrate.yaml_text import MAX_CHARS
 
 _PLACEHOLDER = "value-of-a-variable-that-is-not-set"
@@ -108,6 +108,8 @@ def _check(draft: Draft, text: str, output: Path | None) -> None:
 
     names = dict.fromkeys(variables(draft.data))
     known = {name: os.environ.get(name) or _PLACEHOLDER for name in names}
+    for number, name in enumerate(url_variables(draft.data)):
+        known[name] = os.environ.get(name) or f"http://engine-{number}.invalid:8000"
     unset = [name for name in names if not os.environ.get(name)]
     try:
         load_text(text.encode(), str(output or "gateway.yaml"), {**os.environ, **known})

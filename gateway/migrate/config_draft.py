@@ -156,6 +156,19 @@ def variables(data: object) -> Iterator[str]:
         yield from (match[1] for match in _REFERENCE.finditer(data))
 
 
+def url_variables(data: object) -> Iterator[str]:
+    """Yield the names of the variables that plain data refers to at the beginning of a URL."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            match = _REFERENCE.match(value) if key == "url" and isinstance(value, str) else None
+            if match is not None:
+                yield match[1]
+            yield from url_variables(value)
+    elif isinstance(data, list):
+        for item in data:
+            yield from url_variables(item)
+
+
 def pool_name(model: str, taken: Mapping[str, object]) -> str:
     """Return a short pool name derived from a model's name, different from the names in `taken`."""
     short = _SLUG.sub("-", model.rsplit("/", 1)[-1].lower()).strip("-") or "engines"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from gateway.migrate.config_draft import Draft, MigrationError, with_references
+from gateway.migrate.config_draft import Draft, MigrationError, variables, with_references
 
 Converter = Callable[[str], object | None]
 """A function that converts an option's value to the form of gateway.yaml.
@@ -104,7 +104,11 @@ def engine_url(value: str, item: str, draft: Draft) -> str | None:
     if _DP_RANK.search(url):
         url = _DP_RANK.sub("", url)
         draft.differ(f"{item} {value}", "an engine with data parallelism is one endpoint")
-    return url.removesuffix("/v1").rstrip("/")
+    url = url.removesuffix("/v1").rstrip("/")
+    if url.startswith("${"):
+        name = next(variables(url), "")
+        draft.do(item, f"set {name} to the engine's URL, such as http://host:8000, without /v1")
+    return url
 
 
 def host_of(url: str) -> str:

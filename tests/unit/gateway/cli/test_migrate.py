@@ -44,6 +44,30 @@ def test_variables_that_are_not_set_are_listed(monkeypatch: pytest.MonkeyPatch) 
     assert "to do: set VLLM_KEY" in result.stderr
 
 
+def test_urls_of_engines_in_variables_become_references_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("VLLM_BASE", "OTHER_BASE"):
+        monkeypatch.delenv(name, raising=False)
+    source, target = tmp_path / "config.yaml", tmp_path / "gateway.yaml"
+    source.write_text(
+        "model_list:\n"
+        "- {model_name: a, litellm_params: {model: hosted_vllm/a, "
+        "api_base: os.environ/VLLM_BASE}}\n"
+        "- {model_name: b, litellm_params: {model: hosted_vllm/b, "
+        "api_base: os.environ/OTHER_BASE}}\n"
+    )
+    result = RUN.invoke(penstock, ["migrate", str(source), "--output", str(target)])
+    assert result.exit_code == 0, result.output
+    assert "url: ${VLLM_BASE}" in target.read_text()
+    assert "to do: model_list[0] a: api_base: set VLLM_BASE to the engine's URL" in result.stderr
+    assert "to do: set VLLM_BASE, OTHER_BASE before" in result.stderr
+    monkeypatch.setenv("VLLM_BASE", "http://10.0.0.1:8000")
+    monkeypatch.setenv("OTHER_BASE", "http://10.0.0.2:8000")
+    checked = RUN.invoke(penstock, ["check", str(target)])
+    assert checked.exit_code == 0, checked.output
+
+
 def test_a_result_that_does_not_pass_the_check_is_an_error() -> None:
     words = ["vllm-router", "--worker-urls", "ftp://e:8000"]
     result = RUN.invoke(penstock, ["migrate", "--", *words])
