@@ -216,6 +216,13 @@ class Inbound:
 
         Raises EOFError, FrameError or OSError when the connection is over.
         """
+        try:
+            return self._receive_once()
+        except Exception:
+            self._report_intact()  # the pump verified them before the byte that ends the connection
+            raise
+
+    def _receive_once(self) -> bool:
         self.is_drained = False
         arrival = self._arrival
         if arrival is None or not arrival.pieces.remaining:

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import GenerationCheck
-from kvtransfer.protocol.frame import TRAILER_BYTES, FrameError, FrameKind, encode_frame
+from kvtransfer.protocol.frame import (
+    TRAILER_BYTES,
+    FrameError,
+    FrameKind,
+    PayloadProof,
+    encode_frame,
+    encode_window_frame,
+)
 from kvtransfer.transport_interface import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.transports.pump import PUMP, PumpFunctions
 from kvtransfer.transports.stream import inbound, outbound
@@ -367,3 +374,44 @@ def test_intact_windows_are_reported_before_one_that_is_corrupt() -> None:
             _feed(channel, bytes(data[:length]), length)
         assert verdicts(channel) == [WindowVerdict.OK] * 3 + [WindowVerdict.CORRUPT]
         assert channel.ear.batches == [3]
+
+
+@pytest.mark.parametrize("expects", [True, False])
+@pytest.mark.parametrize("broken", [1, 3, WINDOWS - 1])
+def test_intact_windows_are_reported_before_a_trailer_that_ends_the_link(
+    broken: int, expects: bool
+) -> None:
+    with piped(expects=expects) as channel:
+        put(channel)
+        data = bytearray(wire(channel))
+        heads = list(channel.ear.places)
+        # A message follows the window in the middle.
+        at = data.index(_header(heads[broken])) + FRAME_BYTES + heads[broken].n_bytes
+        data[at] = 0x80  # no verdict
+        channel.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        with pytest.raises(FrameError):
+            _feed(channel, bytes(data), len(data))
+        assert verdicts(channel) == [WindowVerdict.OK] * broken
+
+
+def _header(head: WindowHead) -> bytes:
+    return encode_window_frame(head, head.n_bytes, PayloadProof.XXH3)
+
+
+def test_intact_windows_are_reported_before_a_failure_to_place_the_next() -> None:
+    with piped() as channel:
+        put(channel)
+        data = wire(channel)
+        heads = list(channel.ear.places)
+        place = channel.ear.place_window
+
+        def fail(head: WindowHead) -> WindowSlice | None:
+            if head == heads[3]:
+                raise TransportError("the owner fails")
+            return place(head)
+
+        channel.ear.place_window = fail  # type: ignore[method-assign]
+        channel.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        with pytest.raises(TransportError):
+            _feed(channel, data, len(data))
+        assert verdicts(channel) == [WindowVerdict.OK] * 3
