@@ -1,4 +1,7 @@
-"""Parses option values of `penstock replay`: durations, loads, service classes and faults."""
+"""Parses option values of `penstock replay`: durations, loads and service classes.
+
+The faults of its option `--faults` are parsed by planner/replay/fault_grammar.py.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from planner.replay.fleet_spec import FleetSpec
-from planner.replay.replay_options import CacheView, GroupFault, GroupFaultKind, ReplayOptions
 from policies.routing_types import STANDARD, Slo
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
-_SPAN = r"\d+(?:\.\d+)?(?:ms|s|m|h)?"
-_FAULT = re.compile(rf"(lose|slow|drain|cold)=(\d+)@({_SPAN})(?:\+({_SPAN}))?(?:x(\d+(?:\.\d+)?))?")
-_VIEW = re.compile(r"(stale|events|view)=(\S+)")
-
-FAULTS = (
-    "lose=0@5m+60s, slow=1@2m+30sx2, drain=2@1m+5m, cold=7@10m (group@time[+duration]), "
-    "stale=5s, events=0.3, view=exact"
-)
+SPAN = r"\d+(?:\.\d+)?(?:ms|s|m|h)?"
+"""Regular expression of the durations that parse_seconds() reads."""
 
 
 class ArgumentError(ValueError):
@@ -99,60 +94,3 @@ def _from_file(path: Path) -> tuple[Slo, Mapping[str, Slo]]:
     ) as error:
         raise ArgumentError(f"{path}: {error}") from None
     return classes_by_name.get("standard", STANDARD), classes_by_name
-
-
-def apply_faults(
-    text: str, spec: FleetSpec, options: ReplayOptions
-) -> tuple[FleetSpec, ReplayOptions]:
-    """Parse a --faults text, and return the fleet and the options with these faults.
-
-    Raises ArgumentError if the text is invalid.
-    """
-    groups = list(spec.groups)
-    faults: list[GroupFault] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        view = _VIEW.fullmatch(part)
-        if view is not None:
-            options = _with_view(view[1], view[2], options)
-            continue
-        match = _FAULT.fullmatch(part)
-        if match is None:
-            raise ArgumentError(f"{part!r} is not a valid fault; the forms are {FAULTS}")
-        group, at_s = int(match[2]), parse_seconds(match[3])
-        if group >= len(groups):
-            raise ArgumentError(
-                f"the fault {part!r} has an unknown group; the groups are 0 to {len(groups) - 1}"
-            )
-        if (match[5] and match[1] != "slow") or (match[4] and match[1] == "cold"):
-            raise ArgumentError(
-                f"the fault {part!r} is invalid: only slow has a factor, and cold has no duration"
-            )
-        duration_s, factor = parse_seconds(match[4]) if match[4] else None, float(match[5] or 2.0)
-        if not factor:
-            raise ArgumentError(f"the factor of the fault {part!r} must be above 0")
-        if match[1] == "cold":
-            groups[group] = msgspec.structs.replace(groups[group], up_at_s=at_s)
-        else:
-            faults.append(GroupFault(at_s, group, GroupFaultKind(match[1]), duration_s, factor))
-    return msgspec.structs.replace(spec, kinds=tuple(groups)), msgspec.structs.replace(
-        options, faults=tuple(faults)
-    )
-
-
-def _with_view(key: str, value: str, options: ReplayOptions) -> ReplayOptions:
-    if key == "stale":
-        age_s = parse_seconds(value)
-        return msgspec.structs.replace(options, scrape_s=max(age_s, 0.1), scrape_age_s=age_s)
-    if key == "view":
-        if value not in list(CacheView):
-            raise ArgumentError(f"unknown view={value}; known views: {', '.join(CacheView)}")
-        return msgspec.structs.replace(options, view=CacheView(value))
-    try:
-        share = float(value)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise ArgumentError(
-            f"events={value} is invalid: the share of lost events must be between 0 and 1"
-        )
-    return msgspec.structs.replace(options, lost_events=share)

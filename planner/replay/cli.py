@@ -18,7 +18,7 @@ import msgspec
 from command_line import Argument, Option, UsageError, write_line
 from planner.output_files import check_writable
 from planner.progress import progress_bar
-from planner.replay import argument_parsing
+from planner.replay import argument_parsing, fault_grammar
 from planner.replay.fleet_spec import FleetError, FleetSpec, preset, read_fleet
 from planner.replay.html_report import HEADS, cells_of, page
 from planner.replay.replay_options import ClientBehaviour, ReplayOptions
@@ -102,7 +102,7 @@ Slos = Annotated[
     ),
 ]
 Faults = Annotated[
-    str, Option("--faults", help=f"Faults to simulate, comma-separated: {argument_parsing.FAULTS}.")
+    str, Option("--faults", help=f"Faults to simulate, comma-separated: {fault_grammar.FAULTS}.")
 ]
 Format = Annotated[
     str | None,
@@ -214,7 +214,7 @@ def replay(
         clients = ClientBehaviour(retries, not ignore_retry_after, patience_s)
         options = ReplayOptions(seed, expected_output=expected_output, clients=clients)
         options = _with_times(options, slo, for_, has_users=users is not None)
-        spec, options = argument_parsing.apply_faults(faults, _fleet(fleet), options)
+        spec, options = fault_grammar.apply_faults(faults, _fleet(fleet), options)
         comparison = Comparison(
             fleet=spec,
             requests=_requests(trace, format_, from_, to),

@@ -1,6 +1,7 @@
 """Simulates events of a fleet other than requests: faults, drains, new groups and scrapes.
 
-A group is one simulated engine. A scrape reads the metrics of an engine.
+A group is one simulated engine. A scrape reads the metrics of an engine. The
+syntax of faults is in planner/replay/fault_grammar.py.
 """
 
 from __future__ import annotations
