@@ -1,11 +1,15 @@
 """Reads and checks the lines of a batch's input file, and writes the lines of its result files.
 
-A line is `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`. No I/O.
+A line is `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`. Blank lines do
+not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from codecs import BOM_UTF8
+from collections.abc import Callable, Mapping
+from io import BufferedReader
 from typing import Any
 
 import msgspec
@@ -18,6 +22,7 @@ from gateway.protocol.request.json_members import read_members
 MAX_CUSTOM_ID_CHARS = 512
 MAX_PROBLEMS = 20  # problems that are reported of one file
 LINE_OVERHEAD = 4096  # bytes of a line beside its body, at most
+SLICE_BYTES = 256 * 1024  # read per call in a thread, so that other threads run in between
 
 BATCH_APIS: Mapping[str, Api] = {
     path: api
@@ -46,6 +51,54 @@ _decode_text = msgspec.json.Decoder(str).decode
 
 def decode_line(raw: bytes) -> InputLine:
     return _decode(raw)
+
+
+class InputLines:
+    """Finds the lines of one batch input file, and reads one of them by its index.
+
+    The calls with a file block; use them in a thread.
+    """
+
+    def __init__(self) -> None:
+        self._spans = array("Q")  # offset and size of each line
+
+    @property
+    def count(self) -> int:
+        """Return the number of lines that scan() has found so far."""
+        return len(self._spans) // 2
+
+    def scan(self, file: BufferedReader, max_line: int, see: Callable[[bytes], None]) -> bool:
+        """Read some lines of the file, and store where each of them is.
+
+        Return whether more may follow. A line longer than `max_line` bytes ends the file. A byte
+        order mark before the first line, as Windows programs write, is not part of it.
+
+        file  the input file; reading continues at its position
+        see   called with every line that is not blank
+        """
+        offset = start = file.tell()
+        while offset - start < SLICE_BYTES:
+            line = file.readline(max_line + 1)
+            if not line:
+                return False
+            text = line if offset else line.removeprefix(BOM_UTF8)
+            if text.strip():
+                self._spans.extend((offset + len(line) - len(text), len(text)))
+                see(text)
+            if len(line) > max_line:
+                return False
+            offset += len(line)
+        return True
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Return the offset and the size in bytes of the line with this index."""
+        return self._spans[2 * number], self._spans[2 * number + 1]
+
+    def read(self, file: BufferedReader, number: int) -> InputLine:
+        """Read the line with this index from the file."""
+        offset, size = self.span(number)
+        file.seek(offset)
+        return decode_line(file.read(size))
 
 
 class InputChecker:

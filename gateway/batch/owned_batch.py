@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
-from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
-from io import BufferedReader
 from time import monotonic, time
 from typing import Any
 
@@ -26,7 +23,13 @@ from gateway.batch.file_and_batch_objects import (
     RequestCounts,
     new_id,
 )
-from gateway.batch.input_lines import InputChecker, InputLine, decode_line, result_line
+from gateway.batch.input_lines import (
+    InputChecker,
+    InputLine,
+    InputLines,
+    decode_line,
+    result_line,
+)
 from gateway.batch.remaining_work import RequestTimes
 from gateway.batch.request_attempt import LineResult, RequestAttempt
 from gateway.batch.result_journal import (
@@ -43,7 +46,6 @@ from policies.admission.batch_reserve import WindowDemand
 
 log = logging.getLogger("penstock")
 
-SLICE_BYTES = 256 * 1024  # read per call in a thread, so that other threads run in between
 MISSING_BYTES = 4096  # more than the result of a request without an answer takes
 REASONS = {
     BatchState.EXPIRED: (
@@ -77,7 +79,7 @@ class OwnedBatch:
         self.schedule = Schedule.ON_TIME
         self.progress = JournalReader(0)
         self.is_blocked = self.is_open = self.is_lost = False
-        self._spans = array("Q")  # offset and size of each line
+        self._lines = InputLines()
         self._journal: BatchJournal | None = None
         self._unwritten: list[bytes] = []
         self._flushing: asyncio.Task[None] | None = None
@@ -108,9 +110,9 @@ class OwnedBatch:
 
         The input file is known to be valid. `max_line` is the maximum length of a line in bytes.
         """
-        if not self._spans:
+        if not self._lines.count:
             await self._scan(max_line, lambda _: None, lambda: False)
-        self.progress = JournalReader(len(self._spans) // 2)
+        self.progress = JournalReader(self._lines.count)
         self._journal = await self._threads.run(self._claimed.open_journal, self.progress)
         self._resumed = frozenset(self.progress.kept)
         self._ready.extend(self._resumed)
@@ -118,43 +120,22 @@ class OwnedBatch:
     async def _scan(
         self, max_line: int, see: Callable[[bytes], None], is_over: Callable[[], bool]
     ) -> None:
-        self._spans = array("Q")
+        lines = self._lines = InputLines()
         run = self._threads.run
         with await run(self._claimed.open_input) as file:
-            while not is_over() and await run(self._scan_slice, file, max_line, see):
+            while not is_over() and await run(lines.scan, file, max_line, see):
                 pass
-
-    def _scan_slice(
-        self, file: BufferedReader, max_line: int, see: Callable[[bytes], None]
-    ) -> bool:
-        # Read some lines of the file and pass them to `see`; return whether more may follow.
-        #
-        # A line longer than `max_line` bytes ends the file. A byte order mark before the first
-        # line, as Windows programs write, is not part of it.
-        offset = start = file.tell()
-        while offset - start < SLICE_BYTES:
-            line = file.readline(max_line + 1)
-            if not line:
-                return False
-            text = line if offset else line.removeprefix(BOM_UTF8)
-            if text.strip():
-                self._spans.extend((offset + len(line) - len(text), len(text)))
-                see(text)
-            if len(line) > max_line:
-                return False
-            offset += len(line)
-        return True
 
     async def read(self, number: int) -> InputLine:
         """Read the request with this index from the input file."""
-        span = self._spans[2 * number : 2 * number + 2]
+        span = self._lines.span(number)
         return decode_line(await self._threads.run(self._claimed.read_input, *span))
 
     # What is to run
 
     @property
     def total(self) -> int:
-        return len(self._spans) // 2
+        return self._lines.count
 
     @property
     def backlog(self) -> int:
@@ -357,7 +338,7 @@ class OwnedBatch:
     ) -> int:
         reason = REASONS.get(state, REASONS[BatchState.EXPIRED])
         lines = self._result_lines(reason, usage, is_good=is_good)
-        most = self.progress.size + len(self._spans) * MISSING_BYTES
+        most = self.progress.size + 2 * self.total * MISSING_BYTES
         return self._storage.write_result_file(self.record.tenant, file, lines, most)
 
     def _result_lines(
@@ -376,7 +357,5 @@ class OwnedBatch:
             return
         with self._claimed.open_input() as file:
             for number in reader.missing():
-                offset, size = self._spans[2 * number : 2 * number + 2]
-                file.seek(offset)
-                custom_id = decode_line(file.read(size)).custom_id
+                custom_id = self._lines.read(file, number).custom_id
                 yield result_line(number, self.record.id, custom_id, None, reason)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
+from io import BufferedReader, BytesIO
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.batch.input_lines import MAX_PROBLEMS, InputChecker, result_line
+from gateway.batch.input_lines import (
+    MAX_PROBLEMS,
+    SLICE_BYTES,
+    InputChecker,
+    InputLines,
+    result_line,
+)
 
 ENDPOINT = "/v1/chat/completions"
 
@@ -73,6 +81,51 @@ def test_the_number_of_reported_problems_is_bounded() -> None:
 def test_a_custom_id_may_be_used_once(ids: list[str]) -> None:
     found = problems(*map(line, ids), max_lines=100) if ids else []
     assert found == ["duplicate_custom_id"] * (len(ids) - len(set(ids)))
+
+
+def file_of(*parts: bytes) -> BufferedReader:
+    return BufferedReader(BytesIO(b"".join(parts)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mark", [b"", BOM_UTF8])
+def test_lines_are_found_with_either_line_end_and_without_mark_and_blank_lines(
+    mark: bytes,
+) -> None:
+    file = file_of(mark, line("a"), b"\n\r\n", line("b"), b"\r\n  \n", line("c"))
+    lines, seen = InputLines(), list[bytes]()
+    assert not lines.scan(file, 1000, seen.append)
+    assert lines.count == len(seen) == 3
+    assert [lines.read(file, number).custom_id for number in (2, 0, 1)] == ["c", "a", "b"]
+    assert problems(*seen) == []
+    offset, size = lines.span(0)
+    file.seek(offset)
+    assert file.read(size) == seen[0]
+
+
+def test_a_blank_line_may_follow_a_byte_order_mark() -> None:
+    lines, seen = InputLines(), list[bytes]()
+    lines.scan(file_of(BOM_UTF8, b"\r\n", line("a"), b"\r\n"), 1000, seen.append)
+    assert (lines.count, problems(*seen)) == (1, [])
+
+
+def test_a_byte_order_mark_before_a_later_line_is_an_invalid_line() -> None:
+    seen: list[bytes] = []
+    InputLines().scan(file_of(line("a"), b"\n", BOM_UTF8, line("b")), 1000, seen.append)
+    assert problems(*seen) == ["invalid_json_line"]
+
+
+def test_a_large_file_is_read_in_slices() -> None:
+    number = 2 * SLICE_BYTES // len(line("a"))
+    file, lines, slices = file_of(*[line("a") + b"\n"] * number), InputLines(), 1
+    while lines.scan(file, 1000, lambda _: None):
+        slices += 1
+    assert (slices, lines.count) == (3, number)
+
+
+def test_a_line_that_is_too_long_ends_the_file() -> None:
+    lines, seen = InputLines(), list[bytes]()
+    assert not lines.scan(file_of(b"x" * 2000, b"\n", line("b")), 1000, seen.append)
+    assert list(map(len, seen)) == [1001]
 
 
 def test_a_result_is_one_line_even_if_the_answer_has_several() -> None:
