@@ -67,7 +67,7 @@ OFF_PATH = (
     *_modules("gateway/protocol", "message_bytes python_byte_scan python_message_bytes"),
     *_modules("gateway/protocol", "response_store_probe upstream_error"),
     *_modules("gateway/protocol/request", "http2_refusal image_size lax_numbers multipart"),
-    *_modules("gateway/protocol/response", "resume_eligibility"),
+    *_modules("gateway/protocol/response", "resume_eligibility retry_after"),
     *_modules("gateway/protocol/translate", "chat_types messages_conversation messages_request"),
     *_modules("gateway/protocol/translate", "request_reader responses_answer responses_input"),
     *_modules("gateway/protocol/translate", "responses_request"),

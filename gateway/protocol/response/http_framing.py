@@ -6,7 +6,6 @@ The parser is strict where two parsers could disagree about the end of a body.
 from __future__ import annotations
 
 import re
-from email.utils import mktime_tz, parsedate_tz
 from functools import lru_cache
 from typing import Protocol
 
@@ -15,6 +14,7 @@ from msgspec.structs import replace
 
 from gateway.protocol.byte_scan import body_span, whole_body
 from gateway.protocol.python_byte_scan import CHUNK_SIZES, SIZE_LINES
+from gateway.protocol.response import retry_after
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_END = b"\r\n\r\n"
@@ -27,12 +27,6 @@ _FIELDS = re.compile(
     rb"\n(content-type|content-length|content-encoding|transfer-encoding|connection)"
     rb"[ \t]*:([^\r\n]*)\r"
 )
-_RETRY_AFTER = re.compile(rb"\nretry-after[ \t]*:[ \t]*([0-9]{1,6}(?:\.[0-9]{1,6})?)[ \t]*\r")
-_DATES = re.compile(
-    rb"\n(retry-after|date)[ \t]*:[ \t]*"
-    rb"([a-z]{3}, [0-9]{2} [a-z]{3} [0-9]{4} [0-9]{2}:[0-9]{2}:[0-9]{2} gmt)[ \t]*\r"
-)
-_REFUSED_FOR_NOW = (429, 503)
 _LENGTH = re.compile(rb"[1-9][0-9]{0,8}")
 _LENGTH_LINE = re.compile(rb"\r\ncontent-length: ?([1-9][0-9]{0,8})\r\n", re.IGNORECASE)
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -122,26 +116,8 @@ def parse_head(head: bytes) -> ResponseHead:
         bool(size) and is_success and status not in BODILESS and not (is_sse or is_html),
         b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n" % content_type,
         b"content-length: %d\r\n\r\n" % (size or 0),
-        _wait_s(head) if status in _REFUSED_FOR_NOW else None,
+        retry_after.read_wait_s(head) if status in retry_after.STATUSES else None,
     )
-
-
-def _wait_s(head: bytes) -> float | None:
-    # Return the seconds in Retry-After.
-    #
-    # A date is compared with the head's own Date: heads are cached, and clocks differ.
-    lowered = head.lower()
-    match = _RETRY_AFTER.search(lowered)
-    if match is not None:
-        return float(match[1])
-    times: dict[bytes, float] = {}
-    for name, date in _DATES.findall(lowered):
-        parsed = parsedate_tz(date.decode())
-        if parsed is not None:
-            times[name] = float(mktime_tz(parsed))
-    if len(times) < 2:
-        return None
-    return max(0.0, times[b"retry-after"] - times[b"date"])
 
 
 class ResponseHeadReader:
