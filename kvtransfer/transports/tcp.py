@@ -76,6 +76,7 @@ class Tcp:
 
     def dial(self, address: str) -> Link:
         host, _, port = address.rpartition(":")
+        host = host.strip("[]")  # an IPv6 address may be advertised in brackets
         try:
             sock = socket.create_connection((host, int(port)), timeout=_DIAL_S)
         except (OSError, ValueError, OverflowError) as error:
@@ -84,7 +85,7 @@ class Tcp:
             ) from error
         if self._tls is None:
             return self._listening.add(sock, address, dialled=True)
-        return self._dial_tls(self._tls, sock, host.strip("[]"), address)
+        return self._dial_tls(self._tls, sock, host, address)
 
     def _dial_tls(self, tls: TlsContexts, sock: socket.socket, host: str, address: str) -> Link:
         try:

@@ -164,6 +164,32 @@ def test_the_dialled_name_must_be_in_the_certificate(authority: Authority, agent
         exchange(files(authority, "elsewhere", "10.0.0.1", "localhost"), agent)
 
 
+def has_ipv6() -> bool:
+    with suppress(OSError), socket.socket(socket.AF_INET6) as sock:
+        sock.bind(("::1", 0))
+        return True
+    return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("advertise", [None, "::1", "[::1]"])
+@pytest.mark.parametrize("is_encrypted", [True, False])
+def test_an_ipv6_address_is_dialled_with_brackets_and_without(
+    is_encrypted: bool, advertise: str | None, authority: Authority
+) -> None:
+    tls = files(authority, "six", "::1") if is_encrypted else None
+    owner, listening = Owner(), Tcp("::1", advertise=advertise, tls=tls)
+    dialling = Tcp("::1", tls=tls)
+    try:
+        address = listening.start(owner, [])
+        dialling.start(Owner(), [])
+        dialling.dial(address).send(b"ping")
+        assert owner.wait("message") == [b"ping"]
+    finally:
+        for end in (listening, dialling):
+            end.close()
+
+
 @pytest.mark.parametrize("lacks", ["source", "sink", "none"])
 def test_a_peer_name_is_checked_at_both_ends(lacks: str, authority: Authority) -> None:
     ends = [
