@@ -60,21 +60,24 @@ class FaultKind(StrEnum):
 class InjectedFault(msgspec.Struct, frozen=True):
     """One injected fault: its kind and options, its probability per request, and its period.
 
-    after    where the fault starts: after so many tokens of the answer, or bytes between KV agents
-    status   HTTP status of the error response
-    factor   how many times as long each engine step takes
-    only     the steps that the fault `slow` affects: "prefill" (steps with prompt tokens), "decode"
-             (other steps), or "" (all steps)
-    rank     number of the lost rank
-    hang     whether the jobs of a lost rank stop without an error instead of failing
-    chance   probability (0 to 1) that the fault affects a request
-    start_s  seconds from the injection until the fault begins
-    end_s    seconds from the injection until the fault ends; inf: it does not end
+    after          where the fault starts: after so many tokens of the answer, or bytes between KV
+                   agents
+    status         HTTP status of the error response
+    retry_after_s  seconds in the Retry-After of the error response; None: it has no such header
+    factor         how many times as long each engine step takes
+    only           the steps that the fault `slow` affects: "prefill" (steps with prompt tokens),
+                   "decode" (other steps), or "" (all steps)
+    rank           number of the lost rank
+    hang           whether the jobs of a lost rank stop without an error instead of failing
+    chance         probability (0 to 1) that the fault affects a request
+    start_s        seconds from the injection until the fault begins
+    end_s          seconds from the injection until the fault ends; inf: it does not end
     """
 
     kind: FaultKind
     after: int = 1
     status: int = 500
+    retry_after_s: int | None = None
     factor: float = 10.0
     only: str = ""
     rank: int = 0
@@ -139,7 +142,7 @@ GROUP_FAULTS = RANK_FAULTS | WIRE_FAULTS | {FaultKind.REFUSE, FaultKind.SLOW}
 
 # The options of each fault.
 _OPTIONS: dict[FaultKind, tuple[str, ...]] = {
-    FaultKind.ERROR: ("status",),
+    FaultKind.ERROR: ("status", "retry-after"),
     FaultKind.RESET_MID_STREAM: ("after",),
     FaultKind.CUT: ("after",),
     FaultKind.STALL: ("after",),
@@ -199,11 +202,12 @@ def _option(kind: FaultKind, text: str) -> dict[str, float | int | bool | str]:
     if key == "x":
         return {"factor": _number(value, "x", least=0.01)}
     number = _number(value, key, least=0)
-    if number != int(number) or (key == "status" and not 500 <= number <= 599):
+    is_error = number == 429 or 500 <= number <= 599
+    if number != int(number) or (key == "status" and not is_error):
         raise FaultError(
             f"the fault {kind} does not allow the value {value!r} for its option {key!r}"
         )
-    return {key: int(number)}
+    return {"retry_after_s" if key == "retry-after" else key: int(number)}
 
 
 def _limit(text: str) -> dict[str, float | int | bool | str]:

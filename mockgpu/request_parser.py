@@ -43,6 +43,7 @@ _TYPES = {
     404: "NotFoundError",
     405: "Method Not Allowed",
     413: "Request Entity Too Large",
+    429: "Too Many Requests",
     500: "InternalServerError",
     503: "Service Unavailable",
 }
@@ -51,14 +52,22 @@ _TYPES = {
 class ApiError(Exception):
     """An error response in vLLM's format.
 
-    `code` is the HTTP status. The body is `{"error": {message, type, param, code}}`.
+    `code` is the HTTP status. The body is `{"error": {message, type, param, code}}`. `headers` has
+    further header fields of the response.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
+        self.headers = headers or {}
 
     @property
     def kind(self) -> str:

@@ -106,8 +106,7 @@ class GenerationHandlers:
     async def _generate(self, request: web.Request, chat: bool) -> web.StreamResponse:
         fault = self._pick_fault(request)
         parsed = await self._read(request, chat)
-        if fault is not None and fault.kind is FaultKind.ERROR:
-            raise ApiError(fault.status, "Injected fault")
+        _raise_injected(fault)
         choices = build_choices(parsed)
         if parsed.leg is not None and len(choices) > 1:
             self.group.metrics.malformed_handoffs += 1
@@ -132,8 +131,7 @@ class GenerationHandlers:
         name = client_request_id(request.headers) or uuid.uuid4().hex
         request_id = str(members.get("request_id") or form.prefix + name)
         parsed = self._parse(raw, form.read(members), request, request_id, True)
-        if fault is not None and fault.kind is FaultKind.ERROR:
-            raise ApiError(fault.status, "Injected fault")
+        _raise_injected(fault)
         (choice,) = build_choices(parsed)
         if parsed.is_stream:
             chunks = form.chunks(parsed, choice, int(time.time()), members)
@@ -154,8 +152,7 @@ class GenerationHandlers:
         fields = await form_fields(request)
         name = client_request_id(request.headers) or uuid.uuid4().hex
         parsed = self._parse(b"{}", audio_format.read_audio(fields), request, f"trsc-{name}", True)
-        if fault is not None and fault.kind is FaultKind.ERROR:
-            raise ApiError(fault.status, "Injected fault")
+        _raise_injected(fault)
         (choice,) = build_choices(parsed)
         if parsed.is_stream:
             chunks = audio_format.AudioChunks(parsed, choice, int(time.time()))
@@ -177,8 +174,7 @@ class GenerationHandlers:
         name = client_request_id(request.headers) or uuid.uuid4().hex
         read = pooling.READERS[request.path]
         job = read(await request.read(), request.headers, self.group.spec.served_name, name)
-        if fault is not None and fault.kind is FaultKind.ERROR:
-            raise ApiError(fault.status, "Injected fault")
+        _raise_injected(fault)
         check_context(job.parsed.prompts, self.group.spec.context)
         choices = build_choices(job.parsed)
         answer = PendingResponse(len(choices), asyncio.get_running_loop())
@@ -376,3 +372,12 @@ class GenerationHandlers:
             if self.group.spec.cached_details
             else None
         )
+
+
+def _raise_injected(fault: InjectedFault | None) -> None:
+    # Raise the error response of the fault `5xx`, if it affects this request.
+    if fault is None or fault.kind is not FaultKind.ERROR:
+        return
+    wait_s = fault.retry_after_s
+    headers = None if wait_s is None else {"Retry-After": str(wait_s)}
+    raise ApiError(fault.status, "Injected fault", headers=headers)

@@ -124,7 +124,9 @@ class MockServer:
             raise asyncio.CancelledError from None
         form = self.generation.formats.get(request.path.removesuffix("/count_tokens"))
         body = error_body(api_error, self._engine) if form is None else form.error(api_error)
-        return web.Response(status=api_error.status, body=body, content_type=JSON)
+        return web.Response(
+            status=api_error.status, body=body, content_type=JSON, headers=api_error.headers
+        )
 
     async def stored_response(self, request: web.Request) -> web.Response:
         """Serve GET /v1/responses/{id}: the stored response with this id."""

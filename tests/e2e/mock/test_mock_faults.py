@@ -179,6 +179,21 @@ async def test_the_5xx_fault_has_its_probability_and_status() -> None:
         assert 15 <= statuses.count(502) <= 45
 
 
+async def test_the_5xx_fault_names_a_time_to_retry_if_it_has_one() -> None:
+    async with mock_group() as group:
+        for spec, expected in (
+            ("5xx:status=429:retry-after=7", (429, "7")),
+            ("5xx:status=503", (503, None)),
+        ):
+            await group.fault(spec)
+            for path, body in (
+                ("/v1/chat/completions", CHAT),
+                ("/v1/embeddings", {"model": CHAT["model"], "input": "x"}),
+            ):
+                async with group.post(path, body) as answer:
+                    assert (answer.status, answer.headers.get("Retry-After")) == expected
+
+
 async def test_the_slow_fault_multiplies_the_step_time() -> None:
     async with mock_group(GroupSpec("demo-8b", SPEC.model, SPEC.gpu, speed=2)) as group:
         loop, took = asyncio.get_running_loop(), []

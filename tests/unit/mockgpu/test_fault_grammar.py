@@ -27,6 +27,10 @@ from tests.fair_time import PATIENCE_S
             "5xx:status=503@p=0.25@10-20",
             InjectedFault(FaultKind.ERROR, status=503, chance=0.25, start_s=10, end_s=20),
         ),
+        (
+            "5xx:status=429:retry-after=7",
+            InjectedFault(FaultKind.ERROR, status=429, retry_after_s=7),
+        ),
         ("reset-before-headers", InjectedFault(FaultKind.RESET_BEFORE_HEADERS)),
         ("reset-after-headers@5-", InjectedFault(FaultKind.RESET_AFTER_HEADERS, start_s=5)),
         ("reset-mid-stream:after=5", InjectedFault(FaultKind.RESET_MID_STREAM, after=5)),
@@ -67,6 +71,9 @@ def test_several_faults_are_separated_by_commas_and_none_is_none() -> None:
             "5xx@2-2",
             "5xx:after=1",
             "5xx:status=404",
+            "5xx:retry-after=-1",
+            "5xx:retry-after=1.5",
+            "stall:retry-after=1",
         ),
         *(
             "stall:after",
