@@ -15,7 +15,7 @@ from gateway.disagg.pairing import SplitRoute
 from gateway.http.client_interface import Client
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.call import Call
-from gateway.protocol.request.json_splice import shape
+from gateway.protocol.request.split_eligibility import read_shape
 from gateway.protocol.response.relay import UpstreamError
 from gateway.proxy.attempt_loop import AttemptPlan, no_endpoint_error, permit_retry
 from gateway.proxy.whole_request import WholePlan, pick_longest
@@ -97,7 +97,7 @@ class SplitPlan:
             return SplitDecision(None, SplitReason.RECOMPUTE, mode)
         call = context.call
         is_whole = not call.api.can_split
-        form = _WHOLE_ONLY if is_whole else shape(call.members)
+        form = _WHOLE_ONLY if is_whole else read_shape(call.members)
         splitter, transfers = context.split.splitter, handoffs.transfer_times
         return splitter.decide(pools, query, form, mode, transfers)
 

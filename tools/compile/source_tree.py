@@ -103,7 +103,7 @@ SMALL = (
     *_modules("gateway/protocol", "cors stored_response_ids trace_context"),
     *_modules("gateway/protocol/request", "api_keys cache_salts forwarded_headers json_members"),
     *_modules("gateway/protocol/request", "json_splice media member_limits sequence_count"),
-    *_modules("gateway/protocol/request", "service_level_headers sessions"),
+    *_modules("gateway/protocol/request", "service_level_headers sessions split_eligibility"),
     *_modules("gateway/protocol/response", "event_grammar long_event retryable_start rewrite"),
     *_modules("gateway/protocol/response", "resumable_relay short_response token_ledger"),
     *_modules("gateway/proxy", "attempt_loop engine_api split_request"),

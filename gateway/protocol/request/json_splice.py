@@ -1,27 +1,21 @@
-"""Inserts an engine's KV handoff members into a request's JSON; tells if a request can be split.
+"""Inserts an engine's KV handoff members into a request's JSON, and drops members from it.
 
-By this protocol, a prefill engine passes a request's KV cache to a decode engine. Raw values are
-joined without being decoded. Edits that only add members are inserted before the closing brace.
+By the handoff protocol, a prefill engine passes a request's KV cache to a decode engine. Raw values
+are joined without being decoded. Edits that only add members are inserted before the closing brace.
 This is possible because parsing has removed such members from the client's body.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import msgspec
 
 from kvtransfer.dialects import RequestEdits
-from policies.pricing.split_decision import SplitShape
 
 Members = Mapping[str, msgspec.Raw]
 
 _any = msgspec.json.Decoder().decode
-_LIST_OF_PROMPTS = re.compile(rb'\[[ \t\r\n]*+["\[]')
-_OFF = frozenset((b"null", b"false"))
-# The members that can make a request unfit to be split.
-_SHAPING = frozenset(("n", "best_of", "prompt", "prompt_logprobs", "echo"))
 
 
 class _Keys(dict[str, bytes]):
@@ -44,23 +38,6 @@ _KEYS = _Keys(
         *("prompt_cache_key", "chat_template_kwargs", "logprobs", "top_logprobs"),
     )
 )
-
-
-def shape(members: Members) -> SplitShape:
-    """Return the properties of a request on which it depends whether it can be split.
-
-    A split request has its prefill and its decode at different endpoints.
-    """
-    limit = _number(members.get("max_completion_tokens")) or _number(members.get("max_tokens"))
-    if _SHAPING.isdisjoint(members):  # nearly every chat
-        return SplitShape(max_tokens=limit)
-    prompt = members.get("prompt")
-    return SplitShape(
-        max(_number(members.get("n")) or 1, _number(members.get("best_of")) or 1),
-        1 if prompt is None else _count_prompts(prompt),
-        any(bytes(members.get(name, b"null")) not in _OFF for name in ("prompt_logprobs", "echo")),
-        limit,
-    )
 
 
 def shows_usage(members: Members) -> bool:
@@ -96,20 +73,3 @@ def edited(body: bytes, members: Members, edits: RequestEdits, model: str | None
     parts[0] = b"{" + bytes(parts[0])[1:]
     parts += (edits.put, b"}")
     return b"".join(parts)
-
-
-def _number(raw: msgspec.Raw | None) -> int | None:
-    # Decode an optional member that parsing has found to be an integer or null.
-    #
-    # Return None if it is missing or null.
-    number: int | None = None if raw is None else _any(raw)
-    return number
-
-
-def _count_prompts(raw: msgspec.Raw) -> int:
-    # Return the number of prompts in the `prompt` member of a completions request.
-    #
-    # A text or a list of token ids is one prompt; a list of texts or of such lists is several.
-    if _LIST_OF_PROMPTS.match(raw) is None:
-        return 1
-    return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from gateway.protocol.request.call import ENGINE_INTERNAL
-from gateway.protocol.request.json_splice import Members, edited, shape, shows_usage
+from gateway.protocol.request.json_splice import Members, edited, shows_usage
 from kvtransfer import dialects
 from kvtransfer.dialects import (
     BootstrapAddress,
@@ -22,7 +22,6 @@ from kvtransfer.dialects import (
     RequestEdits,
     parse_response,
 )
-from policies.pricing.split_decision import SplitShape
 
 NUMBER = 2**41
 WHO = PrefillIdentity("engine-p", "10.0.0.7", 5600, 1, 1, 0, "card")
@@ -110,30 +109,6 @@ def test_what_is_only_added_is_spliced_in_behind_the_clients_own_bytes() -> None
         == body[:-1] + b',"bootstrap_room":1}'
     )
     assert edited(body, members, RequestEdits(), None) == body
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"messages": []}, SplitShape()),
-        ({"max_tokens": 5}, SplitShape(max_tokens=5)),
-        ({"max_tokens": 5, "max_completion_tokens": 1}, SplitShape(max_tokens=1)),
-        ({"max_tokens": 5, "max_completion_tokens": None}, SplitShape(max_tokens=5)),
-        ({"n": 2, "best_of": None}, SplitShape(choices=2)),
-        ({"n": 1, "best_of": 3}, SplitShape(choices=3)),
-        ({"prompt": "a"}, SplitShape()),
-        ({"prompt": [1, 2]}, SplitShape()),
-        ({"prompt": ["a", "b"]}, SplitShape(prompts=2)),
-        ({"prompt": [[1], [2], [3]]}, SplitShape(prompts=3)),
-        ({"prompt": "a", "echo": True}, SplitShape(scores_prompt=True)),
-        ({"prompt": "a", "echo": False, "prompt_logprobs": None}, SplitShape()),
-        ({"prompt_logprobs": 0}, SplitShape(scores_prompt=True)),
-    ],
-)
-def test_the_shape_of_a_request_is_what_can_make_it_unfit_to_be_split(
-    given: dict[str, Any], expected: SplitShape
-) -> None:
-    assert shape(body_of(given)[1]) == expected
 
 
 @pytest.mark.parametrize(

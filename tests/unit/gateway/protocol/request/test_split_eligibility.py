@@ -1,0 +1,36 @@
+"""Tests of what can make a request unfit to be split between two endpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.protocol.request.split_eligibility import read_shape
+from policies.pricing.split_decision import SplitShape
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"messages": []}, SplitShape()),
+        ({"max_tokens": 5}, SplitShape(max_tokens=5)),
+        ({"max_tokens": 5, "max_completion_tokens": 1}, SplitShape(max_tokens=1)),
+        ({"max_tokens": 5, "max_completion_tokens": None}, SplitShape(max_tokens=5)),
+        ({"n": 2, "best_of": None}, SplitShape(choices=2)),
+        ({"n": 1, "best_of": 3}, SplitShape(choices=3)),
+        ({"prompt": "a"}, SplitShape()),
+        ({"prompt": [1, 2]}, SplitShape()),
+        ({"prompt": ["a", "b"]}, SplitShape(prompts=2)),
+        ({"prompt": [[1], [2], [3]]}, SplitShape(prompts=3)),
+        ({"prompt": "a", "echo": True}, SplitShape(scores_prompt=True)),
+        ({"prompt": "a", "echo": False, "prompt_logprobs": None}, SplitShape()),
+        ({"prompt_logprobs": 0}, SplitShape(scores_prompt=True)),
+    ],
+)
+def test_the_shape_of_a_request_is_what_can_make_it_unfit_to_be_split(
+    given: dict[str, Any], expected: SplitShape
+) -> None:
+    members = msgspec.json.decode(msgspec.json.encode(given), type=dict[str, msgspec.Raw])
+    assert read_shape(members) == expected
