@@ -7,8 +7,8 @@
 For example, `5xx@0.1,stall:after=3@10-20` fails one request in ten, and stalls streams after three
 tokens. The stalls occur from 10 to 20 seconds of wall time after the faults were set.
 
-The effects are in mockgpu/http (one request), tp_group.py (lost rank, slow), request_faults.py (KV
-of one request), handoff/faulty_link.py (bytes between KV agents) and kv_events/kv_event_stream.py.
+The effects are in mockgpu/http (one request), tp_group.py (lost rank, slow), job_faults.py (KV of
+one request), handoff/faulty_link.py (bytes between KV agents) and kv_events/delivery_faults.py.
 This module does no I/O.
 """
 
@@ -111,7 +111,7 @@ STREAM_FAULTS = frozenset(
     )
 )
 # Faults of one request's KV, or of the group at a moment of one request's life
-# (mockgpu/request_faults.py).
+# (mockgpu/job_faults.py).
 KV_FAULTS = frozenset(
     (
         FaultKind.DIE_IN_PREFILL,

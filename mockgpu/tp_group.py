@@ -17,12 +17,12 @@ import msgspec
 from kvtransfer.protocol.outcomes import TransferOutcome
 from mockgpu.fault_grammar import InjectedFault
 from mockgpu.handoff.kv_handoff import KvHandoff
+from mockgpu.job_faults import KillFaults
 from mockgpu.kv_events.event_batches import KvEventSpec
 from mockgpu.kv_options import StoreSpec, TransferSpec
 from mockgpu.metrics import GroupMetrics
 from mockgpu.paged_kv_cache import BLOCK_TOKENS, BlockPool
 from mockgpu.rank_lockstep import StepTimer
-from mockgpu.request_faults import KillFaults
 from mockgpu.request_parser import ApiError
 from mockgpu.scheduler import Job, JobState, PrefillChunk, Scheduler, StepPlan
 from mockgpu.split_legs import AnswerTime, DecodeLeg, PrefillLeg

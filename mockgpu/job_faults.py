@@ -1,7 +1,8 @@
-"""Faults of one request: corrupted or lost KV, or an engine that dies while it serves the request.
+"""Faults of one job of an engine: its KV is corrupted or lost, or the engine dies while it runs.
 
-mockgpu/fault_grammar.py parses these faults. An engine creates this object only when the first such
-fault occurs, so that healthy engines pay nothing.
+mockgpu/fault_grammar.py parses these faults; error responses and broken answers are in
+mockgpu/http. An engine creates this object only when the first such fault occurs, so that healthy
+engines pay nothing.
 """
 
 from __future__ import annotations
