@@ -23,6 +23,7 @@ from planner.replay.fleet_spec import FleetError, FleetSpec, preset, read_fleet
 from planner.replay.html_report import HEADS, cells_of, page
 from planner.replay.replay_options import ClientBehaviour, ReplayOptions
 from planner.replay.results import RequestEnd
+from planner.replay.service_classes import parse_classes
 from planner.replay.sweep import Comparison, ComparisonResult, UnknownCapacity, compare
 from planner.replay.terminal_tables import figure_tables, table
 from planner.traces import READERS, TraceError, TraceRequest, read_trace, slice_span
@@ -251,7 +252,7 @@ def _with_times(
     # Return the options with the service classes and the end of the replay.
     #
     # Closed loops have an end by default.
-    standard, classes = argument_parsing.parse_classes(slo)
+    standard, classes = parse_classes(slo)
     horizon_s = 1200.0 if has_users else None
     if for_ is not None:
         horizon_s = argument_parsing.parse_seconds(for_)

@@ -1,4 +1,4 @@
-"""Tests of the option syntax of `penstock replay`: durations, loads, classes and fleets,
+"""Tests of the option syntax of `penstock replay`: durations, loads and fleets,
 and errors for invalid ones.
 """
 
@@ -14,12 +14,10 @@ from planner.replay import (
     read_fleet,
 )
 from planner.replay.argument_parsing import (
-    ArgumentError,
-    parse_classes,
     parse_loads,
     parse_seconds,
 )
-from policies.routing_types import STANDARD, Role, Slo
+from policies.routing_types import Role
 
 
 def test_times_and_loads() -> None:
@@ -31,21 +29,6 @@ def test_times_and_loads() -> None:
         7.0,
     ]
     assert parse_loads("0.5,1, 2") == [0.5, 1.0, 2.0]
-
-
-def test_an_slo_is_two_budgets_or_a_file_of_classes(tmp_path: Path) -> None:
-    assert parse_classes("ttft=2s,tpot=50ms") == (Slo("standard", 2.0, 0.05), {})
-    assert parse_classes("tpot=50ms")[0].ttft_s == STANDARD.ttft_s
-    file = tmp_path / "classes.yaml"
-    file.write_text("chat: {ttft: 1s, tpot: 50ms, weight: 4}\nbatch: {ttft: 60s, tpot: 1s}\n")
-    standard, named = parse_classes(str(file))
-    assert (standard, named["chat"]) == (STANDARD, Slo("chat", 1.0, 0.05, 4.0))
-
-
-@pytest.mark.parametrize("text", ["tpt=3s", "ttft=soon", "nowhere.yaml"])
-def test_a_budget_that_cannot_be_is_named(text: str) -> None:
-    with pytest.raises(ArgumentError):
-        parse_classes(text)
 
 
 @pytest.mark.parametrize("name", ["F1", "f2", "F3", "F4", "F5", "F6", "F5:3p5d@10"])
