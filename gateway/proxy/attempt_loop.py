@@ -18,19 +18,16 @@ from typing import Protocol, TypeVar
 
 from gateway.http.client_interface import Client
 from gateway.protocol.errors import Failure, GatewayError, shutting_down
-from gateway.protocol.request.call import Call
-from gateway.protocol.request.media import BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN
 from gateway.protocol.response.relay import SHUTDOWN, UpstreamError
 from gateway.protocol.upstream_error import MODEL_GONE
+from gateway.proxy.context_length import is_too_long, too_long_error
 from gateway.request_record import Exchange
 from gateway.route import Gateway, Route
 from policies.filters import serves_tenant
 from policies.pricing.split_decision import EndpointPair
-from policies.routing_types import Candidate, Pick, Request, RoutingQuery
+from policies.routing_types import Candidate, Pick, RoutingQuery
 
 ChoiceT = TypeVar("ChoiceT", bound=Pick | EndpointPair)
-
-_OUTPUT_LIMITS = frozenset(("max_tokens", "max_completion_tokens"))
 
 
 class AttemptPlan(Protocol[ChoiceT]):
@@ -225,7 +222,7 @@ def no_endpoint_error(
         message = f"No endpoint of model '{route.name}' serves this tenant."
         return GatewayError(Failure.NO_CAPACITY, message, retry_after_s=1.0)
     if serving and exchange.call is not None and is_too_long(exchange.call, serving):
-        return _too_long(query.request)
+        return too_long_error(query.request)
     message = f"No endpoint of model '{route.name}' is available."
     return GatewayError(Failure.NO_CAPACITY, message, retry_after_s=1.0)
 
@@ -240,44 +237,6 @@ def _given_up(exchange: Exchange, problem: UpstreamError) -> GatewayError:
     failure = Failure.UPSTREAM_TIMEOUT if problem.kind == "timeout" else Failure.UPSTREAM_FAILED
     message = f"No engine could respond ({problem.kind}); attempts: {exchange.failed_attempts}."
     return GatewayError(failure, message, retry_after_s=problem.wait_s)
-
-
-def is_too_long(call: Call, candidates: Sequence[Candidate]) -> bool:
-    """Return whether a prompt and its answer certainly exceed every candidate's context length."""
-    needed_tokens = least_tokens(call)
-    limits = [candidate.endpoint.context_tokens for candidate in candidates]
-    return all(limit is not None and limit < needed_tokens for limit in limits)
-
-
-def least_tokens(call: Call) -> int:
-    """Return the least number of tokens that one prompt of a request and its answer can have.
-
-    Images and files count as almost no tokens, because some engines count hardly any for them.
-    """
-    request, prompt_tokens = call.request, call.request.prompt_tokens
-    if call.estimated_tokens:
-        text_tokens = max(0, call.estimated_tokens - call.media_size.tokens)
-        text_bytes = text_tokens * BYTES_PER_TOKEN
-        prompt_tokens = min(prompt_tokens, text_bytes // MOST_BYTES_PER_TOKEN)
-    output_tokens = request.output_tokens // request.choices if limits_output(call) else 1
-    return prompt_tokens // request.prompts + output_tokens
-
-
-def limits_output(call: Call) -> bool:
-    """Return whether the client limited the length of the answer.
-
-    If it did not, `output_tokens` of the request is only an estimate.
-    """
-    return not _OUTPUT_LIMITS.isdisjoint(call.members)
-
-
-def _too_long(request: Request) -> GatewayError:
-    tokens = request.prompt_tokens + request.output_tokens
-    return GatewayError(
-        Failure.CONTEXT_TOO_LONG,
-        f"No endpoint accepts a context of about {tokens} tokens "
-        f"({request.prompt_tokens} in the prompt, {request.output_tokens} to be generated).",
-    )
 
 
 def end_stream_with_error(exchange: Exchange, client: Client, problem: UpstreamError) -> None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.protocol.request.call import Call
-from gateway.proxy.attempt_loop import limits_output
+from gateway.proxy.context_length import limits_output
 from gateway.route import Route
 from policies.pricing.model_tiers import ModelTier, alternatives
 from policies.routing_types import RoutingQuery

@@ -13,7 +13,8 @@ from gateway.forwarding.hedge import OVERTAKEN
 from gateway.http.client_interface import Client
 from gateway.protocol.request.call import Call
 from gateway.protocol.response.relay import UpstreamError
-from gateway.proxy.attempt_loop import is_too_long, no_endpoint_error, permit_retry
+from gateway.proxy.attempt_loop import no_endpoint_error, permit_retry
+from gateway.proxy.context_length import is_too_long
 from gateway.request_record import Exchange
 from gateway.route import Gateway, Route
 from policies import routing_algorithm

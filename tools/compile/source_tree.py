@@ -106,7 +106,7 @@ SMALL = (
     *_modules("gateway/protocol/request", "service_level_headers sessions split_eligibility"),
     *_modules("gateway/protocol/response", "event_grammar long_event retryable_start rewrite"),
     *_modules("gateway/protocol/response", "resumable_relay short_response token_ledger"),
-    *_modules("gateway/proxy", "attempt_loop engine_api split_request"),
+    *_modules("gateway/proxy", "attempt_loop context_length engine_api split_request"),
     *_modules("gateway/telemetry", "access_log cost_counter log_rotation pick_explanation"),
     *_modules("gateway/telemetry", "request_shapes spans"),
     *_modules("policies", "policy_types scraped_load"),

@@ -17,7 +17,7 @@ from gateway.protocol.request.call import Call
 from gateway.protocol.request.media import MEDIA_TOKENS, MIN_MEDIUM_BYTES
 from gateway.protocol.request.request_body import CallContext, parse_call
 from gateway.protocol.request.service_level_headers import NO_PREFERENCES
-from gateway.proxy.attempt_loop import least_tokens
+from gateway.proxy.context_length import least_tokens
 from tests.unit.gateway.protocol.request.test_request_body import Model
 
 SOURCE = {"type": "base64", "media_type": "image/png"}
