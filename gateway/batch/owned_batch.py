@@ -23,13 +23,7 @@ from gateway.batch.file_and_batch_objects import (
     RequestCounts,
     new_id,
 )
-from gateway.batch.input_lines import (
-    InputChecker,
-    InputLine,
-    InputLines,
-    decode_line,
-    result_line,
-)
+from gateway.batch.input_lines import InputChecker, InputLine, InputLines, decode_line
 from gateway.batch.remaining_work import RequestTimes
 from gateway.batch.request_attempt import LineResult, RequestAttempt
 from gateway.batch.result_journal import (
@@ -38,6 +32,7 @@ from gateway.batch.result_journal import (
     KeptAnswer,
     encode_entry,
 )
+from gateway.batch.result_lines import result_line
 from gateway.batch.storage import BatchJournal, BatchStorage, ClaimedBatch, LeaseLostError
 from gateway.batch.storage_threads import StorageThreads
 from gateway.batch.token_usage import UsageSum

@@ -1,4 +1,4 @@
-"""Tests of which input files the Batch API accepts, and of the lines in its result files."""
+"""Tests of which input files the Batch API accepts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from gateway.batch.input_lines import (
     SLICE_BYTES,
     InputChecker,
     InputLines,
-    result_line,
 )
 
 ENDPOINT = "/v1/chat/completions"
@@ -126,22 +125,3 @@ def test_a_line_that_is_too_long_ends_the_file() -> None:
     lines, seen = InputLines(), list[bytes]()
     assert not lines.scan(file_of(b"x" * 2000, b"\n", line("b")), 1000, seen.append)
     assert list(map(len, seen)) == [1001]
-
-
-def test_a_result_is_one_line_even_if_the_answer_has_several() -> None:
-    raw = result_line(3, "batch_" + "0" * 32, "a", (200, "req_1", b'{\n "x": 1\n}\n'))
-    assert raw.count(b"\n") == 1
-    result = json.loads(raw)
-    assert result["response"] == {"status_code": 200, "request_id": "req_1", "body": {"x": 1}}
-    assert result["error"] is None
-
-
-def test_an_answer_that_is_no_json_is_kept_as_a_string() -> None:
-    raw = result_line(0, "batch_" + "0" * 32, "a", (502, "req_1", b"<html>\xff"))
-    assert json.loads(raw)["response"]["body"] == "<html>�"
-
-
-def test_a_request_without_an_answer_has_code_and_message() -> None:
-    raw = result_line(0, "batch_" + "0" * 32, "a", None, ("batch_expired", "late"))
-    result = json.loads(raw)
-    assert (result["response"], result["error"]["code"]) == (None, "batch_expired")
