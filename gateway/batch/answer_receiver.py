@@ -1,8 +1,8 @@
 """Receives the answer to one request of a batch, and keeps the start of an interrupted answer.
 
 LineClient takes the place of a client's connection. If an answer can be continued token for token,
-it is requested as a stream. StreamedAnswer joins the events of the stream to the body of a whole
-answer. No I/O.
+it is requested as a stream (streamed_request.py). StreamedAnswer joins the events of the stream to
+the body of a whole answer. No I/O.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from gateway.batch.result_journal import KeptAnswer
 from gateway.protocol.api_table import CHAT, Api
 from gateway.protocol.error_formats import OPENAI, ErrorFormat
 from gateway.protocol.errors import GatewayError
-from gateway.protocol.request.json_members import read_members
 from gateway.protocol.response.date_header import ResponseClock, ResponseLines
-from gateway.protocol.response.resume_eligibility import ContinuationTerms, member_terms
 from gateway.protocol.translate.chat_types import TranslationError
 from gateway.protocol.translate.sse import EventReader
 
@@ -27,40 +25,8 @@ if TYPE_CHECKING:
     from gateway.http.upstream import UpstreamConnection
 
 MAX_ANSWER_BYTES = 32 * 1024 * 1024
-_STREAM = {
-    "stream": msgspec.Raw(b"true"),
-    "stream_options": msgspec.Raw(b'{"include_usage":true}'),
-}
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.Encoder().encode
-
-
-def streamed_body(body: bytes, api: Api) -> tuple[bytes, ContinuationTerms] | None:
-    """Return the body of the same request as a stream, and how the stream can be continued.
-
-    Returns None if the answer could not be continued exactly. Such a request is sent unchanged.
-    """
-    if not api.can_resume:
-        return None
-    members = read_members(body)
-    terms = member_terms(members | _STREAM, api)
-    if terms is None or not isinstance(terms.max_tokens, int | None):
-        return None
-    return _encode({**members, **_STREAM}), terms
-
-
-def rest_body(terms: ContinuationTerms, kept: KeptAnswer, model: str) -> bytes:
-    left = None if terms.max_tokens is None else terms.max_tokens - len(kept.tokens)
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": [*kept.prompt, *kept.tokens],
-        "max_tokens": left,
-        **terms.sampling,
-        **_STREAM,
-    }
-    if terms.min_tokens > len(kept.tokens):
-        body["min_tokens"] = terms.min_tokens - len(kept.tokens)
-    return _encode(body)
 
 
 class StreamedAnswer:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gateway.batch.answer_receiver import LineClient, StreamedAnswer, rest_body, streamed_body
+from gateway.batch.answer_receiver import LineClient, StreamedAnswer
 from gateway.batch.input_lines import BATCH_APIS, InputLine
 from gateway.batch.result_journal import KeptAnswer
+from gateway.batch.streamed_request import rest_body, streamed_body
 from gateway.protocol.api_table import COMPLETIONS, Api
 from gateway.protocol.errors import GatewayError, error_body
 from gateway.protocol.response.date_header import ResponseClock

@@ -1,21 +1,17 @@
-"""Tests of answers to batch requests: when they are streamed, and how their parts are joined."""
+"""Tests of answers to batch requests: how their parts are kept and joined."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.batch.answer_receiver import LineClient, StreamedAnswer, rest_body, streamed_body
-from gateway.batch.result_journal import KeptAnswer
-from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS
+from gateway.batch.answer_receiver import LineClient, StreamedAnswer
+from gateway.protocol.api_table import CHAT
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.response.date_header import ResponseClock
 
-BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
 WORDS = ["one", " two", " three", " four"]
 
 
@@ -67,40 +63,6 @@ def test_an_answer_stopped_twice_has_the_text_and_counts_of_the_whole() -> None:
 
 def test_an_attempt_without_a_token_keeps_what_there_was() -> None:
     assert StreamedAnswer(CHAT).keep([1], [], 1) is None
-
-
-def test_the_rest_is_requested_with_the_tokens_that_are_left() -> None:
-    streamed = streamed_body(
-        json.dumps(BODY | {"temperature": 0.5, "min_tokens": 4}).encode(), CHAT
-    )
-    assert streamed is not None
-    kept = KeptAnswer([1, 2], [3, 4, 5], "x", streamed[1].sampling["temperature"], 2)
-    body = json.loads(rest_body(streamed[1], kept, "m"))
-    assert body["prompt"] == [1, 2, 3, 4, 5]
-    assert (body["max_tokens"], body["min_tokens"], body["temperature"]) == (6, 1, 0.5)
-    assert body["stream"] is True
-
-
-@pytest.mark.parametrize(
-    "members",
-    [
-        {"n": 2},
-        {"logprobs": True},
-        {"tools": [{"type": "function"}]},
-        {"stop": ["x"]},
-        {"response_format": {"type": "json_object"}},
-        {"max_tokens": "9"},
-        {"unknown": 1},
-    ],
-)
-def test_a_request_that_cannot_be_continued_is_sent_as_it_is(members: dict[str, Any]) -> None:
-    assert streamed_body(json.dumps(BODY | members).encode(), CHAT) is None
-
-
-def test_apis_without_streams_are_sent_as_they_are() -> None:
-    assert streamed_body(b'{"model": "m", "input": "x"}', EMBEDDINGS) is None
-    assert streamed_body(b'{"model": "m", "prompt": ["x", "y"]}', COMPLETIONS) is None
-    assert streamed_body(b'{"model": "m"}', COMPLETIONS) is None
 
 
 def line_client(answer: StreamedAnswer | None = None) -> LineClient:

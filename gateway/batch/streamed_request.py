@@ -1,0 +1,50 @@
+"""Builds the body that an engine gets for a request of a batch: as a stream, or for the rest of it.
+
+A stream can be interrupted and continued token for token; answer_receiver.py receives it. No I/O.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.batch.result_journal import KeptAnswer
+from gateway.protocol.api_table import Api
+from gateway.protocol.request.json_members import read_members
+from gateway.protocol.response.resume_eligibility import ContinuationTerms, member_terms
+
+_STREAM = {
+    "stream": msgspec.Raw(b"true"),
+    "stream_options": msgspec.Raw(b'{"include_usage":true}'),
+}
+_encode = msgspec.json.Encoder().encode
+
+
+def streamed_body(body: bytes, api: Api) -> tuple[bytes, ContinuationTerms] | None:
+    """Return the body of the same request as a stream, and how the stream can be continued.
+
+    Returns None if the answer could not be continued exactly. Such a request is sent unchanged.
+    """
+    if not api.can_resume:
+        return None
+    members = read_members(body)
+    terms = member_terms(members | _STREAM, api)
+    if terms is None or not isinstance(terms.max_tokens, int | None):
+        return None
+    return _encode({**members, **_STREAM}), terms
+
+
+def rest_body(terms: ContinuationTerms, kept: KeptAnswer, model: str) -> bytes:
+    """Return the body of a completion that continues the kept part of an answer."""
+    left = None if terms.max_tokens is None else terms.max_tokens - len(kept.tokens)
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": [*kept.prompt, *kept.tokens],
+        "max_tokens": left,
+        **terms.sampling,
+        **_STREAM,
+    }
+    if terms.min_tokens > len(kept.tokens):
+        body["min_tokens"] = terms.min_tokens - len(kept.tokens)
+    return _encode(body)

@@ -1,0 +1,48 @@
+"""Tests of which batch requests are sent as streams, and how the rest of one is requested."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.batch.result_journal import KeptAnswer
+from gateway.batch.streamed_request import rest_body, streamed_body
+from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+
+
+def test_the_rest_is_requested_with_the_tokens_that_are_left() -> None:
+    streamed = streamed_body(
+        json.dumps(BODY | {"temperature": 0.5, "min_tokens": 4}).encode(), CHAT
+    )
+    assert streamed is not None
+    kept = KeptAnswer([1, 2], [3, 4, 5], "x", streamed[1].sampling["temperature"], 2)
+    body = json.loads(rest_body(streamed[1], kept, "m"))
+    assert body["prompt"] == [1, 2, 3, 4, 5]
+    assert (body["max_tokens"], body["min_tokens"], body["temperature"]) == (6, 1, 0.5)
+    assert body["stream"] is True
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"n": 2},
+        {"logprobs": True},
+        {"tools": [{"type": "function"}]},
+        {"stop": ["x"]},
+        {"response_format": {"type": "json_object"}},
+        {"max_tokens": "9"},
+        {"unknown": 1},
+    ],
+)
+def test_a_request_that_cannot_be_continued_is_sent_as_it_is(members: dict[str, Any]) -> None:
+    assert streamed_body(json.dumps(BODY | members).encode(), CHAT) is None
+
+
+def test_apis_without_streams_are_sent_as_they_are() -> None:
+    assert streamed_body(b'{"model": "m", "input": "x"}', EMBEDDINGS) is None
+    assert streamed_body(b'{"model": "m", "prompt": ["x", "y"]}', COMPLETIONS) is None
+    assert streamed_body(b'{"model": "m"}', COMPLETIONS) is None
