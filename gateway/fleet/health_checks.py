@@ -10,11 +10,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
-import socket
-import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -29,12 +26,16 @@ from gateway.fleet.endpoint_table import OUT_OF_ROTATION, EndpointTable
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.model_list_changes import ModelListNews
 from gateway.fleet.poll_schedule import PollPlan, least_probe_s
+from gateway.fleet.probe_errors import (
+    PROBE_ERRORS,
+    clear_frames,
+    is_unreachable,
+    record_resolution,
+)
 from gateway.fleet.silence_limits import Silences
 from gateway.fleet.speed_recovery import SpeedRecovery, is_ejected_as_slow
-from gateway.http.connect_errors import is_local_error
-from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
+from gateway.http.poll_client import PollClient
 from gateway.protocol.api_table import RESPONSES, api_paths
-from gateway.protocol.response.http_framing import FramingError
 from gateway.protocol.response_store_probe import shows_store, store_request
 from gateway.protocol.translate.translation_table import TRANSLATIONS
 from kvtransfer.dialects import standalone_members
@@ -50,11 +51,6 @@ RECOVERY_S = 1.0  # longest time between two probes of an ejected endpoint, what
 CHECK_S = 0.5  # timeout of a health check that a request waits for
 NO_PAGE = (404, 405, 501)  # statuses of an engine without the requested page
 RATE_LIMITED = 429
-CONNECTION_LOST = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
-PROBE_ERRORS = (
-    *(aiohttp.ClientError, TimeoutError, OSError),
-    *(ConnectError, ConnectionLostError, FramingError),
-)
 FIRST_POLLS = 128  # endpoints polled at the same time before the gateway serves
 
 
@@ -241,7 +237,7 @@ class HealthChecker:
         try:
             status = await self._health_status_despite_pause(live, timeout_s)
         except PROBE_ERRORS as error:
-            if not _is_unreachable(error):
+            if not is_unreachable(error):
                 return None
             self._endpoints.on_connection_refused(live)
             return False
@@ -280,8 +276,8 @@ class HealthChecker:
             status = await self._health_status_despite_pause(live, timeout_s)
             live.is_unresolved = False
         except PROBE_ERRORS as error:
-            _record_resolution(live, error)
-            if _is_unreachable(error):
+            record_resolution(live, error)
+            if is_unreachable(error):
                 self._endpoints.on_connection_refused(live)
         is_due = is_probe_due(live.health, monotonic()) or self._endpoints.is_needed(live)
         if status == 200 and live.is_stalled and is_due:
@@ -484,7 +480,7 @@ class HealthChecker:
             client.configure(live.key_header, live.encryption)
             return await client.get(path, timeout_s, limit)
         except PROBE_ERRORS as error:
-            _clear_frames(error)
+            clear_frames(error)
             raise
 
     async def _post(
@@ -517,37 +513,3 @@ def _model_of(live: LiveEndpoint) -> str | None:
     if served and (served in live.models or not live.models):
         return served
     return next(iter(live.models), None)
-
-
-def _record_resolution(live: LiveEndpoint, error: BaseException) -> None:
-    # Record whether a probe failed because of the endpoint's host name; log the first such failure.
-    cause = error.os_error if isinstance(error, ConnectError) else None
-    is_unresolved = isinstance(cause, socket.gaierror)
-    if is_unresolved and not live.is_unresolved:
-        log.warning(
-            "the host name of endpoint %s cannot be resolved (%s): %s",
-            live.endpoint.name,
-            live.endpoint.url,
-            cause,
-        )
-    live.is_unresolved = is_unresolved
-
-
-def _is_unreachable(error: BaseException) -> bool:
-    # Return whether the connection failed or was lost, so that nothing listens there.
-    if isinstance(error, ConnectError):
-        return not is_local_error(error.os_error)
-    return isinstance(error, ConnectionLostError) or (
-        isinstance(error, OSError) and error.errno in CONNECTION_LOST
-    )
-
-
-def _clear_frames(error: BaseException) -> None:
-    # Drop the tracebacks of an error and its causes, because their frames form reference cycles.
-    #
-    # A dead engine is probed every second, and only the garbage collector would free the cycles.
-    cause: BaseException | None = error
-    while cause is not None:
-        traceback.clear_frames(cause.__traceback__)
-        cause.__traceback__ = None
-        cause = cause.__cause__ or cause.__context__

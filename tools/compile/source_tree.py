@@ -51,7 +51,8 @@ OFF_PATH = (
     "policies/sizing",
     *_modules("gateway/disagg", "failure_actions pairing state_machine"),
     *_modules(
-        "gateway/fleet", "endpoint_from_config engine_model_names model_lookup speed_recovery"
+        "gateway/fleet",
+        "endpoint_from_config engine_model_names model_lookup probe_errors speed_recovery",
     ),
     *_modules("gateway/fleet/kv_events", "event_metrics event_reader_start zmq_addresses"),
     *_modules("gateway/fleet/kv_events", "prompt_learner tokenization zmq_subscription"),

@@ -1,0 +1,59 @@
+"""Judges why a probe of an endpoint failed: nothing listens, or its name is unknown. No I/O."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import traceback
+
+import aiohttp
+
+from gateway.fleet.live_endpoint import LiveEndpoint
+from gateway.http.connect_errors import is_local_error
+from gateway.http.poll_client import ConnectError, ConnectionLostError
+from gateway.protocol.response.http_framing import FramingError
+
+log = logging.getLogger("penstock")
+
+PROBE_ERRORS = (
+    *(aiohttp.ClientError, TimeoutError, OSError),
+    *(ConnectError, ConnectionLostError, FramingError),
+)
+"""What a request of a health check raises if its engine cannot be reached or does not answer."""
+CONNECTION_LOST = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
+
+
+def record_resolution(live: LiveEndpoint, error: BaseException) -> None:
+    """Record whether a probe failed because of the host name; log the first such failure."""
+    cause = error.os_error if isinstance(error, ConnectError) else None
+    is_unresolved = isinstance(cause, socket.gaierror)
+    if is_unresolved and not live.is_unresolved:
+        log.warning(
+            "the host name of endpoint %s cannot be resolved (%s): %s",
+            live.endpoint.name,
+            live.endpoint.url,
+            cause,
+        )
+    live.is_unresolved = is_unresolved
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Return whether the connection failed or was lost, so that nothing listens there."""
+    if isinstance(error, ConnectError):
+        return not is_local_error(error.os_error)
+    return isinstance(error, ConnectionLostError) or (
+        isinstance(error, OSError) and error.errno in CONNECTION_LOST
+    )
+
+
+def clear_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error and its causes, because their frames form reference cycles.
+
+    A dead engine is probed every second, and only the garbage collector would free the cycles.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__

@@ -1,0 +1,39 @@
+"""Tests of what the error of a failed health check says about an endpoint."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from gateway.fleet.probe_errors import clear_frames, is_unreachable
+from gateway.http.poll_client import ConnectError, ConnectionLostError
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConnectError(OSError(errno.ECONNREFUSED, "refused")), True),
+        (ConnectError(OSError(errno.EMFILE, "too many open files")), False),
+        (ConnectionLostError("lost"), True),
+        (OSError(errno.ECONNRESET, "reset"), True),
+        (OSError(errno.EINVAL, "invalid"), False),
+        (TimeoutError(), False),
+    ],
+)
+def test_only_a_failed_or_lost_connection_means_that_nothing_listens(
+    error: BaseException, expected: bool
+) -> None:
+    assert is_unreachable(error) == expected
+
+
+def test_an_error_and_its_cause_keep_no_frames() -> None:
+    with pytest.raises(ConnectError) as raised:
+        try:
+            raise OSError("cause")
+        except OSError as cause:
+            raise ConnectError(cause) from cause
+    error = raised.value
+    assert error.__traceback__ is not None
+    clear_frames(error)
+    assert (error.__traceback__, error.os_error.__traceback__) == (None, None)
