@@ -82,7 +82,8 @@ def _chunks(answer: dict[str, Any], *, shows_usage: bool) -> Iterator[bytes]:
         answer["usage"] = None
     first = {} if prompt_ids is None else {"prompt_token_ids": prompt_ids}
     empty: dict[str, Any]
-    for choice in choices:
+    for number, choice in enumerate(choices):
+        choice.setdefault("index", number)  # without it, clients would join all choices to one
         end = {
             name: choice.pop(name)
             for name in ("finish_reason", "stop_reason")
@@ -94,7 +95,7 @@ def _chunks(answer: dict[str, Any], *, shows_usage: bool) -> Iterator[bytes]:
             empty = {"text": ""}
         yield _data(answer | first | {"choices": [choice | {"finish_reason": None}]})
         first = {}
-        last = {"index": choice.get("index", 0), **empty, "logprobs": None, "finish_reason": "stop"}
+        last = {"index": choice["index"], **empty, "logprobs": None, "finish_reason": "stop"}
         yield _data(answer | {"choices": [last | end]})
     if shows_usage and usage is not None:
         yield _data(answer | {"choices": [], "usage": usage})

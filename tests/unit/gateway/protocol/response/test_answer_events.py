@@ -38,7 +38,7 @@ CHAT: dict[str, Any] = {
     ],
     "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
 }
-COMPLETION = {
+COMPLETION: dict[str, Any] = {
     "id": "cmpl-1",
     "object": "text_completion",
     "model": "m",
@@ -129,8 +129,16 @@ def test_token_counts_are_the_last_chunk_where_they_were_asked_for() -> None:
     assert (counts["choices"], counts["usage"]) == ([], CHAT["usage"])
 
 
-def test_every_choice_of_a_completion_ends_with_its_reason() -> None:
-    *chunks, _ = events_of(streamed(Relay(b""), write_chunks, wire(COMPLETION)))
+@pytest.mark.parametrize("has_index", [True, False])
+def test_every_choice_of_a_completion_has_its_index_and_ends_with_its_reason(
+    has_index: bool,
+) -> None:
+    sent: list[dict[str, Any]] = [dict(choice) for choice in COMPLETION["choices"]]
+    for choice in sent:
+        if not has_index:
+            del choice["index"]
+    answer = wire(COMPLETION | {"choices": sent})
+    *chunks, _ = events_of(streamed(Relay(b""), write_chunks, answer))
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [(each["index"], each["text"], each["finish_reason"]) for each in choices] == [
         (0, "t0", None),
