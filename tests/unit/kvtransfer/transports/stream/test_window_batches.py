@@ -415,3 +415,35 @@ def test_intact_windows_are_reported_before_a_failure_to_place_the_next() -> Non
         with pytest.raises(TransportError):
             _feed(channel, data, len(data))
         assert verdicts(channel) == [WindowVerdict.OK] * 3
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("windows", [1, 2])
+def test_a_last_window_whose_blocks_change_their_owner_while_it_is_sent_is_stale(
+    windows: int, ends: bool
+) -> None:
+    with piped() as channel:
+        live = np.ones(1, np.uint32)
+        for index in range(windows):
+            blocks = np.arange(BLOCKS // 2) + index * (BLOCKS // 2)
+            offsets = blocks * BLOCK_BYTES
+            runs = ByteRuns(offsets, offsets, np.full(blocks.size, BLOCK_BYTES))
+            promised = channel.source.generations_of(blocks)
+            is_last = index == windows - 1
+            check = GenerationCheck(channel.source, blocks, promised, live if is_last else None)
+            channel.put(runs, first=index, current=check)
+        while channel.out._body is None or len(verdicts(channel)) < windows - 1:
+            channel.out.send_available()
+            channel.receive()
+        channel.out.send_available()
+        body = channel.out._body
+        assert body is not None
+        assert body.head is not None
+        assert body.head.first == windows - 1
+        assert 0 < body.pieces.done < body.pieces.size
+        if ends:
+            live[0] = 0
+        else:
+            channel.source.bump(blocks)
+        channel.flow()
+        assert verdicts(channel) == [WindowVerdict.OK] * (windows - 1) + [WindowVerdict.STALE]
