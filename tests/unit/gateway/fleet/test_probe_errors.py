@@ -27,12 +27,16 @@ def test_only_a_failed_or_lost_connection_means_that_nothing_listens(
     assert is_unreachable(error) == expected
 
 
+def fail_to_connect() -> None:
+    try:
+        raise OSError("cause")
+    except OSError as cause:
+        raise ConnectError(cause) from cause
+
+
 def test_an_error_and_its_cause_keep_no_frames() -> None:
     with pytest.raises(ConnectError) as raised:
-        try:
-            raise OSError("cause")
-        except OSError as cause:
-            raise ConnectError(cause) from cause
+        fail_to_connect()
     error = raised.value
     assert error.__traceback__ is not None
     clear_frames(error)
