@@ -27,9 +27,8 @@ from policies.pricing.split_decision import (
     EndpointPair,
     SplitDecision,
     SplitReason,
-    SplitRule,
 )
-from policies.pricing.transfer_time import PendingTransfer, TransferTimes
+from policies.pricing.transfer_time import TransferTimes
 
 # Numbers have 63 bits: SGLang's room, and an id that TensorRT-LLM accepts as a snowflake id.
 LEAST_NUMBER = 2**40
@@ -271,7 +270,6 @@ class Handoffs:
         state: State,
         record: SplitRecord,
         relay: Relay | None,
-        split: tuple[SplitRule, PendingTransfer | None],
     ) -> None:
         """Count a finished attempt at a split request; if it succeeded, record its times.
 
@@ -279,7 +277,6 @@ class Handoffs:
         state    the end state of the attempt
         record   the times of its stages
         relay    the relay of the decode engine's answer; None if there was none
-        split    the rule that chose the endpoints, and the forecast of the KV transfer, if any
         """
         if record.transport is not None:
             figures.transport = record.transport
@@ -297,10 +294,6 @@ class Handoffs:
                 return
             if relay.first_token_at is not None:
                 figures.add_times(done - began, max(0.0, relay.first_token_at - done))
-                rule, transfer = split
-                if transfer is not None:
-                    now = relay.first_token_at
-                    self.transfer_times.learn(transfer, done + rule.handoff_s, now)
 
     def close(self) -> None:
         """Close the connections of release requests and bootstrap queries."""

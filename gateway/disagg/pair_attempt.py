@@ -68,11 +68,9 @@ class PairAttempt(AttemptState):
         self.decode_reservation.__exit__()
         self.handoffs.give_back_number(self._number)
         relay = self.exchange.relay
-        transfer, rule = self.transfer, self.context.split.splitter.rule
-        if transfer is not None:
-            transfer.cancel()
-        split = rule, transfer
-        self.handoffs.count_attempt(self.pair, self.figures, self.state, self.record, relay, split)
+        if self.transfer is not None:
+            self.transfer.cancel()
+        self.handoffs.count_attempt(self.pair, self.figures, self.state, self.record, relay)
 
     async def run(self, query: RoutingQuery) -> UpstreamError | None:
         """Serve the request; return the error that broke it, or None if it was answered.
@@ -305,11 +303,22 @@ class PairAttempt(AttemptState):
     def _on_sent(self) -> None:
         self.post(_SENT)
 
+    def _learn_transfer_time(self) -> None:
+        # End the forecast of the KV transfer, because the first token has come, and learn from it.
+        #
+        # This does not wait for the end of the answer: the next requests need the link's speed now.
+        transfer, prefilled_at, now = self.transfer, self.record.prefilled_at, monotonic()
+        if transfer is None:
+            return
+        end_transfer(transfer, self.pair, now)
+        if prefilled_at is not None:
+            ready_at = prefilled_at + self.context.split.splitter.rule.handoff_s
+            self.handoffs.transfer_times.learn(transfer, ready_at, now)
+
     def _on_first_token(self) -> None:
         if self.state is not _RECOMPUTING:
             self.figures.add_transferred(self.pair, self.context.call.request.prompt_tokens)
-            if self.transfer is not None:
-                end_transfer(self.transfer, self.pair, monotonic())
+            self._learn_transfer_time()
         self.exchange.on_first_token()
         self.words.release()
         self.post(_FIRST_TOKEN)

@@ -214,7 +214,8 @@ def transfer_s(
     if transfers is None:
         return rule.handoff_s + moved * rule.kv_token_s
     names = prefill.endpoint.name, decode.candidate.endpoint.name
-    service_s = rule.handoff_s + moved * transfers.token_s(names, rule.kv_token_s, query.now)
+    speed = transfers.speed(names, rule.kv_token_s, query.now)
+    service_s = rule.handoff_s + speed.service_s(moved)
     queue_s = transfers.backlog_s(names, query.now)
     if queue_s <= 0.0:
         return service_s

@@ -6,20 +6,26 @@ The price of a split request contains the time until its KV has arrived
 - the rate, seconds per token of KV, which depends on the network and is learnt from handoffs. A
   pair without recent handoffs is expected to be like the pairs with the same prefill or the same
   decode endpoint, these without recent handoffs like the whole fleet, and a fleet without any as
-  the rule says;
+  the rule says. Small handoffs, which tell nothing about the rate, teach the fixed time of each;
 - the queue: the transfers that were chosen before and have not ended. Each needs the outgoing link
   of its prefill endpoint and the incoming link of its decode endpoint, for as long as its rate is
   known to need now. In a burst many pairs are chosen before the first handoff shows the rate.
 
 A handoff teaches the rate only by the time for which it had its links to itself, because the
 transfers before it are in the forecast already.
+
+Before anything is known of a fleet, a link that has a transfer in progress is expected to be busy
+for ever: the first transfer over each link is a test of its speed. Otherwise all requests of a
+burst would be sent over links that may be a hundred times slower than assumed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from math import exp
+from math import exp, inf
 from typing import TypeVar
+
+import msgspec
 
 MEMORY_S = 600.0
 """Time constant, in seconds, with which an old measurement loses its weight."""
@@ -31,8 +37,14 @@ MEMORY_TOKENS = 131_072.0
 """Maximum number of tokens that a pair's measurement counts for, so that it adapts to changes."""
 
 LEAST_TOKENS = 256
-"""Minimum tokens of a recorded handoff; the time of a smaller one is dominated by messages rather
-than KV."""
+"""Minimum tokens of a handoff that teaches the rate; the time of a smaller one is dominated by
+messages rather than KV, and teaches the fixed time of handoffs."""
+
+PRIOR_HANDOFFS = 1.0
+"""Number of handoffs with which the expected fixed time is weighted against the measured one."""
+
+MEMORY_HANDOFFS = 32.0
+"""Maximum number of small handoffs that a measurement counts for, so that it adapts to changes."""
 
 MOST_PAIRS = 65_536
 
@@ -42,42 +54,93 @@ Names = tuple[str, str]
 """The names of a prefill and a decode endpoint, in this order."""
 
 
-class MeasuredRate:
-    """A decaying measurement of the seconds and tokens of past KV transfers."""
+class DecayingMean:
+    """The mean of a quantity, by weight, in which old measurements lose their weight.
 
-    __slots__ = ("_at_s", "_seconds", "_tokens")
+    most  maximum weight of the measurements
+    """
 
-    def __init__(self) -> None:
-        self._tokens = self._seconds = self._at_s = 0.0
+    __slots__ = ("_at_s", "_most", "_total", "_weight")
 
-    def add(self, tokens: int, seconds: float, now: float) -> None:
+    def __init__(self, most: float) -> None:
+        self._most = most
+        self._weight = self._total = self._at_s = 0.0
+
+    def add(self, weight: float, total: float, now: float) -> None:
         kept = exp(min(0.0, self._at_s - now) / MEMORY_S)
-        kept = min(kept, MEMORY_TOKENS / (self._tokens + tokens))
-        self._tokens = self._tokens * kept + tokens
-        self._seconds = self._seconds * kept + seconds
+        kept = min(kept, self._most / (self._weight + weight))
+        self._weight = self._weight * kept + weight
+        self._total = self._total * kept + total
         self._at_s = now
 
-    def token_s(self, expected_s: float, now: float) -> float:
-        """Return the measured seconds per token of KV, or `expected_s` without a measurement."""
-        return mean_token_s((self,), expected_s, now)
-
     def remaining(self, now: float) -> tuple[float, float]:
-        """Return the seconds and tokens that still count at the time `now`."""
+        """Return the total and the weight that still count at the time `now`."""
         kept = exp(min(0.0, self._at_s - now) / MEMORY_S)
-        return self._seconds * kept, self._tokens * kept
+        return self._total * kept, self._weight * kept
 
 
-def mean_token_s(rates: Iterable[MeasuredRate], expected_s: float, now: float) -> float:
-    """Return the seconds per token of KV over several measurements, by their tokens.
+class PairMeans:
+    """Means of a quantity by pair of endpoints.
 
-    `expected_s` counts for PRIOR_TOKENS beside them.
+    A pair without recent measurements is expected to be like the pairs with the same prefill or the
+    same decode endpoint, and these like the whole fleet.
+
+    is_empty  whether nothing has been measured
     """
-    seconds, tokens = PRIOR_TOKENS * expected_s, PRIOR_TOKENS
-    for rate in rates:
-        rate_seconds, rate_tokens = rate.remaining(now)
-        seconds += rate_seconds
-        tokens += rate_tokens
-    return seconds / tokens
+
+    # _most, _prior: the maximum weight of measurements, and the weight of what is expected
+    # _ends: by (0, prefill endpoint) and (1, decode endpoint), over all their pairs
+    __slots__ = ("_all", "_ends", "_most", "_pairs", "_prior", "is_empty")
+
+    def __init__(self, prior: float, most: float) -> None:
+        self._prior, self._most, self.is_empty = prior, most, True
+        self._all = self._new_mean()
+        self._ends: dict[tuple[int, str], DecayingMean] = {}
+        self._pairs: dict[Names, DecayingMean] = {}
+
+    def _new_mean(self) -> DecayingMean:
+        return DecayingMean(self._most)
+
+    def add(self, names: Names, weight: float, total: float, now: float) -> None:
+        self.is_empty = False
+        ends = (_get_or_add(self._ends, end, self._new_mean) for end in enumerate(names))
+        for mean in (_get_or_add(self._pairs, names, self._new_mean), *ends, self._all):
+            mean.add(weight, total, now)
+
+    def mean(self, names: Names, expected: float, now: float) -> float:
+        """Return the mean of a pair; `expected` is the one of a fleet without measurements."""
+        usual = self._merge((self._all,), expected, now)
+        ends = (self._ends.get(end) for end in enumerate(names))
+        alike = self._merge((mean for mean in ends if mean is not None), usual, now)
+        pair = self._pairs.get(names)
+        return alike if pair is None else self._merge((pair,), alike, now)
+
+    def _merge(self, means: Iterable[DecayingMean], expected: float, now: float) -> float:
+        total, weight = self._prior * expected, self._prior
+        for mean in means:
+            own_total, own_weight = mean.remaining(now)
+            total += own_total
+            weight += own_weight
+        return total / weight
+
+    def forget_endpoint(self, name: str) -> None:
+        self._pairs = {names: mean for names, mean in self._pairs.items() if name not in names}
+        self._ends = {end: mean for end, mean in self._ends.items() if end[1] != name}
+
+
+class PairSpeed(msgspec.Struct, frozen=True):
+    """How long the KV transfers of a pair of endpoints are expected to take.
+
+    token_s  seconds per token
+    fixed_s  seconds per transfer, in addition to the fixed time that the rule says
+    """
+
+    token_s: float
+    fixed_s: float
+
+    def service_s(self, tokens: int, count: int = 1) -> float:
+        """Return the seconds that `count` transfers with `tokens` tokens in all take."""
+        return tokens * self.token_s + count * self.fixed_s
 
 
 class LinkQueue:
@@ -86,15 +149,14 @@ class LinkQueue:
     ended_at  when the last of them ended
     """
 
-    # _pairs: by pair, the number of its transfers, their tokens, and the forecast of the seconds
-    # per token
+    # _pairs: by pair, the number of its transfers, their tokens, and their expected speed
     # _ready: those whose prompt is computed, in that order
     # _seconds: forecast of the time that all of them take
     __slots__ = ("_pairs", "_ready", "_seconds", "ended_at")
 
     def __init__(self) -> None:
         self._ready: dict[PendingTransfer, float] = {}
-        self._pairs: dict[Names, tuple[int, int, float]] = {}
+        self._pairs: dict[Names, tuple[int, int, PairSpeed]] = {}
         self._seconds = self.ended_at = 0.0
 
     def backlog_s(self, now: float) -> float:
@@ -103,19 +165,19 @@ class LinkQueue:
             return self._seconds
         first, ready_at = next(iter(self._ready.items()))
         moved_s = max(0.0, now - max(ready_at, self.ended_at))
-        return self._seconds - min(first.tokens * self._pairs[first.names][2], moved_s)
+        return self._seconds - min(self._pairs[first.names][2].service_s(first.tokens), moved_s)
 
     def pairs(self) -> tuple[Names, ...]:
         """Return the pairs of endpoints whose transfers wait for the link."""
         return tuple(self._pairs)
 
-    def add(self, transfer: PendingTransfer, token_s: float) -> None:
-        """Queue a transfer. All of its pair are expected to take `token_s` seconds per token."""
-        self._change(transfer.names, 1, transfer.tokens, token_s)
+    def add(self, transfer: PendingTransfer, speed: PairSpeed) -> None:
+        """Queue a transfer. All of its pair are expected to take as long as `speed` says."""
+        self._change(transfer.names, 1, transfer.tokens, speed)
 
-    def set_rate(self, names: Names, token_s: float) -> None:
-        """Expect the queued transfers of a pair to take `token_s` seconds per token."""
-        self._change(names, 0, 0, token_s)
+    def set_speed(self, names: Names, speed: PairSpeed) -> None:
+        """Expect the queued transfers of a pair to take as long as `speed` says."""
+        self._change(names, 0, 0, speed)
 
     def on_ready(self, transfer: PendingTransfer, now: float) -> None:
         self._ready[transfer] = now
@@ -125,12 +187,13 @@ class LinkQueue:
         names = transfer.names
         self._change(names, -1, -transfer.tokens, self._pairs[names][2])
 
-    def _change(self, names: Names, more: int, more_tokens: int, token_s: float) -> None:
-        # Add `more` transfers of a pair with `more_tokens` tokens, and set the rate of all of them.
-        count, tokens, before_s = self._pairs.get(names, (0, 0, 0.0))
-        self._seconds += (tokens + more_tokens) * token_s - tokens * before_s
+    def _change(self, names: Names, more: int, more_tokens: int, speed: PairSpeed) -> None:
+        # Add `more` transfers of a pair with `more_tokens` tokens, and set the speed of all.
+        count, tokens, before = self._pairs.get(names, (0, 0, speed))
+        after_s = speed.service_s(tokens + more_tokens, count + more)
+        self._seconds += after_s - before.service_s(tokens, count)
         if count + more:
-            self._pairs[names] = count + more, tokens + more_tokens, token_s
+            self._pairs[names] = count + more, tokens + more_tokens, speed
         else:
             del self._pairs[names]
             if not self._pairs:
@@ -176,24 +239,35 @@ class PendingTransfer:
 
 
 class TransferTimes:
-    """The rates of KV transfers between pairs of endpoints, and the transfers in progress.
+    """The speeds of KV transfers between pairs of endpoints, and the transfers in progress.
 
     The object has one owner at a time, and no lock.
     """
 
-    # _ends, _links: by (0, prefill endpoint) and (1, decode endpoint), over all their pairs
-    __slots__ = ("_all", "_ends", "_links", "_pairs")
+    # _links: by (0, prefill endpoint) and (1, decode endpoint), over all their pairs
+    __slots__ = ("_fixed", "_links", "_rates")
 
     def __init__(self) -> None:
-        self._all = MeasuredRate()
-        self._ends: dict[tuple[int, str], MeasuredRate] = {}
+        self._rates = PairMeans(PRIOR_TOKENS, MEMORY_TOKENS)
+        self._fixed = PairMeans(PRIOR_HANDOFFS, MEMORY_HANDOFFS)
         self._links: dict[tuple[int, str], LinkQueue] = {}
-        self._pairs: dict[Names, MeasuredRate] = {}
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether any transfer has ended since the start."""
+        return not (self._rates.is_empty and self._fixed.is_empty)
 
     def backlog_s(self, names: Names, now: float) -> float:
-        """Return the seconds until the links of both endpoints have moved all KV that waits."""
+        """Return the seconds until the links of both endpoints have moved all KV that waits.
+
+        The value is inf if a transfer is in progress on one of them while the fleet is not measured
+        yet.
+        """
         links = self._links
-        return max(links[end].backlog_s(now) if end in links else 0.0 for end in enumerate(names))
+        waiting = max(
+            links[end].backlog_s(now) if end in links else 0.0 for end in enumerate(names)
+        )
+        return inf if waiting > 0.0 and not self.is_measured else waiting
 
     def begin(self, names: Names, tokens: int, expected_s: float, now: float) -> PendingTransfer:
         """Queue a transfer of `tokens` tokens, and return it.
@@ -202,9 +276,9 @@ class TransferTimes:
         """
         links = tuple(_get_or_add(self._links, end, LinkQueue) for end in enumerate(names))
         transfer = PendingTransfer(names, tokens, expected_s, links)
-        token_s = self.token_s(names, expected_s, now)
+        speed = self.speed(names, expected_s, now)
         for link in links:
-            link.add(transfer, token_s)
+            link.add(transfer, speed)
         return transfer
 
     def learn(self, transfer: PendingTransfer, ready_at: float, now: float) -> None:
@@ -221,34 +295,28 @@ class TransferTimes:
         for end in enumerate(transfer.names):
             link = self._links.get(end) or LinkQueue()
             for names in link.pairs():
-                link.set_rate(names, self.token_s(names, transfer.expected_s, now))
+                link.set_speed(names, self.speed(names, transfer.expected_s, now))
 
     def record(self, names: Names, tokens: int, seconds: float, now: float) -> None:
-        """Record a transfer of `tokens` tokens, without the fixed time of a handoff and the queue.
+        """Record a transfer of `tokens` tokens, without the fixed time of the rule and the queue.
 
         A negative time, where the decoder was quicker than expected, counts as 0.
         """
-        if tokens < LEAST_TOKENS:
-            return
-        ends = (_get_or_add(self._ends, end, MeasuredRate) for end in enumerate(names))
-        for rate in (_get_or_add(self._pairs, names, MeasuredRate), *ends, self._all):
-            rate.add(tokens, max(0.0, seconds), now)
+        means, weight = (self._rates, tokens) if tokens >= LEAST_TOKENS else (self._fixed, 1)
+        means.add(names, weight, max(0.0, seconds), now)
 
-    def token_s(self, names: Names, expected_s: float, now: float) -> float:
-        """Return the expected seconds per token of a KV transfer between two endpoints.
+    def speed(self, names: Names, expected_s: float, now: float) -> PairSpeed:
+        """Return how long KV transfers between two endpoints are expected to take.
 
-        expected_s  value to use for a fleet without measurements
+        expected_s  seconds per token, to use for a fleet without measurements
         """
-        usual_s = self._all.token_s(expected_s, now)
-        ends = (self._ends.get(end) for end in enumerate(names))
-        alike_s = mean_token_s((rate for rate in ends if rate is not None), usual_s, now)
-        pair = self._pairs.get(names)
-        return alike_s if pair is None else pair.token_s(alike_s, now)
+        fixed_s = 0.0 if self._fixed.is_empty else self._fixed.mean(names, 0.0, now)
+        return PairSpeed(self._rates.mean(names, expected_s, now), fixed_s)
 
     def forget_endpoint(self, name: str) -> None:
         """Drop the transfer times and the links of an endpoint that has been removed."""
-        self._pairs = {names: rate for names, rate in self._pairs.items() if name not in names}
-        self._ends = {end: rate for end, rate in self._ends.items() if end[1] != name}
+        self._rates.forget_endpoint(name)
+        self._fixed.forget_endpoint(name)
         self._links = {end: link for end, link in self._links.items() if end[1] != name}
 
 

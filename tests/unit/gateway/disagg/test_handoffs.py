@@ -13,7 +13,6 @@ from gateway.disagg.state_machine import State
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.request_record import SplitRecord
-from policies.pricing.split_decision import SplitRule, begin_transfer, end_transfer
 from tests.replaced import stand_in
 from tests.scraped import total
 from tests.unit.gateway.disagg.fake_upstream import FakeConnection, FakeUpstream
@@ -125,11 +124,7 @@ def ended(handoffs: Handoffs, state: State, transport: str | None = None, now: f
     record.prefill_sent_at, record.prefilled_at = now + 1.0, now + 3.0
     record.transport = transport
     relay: Any = SimpleNamespace(first_token_at=now + 3.5)
-    rule, times = SplitRule(), handoffs.transfer_times
-    transfer = begin_transfer(times, rule, pair(), 1000, now + 1.0)
-    assert transfer is not None
-    end_transfer(transfer, pair(), now + 3.5)
-    handoffs.count_attempt(pair(), handoffs.figures(pair()), state, record, relay, (rule, transfer))
+    handoffs.count_attempt(pair(), handoffs.figures(pair()), state, record, relay)
 
 
 @pytest.mark.parametrize(
@@ -163,15 +158,3 @@ def test_removing_an_endpoint_removes_its_pairs() -> None:
         handoffs.figures(pair(*names))
     handoffs.forget_endpoint("d")
     assert list(handoffs.pairs) == [("p", "e"), ("q", "e")]
-
-
-def test_a_served_handoff_teaches_the_price_how_long_its_kv_travels() -> None:
-    handoffs = made()
-    for number in range(30):
-        ended(handoffs, State.DONE, now=10.0 * number)
-    names = ("p", "d")
-    learnt_s = handoffs.transfer_times.token_s(names, SplitRule().kv_token_s, 300.0)
-    # 0.5 s less the wait of 0.1 s and the fixed 10 ms, for 1,000 tokens
-    assert learnt_s == pytest.approx(0.39e-3, rel=0.3)
-    handoffs.forget_endpoint("p")
-    assert handoffs.transfer_times.token_s(names, 1e-9, 1e9) == pytest.approx(1e-9)

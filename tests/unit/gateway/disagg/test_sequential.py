@@ -15,6 +15,7 @@ from gateway.disagg.pair_attempt import PairAttempt
 from gateway.fleet.reservation import DecodeReservation
 from gateway.request_record import Exchange
 from gateway.telemetry.accounting import Accounting
+from policies.pricing.split_decision import PricedSplitter, SplitDecision, SplitReason
 from tests.fair_time import PATIENCE_S, within
 from tests.replaced import replace_method
 from tests.unit.gateway.disagg.scripted_engines import (
@@ -69,6 +70,30 @@ async def test_a_long_prompt_is_prefilled_and_its_kv_handed_to_the_decoder(strea
         }
         assert f.metric("penstock_split_legs_total", outcome="served") == 2
         assert f.metric("penstock_split_stage_seconds_count") == 4
+        await f.at_rest()
+
+
+async def test_the_speed_of_a_link_is_learnt_before_the_answer_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def split_always(self: PricedSplitter, *args: Any) -> SplitDecision:
+        pools, query, _, splitting, transfers = args
+        pair = self.choose_pair(pools, query, transfers)
+        return SplitDecision(pair, SplitReason.PAIR_CHEAPER, splitting)
+
+    monkeypatch.setattr(PricedSplitter, "decide", split_always)
+    async with split_gateway(NIXL, [prefills()], [streams_one_token], policy="priced") as f:
+        times = f.app.gateway.handoffs.transfer_times
+
+        async def measured() -> None:
+            await within(PATIENCE_S, f.decode[0].wait_for_request())
+            for _ in range(100):
+                await asyncio.sleep(0.01)
+
+        await f.ask_and_leave(measured, stream=True)
+        assert len(f.prefill[0].requests) == 1
+        assert times.is_measured
+        assert times.backlog_s((f.prefill[0].name, f.decode[0].name), 0.0) == 0.0
         await f.at_rest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import msgspec
 import pytest
@@ -361,10 +362,23 @@ def test_a_handoff_teaches_the_time_without_the_wait_at_the_decoder() -> None:
     assert seconds == pytest.approx(8.5, rel=0.1)
 
 
+def test_only_one_transfer_per_link_tests_the_speed_of_a_fleet_without_handoffs() -> None:
+    prefills, decodes = [busy(0)], [busy(1)]
+    pair = PRICED.choose_pair(pools(prefills, decodes, alone=[]), ask(8000, 300))
+    assert pair is not None
+    transfers, rule = TransferTimes(), SplitRule()
+    assert transfer_s(rule, ask(8000, 300), pair.prefill.candidate, pair.decode, transfers) < 0.1
+    assert begin_transfer(transfers, rule, pair, 8000, 0.0) is not None
+    assert transfer_s(rule, ask(8000, 300), pair.prefill.candidate, pair.decode, transfers) == inf
+    # Where nothing can serve a request whole, it is split nevertheless.
+    assert PRICED.choose_pair(pools(prefills, decodes, alone=[]), ask(8000, 300), transfers)
+
+
 def test_a_transfer_waits_for_earlier_ones_unless_its_prefill_takes_longer() -> None:
     pair = PRICED.choose_pair(pools([busy(0)], [busy(1)], alone=[]), ask(8000, 300))
     assert pair is not None
     transfers, rule = TransferTimes(), SplitRule(handoff_s=0.0, kv_token_s=1e-3)
+    transfers.record(("measured", "before"), 1_000, 1.0, 0.0)
     question = ask(8000, 300)
     prefill = pair.prefill.candidate
     alone_s = transfer_s(rule, question, prefill, pair.decode, transfers)
