@@ -388,13 +388,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         self.phase = SERVING
         if not self._is_turn_due:
             self._is_turn_due = True
-            if len(self._unread) - self._offset > MAX_UNREAD:
-                # It counts as unread, with the kernel's buffer. If many such requests waited for
-                # turns, the oldest would be dropped. They may be of clients that do not pipeline:
-                # the task may end a moment after the client has received the response.
-                self._outbox.loop.call_soon(self.begin)
-            else:
-                self._outbox.request_turns.wait(self, self.address)
+            self._outbox.request_turns.wait(self, self.address)
 
     def _switch_to_aiohttp(self, transport: asyncio.Transport, data: bytes) -> None:
         self.transport = None

@@ -309,23 +309,6 @@ async def test_the_pipelined_requests_of_all_connections_share_the_turns() -> No
     await end(harness, *transports)
 
 
-async def test_large_requests_that_come_early_do_not_pile_up_until_they_are_dropped() -> None:
-    harness = Harness()
-    harness.limits = Limits(unread_budget="1MiB")
-    transports = connect(harness, 40)
-    for transport in transports:
-        transport.protocol.data_received(request())
-    await turns()
-    for number in range(0, 40, 5):  # in each iteration, more clients than may take their turn
-        for transport in transports[number : number + 5]:
-            transport.protocol.data_received(request() + request(b"a" * (MAX_UNREAD + 1)))
-        await asyncio.sleep(0)
-    await turns()
-    assert not harness.refused
-    assert all(transport.text.count(b"HTTP/1.1 200") == 3 for transport in transports)
-    await end(harness, *transports)
-
-
 async def test_aiohttps_connections_share_the_turns_of_pipelined_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
