@@ -269,6 +269,7 @@ PATH_ATTACKS = [
         405,
         "method_not_allowed",
     ),
+    Attack("POST on the root", post(BODY, "/"), 405, "method_not_allowed"),
     Attack("POST on the models", post(BODY, "/v1/models"), 405, "method_not_allowed"),
     Attack(
         "DELETE of a model",
@@ -287,7 +288,6 @@ PATH_ATTACKS = [
     *(
         Attack(f"path {path}", post(BODY, path), 404, "unknown_url")
         for path in (
-            "/",
             "/v1",
             "/v1/chat",
             "/v1/chat/completions/",

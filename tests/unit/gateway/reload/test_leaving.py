@@ -89,7 +89,7 @@ async def test_late_accounting_does_not_recreate_series_of_a_removed_endpoint(
 ) -> None:
     async with running(tmp_path) as harness:
         accounts = harness.app.gateway.accounts
-        monkeypatch.setattr(accounts, "_loop", Mock())
+        monkeypatch.setattr(accounts, "_call_after_turn", Mock())
         assert await harness.ask() == "ok"
         gone = accounts._over[0][0].pick
         assert gone is not None
