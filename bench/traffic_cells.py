@@ -336,9 +336,9 @@ def rss_per_stream_kib(running: Running, pace: Pace, work: Path, count: int = 20
 
 
 def all_cells(rate: float) -> list[Cell]:
-    """Return all kinds of traffic (cells) of the benchmark.
+    """Return all cells of the benchmark; each cell is one kind of traffic.
 
-    rate  streams per second in the cells that use half of the gateway's core
+    rate  streams per second that use half of the gateway's core, for the cells with that load
     """
     with_direct = {**ROUND_ROBIN, "direct": "none"}
     low, high = (

@@ -66,9 +66,9 @@ def pin_route(
 ) -> Route:
     """Return a route with only the endpoint that stores the request's previous response.
 
-    Without a previous response, `route` is returned unchanged. The exchange gets what the new
-    response's id needs. Raises GatewayError if the previous id belongs to another tenant, or to a
-    model that the API key may not use.
+    Without a previous response, `route` is returned unchanged. `exchange.response_ids` is set, with
+    which the id of the new response is made. Raises GatewayError if the previous id belongs to
+    another tenant, or to a model that the API key may not use.
 
     models  the models that the request's API key may use
     """

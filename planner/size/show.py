@@ -176,7 +176,7 @@ def finalist_lines(results: Sequence[Finalist]) -> Iterator[str]:
 
 
 def against_lines(plan: FleetPlan, other: FleetPlan) -> Iterator[str]:
-    """Yield the cost of two models for the same traffic and promises side by side, line by line."""
+    """Yield the lines of a table that compares the costs of two models under the same traffic."""
     heads = ("model", "layout", "gpus", "$/hour", "per token", "prompt $/1M", "answer $/1M")
     rows = [
         (

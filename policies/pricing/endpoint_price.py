@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
-from math import exp, inf, sqrt
+from math import inf
 from operator import attrgetter, neg
 
 import msgspec
@@ -19,11 +19,12 @@ from policies import pickers
 from policies.endpoint_load import EndpointLoad
 from policies.engine.engine_timeline import EngineTimeline
 from policies.engine.running_answer_lengths import AgeGroup, per_token
-from policies.engine.step_time import SpeedFactor, UsualSpeeds
+from policies.engine.step_time import UsualSpeeds
 from policies.latency.expected_latency import backlog_s, is_first_token_late, room_s
 from policies.param_types import Factor, NonNegative
 from policies.policy_types import WHOLE_REQUEST, PhaseShare, Policy, Ranking, WeightedScorer
 from policies.presets import DEFAULT_FILTERS, PolicyParams
+from policies.pricing.speed_differences import UNOBSERVED, equalize_speeds, slow_by_label
 from policies.routing_types import Candidate, Request, RoutingQuery
 
 LEAST_BUDGET = 0.05
@@ -36,10 +37,6 @@ UNKNOWN_KV_TOKENS = 500_000.0
 FULLEST = 1.5
 """Share of KV or slots in use above which the price term `kv` does not grow, because nothing more
 fits."""
-
-SIGMAS = 2.0
-"""Number of standard deviations up to which differences between learned speeds count as noise."""
-
 
 USUAL_REQUEST = Request("", "", "", prompt_tokens=1000, output_tokens=256)
 """The assumed request by whose price the candidates of a large pool are ranked."""
@@ -159,12 +156,13 @@ class PriceScorer:
     `prices` is called for every request.
     """
 
-    __slots__ = ("_factors", "_learned", "_loop", "_usual", "weights")
+    __slots__ = ("_factors", "_has_unobserved", "_learned", "_loop", "_usual", "weights")
 
     def __init__(self, weights: PricedPolicy) -> None:
         self.weights, self._loop, self._usual = weights, _PriceLoop(weights), _PriceLoop(weights)
         self._learned: list[UsualSpeeds] = []
         self._factors: SpeedFactors = [], [], []
+        self._has_unobserved = False
 
     def scores(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         """Return the negative price of serving the whole request at each candidate endpoint, in
@@ -174,7 +172,26 @@ class PriceScorer:
         loop.set_request(query.request, query.now, WHOLE_REQUEST)
         rows = zip(candidates, *factors, repeat(0.0))
         usual = usual_slots(candidates)
-        return list(map(neg, loop.prices(rows, query.cached_by_slot, usual, is_partial=True)))
+        scores = list(map(neg, loop.prices(rows, query.cached_by_slot, usual, is_partial=True)))
+        if self._has_unobserved:
+            self._prefer_test(query, candidates, scores)
+        return scores
+
+    def _prefer_test(
+        self, query: RoutingQuery, candidates: Sequence[Candidate], scores: list[float]
+    ) -> None:
+        # Prefer an idle endpoint that is believed to be slow only because its label says so.
+        #
+        # It is tested with a request that is in time even if the label is right.
+        request = query.request
+        for index in slow_by_label(candidates):
+            load = candidates[index].load
+            first_s = load.fixed_ttft_s + self._fill_s(load, request.prompt_tokens, 0, 1.0, 1.0)
+            step_s = load.decode_s_per_token + load.decode_s_per_sequence
+            is_in_time = first_s <= patience_s(request, query.now) and step_s <= request.slo.tpot_s
+            if is_in_time and not load.in_flight:
+                scores[index] = 1.0  # all others are negative
+                return
 
     def terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate]
@@ -316,6 +333,7 @@ class PriceScorer:
                 equalize_speeds(step, limit),
             )
             self._learned = learned
+            self._has_unobserved = any(speeds.prefill == UNOBSERVED for speeds in learned)
         return self._factors
 
     def _loss(self, share: float) -> float:
@@ -566,27 +584,3 @@ def slot_loss(load: EndpointLoad, usual: float) -> float:
 def is_fresh(load: EndpointLoad, oldest: float) -> bool:
     """Return whether the endpoint's metrics were scraped at the time `oldest` or later."""
     return load.scraped_at is not None and load.scraped_at >= oldest
-
-
-def equalize_speeds(speeds: Sequence[SpeedFactor], most: float) -> list[float]:
-    """Return factors that bring each learned speed closer to the median, limited by `most` and by
-    the speed's uncertainty.
-
-    Learned speeds of equal endpoints differ by noise, and only differences beyond the noise should
-    count. Otherwise the endpoint that seems slightly faster would get all work. An endpoint without
-    observations would also get it if the others are slower than estimated, and under so much
-    prefill its decode speed could not be observed.
-    """
-    if not speeds:
-        return []
-    factors = [factor for factor, _ in speeds]
-    ordered = sorted(factors)
-    middle = ordered[len(ordered) // 2]
-    corrections = list(map(middle.__truediv__, factors))
-    if ordered[-1] <= most * middle <= most * most * ordered[0]:
-        return corrections
-    bounds = [most * exp(SIGMAS * sqrt(var)) for _, var in speeds]
-    return [
-        min(limit, max(1.0 / limit, correction))
-        for correction, limit in zip(corrections, bounds, strict=True)
-    ]

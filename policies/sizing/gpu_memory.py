@@ -100,7 +100,7 @@ class MemoryCheck(msgspec.Struct, frozen=True):
 
     @property
     def is_enough(self) -> bool:
-        """Return whether the demanded requests fit into the KV cache with their headroom."""
+        """Return whether the KV cache holds the demanded requests and the demanded headroom."""
         return self.verdict is MemoryVerdict.SERVES and self.spare >= self.demand.headroom
 
     @property

@@ -1,4 +1,4 @@
-"""Reads from a request's JSON members what can make it unfit to be split: prompts, choices, limit.
+"""Reads the JSON members that can prevent the split of a request: prompts, choices, token limit.
 
 A split request has its prefill and its decode at different endpoints.
 policies/pricing/split_decision.py decides; gateway/proxy/split_request.py asks it.

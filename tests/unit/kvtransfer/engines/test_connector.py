@@ -26,7 +26,7 @@ VLLM = (
 
 
 class StandInModule(ModuleType):
-    """A module in which every name is a class without members."""
+    """A stand-in for a module of vLLM: each attribute is an empty class."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

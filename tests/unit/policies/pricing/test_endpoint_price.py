@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from policies import policy_registry
-from policies.engine.step_time import PRIOR_VAR, SpeedFactor
+from policies.engine.step_time import PRIOR_VAR, SpeedBelief, SpeedFactor
 from policies.policy_types import DECODE_PHASE, WHOLE_REQUEST, PhaseShare
 from policies.pricing.endpoint_price import (
     PricedPolicy,
     PriceScorer,
     _PriceLoop,
-    equalize_speeds,
     patience_s,
 )
+from policies.pricing.speed_differences import equalize_speeds
 from policies.routing_algorithm import pick
 from policies.routing_types import Candidate, Request, RoutingQuery, Slo
 from tests.unit.policies.builders import ask, candidate
@@ -296,6 +296,41 @@ def test_an_unobserved_endpoint_is_no_faster_than_its_slow_peers() -> None:
     )
     assert levelled([3.0, 3.0, 1.0], unknown=(2,)) == pytest.approx([3.0, 3.0, 3.0])
     assert levelled([3.0, 3.0, 1.0]) == pytest.approx([3.0, 3.0, 1.5])
+
+
+def labelled_slow(slot: int, times: float = 10.0, **numbers: object) -> Candidate:
+    # Return a candidate that computes prompts `times` as slowly as outlook()'s, by its label only.
+    one = outlook(slot, prefill_s_per_token=6e-5 * times, **numbers)
+    belief = one.load.belief
+    shape = msgspec.structs.replace(belief.shape, token_s=times * belief.shape.token_s)
+    one.load.belief = SpeedBelief(shape)
+    return one
+
+
+def choice(fleet: Sequence[Candidate], question: RoutingQuery) -> int:
+    # Return the index of the endpoint that a new scorer prefers.
+    scores = PriceScorer(PricedPolicy()).scores(question, fleet)
+    return scores.index(max(scores))
+
+
+def test_an_idle_endpoint_that_its_label_calls_slow_is_tested_with_one_request() -> None:
+    assert choice([outlook(0), labelled_slow(1)], ask(1000, 300)) == 1
+    assert choice([outlook(0), labelled_slow(1, in_flight=1)], ask(1000, 300)) == 0
+
+
+def test_a_test_of_a_slow_label_is_in_time_even_if_the_label_is_right() -> None:
+    assert choice([outlook(0), labelled_slow(1)], ask(50_000, 300)) == 0
+    assert choice([outlook(0), labelled_slow(1, decode_s_per_token=9.0)], ask(1000, 300)) == 0
+
+
+def test_an_endpoint_that_was_observed_as_slow_is_not_tested() -> None:
+    slow = labelled_slow(1)
+    slow.load.belief.speeds = slow.load.belief.speeds._replace(prefill=SpeedFactor(1.0, 0.1))
+    assert choice([outlook(0), slow], ask(1000, 300)) == 0
+
+
+def test_an_endpoint_somewhat_slower_by_its_label_is_priced_and_not_tested() -> None:
+    assert choice([outlook(0), labelled_slow(1, 1.9)], ask(8000, 300, cached=[7936])) == 0
 
 
 def test_a_slow_endpoint_is_passed_over_and_noise_decides_nothing() -> None:
