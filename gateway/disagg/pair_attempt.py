@@ -307,19 +307,23 @@ class PairAttempt(AttemptState):
         # End the forecast of the KV transfer, because the first token has come, and learn from it.
         #
         # This does not wait for the end of the answer: the next requests need the link's speed now.
+        # The speed is unknown if the answer comes at once after its last token, or if the prefill
+        # endpoint answers after the decoder.
         transfer, prefilled_at, now = self.transfer, self.record.prefilled_at, monotonic()
         if transfer is None:
             return
         end_transfer(transfer, self.pair, now)
-        if prefilled_at is not None:
+        ready_at = None
+        if prefilled_at is not None and self.decode_reservation.entry.sees_first_token:
             ready_at = prefilled_at + self.context.split.splitter.rule.handoff_s
-            self.handoffs.transfer_times.learn(transfer, ready_at, now)
+        self.handoffs.transfer_times.learn(transfer, ready_at, now)
 
     def _on_first_token(self) -> None:
         if self.state is not _RECOMPUTING:
             self.figures.add_transferred(self.pair, self.context.call.request.prompt_tokens)
-            self._learn_transfer_time()
         self.exchange.on_first_token()
+        if self.state is not _RECOMPUTING:
+            self._learn_transfer_time()
         self.words.release()
         self.post(_FIRST_TOKEN)
 

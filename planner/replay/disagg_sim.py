@@ -120,7 +120,10 @@ class DisaggSim:
         )
         computed_s = inflight.prefill_reservation.predicted_ttft_s
         inflight.transfer = begin_transfer(transfers, rule, pair, request.prompt_tokens, now)
-        record.predicted_ttft_s = None if computed_s is None else computed_s + after_s
+        # The time of a transfer over a link that is being tested is unknown: inf.
+        record.predicted_ttft_s = None
+        if computed_s is not None and after_s < inf:
+            record.predicted_ttft_s = computed_s + after_s
         record.predicted_tpot_s = inflight.reservation.predicted_tpot_s
         record.group, record.prefilled_by = decode_group.name, prefill_group.name
         inflight.believed_tokens = prefill.cached_tokens

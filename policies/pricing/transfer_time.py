@@ -167,6 +167,11 @@ class LinkQueue:
         moved_s = max(0.0, now - max(ready_at, self.ended_at))
         return self._seconds - min(self._pairs[first.names][2].service_s(first.tokens), moved_s)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether any transfer over the link has not ended."""
+        return bool(self._pairs)
+
     def pairs(self) -> tuple[Names, ...]:
         """Return the pairs of endpoints whose transfers wait for the link."""
         return tuple(self._pairs)
@@ -245,17 +250,19 @@ class TransferTimes:
     """
 
     # _links: by (0, prefill endpoint) and (1, decode endpoint), over all their pairs
-    __slots__ = ("_fixed", "_links", "_rates")
+    # _is_tested: whether a transfer has ended whose time could not be measured
+    __slots__ = ("_fixed", "_is_tested", "_links", "_rates")
 
     def __init__(self) -> None:
         self._rates = PairMeans(PRIOR_TOKENS, MEMORY_TOKENS)
         self._fixed = PairMeans(PRIOR_HANDOFFS, MEMORY_HANDOFFS)
         self._links: dict[tuple[int, str], LinkQueue] = {}
+        self._is_tested = False
 
     @property
     def is_measured(self) -> bool:
         """Whether any transfer has ended since the start."""
-        return not (self._rates.is_empty and self._fixed.is_empty)
+        return self._is_tested or not (self._rates.is_empty and self._fixed.is_empty)
 
     def backlog_s(self, names: Names, now: float) -> float:
         """Return the seconds until the links of both endpoints have moved all KV that waits.
@@ -263,11 +270,10 @@ class TransferTimes:
         The value is inf if a transfer is in progress on one of them while the fleet is not measured
         yet.
         """
-        links = self._links
-        waiting = max(
-            links[end].backlog_s(now) if end in links else 0.0 for end in enumerate(names)
-        )
-        return inf if waiting > 0.0 and not self.is_measured else waiting
+        links = [self._links[end] for end in enumerate(names) if end in self._links]
+        if not self.is_measured and any(link.is_busy for link in links):
+            return inf
+        return max((link.backlog_s(now) for link in links), default=0.0)
 
     def begin(self, names: Names, tokens: int, expected_s: float, now: float) -> PendingTransfer:
         """Queue a transfer of `tokens` tokens, and return it.
@@ -281,14 +287,20 @@ class TransferTimes:
             link.add(transfer, speed)
         return transfer
 
-    def learn(self, transfer: PendingTransfer, ready_at: float, now: float) -> None:
+    def learn(self, transfer: PendingTransfer, ready_at: float | None, now: float) -> None:
         """Learn from a transfer that has ended; nothing if it was cancelled.
+
+        If it is unknown when it began or ended, `ready_at` is None. Such a transfer teaches no
+        speed, but it ends the test of links: no later one may teach more.
 
         It is taken to have begun when its prompt was computed, at `ready_at`, or when the transfer
         before it on either link had ended, if that was later. The transfers that wait for these
         links are expected to take as long as is known from then on.
         """
         if transfer.ended_at is None:
+            return
+        if ready_at is None:
+            self._is_tested = True
             return
         seconds = transfer.ended_at - max(ready_at, transfer.links_free_at)
         self.record(transfer.names, transfer.tokens, seconds, now)

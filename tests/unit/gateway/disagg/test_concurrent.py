@@ -84,6 +84,16 @@ async def test_the_decode_request_is_sent_without_waiting_for_the_prefill() -> N
         await f.at_rest()
 
 
+async def test_a_prefill_answer_after_the_first_token_ends_the_test_of_a_link() -> None:
+    async with sglang([never_answers], [decodes], policy="priced") as f:
+        times, names = f.app.gateway.handoffs.transfer_times, (f.prefill[0].name, f.decode[0].name)
+        assert (await f.ask(stream=True)).text == WHOLE
+        assert len(f.prefill[0].requests) == 1
+        assert times.is_measured
+        assert times.speed(names, 0.0, 0.0).service_s(1000) == 0.0
+        await f.at_rest()
+
+
 async def test_short_requests_are_split_if_no_endpoint_serves_whole_requests() -> None:
     async with sglang([decodes], [decodes]) as f:
         assert (await f.ask(words=1, max_tokens=1)).status == 200

@@ -73,15 +73,18 @@ async def test_a_long_prompt_is_prefilled_and_its_kv_handed_to_the_decoder(strea
         await f.at_rest()
 
 
-async def test_the_speed_of_a_link_is_learnt_before_the_answer_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def split_always(self: PricedSplitter, *args: Any) -> SplitDecision:
+@pytest.fixture
+def splits_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decide(self: PricedSplitter, *args: Any) -> SplitDecision:
         pools, query, _, splitting, transfers = args
         pair = self.choose_pair(pools, query, transfers)
         return SplitDecision(pair, SplitReason.PAIR_CHEAPER, splitting)
 
-    monkeypatch.setattr(PricedSplitter, "decide", split_always)
+    monkeypatch.setattr(PricedSplitter, "decide", decide)
+
+
+@pytest.mark.usefixtures("splits_always")
+async def test_the_speed_of_a_link_is_learnt_before_the_answer_ends() -> None:
     async with split_gateway(NIXL, [prefills()], [streams_one_token], policy="priced") as f:
         times = f.app.gateway.handoffs.transfer_times
 
@@ -94,6 +97,20 @@ async def test_the_speed_of_a_link_is_learnt_before_the_answer_ends(
         assert len(f.prefill[0].requests) == 1
         assert times.is_measured
         assert times.backlog_s((f.prefill[0].name, f.decode[0].name), 0.0) == 0.0
+        await f.at_rest()
+
+
+@pytest.mark.usefixtures("splits_always")
+async def test_an_answer_without_a_stream_is_not_taken_for_a_slow_link() -> None:
+    async def answers_after_a_while(request: EngineRequest) -> None:
+        await asyncio.sleep(5.0)
+        await decodes(request)
+
+    async with split_gateway(NIXL, [prefills()], [answers_after_a_while], policy="priced") as f:
+        times, names = f.app.gateway.handoffs.transfer_times, (f.prefill[0].name, f.decode[0].name)
+        assert (await f.ask()).status == 200
+        assert times.is_measured
+        assert times.speed(names, 0.0, 0.0).service_s(1000) == 0.0
         await f.at_rest()
 
 

@@ -326,6 +326,13 @@ def test_a_split_request_waits_for_its_kv_to_cross_the_link() -> None:
     assert slow.first_s - fast.first_s == pytest.approx(kv_bytes / 1e9 - kv_bytes / 1e11, rel=1e-3)  # type: ignore[operator]
 
 
+def test_no_first_token_is_predicted_over_a_link_whose_speed_is_being_tested() -> None:
+    records = ran(
+        [TraceRequest(0.0, 8000, 5) for _ in range(3)], split_fleet(0.5), "priced"
+    ).records
+    assert [record.predicted_ttft_s is None for record in records] == [False, True, True]
+
+
 def test_halves_go_to_groups_whose_kv_can_hold_them_and_what_no_pair_can_hold_is_refused() -> None:
     large, small = (
         msgspec.structs.replace(H100, role=Role.PREFILL),

@@ -121,11 +121,25 @@ def test_the_first_transfer_over_each_link_of_an_unmeasured_fleet_is_a_test() ->
     assert times.backlog_s(("p1", "d1"), 0.0) == 0.0
     second = times.begin(("p1", "d1"), 1_000, EXPECTED_S, 0.0)
     first.on_ready(1.0)
+    assert times.backlog_s(PAIR, 2.9) == inf  # also when it is overdue
     first.end(3.0)
     times.learn(first, 1.0, 3.0)
     assert times.is_measured
     assert times.backlog_s(PAIR, 3.0) == 0.0
     assert 0.0 < times.backlog_s(("p1", "d1"), 3.0) < 1.0
+    second.cancel()
+
+
+def test_a_test_whose_time_is_unknown_ends_and_teaches_no_speed() -> None:
+    times = TransferTimes()
+    cancelled, first, second = (times.begin(PAIR, 1_000, EXPECTED_S, 0.0) for _ in range(3))
+    cancelled.cancel()
+    times.learn(cancelled, None, 5.0)
+    assert not times.is_measured
+    first.end(5.0)
+    times.learn(first, None, 5.0)
+    assert times.speed(PAIR, EXPECTED_S, 5.0).service_s(1_000) == pytest.approx(1_000 * EXPECTED_S)
+    assert times.backlog_s(PAIR, 5.0) == pytest.approx(1_000 * EXPECTED_S)
     second.cancel()
 
 
