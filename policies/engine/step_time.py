@@ -237,6 +237,11 @@ class SpeedBelief:
         self._mix, self._context = [*FILLS * (0.0,), 1.0], 0.0
         self.apply_factors()
 
+    @property
+    def was_reached(self) -> bool:
+        """Whether the first token of a short prompt has shown the API latency."""
+        return self._reached > 1.0
+
     def apply_factors(self) -> None:
         """Recompute the corrected costs of an engine step from the changed correction factors."""
         self._settle_prompts()

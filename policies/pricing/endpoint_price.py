@@ -24,7 +24,12 @@ from policies.latency.expected_latency import backlog_s, is_first_token_late, ro
 from policies.param_types import Factor, NonNegative
 from policies.policy_types import WHOLE_REQUEST, PhaseShare, Policy, Ranking, WeightedScorer
 from policies.presets import DEFAULT_FILTERS, PolicyParams
-from policies.pricing.speed_differences import UNOBSERVED, equalize_speeds, slow_by_label
+from policies.pricing.speed_differences import (
+    TEST_S,
+    UNOBSERVED,
+    equalize_speeds,
+    slow_by_label,
+)
 from policies.routing_types import Candidate, Request, RoutingQuery
 
 LEAST_BUDGET = 0.05
@@ -182,14 +187,21 @@ class PriceScorer:
     ) -> None:
         # Prefer an idle endpoint that is believed to be slow only because its label says so.
         #
-        # It is tested with a request that is in time even if the label is right.
+        # It is tested with a request that is in time even if the label is right, and that shows the
+        # speed: its first token can be seen, and it is long enough or the first short one.
         request = query.request
+        if not request.stream and request.output_tokens > 1:
+            return
         for index in slow_by_label(candidates):
             load = candidates[index].load
-            first_s = load.fixed_ttft_s + self._fill_s(load, request.prompt_tokens, 0, 1.0, 1.0)
+            fill_s = self._fill_s(load, request.prompt_tokens, 0, 1.0, 1.0)
+            first_s = load.fixed_ttft_s + fill_s
             step_s = load.decode_s_per_token + load.decode_s_per_sequence
             is_in_time = first_s <= patience_s(request, query.now) and step_s <= request.slo.tpot_s
-            if is_in_time and not load.in_flight:
+            is_idle = not load.in_flight and not self._reads_scrape(load, query.now)
+            has_room = request.prompt_tokens <= load.free_kv_tokens
+            teaches = fill_s >= TEST_S or not load.belief.was_reached
+            if is_in_time and is_idle and has_room and teaches:
                 scores[index] = 1.0  # all others are negative
                 return
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp, sqrt
 
+from policies.engine.first_token_calibration import SHORT_S
 from policies.engine.step_time import PRIOR_VAR, SpeedFactor
 from policies.routing_types import Candidate
 
@@ -16,6 +17,9 @@ SIGMAS = 2.0
 
 SLOW_LABEL = 2.0
 """Ratio of prefill times by label from which on an endpoint that was never observed is tested."""
+
+TEST_S = 2.0 * SHORT_S
+"""Seconds of prefill from which on a single prompt always shows the speed of an endpoint."""
 
 UNOBSERVED = SpeedFactor(1.0, PRIOR_VAR)
 

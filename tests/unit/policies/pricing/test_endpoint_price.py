@@ -307,8 +307,10 @@ def labelled_slow(slot: int, times: float = 10.0, **numbers: object) -> Candidat
     return one
 
 
-def choice(fleet: Sequence[Candidate], question: RoutingQuery) -> int:
+def choice(fleet: Sequence[Candidate], question: RoutingQuery, stream: bool = True) -> int:
     # Return the index of the endpoint that a new scorer prefers.
+    request = msgspec.structs.replace(question.request, stream=stream)
+    question = msgspec.structs.replace(question, request=request)
     scores = PriceScorer(PricedPolicy()).scores(question, fleet)
     return scores.index(max(scores))
 
@@ -321,6 +323,24 @@ def test_an_idle_endpoint_that_its_label_calls_slow_is_tested_with_one_request()
 def test_a_test_of_a_slow_label_is_in_time_even_if_the_label_is_right() -> None:
     assert choice([outlook(0), labelled_slow(1)], ask(50_000, 300)) == 0
     assert choice([outlook(0), labelled_slow(1, decode_s_per_token=9.0)], ask(1000, 300)) == 0
+
+
+def test_an_endpoint_with_requests_from_elsewhere_or_without_room_is_not_tested() -> None:
+    elsewhere = {"external_requests": 50, "waiting": 50, "scraped_at": 99.0}
+    assert choice([outlook(0), labelled_slow(1, **elsewhere)], ask(1000, 300)) == 0
+    assert choice([outlook(0), labelled_slow(1, free_kv_tokens=500.0)], ask(1000, 300)) == 0
+
+
+def test_a_label_is_not_tested_with_an_answer_that_hides_its_first_token() -> None:
+    assert choice([outlook(0), labelled_slow(1)], ask(1000, 300), stream=False) == 0
+    assert choice([outlook(0), labelled_slow(1)], ask(1000, 1), stream=False) == 1
+
+
+def test_a_short_prompt_tests_a_label_only_once() -> None:
+    slow = labelled_slow(1)
+    slow.load.belief.observe_api_latency(0.01)
+    assert choice([outlook(0), slow], ask(100, 300)) == 0
+    assert choice([outlook(0), slow], ask(1000, 300)) == 1
 
 
 def test_an_endpoint_that_was_observed_as_slow_is_not_tested() -> None:
