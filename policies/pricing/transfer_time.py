@@ -312,18 +312,24 @@ class TransferTimes:
     def record(self, names: Names, tokens: int, seconds: float, now: float) -> None:
         """Record a transfer of `tokens` tokens, without the fixed time of the rule and the queue.
 
-        A negative time, where the decoder was quicker than expected, counts as 0.
+        Of a large transfer, the fixed time that small ones have taught is subtracted. A negative
+        time, where the decoder was quicker than expected, counts as 0.
         """
-        means, weight = (self._rates, tokens) if tokens >= LEAST_TOKENS else (self._fixed, 1)
-        means.add(names, weight, max(0.0, seconds), now)
+        if tokens < LEAST_TOKENS:
+            self._fixed.add(names, 1, max(0.0, seconds), now)
+            return
+        seconds -= self._fixed_s(names, now)
+        self._rates.add(names, tokens, max(0.0, seconds), now)
+
+    def _fixed_s(self, names: Names, now: float) -> float:
+        return 0.0 if self._fixed.is_empty else self._fixed.mean(names, 0.0, now)
 
     def speed(self, names: Names, expected_s: float, now: float) -> PairSpeed:
         """Return how long KV transfers between two endpoints are expected to take.
 
         expected_s  seconds per token, to use for a fleet without measurements
         """
-        fixed_s = 0.0 if self._fixed.is_empty else self._fixed.mean(names, 0.0, now)
-        return PairSpeed(self._rates.mean(names, expected_s, now), fixed_s)
+        return PairSpeed(self._rates.mean(names, expected_s, now), self._fixed_s(names, now))
 
     def forget_endpoint(self, name: str) -> None:
         """Drop the transfer times and the links of an endpoint that has been removed."""

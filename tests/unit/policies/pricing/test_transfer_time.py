@@ -98,6 +98,14 @@ def test_small_handoffs_teach_the_fixed_time_and_not_the_rate() -> None:
     assert 0.0 < times.speed(("p9", "d9"), EXPECTED_S, 20.0).fixed_s <= speed.fixed_s
 
 
+def test_the_fixed_time_is_not_learnt_a_second_time_as_the_rate() -> None:
+    times = TransferTimes()
+    for number in range(40):
+        times.record(PAIR, 100, 0.5, float(number))
+        times.record(PAIR, 1_000, 0.6, float(number))
+    assert times.speed(PAIR, EXPECTED_S, 40.0).service_s(1_000) == pytest.approx(0.6, rel=0.1)
+
+
 def test_a_burst_of_short_prompts_over_a_slow_link_is_seen_in_its_queue() -> None:
     times = TransferTimes()
     for number in range(20):
