@@ -54,6 +54,7 @@ OFF_PATH = (
         "gateway/fleet",
         "endpoint_from_config engine_model_names model_lookup probe_errors speed_recovery",
     ),
+    *_modules("gateway/fleet", "temporary_limits"),
     *_modules("gateway/fleet/kv_events", "event_metrics event_reader_start zmq_addresses"),
     *_modules("gateway/fleet/kv_events", "prompt_learner tokenization zmq_subscription"),
     *_modules("gateway/http", "aiohttp_connection client_body_reader client_interface"),
