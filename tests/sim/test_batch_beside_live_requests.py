@@ -21,12 +21,12 @@ def measure(*options: str) -> dict[str, Any]:
 
 
 def test_a_batch_on_the_last_tenth_of_a_pool_slows_no_live_request_and_loses_no_token() -> None:
-    found = measure("--lines", "20", "--load", "0.9", "--seeds", "11")
+    found = measure("--lines", "24", "--load", "0.9", "--seeds", "11")
     assert found["live_alone"] > 0.98
     assert found["live_beside"] >= found["live_alone"] - 0.005
     assert found["long_stops"] >= 50
-    assert (found["status"], found["results"], found["twice"]) == ("completed", 20, 0)
-    assert found["equal"] == 20
+    assert (found["status"], found["results"], found["twice"]) == ("completed", 24, 0)
+    assert found["equal"] == 24
     # No token of an answer was generated twice.
     assert found["extra_tokens"] == 0
 
