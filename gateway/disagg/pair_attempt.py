@@ -319,10 +319,9 @@ class PairAttempt(AttemptState):
         self.handoffs.transfer_times.learn(transfer, ready_at, now)
 
     def _on_first_token(self) -> None:
-        if self.state is not _RECOMPUTING:
-            self.figures.add_transferred(self.pair, self.context.call.request.prompt_tokens)
         self.exchange.on_first_token()
         if self.state is not _RECOMPUTING:
+            self.figures.add_transferred(self.pair, self.context.call.request.prompt_tokens)
             self._learn_transfer_time()
         self.words.release()
         self.post(_FIRST_TOKEN)

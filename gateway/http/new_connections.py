@@ -96,8 +96,8 @@ class NewConnections:
             except ConnectionAbortedError:
                 continue
             except OSError:
-                # Nobody waits, or there are too many open files: then the event loop, which accepts
-                # the next one, refuses connections.
+                # The queue is empty, or too many files are open. Then the event loop, which accepts
+                # the next connection, refuses it.
                 return
             client = WaitingClient(self, accepted, new_protocol)
             if self._connections.admit(client, peer[0], self._limits()):

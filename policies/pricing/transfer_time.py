@@ -111,9 +111,11 @@ class PairMeans:
         """Return the mean of a pair; `expected` is the one of a fleet without measurements."""
         usual = self._merge((self._all,), expected, now)
         ends = (self._ends.get(end) for end in enumerate(names))
-        alike = self._merge((mean for mean in ends if mean is not None), usual, now)
+        expected_of_ends = self._merge((mean for mean in ends if mean is not None), usual, now)
         pair = self._pairs.get(names)
-        return alike if pair is None else self._merge((pair,), alike, now)
+        if pair is None:
+            return expected_of_ends
+        return self._merge((pair,), expected_of_ends, now)
 
     def _merge(self, means: Iterable[DecayingMean], expected: float, now: float) -> float:
         total, weight = self._prior * expected, self._prior
