@@ -103,7 +103,7 @@ class DiskStore:
     def start_upload(self, tenant: str, quota: StorageQuota) -> DiskUpload:
         folder = self._files(tenant)
         folder.mkdir(mode=0o700, exist_ok=True)
-        sizes = [entry.stat().st_size for entry in os.scandir(folder) if not _is_record(entry.name)]
+        sizes = _sizes(folder, (".data", ".part"))
         if len(sizes) >= quota.files:
             raise too_many_files(len(sizes))
         path = folder / f"{secrets.token_hex(16)}.part"
@@ -114,7 +114,7 @@ class DiskStore:
         upload.sync()
         folder = self._files(tenant)
         with locked(self.folder / "commits"):
-            stored = [entry.stat().st_size for entry in os.scandir(folder) if _is_content(entry)]
+            stored = _sizes(folder, (".data",))
             if len(stored) >= upload.quota.files:
                 raise too_many_files(len(stored))
             if sum(stored) + upload.size > upload.quota.total_bytes:
@@ -277,9 +277,12 @@ class DiskStore:
         return self.folder / "files" / tenant_digest(tenant)
 
 
-def _is_content(entry: os.DirEntry[str]) -> bool:
-    return entry.name.endswith(".data")
-
-
-def _is_record(name: str) -> bool:
-    return name.endswith(".json")
+def _sizes(folder: Path, suffixes: tuple[str, ...]) -> list[int]:
+    # Return the sizes in bytes of a folder's files with these suffixes. Another upload or a client
+    # may delete a file between its listing and the look at its size.
+    sizes = []
+    for entry in os.scandir(folder):
+        if entry.name.endswith(suffixes):
+            with suppress(FileNotFoundError):
+                sizes.append(entry.stat().st_size)
+    return sizes

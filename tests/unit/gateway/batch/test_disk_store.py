@@ -54,6 +54,23 @@ def test_an_upload_that_is_not_committed_leaves_nothing(store: DiskStore) -> Non
     assert not upload.path.exists()
 
 
+def test_an_upload_is_taken_while_another_file_is_deleted(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "acme", b"x")
+    refused = store.start_upload("acme", QUOTA)
+    scandir = os.scandir
+
+    def scan_and_delete(folder: Path) -> list[os.DirEntry[str]]:
+        found = list(scandir(folder))
+        refused.close()
+        return found
+
+    monkeypatch.setattr("gateway.batch.disk_store.os.scandir", scan_and_delete)
+    file = put(store, "acme", b"y")
+    assert store.file("acme", file.id) == file
+
+
 def test_expired_files_and_leftovers_are_deleted_and_others_stay(store: DiskStore) -> None:
     old, new = put(store, "acme", b"x", NOW - 1), put(store, "acme", b"y")
     upload = store.start_upload("acme", QUOTA)
