@@ -189,13 +189,17 @@ def nginx_command(
     return [nginx_binary(), "-c", str(config), "-e", str(work / "nginx.err"), "-p", str(work)]
 
 
+def _nginx_tls(tls: Certificate | None) -> str:
+    # Return nginx's directives for TLS; nothing without a certificate.
+    if tls is None:
+        return ""
+    return (
+        f"ssl_certificate {tls.certificate}; ssl_certificate_key {tls.key}; "
+        "ssl_protocols TLSv1.2 TLSv1.3;"
+    )
+
+
 def _nginx_config(urls: list[str], work: Path, port: int, tls: Certificate | None) -> str:
-    encrypt = ""
-    if tls is not None:
-        encrypt = (
-            f"ssl_certificate {tls.certificate}; ssl_certificate_key {tls.key}; "
-            "ssl_protocols TLSv1.2 TLSv1.3;"
-        )
     servers = "\n".join(f"    server {url.removeprefix('http://')};" for url in urls)
     temp = "\n".join(
         f"  {kind}_temp_path {work / kind};"
@@ -222,7 +226,7 @@ http {{
   }}
   server {{
     listen 127.0.0.1:{port} backlog=4096{" ssl" if tls is not None else ""};
-    {encrypt}
+    {_nginx_tls(tls)}
     location / {{
       proxy_pass http://groups;
       proxy_http_version 1.1;

@@ -327,7 +327,7 @@ def _attainment_of_plan(replayed: Any) -> float:
     return float(own["attainment"])
 
 
-def main() -> int:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--case",
@@ -368,7 +368,11 @@ def main() -> int:
         help="maximum difference between the live and simulated shares of requests within "
         "their latency budgets, in percentage points (default: %(default)s)",
     )
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = _options()
     results = [compare(name, options) for name in options.case or CASES]
     return 0 if all(results) else 1
 

@@ -136,31 +136,6 @@ def _burn_tests(slo: Objective, runbooks: str) -> list[Rule]:
     # Return tests with errors at 20, 3 and 0.5 times the rate that the error budget allows.
     tests = []
     for speed in (20.0, 3.0, 0.5):
-        bad = round(speed * (1 - slo.goal) * 10_000)
-        labels = 'model="m", pool="chat"'
-        if slo.slo == "availability":
-            series = (
-                (
-                    f'penstock_requests_total{{{labels}, code="200", reason="served"}}',
-                    f"0+{10_000 - bad}x{_MINUTES}",
-                ),
-                (
-                    f'penstock_requests_total{{{labels}, code="502", reason="upstream_failed"}}',
-                    f"0+{bad}x{_MINUTES}",
-                ),
-            )
-        else:
-            series = (
-                (
-                    f'penstock_goodput_total{{{labels}, class="standard", slo_outcome="met"}}',
-                    f"0+{10_000 - bad}x{_MINUTES}",
-                ),
-                (
-                    f'penstock_goodput_total{{{labels}, class="standard", '
-                    f'slo_outcome="{slo.slo}_missed"}}',
-                    f"0+{bad}x{_MINUTES}",
-                ),
-            )
         fired = [
             _expected(
                 slo.summary,
@@ -173,8 +148,26 @@ def _burn_tests(slo: Objective, runbooks: str) -> list[Rule]:
             if speed > burn.factor
         ]
         name = f"{slo.alert} at {speed:g} times the budget's rate"
-        tests.append(_promtool_test(name, series, "3h", slo.alert, fired))
+        tests.append(_promtool_test(name, _burn_series(slo, speed), "3h", slo.alert, fired))
     return tests
+
+
+def _burn_series(slo: Objective, speed: float) -> Series:
+    # Return the counters of good and bad requests whose errors use up the budget at this speed.
+    bad = round(speed * (1 - slo.goal) * 10_000)
+    labels = 'model="m", pool="chat"'
+    good_values, bad_values = f"0+{10_000 - bad}x{_MINUTES}", f"0+{bad}x{_MINUTES}"
+    if slo.slo == "availability":
+        name = f"penstock_requests_total{{{labels}, "
+        return (
+            (name + 'code="200", reason="served"}', good_values),
+            (name + 'code="502", reason="upstream_failed"}', bad_values),
+        )
+    name = f'penstock_goodput_total{{{labels}, class="standard", '
+    return (
+        (name + 'slo_outcome="met"}', good_values),
+        (name + f'slo_outcome="{slo.slo}_missed"}}', bad_values),
+    )
 
 
 def _expected(summary: str, labels: Mapping[str, str], alert: str, runbooks: str) -> Rule:

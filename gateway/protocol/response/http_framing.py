@@ -79,19 +79,9 @@ def parse_head(head: bytes) -> ResponseHead:
     if not (head.startswith(b"HTTP/1.") and head[9:12].isdigit()):
         raise FramingError("the engine's response does not begin with an HTTP/1.x status line")
     pairs = [(name, value.strip(b" \t")) for name, value in _FIELDS.findall(head.lower())]
-    fields, once = dict(pairs), [name for name, _ in pairs if name in _ONCE]
-    if len(set(once)) != len(once):
-        raise FramingError(
-            "the engine's response has Content-Length, Content-Encoding or Transfer-Encoding twice"
-        )
+    fields = dict(pairs)
+    _check_body_length(pairs, fields)
     length, coding = fields.get(b"content-length"), fields.get(b"transfer-encoding")
-    if coding is not None and (coding != b"chunked" or length is not None):
-        raise FramingError(
-            "the engine's response must have the Transfer-Encoding 'chunked' alone and no "
-            "Content-Length with it"
-        )
-    if length is not None and (not length.isdigit() or len(length) > 15):
-        raise FramingError("the Content-Length of the engine's response is not a single number")
     status, size = int(head[9:12]), None if length is None else int(length)
     is_success = 200 <= status < 300
     if is_success and fields.get(b"content-encoding", b"identity") != b"identity":
@@ -118,6 +108,23 @@ def parse_head(head: bytes) -> ResponseHead:
         b"content-length: %d\r\n\r\n" % (size or 0),
         retry_after.read_wait_s(head) if status in retry_after.STATUSES else None,
     )
+
+
+def _check_body_length(pairs: list[tuple[bytes, bytes]], fields: dict[bytes, bytes]) -> None:
+    # Raise FramingError if the header fields leave it ambiguous where the body ends.
+    once = [name for name, _ in pairs if name in _ONCE]
+    if len(set(once)) != len(once):
+        raise FramingError(
+            "the engine's response has Content-Length, Content-Encoding or Transfer-Encoding twice"
+        )
+    length, coding = fields.get(b"content-length"), fields.get(b"transfer-encoding")
+    if coding is not None and (coding != b"chunked" or length is not None):
+        raise FramingError(
+            "the engine's response must have the Transfer-Encoding 'chunked' alone and no "
+            "Content-Length with it"
+        )
+    if length is not None and (not length.isdigit() or len(length) > 15):
+        raise FramingError("the Content-Length of the engine's response is not a single number")
 
 
 class ResponseHeadReader:
