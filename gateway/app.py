@@ -163,7 +163,7 @@ class App:
         trusted = Networks(config.listeners.api.trusted_proxies)
         refused = self.metrics.runtime_gauges.connections_refused_total
         self.connections = ClientConnections(
-            self._admission, trusted, lambda reason: refused.labels(reason).inc()
+            self._admission.bodies, trusted, lambda reason: refused.labels(reason).inc()
         )
         proxies = TrustedProxies(trusted) if trusted else None
         self._cors = new_cors_rule(config.listeners.api.cors_origins)
@@ -406,7 +406,7 @@ class App:
         # Fail all running requests; a stream within an event may first receive the event's end.
         ends = monotonic() + FAIL_S / 2
         self._endpoints.stop_routing()
-        self._admission.stop_retries()
+        self._admission.retries.stop()
         while self._endpoints.fail_streams() and monotonic() < ends:  # noqa: ASYNC110
             await asyncio.sleep(IDLE_CHECK_S)
         self._endpoints.fail_streams(immediately=True)
@@ -585,12 +585,12 @@ class App:
     def _attach_gauges(self) -> None:
         metrics, prefixes = self.metrics, self._prefixes
         admission = self._admission
-        metrics.retry_budget_remaining.set_function(lambda: admission.retries_left)
+        metrics.retry_budget_remaining.set_function(lambda: admission.retries.left)
         metrics.open_streams.set_function(lambda: float(admission.active_requests))
         metrics.prefix_index_bytes.set_function(lambda: float(prefixes.index.stats().bytes))
         inside, handoffs = metrics.runtime_gauges, self.gateway.handoffs
         inside.connections.set_function(lambda: float(len(self.connections)))
-        inside.body_bytes.set_function(lambda: float(admission.body_bytes))
+        inside.body_bytes.set_function(lambda: float(admission.bodies.used_bytes))
         inside.split_live.set_function(lambda: float(handoffs.live_count))
         inside.tasks.set_function(lambda: float(len(asyncio.all_tasks(self._loop))))
 

@@ -14,7 +14,9 @@ from gateway.protocol.errors import GatewayError
 from policies.routing_types import Candidate, Pick, RoutingQuery
 
 if TYPE_CHECKING:
-    from gateway.admission.admission_controller import AdmissionController, PoolQueue
+    from gateway.admission.body_budget import BodyBudget
+    from gateway.admission.pool_queue import PoolQueue
+    from gateway.admission.retry_turns import RetryTurns
     from gateway.fleet.reservation import Reservation
     from gateway.metrics.metric_types import Histogram
     from gateway.protocol.api_table import Api
@@ -134,8 +136,7 @@ class Exchange:
     holds_retry_turn    whether the request uses one of the retries that the gateway permits at the
                         same time (the retry budget)
     body_bytes          bytes of memory reserved for the body
-    memory_gate         the admission controller from which the memory was reserved; None after its
-                        release
+    body_budget         the budget from which the memory was reserved; None after its release
     first_query         the policy's input at the first pick; None until capacity was reserved
     pool_queue          the admission queue to which the outcome is reported; None if it does not
                         need the outcome
@@ -190,7 +191,7 @@ class Exchange:
             "fingerprint",
             "gaps",
             "hedge",
-            "memory_gate",
+            "body_budget",
             "id",
             "slo_outcome",
             "ledger",
@@ -235,7 +236,7 @@ class Exchange:
         self.retries: list[str] = []
         self.holds_retry_turn = False
         self.body_bytes = self.status = self.unsent_attempts = 0
-        self.memory_gate: AdmissionController | None = None
+        self.body_budget: BodyBudget | None = None
         self.outcome = "served"
         self.reason: str | None = None
         self.pool_queue: PoolQueue | None = None
@@ -277,24 +278,24 @@ class Exchange:
                 self.pool_queue = pool_queue
                 pool_queue.on_reserved(query, pick)
 
-    def take_memory(self, gate: AdmissionController, body_bytes: int) -> None:
+    def take_memory(self, budget: BodyBudget, body_bytes: int) -> None:
         """Reserve memory for a body of `body_bytes` bytes, minus what was reserved for it before.
 
         Raises GatewayError if the memory for bodies is used up. Then what was reserved before is
         released, so that other growing bodies can be accepted.
         """
         try:
-            self.body_bytes += gate.reserve_body(body_bytes - self.body_bytes)
+            self.body_bytes += budget.reserve_body(body_bytes - self.body_bytes)
         except GatewayError:
             self.release_memory()
             raise
-        self.memory_gate = gate
+        self.body_budget = budget
 
     def release_memory(self) -> None:
         """Release the body's memory. Does nothing if it was released before."""
-        holder, self.memory_gate = self.memory_gate, None
-        if holder is not None:
-            holder.release_body(self.body_bytes)
+        budget, self.body_budget = self.body_budget, None
+        if budget is not None:
+            budget.release_body(self.body_bytes)
 
     def on_first_token(self) -> None:
         """Record the first token of the answer: update the endpoint's load, and free the body.
@@ -311,16 +312,16 @@ class Exchange:
         sent = self.sent_request
         if sent is not None and sent is not call:
             sent.release()
-        holder = self.memory_gate
-        if holder is not None:
-            self.memory_gate = None
-            holder.release_body(self.body_bytes)
+        budget = self.body_budget
+        if budget is not None:
+            self.body_budget = None
+            budget.release_body(self.body_bytes)
 
-    def give_back_retry_turn(self, gate: AdmissionController) -> None:
+    def give_back_retry_turn(self, retries: RetryTurns) -> None:
         """Return the retry that the request took from the gateway's retry budget, if any."""
         if self.holds_retry_turn:
             self.holds_retry_turn = False
-            gate.release_retry()
+            retries.release()
 
     def set_refused(self, error: GatewayError) -> None:
         self.status, self.outcome = error.status, "refused"

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from gateway.admission.admission_controller import AdmissionController, PoolQueue
+from gateway.admission.admission_controller import AdmissionController
+from gateway.admission.pool_queue import PoolQueue
 from gateway.config import Config, Resume
 from gateway.disagg.handoffs import Handoffs
 from gateway.disagg.pairing import SplitRoute
@@ -233,7 +234,7 @@ class Gateway:
 
         Returns False if the request was sent, or if the gateway is shutting down.
         """
-        if problem.was_sent or self.gate.is_stopping:
+        if problem.was_sent or self.gate.retries.is_stopping:
             return False
         exchange.unsent_attempts += 1
         self.accounts.count_retry(problem.kind)

@@ -169,7 +169,7 @@ async def serve(gateway: Gateway, exchange: Exchange, client: Client, handle: Ha
         exchange.set_internal_error()
         _answer_internal_error(exchange, client)
     finally:
-        if exchange.memory_gate is not None:
+        if exchange.body_budget is not None:
             exchange.release_memory()
         try:
             if exchange.holds_retry_turn:
@@ -188,7 +188,7 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     exchange.client_request_id = preferences.client_request_id
     body = client.take_buffered_body() or await _receive_body(gateway, exchange, client)
     exchange.received_at = received_at = monotonic()
-    exchange.take_memory(gate, len(body))
+    exchange.take_memory(gate.bodies, len(body))
     models = snapshot.scope(client.headers) if snapshot.scopes else snapshot
     route, call = _parse(gateway, snapshot, models, exchange, body, preferences, received_at)
     del body  # the call owns the bytes, and releases them when no retry can need them
@@ -275,10 +275,10 @@ async def _receive_body(gateway: Gateway, exchange: Exchange, client: Client) ->
     # Receive the rest of a body that did not arrive completely with its head.
     #
     # A large body waits until it may be parsed.
-    gate = gateway.gate
+    bodies = gateway.gate.bodies
     payer = exchange.tenant or exchange.client
     return await client.read_body(
-        partial(exchange.take_memory, gate), partial(gate.large_bodies.join_in_turn, payer)
+        partial(exchange.take_memory, bodies), partial(bodies.large_bodies.join_in_turn, payer)
     )
 
 

@@ -1,12 +1,14 @@
-"""The admin page GET /endpoints: each endpoint's state, load and KV events, and split requests.
+"""The admin pages of endpoints: GET /endpoints, and POST /endpoints/{name}/drain and /undrain.
 
-The live view has rows of its own, in live_fleet_status.py.
+The page /endpoints has the state, load and KV events of each endpoint, and split requests. To drain
+an endpoint means to send it no new requests. The live view has rows of its own, in
+live_fleet_status.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,7 +29,7 @@ RowT = TypeVar("RowT")
 
 
 def add_endpoints(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
-    """Add the page /endpoints to the admin server's `routes`."""
+    """Add the page /endpoints, and those that drain an endpoint, to the admin server's `routes`."""
 
     async def endpoints(_: web.Request) -> web.Response:
         rows = await endpoint_rows(target.gateway)
@@ -35,6 +37,25 @@ def add_endpoints(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
         return web.Response(body=msgspec.json.encode(content), content_type="application/json")
 
     routes.add_get("/endpoints", endpoints)
+    routes.add_post("/endpoints/{name}/{what:drain|undrain}", _drain_handler(target))
+
+
+def _drain_handler(target: GatewayInterface) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def drain(request: web.Request) -> web.Response:
+        name, is_drained = request.match_info["name"], request.match_info["what"] == "drain"
+        # An endpoint that is being removed may have the same name as its replacement.
+        endpoints = (live for live in target.gateway.endpoints.all() if not live.is_leaving)
+        match = next((live for live in endpoints if live.endpoint.name == name), None)
+        if match is None:
+            return web.json_response(
+                {"result": "nothing", "message": f"no endpoint is named {name!r:.80}"}, status=404
+            )
+        in_flight = target.gateway.endpoints.set_drained(match, is_drained)
+        return web.json_response(
+            {"result": "applied", "endpoint": name, "drained": is_drained, "in_flight": in_flight}
+        )
+
+    return drain
 
 
 async def endpoint_rows(gateway: Gateway) -> list[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""The HTTP pages of the live view: web page, JSON, event stream, and requests to drain endpoints.
+"""The HTTP pages of the live view: web page, JSON, and event stream.
 
 security.py authorizes requests. The content of the view is in live_view.py, and its schedule in
 live_stream.py.
@@ -7,7 +7,7 @@ live_stream.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.resources import files
 from time import monotonic
 from types import MappingProxyType
@@ -72,13 +72,7 @@ WorkerSample = tuple[MetricSample, FleetStatus]
 
 
 def add_process_view(target: GatewayInterface, server: web.Application) -> None:
-    """Add the pages of this process's live view, and those that drain an endpoint.
-
-    To drain an endpoint means to send it no new requests.
-
-    GET   /   /web/{name}   /live   /live/stream   /live/note
-    POST  /endpoints/{name}/drain   /endpoints/{name}/undrain
-    """
+    """Add the live view of this process: /, /web/{name}, /live, /live/stream and /live/note."""
 
     async def sample_now(before: MetricSample | None) -> WorkerSample:
         now = monotonic()
@@ -90,7 +84,6 @@ def add_process_view(target: GatewayInterface, server: web.Application) -> None:
         )
 
     server.router.add_get("/live/note", serve_sample)
-    server.router.add_post("/endpoints/{name}/{what:drain|undrain}", _drain_handler(target))
     add_view(server, sample_now, lambda: target.is_draining)
 
 
@@ -151,24 +144,6 @@ async def _stream(
         if request.transport is not None:
             request.transport.abort()
     return response
-
-
-def _drain_handler(target: GatewayInterface) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def drain(request: web.Request) -> web.Response:
-        name, is_drained = request.match_info["name"], request.match_info["what"] == "drain"
-        # An endpoint that is being removed may have the same name as its replacement.
-        endpoints = (live for live in target.gateway.endpoints.all() if not live.is_leaving)
-        match = next((live for live in endpoints if live.endpoint.name == name), None)
-        if match is None:
-            return web.json_response(
-                {"result": "nothing", "message": f"no endpoint is named {name!r:.80}"}, status=404
-            )
-        in_flight = target.gateway.endpoints.set_drained(match, is_drained)
-        return web.json_response(
-            {"result": "applied", "endpoint": name, "drained": is_drained, "in_flight": in_flight}
-        )
-
-    return drain
 
 
 def _add_files(server: web.Application) -> None:

@@ -18,7 +18,7 @@ from gateway.admin.endpoints_page import add_endpoints
 from gateway.admin.explain_page import add_explain
 from gateway.admin.metrics_pages import add_metrics
 from gateway.admin.readiness import not_ready_reason
-from gateway.admin.recent_requests import RecentQuery, add_requests, recent_rows
+from gateway.admin.recent_requests_page import RecentQuery, add_requests, recent_rows
 from gateway.admin.security import access_middleware
 from gateway.admin.trial_pages import add_trials
 from gateway.config.yaml_source import MAX_FILE_BYTES

@@ -1,8 +1,8 @@
 """Runs batches: their requests run in capacity that live traffic leaves free, results are stored.
 
 There is one BatchRunner per gateway process. While it has batches, it reads the load of all pools
-many times a second. PoolPacer decides how many batch requests a pool may run. The runner starts
-requests up to this number, and interrupts those above it.
+many times a second. concurrency_and_preemption.py decides how many batch requests a pool may run.
+The runner starts requests up to this number, and interrupts those above it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from contextlib import suppress
 from functools import partial
 from time import monotonic, time
 
+from gateway.batch.concurrency_and_preemption import choose_preempted
 from gateway.batch.file_and_batch_objects import BatchState
 from gateway.batch.input_lines import LINE_OVERHEAD, InputChecker
 from gateway.batch.owned_batch import OwnedBatch
-from gateway.batch.pacing import choose_preempted, retry_delay_s
 from gateway.batch.pool_view import PoolView, find_pool, line_headers, refusal
 from gateway.batch.remaining_work import TICK_S
-from gateway.batch.request_attempt import RequestAttempt, ServeLine
+from gateway.batch.request_attempt import RequestAttempt, ServeLine, retry_delay_s
 from gateway.batch.storage import (
     BatchStorage,
     ClaimedBatch,

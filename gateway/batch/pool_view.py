@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.admission.admission_controller import PoolQueue
+from gateway.admission.pool_queue import PoolQueue
+from gateway.batch.concurrency_and_preemption import ConcurrencyLimiter, LatencyTargets, PoolReading
 from gateway.batch.file_and_batch_objects import BatchRecord
-from gateway.batch.pacing import LatencyTargets, PoolPacer, PoolReading
 from gateway.batch.request_attempt import RequestAttempt
 from gateway.batch.window_schedule import PoolSchedule
 from gateway.config import BatchApi, Config
@@ -97,7 +97,7 @@ class PoolView:
 
     def __init__(self, pool: str, gateway: Gateway, metrics: Metrics) -> None:
         self._pool, self._gateway, self._metrics = pool, gateway, metrics
-        self._pacer: PoolPacer | None = None
+        self._limiter: ConcurrencyLimiter | None = None
         self.schedule = PoolSchedule()
         self._targets = LatencyTargets(float("inf"), float("inf"))
         self._missed = 0
@@ -141,12 +141,14 @@ class PoolView:
         queue = self._queue
         if queue is None:  # such requests end with an error at once
             return section.concurrency
-        pacer = self._pacer = self._pacer or PoolPacer(section.share, section.concurrency)
-        pacer.share, pacer.most = section.share, section.concurrency
+        limiter = self._limiter = self._limiter or ConcurrencyLimiter(
+            section.share, section.concurrency
+        )
+        limiter.share, limiter.most = section.share, section.concurrency
         self._measure(section, runs, now)
         missed, self._missed = self._missed, 0
         reading = self._read(queue, runs, missed, now)
-        return pacer.allow(reading, self._targets, running, now, self.schedule.plan.places)
+        return limiter.allow(reading, self._targets, running, now, self.schedule.plan.places)
 
     def _read(
         self, queue: PoolQueue, runs: Sequence[RequestAttempt], missed: int, now: float

@@ -207,3 +207,17 @@ class RequestAttempt:
 def _problem(message: str) -> bytes:
     error = {"message": message, "type": "upstream_error", "param": None, "code": "upstream_failed"}
     return msgspec.json.encode({"error": error})
+
+
+def retry_delay_s(attempts: int, retry_after_s: float | None) -> float:
+    """Return the seconds to wait before the next attempt at a failed batch request.
+
+    attempts       number of failed attempts so far
+    retry_after_s  seconds in the Retry-After header of the refusal; None if it had none
+
+    A Retry-After is limited to 0.1 to 60 s. Without one, the wait is 0.5 s at first and doubles
+    with each attempt, up to 30 s.
+    """
+    if retry_after_s is not None:
+        return min(60.0, max(0.1, retry_after_s))
+    return min(30.0, 0.25 * 2.0 ** min(attempts, 8))

@@ -12,15 +12,16 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from gateway.admission.admission_controller import PoolQueue
+from gateway.admission.pool_queue import PoolQueue
 from gateway.config import Resume
 from gateway.disagg.handoffs import Handoffs
 from gateway.disagg.pairing import SplitRoute
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.reservation import Reservation
+from gateway.forwarding.engine_request_headers import client_lines
 from gateway.forwarding.forward import chunk_writer, new_recorded_relay
-from gateway.forwarding.headers import client_lines, response_headers
+from gateway.forwarding.response_headers import response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT
 from gateway.protocol.request.call import Call

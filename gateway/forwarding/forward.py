@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from gateway.fleet.reservation import Reservation
-from gateway.forwarding.headers import engine_request_head, response_headers
+from gateway.forwarding.engine_request_headers import engine_request_head
+from gateway.forwarding.response_headers import response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, Api
 from gateway.protocol.errors import response_not_found

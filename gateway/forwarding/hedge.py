@@ -324,7 +324,7 @@ class Hedger:
     def _return_turns(self) -> None:
         for exchange in self.retrying:
             if exchange.is_committed:
-                exchange.give_back_retry_turn(self._admission)
+                exchange.give_back_retry_turn(self._admission.retries)
         self.retrying = [exchange for exchange in self.retrying if exchange.holds_retry_turn]
 
     def _consider(self, entry: HedgedRequest, now: float, is_hedging: bool) -> None:
@@ -373,7 +373,7 @@ class Hedger:
     ) -> None:
         # Move a request, or hedge it at the candidate, if the retry budget permits it.
         exchange = entry.exchange
-        if exchange.reservation is None or not self._admission.try_acquire_retry():
+        if exchange.reservation is None or not self._admission.retries.try_acquire():
             return
         exchange.holds_retry_turn = True
         self.retrying.append(exchange)

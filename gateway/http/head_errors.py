@@ -1,7 +1,7 @@
 """Errors for requests that are refused because of their head (request line and headers).
 
 Errors about bodies are in protocol/request/json_members.py; errors for lack of capacity are in
-admission/admission_controller.py.
+admission/pool_queue.py.
 """
 
 from __future__ import annotations

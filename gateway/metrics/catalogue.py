@@ -107,7 +107,7 @@ class Metrics:
         self._requests(registry.section(Row.REQUESTS, "telemetry/accounting.py"))
         self._latency(registry.section(Row.LATENCY, "telemetry/accounting.py"))
         self._promises(registry.section(Row.PROMISES, "telemetry/slo_outcomes.py"))
-        self._admission(registry.section(Row.ADMISSION, "admission/admission_controller.py"))
+        self._admission(registry.section(Row.ADMISSION, "admission/pool_queue.py"))
         self._endpoints(registry.section(Row.ENDPOINTS, "fleet/endpoint_table.py"))
         self._tokens(registry.section(Row.CACHE, "telemetry/accounting.py"))
         self._batches(registry.section(Row.BATCHES, "batch/batch_runner.py"))

@@ -191,9 +191,9 @@ async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamEr
     if exchange.failed_attempts >= gateway.snapshot.config.retries.attempts:
         raise _given_up(exchange, problem)
     if not exchange.holds_retry_turn:
-        exchange.holds_retry_turn = await gateway.gate.acquire_retry()
+        exchange.holds_retry_turn = await gateway.gate.retries.acquire()
         gateway.hedger.retrying.append(exchange)
-    if gateway.gate.is_stopping:
+    if gateway.gate.retries.is_stopping:
         raise shutting_down()
     if not exchange.holds_retry_turn:
         raise _given_up(exchange, problem)
@@ -204,7 +204,7 @@ def end_retries(gateway: Gateway, exchange: Exchange) -> None:
     """Cancel the request's hedge (a parallel attempt), and return its retry to the budget."""
     if exchange.hedge is not None:
         exchange.hedge.close()
-    exchange.give_back_retry_turn(gateway.gate)
+    exchange.give_back_retry_turn(gateway.gate.retries)
 
 
 def no_endpoint_error(

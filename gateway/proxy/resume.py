@@ -12,7 +12,8 @@ from functools import partial
 from gateway.config import Resume
 from gateway.fleet.reservation import Reservation
 from gateway.forwarding import forward
-from gateway.forwarding.headers import engine_request_head, response_headers
+from gateway.forwarding.engine_request_headers import engine_request_head
+from gateway.forwarding.response_headers import response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import COMPLETIONS
 from gateway.protocol.request.call import Call
@@ -213,8 +214,8 @@ class RestPlan:
         exchange, resume, gate = self.exchange, self._route.resume, self.gateway.gate
         if resume is None or exchange.failed_attempts >= resume.attempts:
             return "attempts"
-        exchange.holds_retry_turn = exchange.holds_retry_turn or await gate.acquire_retry()
-        if gate.is_stopping:
+        exchange.holds_retry_turn = exchange.holds_retry_turn or await gate.retries.acquire()
+        if gate.retries.is_stopping:
             return SHUTDOWN
         return "" if exchange.holds_retry_turn else "budget"
 
@@ -257,7 +258,7 @@ class RestPlan:
         reservation.on_first_token()
         body.body = b""
         self._ledger.resumes += 1
-        self.exchange.give_back_retry_turn(self.gateway.gate)
+        self.exchange.give_back_retry_turn(self.gateway.gate.retries)
 
     def _close(self) -> None:
         # Write the closing events of an answer whose text is complete.

@@ -13,16 +13,15 @@ from gateway.disagg.leg_requests import SplitContext
 from gateway.disagg.pair_attempt import PairAttempt
 from gateway.disagg.pairing import SplitRoute
 from gateway.http.client_interface import Client
-from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.call import Call
-from gateway.protocol.request.split_eligibility import read_shape
+from gateway.protocol.request.split_eligibility import split_shape, unsplittable_error
 from gateway.protocol.response.relay import UpstreamError
 from gateway.proxy.attempt_loop import AttemptPlan, no_endpoint_error, permit_retry
 from gateway.proxy.whole_request import WholePlan, pick_longest
 from gateway.request_record import Exchange, SplitRecord
 from gateway.route import Gateway, Route
 from policies import routing_algorithm
-from policies.pricing.split_decision import EndpointPair, SplitDecision, SplitReason, SplitShape
+from policies.pricing.split_decision import EndpointPair, SplitDecision, SplitReason
 from policies.routing_types import Pick, RoutingQuery
 
 SplitAttempts = AttemptPlan[Pick | EndpointPair]
@@ -30,14 +29,6 @@ SplitAttempts = AttemptPlan[Pick | EndpointPair]
 
 It is written out because the type checker cannot infer such a union.
 """
-
-_WHOLE_ONLY = SplitShape(can_hand_over=False)
-_UNSPLITTABLE = (
-    SplitReason.API,
-    SplitReason.CHOICES,
-    SplitReason.PROMPTS,
-    SplitReason.PROMPT_SCORES,
-)
 
 
 class SplitPlan:
@@ -95,11 +86,9 @@ class SplitPlan:
         mode = handoffs.splitting.get(self._route.name, False)
         if self._recompute and any(candidate.load.is_available for candidate in pools.alone):
             return SplitDecision(None, SplitReason.RECOMPUTE, mode)
-        call = context.call
-        is_whole = not call.api.can_split
-        form = _WHOLE_ONLY if is_whole else read_shape(call.members)
+        shape = split_shape(context.call)
         splitter, transfers = context.split.splitter, handoffs.transfer_times
-        return splitter.decide(pools, query, form, mode, transfers)
+        return splitter.decide(pools, query, shape, mode, transfers)
 
     def _pick_alone(self, query: RoutingQuery) -> Pick | None:
         # Pick one endpoint for the whole request, or return None.
@@ -153,10 +142,8 @@ class SplitPlan:
         context = self._context
         self._note_decision()
         context.exchange.pick = None
-        if not context.split.pools.alone and self._decision.reason in _UNSPLITTABLE:
-            raise GatewayError(
-                Failure.BAD_REQUEST,
-                f"The model '{self._route.name}' serves only requests that are split between two "
-                f"endpoints, but this request cannot be split ({self._decision.reason}).",
-            )
+        if not context.split.pools.alone:
+            error = unsplittable_error(self._route.name, self._decision.reason)
+            if error is not None:
+                raise error
         raise no_endpoint_error(context.exchange, self._route, self._query, problem)

@@ -19,7 +19,8 @@ from gateway.disagg.internal_answer import InternalAnswer
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.model_lookup import find
 from gateway.forwarding import forward
-from gateway.forwarding.headers import engine_request_head, response_headers
+from gateway.forwarding.engine_request_headers import engine_request_head
+from gateway.forwarding.response_headers import response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import RESPONSES
 from gateway.protocol.errors import Failure, GatewayError, response_not_found
@@ -125,7 +126,7 @@ async def serve_stored(gateway: Gateway, exchange: Exchange, client: Client) -> 
     snapshot = gateway.snapshot
     if snapshot.tenants:
         exchange.tenant = snapshot.authenticate(client.headers)
-    await client.read_body(partial(exchange.take_memory, gateway.gate))
+    await client.read_body(partial(exchange.take_memory, gateway.gate.bodies))
     exchange.received_at = exchange.parsed_at = monotonic()
     match = _TARGET.fullmatch(client.target)
     response_id = "" if match is None else match[1]

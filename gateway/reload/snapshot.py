@@ -12,7 +12,8 @@ from functools import partial
 
 import msgspec
 
-from gateway.admission.admission_controller import AdmissionController, PoolQueue
+from gateway.admission.admission_controller import AdmissionController
+from gateway.admission.pool_queue import PoolQueue
 from gateway.config import AdmissionSpec, Config, Model, PolicySpec
 from gateway.disagg import pairing
 from gateway.fleet.endpoint_registry import RegistryPlan

@@ -13,7 +13,7 @@ from functools import partial
 from random import Random
 from time import monotonic
 
-from gateway.admission.admission_controller import PoolQueue
+from gateway.admission.pool_queue import PoolQueue
 from gateway.config import Config
 from gateway.config.problems import Path
 from gateway.fleet.health_checks import HealthChecker

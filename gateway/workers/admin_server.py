@@ -17,7 +17,7 @@ from gateway.admin import live_pages
 from gateway.admin.auto_pages import add_auto
 from gateway.admin.config_pages import add_changes
 from gateway.admin.drift_pages import RECORDS_PATH, add_drift
-from gateway.admin.recent_requests import RecentQuery, add_requests, merge_recent
+from gateway.admin.recent_requests_page import RecentQuery, add_requests, merge_recent
 from gateway.admin.security import access_middleware
 from gateway.auto.auto_controller import AutoPolicyController
 from gateway.config.yaml_source import MAX_FILE_BYTES

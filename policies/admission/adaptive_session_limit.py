@@ -16,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from policies.admission.admission_policy import DrainRate
+from policies.admission.drain_rate import DrainRate
 from policies.param_types import Fraction, Positive, PositiveCount
 from policies.routing_types import Candidate, SessionHints
 

@@ -1,18 +1,18 @@
-"""The interface of admission policies, their verdicts (admit, wait, refuse) and texts of refusals.
+"""The interface of admission policies, and their verdicts: admit, wait or refuse.
 
-It also has the measured drain rate. The wait queue is in wait_queue.py, concurrency caps are in
-cap_admission.py, and refusal by price is in priced_admission.py. The gateway converts a refusal to
-an HTTP response.
+Refusals with their texts are in refusals.py, the measured drain rate in drain_rate.py, the wait
+queue in wait_queue.py, concurrency caps in cap_admission.py, and refusal by price in
+priced_admission.py. The gateway converts a refusal to an HTTP response.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, expm1, inf
 from typing import Protocol
 
 import msgspec
 
+from policies.admission.drain_rate import DrainRate
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 
 
@@ -80,68 +80,6 @@ class WaitQueueLimits(msgspec.Struct, frozen=True):
     size: int = 256
     timeout_s: float = 30.0
     starvation_s: float = 10.0
-
-
-def shed_until(reason: str, retry_after_s: float | None, detail: str) -> Shed:
-    """Build the refusal of a request, with the time after which its client should retry.
-
-    reason         short label for logs and metrics
-    retry_after_s  seconds until the client may retry; None: not measured yet; inf: never
-    detail         the numbers that led to the refusal
-    """
-    if retry_after_s == inf:
-        return Shed(reason, None, detail, may_return=False)
-    return Shed(reason, retry_after_s, detail)
-
-
-class DrainRate:
-    """The rate of completed requests (or seconds of work) per second, an exponentially decaying
-    mean.
-
-    The time constant is `tau_s` seconds. The rate is None (unknown) before the second completion,
-    and again after a long silence. The object is not thread-safe.
-    """
-
-    __slots__ = ("_began", "_last", "_presence", "_tau_s", "_weight")
-
-    def __init__(self, tau_s: float = 10.0) -> None:
-        if tau_s <= 0:
-            raise ValueError(f"the time constant tau_s must be positive, not {tau_s}")
-        self._tau_s = tau_s
-        self._began: float | None = None
-        self._last = self._weight = self._presence = 0.0
-
-    def record(self, now: float, amount: float = 1.0) -> None:
-        """Record that `amount` of work was completed at the time `now`.
-
-        `now` is in seconds, on a clock that never goes back.
-        """
-        if self._began is None:
-            self._began = now
-        else:
-            decay = exp((self._last - now) / self._tau_s)
-            self._weight = self._weight * decay + amount
-            self._presence = self._presence * decay + 1.0
-        self._last = now
-
-    def per_s(self, now: float) -> float | None:
-        """Return the amount of work completed per second around `now`, or None if unknown.
-
-        The decayed sum is divided by the decayed length of the measurement, so that it is correct
-        from the first seconds on. The first completion only starts the measurement.
-        """
-        if self._began is None:
-            return None
-        span = self._tau_s * -expm1((self._began - now) / self._tau_s)
-        decay = exp((self._last - now) / self._tau_s)
-        return self._weight * decay / span if span > 0 and self._presence * decay > 0.05 else None
-
-    def seconds_for(self, amount: float, now: float) -> float | None:
-        """Return how many seconds `amount` of work takes at the measured rate; None: rate
-        unknown.
-        """
-        rate = self.per_s(now)
-        return amount / rate if rate else None
 
 
 class AdmissionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -266,58 +204,3 @@ class Admission(Protocol):
         candidates  the pool's endpoints with their loads
         """
         ...
-
-
-def occupancy_text(queue: WaitQueueView, expected_s: float | None) -> str:
-    """Return the part of a refusal message that describes how full the wait queue is.
-
-    `expected_s` is the expected seconds until a permit is free; None: unknown.
-    """
-    running = f"The pool has {queue.busy_permits} of at most {queue.capacity} requests running"
-    text = f"{running} and {queue.waiting} waiting"
-    if expected_s == inf:
-        return f"{text}; no capacity is expected in the next minutes"
-    return text if expected_s is None else f"{text}; capacity is expected in {expected_s:.1f} s"
-
-
-def shed_no_capacity() -> Shed:
-    """Return the refusal of a request to a pool without an available endpoint.
-
-    It has no Retry-After.
-    """
-    return Shed("no_capacity", None, "No endpoint is available.")
-
-
-def shed_early(early_s: float) -> Shed:
-    """Return the refusal of a request that came `early_s` seconds before its Retry-After time."""
-    text = f"This request came before its Retry-After time, which is in {early_s:.1f} s."
-    return Shed("early", early_s, text)
-
-
-def shed_queue_full(queue: WaitQueueView, retry_after_s: float | None) -> Shed:
-    """Return the refusal of a request that arrived while the wait queue was full.
-
-    retry_after_s  seconds until the client may retry; None: not measured yet; inf: never
-    """
-    text = f"The wait queue is full. {occupancy_text(queue, retry_after_s)}."
-    return shed_until("waiting_room_full", retry_after_s, text)
-
-
-def shed_timed_out(queue: WaitQueueView, retry_after_s: float | None) -> Shed:
-    """Return the refusal of a request that has waited in the queue for the maximum time.
-
-    retry_after_s  seconds until the client may retry; None: not measured yet; inf: never
-    """
-    text = f"No endpoint became free in time. {occupancy_text(queue, retry_after_s)}."
-    return shed_until("waited_too_long", retry_after_s, text)
-
-
-def shed_past_deadline(queue: WaitQueueView, needed_s: float, left_s: float) -> Shed:
-    """Return the final refusal of a request whose client would give up before the first token.
-
-    needed_s  seconds until the first token is expected
-    left_s    seconds until the client gives up
-    """
-    patience = f"The client gives up in {max(0.0, left_s):.1f} s"
-    text = f"{patience} and the first token is expected in {needed_s:.1f} s"
-    return Shed("deadline", None, f"{text}. {occupancy_text(queue, None)}.", may_return=False)

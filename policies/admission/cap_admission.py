@@ -14,6 +14,8 @@ from policies.admission.admission_policy import (
     Verdict,
     Wait,
     WaitQueueView,
+)
+from policies.admission.refusals import (
     occupancy_text,
     shed_early,
     shed_no_capacity,

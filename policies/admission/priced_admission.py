@@ -27,13 +27,10 @@ from policies.admission.admission_policy import (
     Verdict,
     Wait,
     WaitQueueView,
-    shed_early,
-    shed_no_capacity,
-    shed_past_deadline,
-    shed_until,
 )
 from policies.admission.full_pool_rate import FullLoadRate
 from policies.admission.prefill_pacing import PrefillPace
+from policies.admission.refusals import shed_early, shed_no_capacity, shed_past_deadline, shed_until
 from policies.admission.retry_after import ReturnSchedule, ReturnTimes, request_key
 from policies.admission.session_refusals import SessionLimit
 from policies.admission.tenant_demand import TenantDemand

@@ -22,17 +22,17 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from policies.admission import admission_policy as verdicts
+from policies.admission import refusals
 from policies.admission.admission_policy import (
     Admission,
     Admit,
-    DrainRate,
     RequestOutcome,
     Shed,
     Verdict,
     Wait,
     WaitQueueLimits,
 )
+from policies.admission.drain_rate import DrainRate
 from policies.admission.fairness import FairShares, TenantCounters, billable_tokens
 from policies.admission.full_pool_rate import FullLoadRate
 from policies.admission.gateway_share import total_capacity
@@ -449,7 +449,7 @@ class WaitQueue(Generic[T]):
         if len(self._tickets) >= self.limits.size and not self._make_room(
             request.tenant, waiter.arrived_s
         ):
-            return verdicts.shed_queue_full(self, self._retry_after_s(waiter, waiter.arrived_s))
+            return refusals.shed_queue_full(self, self._retry_after_s(waiter, waiter.arrived_s))
         if not self._tickets:
             self._counters.forgive(waiter.arrived_s)
             self._counters.stop_forgiving()
@@ -556,7 +556,7 @@ class WaitQueue(Generic[T]):
         waiter = self._queues[longest].last()
         self._remove(waiter)
         self._evicted.append(
-            (waiter.ticket, verdicts.shed_queue_full(self, self._retry_after_s(waiter, now)))
+            (waiter.ticket, refusals.shed_queue_full(self, self._retry_after_s(waiter, now)))
         )
         return True
 
@@ -589,6 +589,6 @@ class WaitQueue(Generic[T]):
 
     def _shed_late(self, waiter: WaitingRequest[T], now: float) -> Shed:
         if not waiter.has_deadline:
-            return verdicts.shed_timed_out(self, self._retry_after_s(waiter, now))
+            return refusals.shed_timed_out(self, self._retry_after_s(waiter, now))
         deadline_s = waiter.query.request.deadline_s or now
-        return verdicts.shed_past_deadline(self, waiter.prefill_s, deadline_s - now)
+        return refusals.shed_past_deadline(self, waiter.prefill_s, deadline_s - now)

@@ -14,10 +14,9 @@ from policies.admission.admission_policy import (
     Shed,
     Verdict,
     WaitQueueView,
-    occupancy_text,
-    shed_no_capacity,
 )
 from policies.admission.cap_admission import CapAdmission
+from policies.admission.refusals import occupancy_text, shed_no_capacity
 from policies.param_types import Exponent, NonNegative, Positive
 from policies.published.rule_inputs import is_fresh, kv_used, queued_requests
 from policies.routing_types import Candidate, RoutingQuery

@@ -10,10 +10,9 @@ from policies.admission.admission_policy import (
     Shed,
     Verdict,
     WaitQueueView,
-    occupancy_text,
-    shed_no_capacity,
 )
 from policies.admission.cap_admission import CapAdmission
+from policies.admission.refusals import occupancy_text, shed_no_capacity
 from policies.latency.expected_latency import tpot_s
 from policies.param_types import NonNegative
 from policies.pricing.admission_cost import estimate_cost

@@ -53,8 +53,8 @@ class GatewayFleet:
         gate = self.app.gateway.gate
         amounts = [
             gate.active_requests,
-            gate.body_bytes,
-            gate.retries_running,
+            gate.bodies.used_bytes,
+            gate.retries.running,
             *(room.queue_length for room in gate.pool_queues()),
         ]
         for live in self.app.gateway.endpoints.all():

@@ -89,7 +89,7 @@ async def test_a_broken_stream_continues_elsewhere_without_a_difference(fault: s
         assert fleet.metric("penstock_completion_tokens_total") == 20 * 60
         await fleet.at_rest()
         fleet.groups[0].faults.apply("")
-        assert fleet.app.gateway.gate.retries_running == 0
+        assert fleet.app.gateway.gate.retries.running == 0
 
 
 async def test_resuming_is_off_by_default() -> None:

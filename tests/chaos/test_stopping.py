@@ -25,15 +25,15 @@ async def stopped_while_it_waits(fleet: GatewayFleet, fault: str) -> Answer:
     for member in fleet.groups:
         member.faults.apply(fault)
     gate = fleet.app.gateway.gate
-    assert gate.try_acquire_retry()
+    assert gate.retries.try_acquire()
     asking = asyncio.create_task(fleet.ask(tokens=40))
     async with asyncio.timeout(10):
         while not fleet.metric("penstock_upstream_errors_total"):
             await asyncio.sleep(0.002)
         await fleet.app.stop()
         answer = await asking
-    gate.release_retry()
-    assert not gate.retries_running
+    gate.retries.release()
+    assert not gate.retries.running
     return answer
 
 

@@ -78,7 +78,7 @@ class SplitFleet:
         #
         # All are zero when no request is in progress.
         gate = self.app.gateway.gate
-        amounts = [gate.active_requests, gate.body_bytes, gate.retries_running]
+        amounts = [gate.active_requests, gate.bodies.used_bytes, gate.retries.running]
         for live in self.app.gateway.endpoints.all():
             load = live.load
             amounts += [

@@ -110,6 +110,7 @@ SMALL = (
     *_modules("gateway/protocol/response", "resumable_relay short_response token_ledger"),
     *_modules("gateway/proxy", "attempt_loop context_length engine_api split_request"),
     *_modules("gateway/telemetry", "access_log cost_counter log_rotation pick_explanation"),
+    *_modules("gateway/telemetry", "recent_requests"),
     *_modules("gateway/telemetry", "request_shapes spans"),
     *_modules("policies", "policy_types scraped_load"),
     *_modules("policies/engine", "first_token_calibration kalman peer_load"),

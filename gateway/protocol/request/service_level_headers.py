@@ -114,7 +114,7 @@ class HeaderFields(dict[str, str]):
 
     cached_preferences  the service level that was read from them, and the ServiceClasses used for
                         it
-    forwarded_lines     the header lines that engines receive, once computed (forwarding/headers.py)
+    forwarded_lines     the header lines that engines receive, once computed (see forwarding/)
     """
 
     __slots__ = ("cached_preferences", "forwarded_lines")

@@ -1,4 +1,4 @@
-"""Reads the JSON members that can prevent the split of a request: prompts, choices, token limit.
+"""Which requests can be split: their API and JSON members, and the error for one that cannot.
 
 A split request has its prefill and its decode at different endpoints.
 policies/pricing/split_decision.py decides; gateway/proxy/split_request.py asks it.
@@ -10,18 +10,46 @@ import re
 
 import msgspec
 
+from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.request.call import Call
 from gateway.protocol.request.json_splice import Members
-from policies.pricing.split_decision import SplitShape
+from policies.pricing.split_decision import SplitReason, SplitShape
 
 _any = msgspec.json.Decoder().decode
 _LIST_OF_PROMPTS = re.compile(rb'\[[ \t\r\n]*+["\[]')
 _OFF = frozenset((b"null", b"false"))
 # The members, besides limits, that can make a request unfit to be split.
 _SHAPING = frozenset(("n", "best_of", "prompt", "prompt_logprobs", "echo"))
+_NOT_BY_THIS_API = SplitShape(can_hand_over=False)
+_UNSPLITTABLE = (
+    SplitReason.API,
+    SplitReason.CHOICES,
+    SplitReason.PROMPTS,
+    SplitReason.PROMPT_SCORES,
+)
+
+
+def split_shape(call: Call) -> SplitShape:
+    """Return the properties of a request on which it depends whether it can be split."""
+    return read_shape(call.members) if call.api.can_split else _NOT_BY_THIS_API
+
+
+def unsplittable_error(model: str, reason: SplitReason) -> GatewayError | None:
+    """Return the error for a request that `model` serves only if it is split, but that cannot be.
+
+    The result is None if `reason`, why the request is not split, does not lie in the request.
+    """
+    if reason not in _UNSPLITTABLE:
+        return None
+    return GatewayError(
+        Failure.BAD_REQUEST,
+        f"The model '{model}' serves only requests that are split between two endpoints, but this "
+        f"request cannot be split ({reason}).",
+    )
 
 
 def read_shape(members: Members) -> SplitShape:
-    """Return the properties of a request on which it depends whether it can be split.
+    """Return the properties that JSON members give a request, as far as a split depends on them.
 
     Parsing has checked that numbers are integers or null.
     """

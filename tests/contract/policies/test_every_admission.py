@@ -13,11 +13,11 @@ from policies import admission_registry
 from policies.admission.admission_policy import (
     Admission,
     Admit,
-    DrainRate,
     RequestOutcome,
     Shed,
     Wait,
 )
+from policies.admission.drain_rate import DrainRate
 from policies.admission.gateway_share import total_capacity
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery, Slo
 from tests.contract.policies.extremes import builds

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from policies.admission.admission_policy import DrainRate, Shed, Verdict, WaitQueueLimits
+from policies.admission.admission_policy import Shed, Verdict, WaitQueueLimits
+from policies.admission.drain_rate import DrainRate
 from policies.endpoint_load import EndpointLoad
 from policies.routing_types import Candidate, Endpoint, Request, RoutingQuery
 

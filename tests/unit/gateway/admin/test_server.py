@@ -114,17 +114,6 @@ async def test_a_gateway_is_not_ready_while_every_endpoint_of_a_role_is_out(
         assert (await running.ask()).status == 503
 
 
-async def test_the_endpoints_page_has_load_and_health() -> None:
-    async with (
-        gateway_fleet(2) as fleet,
-        fleet.http.get(fleet.app.admin_url + "/endpoints") as response,
-    ):
-        rows = (await response.json())["endpoints"]
-        assert [row["available"] for row in rows] == [True, True]
-        assert {row["state"] for row in rows} == {"up"}
-        assert all(row["in_flight"] == 0 and row["running"] == 0 for row in rows)
-
-
 async def test_admin_pages_are_read_only_and_not_on_the_api_listener() -> None:
     async with gateway_fleet(1) as fleet:
         for path in ("/config", "/endpoints", "/metrics"):

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.batch.answer_receiver import LineClient
 from gateway.batch.input_lines import InputLine
-from gateway.batch.request_attempt import MANY_TOKENS, MAX_FAILURES, RequestAttempt
+from gateway.batch.request_attempt import MANY_TOKENS, MAX_FAILURES, RequestAttempt, retry_delay_s
 from gateway.batch.result_journal import KeptAnswer
 from gateway.protocol.api_table import Api
 from gateway.protocol.errors import Failure, GatewayError
@@ -138,3 +138,11 @@ def test_an_answer_that_is_too_long_fails(monkeypatch: pytest.MonkeyPatch) -> No
     client.write(HEAD + b"x" * 101)
     assert (run.result().status, run.result().is_retried) == (502, False)
     assert len(client.body) <= 100
+
+
+def test_the_named_time_counts_and_other_delays_grow() -> None:
+    assert retry_delay_s(1, 7.0) == 7.0
+    assert retry_delay_s(1, 1e9) == 60.0
+    delays = [retry_delay_s(attempts, None) for attempts in range(20)]
+    assert delays == sorted(delays)
+    assert delays[-1] == 30.0

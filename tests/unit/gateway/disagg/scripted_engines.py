@@ -347,8 +347,8 @@ class SplitGateway:
         gate, handoffs = self.app.gateway.gate, self.app.gateway.handoffs
         amounts = [
             gate.active_requests,
-            gate.body_bytes,
-            gate.retries_running,
+            gate.bodies.used_bytes,
+            gate.retries.running,
             handoffs.live_count,
             len(handoffs.transfers),
         ]

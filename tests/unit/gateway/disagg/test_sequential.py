@@ -285,12 +285,12 @@ async def test_a_decoder_that_refuses_connections_uses_no_retry_budget() -> None
     budget = {"budget": 0, "floor": 1, "attempts": 1}
     async with split_gateway(NIXL, [prefills()], [decodes, decodes], retries=budget) as f:
         gate = f.app.gateway.gate
-        assert gate.try_acquire_retry(), "another request's"
+        assert gate.retries.try_acquire(), "another request's"
         f.decode[0].stop()
         f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the other is chosen first
         assert (await f.ask()).text == WHOLE
         f.app.gateway.endpoints.all()[2].load.in_flight -= 1
-        gate.release_retry()
+        gate.retries.release()
         assert (len(f.prefill[0].requests), len(f.decode[1].requests)) == (1, 1), "the same handoff"
         assert f.error_count(f.decode[0]) == 1
         assert f.metric("penstock_retries_total") == 1

@@ -9,8 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from gateway.admission.admission_controller import AdmissionController
-from gateway.config import Config
+from gateway.admission.body_budget import BodyBudget
 from gateway.http import body_memory
 from gateway.http.body_memory import FREED_AT_ONCE, BodyMemory, new_body, write_piece
 from tests.e2e.process_cost import ProcessCost
@@ -114,13 +113,12 @@ async def test_a_step_returns_the_pages_before_the_body_is_freed() -> None:
 
 
 async def test_the_end_of_a_request_leads_to_a_look_for_unused_bodies() -> None:
-    pools = {"main": {"endpoints": [{"url": "http://127.0.0.1:9000"}]}}
-    gate = AdmissionController(Config.model_validate({"version": 1, "pools": pools}))
-    memory, reserved = gate.large_bodies.memory, gate.reserve_body(2 * MIB)
-    body = await gate.large_bodies.join_in_turn("client", [b"a" * MIB, b"b" * MIB])
+    budget = BodyBudget(4 * MIB)
+    memory, reserved = budget.large_bodies.memory, budget.reserve_body(2 * MIB)
+    body = await budget.large_bodies.join_in_turn("client", [b"a" * MIB, b"b" * MIB])
     assert len(memory) == 1
     del body
-    gate.release_body(reserved)
+    budget.release_body(reserved)
     for _ in range(10):
         await asyncio.sleep(0)
     assert not len(memory)

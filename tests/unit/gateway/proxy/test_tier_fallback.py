@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from gateway.admission.admission_controller import PoolQueue
+from gateway.admission.pool_queue import PoolQueue
 from gateway.config import WaitingRoom
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.forwarding import forward

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from random import Random
 
 import pytest
 
-from gateway.config import Observability
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol import api_table
-from gateway.protocol.request.call import Call
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.request_record import Exchange
-from gateway.telemetry.access_log import AccessLog
-from gateway.telemetry.accounting import Accounting
-from gateway.telemetry.pick_explanation import RecentExchanges, next_best, snapshot_pick
 from gateway.telemetry.slo_outcomes import (
     LEARN_BATCH,
     LEARN_SINGLY,
@@ -25,40 +18,8 @@ from gateway.telemetry.slo_outcomes import (
     stream_outcome,
     whole_outcome,
 )
-from gateway.telemetry.span_exporter import SpanExporter
-from policies import load_ledger, routing_algorithm
-from policies.endpoint_load import EndpointLoad
-from policies.prefix.fingerprint import Fingerprinter
-from policies.presets import LeastLoaded
-from policies.pricing.endpoint_price import PricedPolicy
-from policies.routing_types import Candidate, Endpoint, Pick, Request, RoutingQuery, Slo
-
-SLO = Slo("interactive", 1.0, 0.05, 4.0)
-
-
-def candidate(slot: int, prefill_tokens: int = 0) -> Candidate:
-    built = Candidate(
-        Endpoint(f"tp{slot}", f"http://127.0.0.1:{9000 + slot}", "main", "demo"), EndpointLoad(slot)
-    )
-    built.load.prefill_tokens = prefill_tokens
-    return built
-
-
-def exchange(number: int = 1, **request: object) -> Exchange:
-    x = Exchange(f"req_{number}", api_table.CHAT, "127.0.0.1", 0.0)
-    x.received_at, x.model = 0.0, "demo"
-    x.call = Call(
-        api_table.CHAT, Request(x.id, "demo", "", 1000, 100, slo=SLO, **request), "demo", b"{}", ()
-    )  # type: ignore[arg-type]
-    return x
-
-
-def answered(first_s: float, last_s: float, tokens: int, events: int | None = None) -> Relay:
-    relay = Relay(b"")
-    relay.first_token_at, relay.last_data_at, relay.is_committed = first_s, last_s, True
-    relay.event_count = tokens + 2 if events is None else events
-    relay._usage_result = TokenUsage(1000, tokens, 0)
-    return relay
+from policies.routing_types import Pick, Request, RoutingQuery
+from tests.unit.gateway.telemetry.ended_requests import SLO, answered, candidate, exchange
 
 
 def count(x: Exchange, relay: Relay) -> dict[tuple[str, ...], float]:
@@ -182,116 +143,6 @@ def test_regret_is_the_predicted_ttft_minus_that_of_the_fastest_candidate() -> N
     observed = metrics.pick_regret_seconds
     assert (sum(observed.counts), observed.sum) == (1, pytest.approx(3.0))
 
-    # Explaining
-
-
-def test_the_ring_holds_the_newest_requests_without_their_contents() -> None:
-    ring = RecentExchanges(3)
-    for number in range(5):
-        x = exchange(number)
-        x.relay = answered(0.1, 0.2, 10)
-        ring.add(x, TokenUsage(), 0, 1.0)
-        assert x.call is not None
-        assert (x.relay, x.call.body, x.call.prompt) == (None, b"", ())
-    assert [ring.find_as_json(f"req_{number}") is not None for number in range(5)] == [
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
-    ring.resize(2)
-    assert ring.find_as_json("req_4") is None
-
-
-def test_a_page_lists_candidates_best_first_with_the_terms_at_the_pick() -> None:
-    policy, members = PricedPolicy().build(), [candidate(slot) for slot in range(3)]
-    for member in members:
-        member.load.prefill_done_at = float(3 - member.load.slot)
-    x, ring = exchange(stream=True), RecentExchanges(1)
-    assert x.call is not None
-    x.first_query = RoutingQuery(x.call.request, 0.0, Random(1), (0, 0, 0))
-    x.pick = routing_algorithm.pick(policy, x.first_query, members)
-    assert x.pick is not None
-    x.pick_snapshot = snapshot_pick(policy, x.pick)
-    x.parsed_at, x.admitted_at = 0.0, 0.5
-    members[2].load.prefill_done_at = 99.0  # later changes have no effect
-    ring.add(x, TokenUsage(), 0, 1.0)
-    page = ring.find_as_json(x.id)
-    assert page is not None
-    assert page["admission"] == {"verdict": "admitted", "waited_s": 0.5}
-    pick = page["pick"]
-    assert isinstance(pick, dict)
-    assert (pick["policy"], pick["endpoint"], pick["runner_up"]) == ("priced", "tp2", "tp1")
-    assert [item["endpoint"] for item in pick["candidates"]] == ["tp2", "tp1", "tp0"]
-    for member in pick["candidates"]:
-        assert sum(member["terms"].values()) == pytest.approx(-member["score"])
-
-
-def test_the_runner_up_is_the_next_best_by_complete_prices() -> None:
-    policy, members = PricedPolicy().build(), [candidate(slot) for slot in range(4)]
-    for slot, queue_s in ((1, 1.5), (2, 1.6), (3, 2.5)):
-        members[slot].load.prefill_done_at = queue_s
-    members[1].load.decode_s_per_token *= 8.0  # its price is not completed at the pick
-    x, ring = exchange(stream=True), RecentExchanges(1)
-    assert x.call is not None
-    x.first_query = RoutingQuery(x.call.request, 0.0, Random(1), (0, 0, 0, 0))
-    x.pick = routing_algorithm.pick(policy, x.first_query, members)
-    assert x.pick is not None
-    assert x.pick.scores[1] > x.pick.scores[2]
-    x.pick_snapshot = snapshot_pick(policy, x.pick)
-    ring.add(x, TokenUsage(), 0, 1.0)
-    page = ring.find_as_json(x.id)
-    assert page is not None
-    pick = page["pick"]
-    assert isinstance(pick, dict)
-    assert (pick["endpoint"], pick["runner_up"]) == ("tp0", "tp2")
-
-
-def test_an_explanation_prices_the_answers_that_ran_at_the_pick() -> None:
-    policy, members = PricedPolicy().build(), [candidate(slot) for slot in range(2)]
-    for member in members:
-        load_ledger.set_modelled(member.load, True, 0.0)
-        for at_s in (0.0, 0.2):
-            entry = load_ledger.reserve(member.load, Request("r", "demo", "", 500, 200), 0, at_s)
-            entry.on_first_token(at_s + 0.1)
-    query = RoutingQuery(Request("r", "demo", "", 4000, 50), 0.5, Random(1), (0, 0))
-    pick = routing_algorithm.pick(policy, query, members)
-    assert pick is not None
-    snapshot = snapshot_pick(policy, pick)
-    assert snapshot is not None
-    assert policy.price_terms is not None
-    before = policy.price_terms(query, members)
-    for member in members:
-        load_ledger.reserve(member.load, Request("r", "demo", "", 500, 20), 0, 0.6)
-    terms = snapshot.score_terms(query, members)
-    for member, expected in zip(members, before, strict=True):
-        assert expected["others"] > 0.0
-        assert terms[member.endpoint.name] == pytest.approx(expected)
-
-
-def test_a_policy_without_terms_is_recorded_without_them() -> None:
-    policy, members = LeastLoaded().build(), [candidate(0, 50), candidate(1)]
-    pick = routing_algorithm.pick(
-        policy, RoutingQuery(Request("r", "demo", "", 10, 10), 0.0, Random(1)), members
-    )
-    assert pick is not None
-    assert snapshot_pick(policy, pick) is None
-    assert next_best(pick) == [members[0]]
-
-
-def test_a_refusal_is_shown_with_its_numbers() -> None:
-    x, ring = exchange(), RecentExchanges(1)
-    x.status, x.outcome, x.reason, x.detail = 429, "refused", "price", "3.0 s are queued."
-    ring.add(x, TokenUsage(), 0, 1.0)
-    page = ring.find_as_json(x.id)
-    assert page is not None
-    assert page["admission"] == {
-        "verdict": "refused",
-        "reason": "price",
-        "detail": "3.0 s are queued.",
-    }
-
 
 @pytest.mark.parametrize(
     ("reason", "seen"), [("stop", 10), ("tool_calls", 10), ("length", None), (None, None)]
@@ -349,41 +200,6 @@ def test_the_tenant_label_can_be_turned_on_at_run_time() -> None:
     tracker.set_tenant_labels(True)
     tracker.on_answered(x, relay, relay.usage, 0.0)
     assert [labels[2] for labels, _ in metrics.goodput_total.children()] == ["", "acme"]
-
-
-def test_recent_exchanges_hold_no_fingerprint() -> None:
-    x = exchange()
-    assert x.call is not None
-    x.first_query = RoutingQuery(
-        x.call.request,
-        0.0,
-        Random(0),
-        (),
-        frozenset(),
-        Fingerprinter(bytes(16)).fingerprint(b"", bytes(10_000)),
-    )
-    explained = RecentExchanges(2)
-    explained.add(x, TokenUsage(), 0, 1.0)
-    assert x.first_query.fingerprint is None
-
-
-async def test_requests_are_accounted_at_the_end_of_the_turn_and_an_error_loses_no_other() -> None:
-    loop, metrics = asyncio.get_running_loop(), Metrics()
-    log = AccessLog(
-        Observability(access_log="off"), loop, metrics.runtime_gauges.log_lines_dropped_total
-    )
-    traces = SpanExporter(metrics, Random(1), {})
-    accounts = Accounting(metrics, log, traces, loop.call_soon, b"secret")
-    broken, refused = exchange(1), exchange(2)
-    broken.relay = answered(0.5, 0.5, 1)  # its pick has no prediction
-    refused.status, refused.outcome, refused.reason = 503, "refused", "no_capacity"
-    accounts.add_ended(broken)
-    accounts.add_ended(refused)
-    assert not dict(metrics.requests_total.children())
-    await asyncio.sleep(0)
-    assert {labels: item.value for labels, item in metrics.requests_total.children()} == {
-        ("demo", "503", "no_capacity"): 1.0
-    }
 
 
 def test_a_response_without_token_counts_has_the_estimated_length() -> None:

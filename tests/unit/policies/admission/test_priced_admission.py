@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from planner.replay.trace_fingerprint import fingerprint_of_chain
-from policies.admission.admission_policy import Admit, DrainRate, RequestOutcome, Shed, Wait
+from policies.admission.admission_policy import Admit, RequestOutcome, Shed, Wait
+from policies.admission.drain_rate import DrainRate
 from policies.admission.priced_admission import PricedAdmission, PricedAdmissionParams
 from policies.admission_registry import build_admission
 from policies.policy_registry import PolicyConfigError

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.protocol.request.split_eligibility import read_shape
-from policies.pricing.split_decision import SplitShape
+from gateway.protocol.request.split_eligibility import read_shape, unsplittable_error
+from policies.pricing.split_decision import SplitReason, SplitShape
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,15 @@ def test_the_shape_of_a_request_is_what_can_make_it_unfit_to_be_split(
 ) -> None:
     members = msgspec.json.decode(msgspec.json.encode(given), type=dict[str, msgspec.Raw])
     assert read_shape(members) == expected
+
+
+def test_the_error_for_an_unsplittable_request_names_the_model_and_the_reason() -> None:
+    error = unsplittable_error("large", SplitReason.CHOICES)
+    assert error is not None
+    assert error.status == 400
+    assert "'large' serves only requests that are split" in error.message
+    assert "(choices)" in error.message
+
+
+def test_a_request_that_is_not_split_for_lack_of_endpoints_is_not_unsplittable() -> None:
+    assert unsplittable_error("large", SplitReason.NO_PAIR) is None

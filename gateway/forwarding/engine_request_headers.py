@@ -1,12 +1,11 @@
-"""Which headers are passed on: from the client to engines, and from the gateway to the client."""
+"""The headers of requests to engines, and which headers of the client are passed on to them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from time import monotonic
 
-from gateway.http.client_interface import Client
-from gateway.protocol.message_bytes import request_head, response_lines
+from gateway.protocol.message_bytes import request_head
 from gateway.protocol.request.forwarded_headers import all_values
 from gateway.protocol.request.service_level_headers import HeaderFields
 from gateway.protocol.request.sessions import SESSION_HEADER
@@ -16,16 +15,6 @@ from gateway.request_record import Exchange
 PASSED_HEADERS = (SESSION_HEADER, "anthropic-version", "anthropic-beta")
 """The client's request headers that are passed on to engines: those that name the conversation or
 the API dialect."""
-
-
-def response_headers(exchange: Exchange, client: Client, endpoint: str) -> bytes:
-    """Return the response headers that the gateway adds, without status line and framing."""
-    lines = response_lines(client.response_lines.line, exchange.id, endpoint)
-    if exchange.tier:
-        lines += b"x-penstock-tier: %b\r\n" % exchange.tier.encode()
-    if client.will_close:
-        lines += b"connection: close\r\n"
-    return lines
 
 
 def engine_request_head(

@@ -1,9 +1,8 @@
-"""Tests of admission rules: which requests are admitted or wait, and correct Retry-After times."""
+"""Tests of concurrency caps: which requests enter or wait, and correct Retry-After times."""
 
 from __future__ import annotations
 
 from array import array
-from math import inf
 from random import Random
 
 import pytest
@@ -11,17 +10,13 @@ from msgspec.structs import replace
 
 from policies.admission.admission_policy import (
     Admit,
-    DrainRate,
     Shed,
     Verdict,
     Wait,
-    shed_queue_full,
-    shed_timed_out,
 )
 from policies.admission.cap_admission import CapAdmission, UncappedAdmission
+from policies.admission.drain_rate import DrainRate
 from policies.admission.gateway_share import total_capacity
-from policies.admission_registry import build_admission, names
-from policies.policy_registry import PolicyConfigError
 from policies.prefix.fingerprint import Fingerprint
 from policies.routing_types import RoutingQuery
 from tests.unit.policies.builders import View, ask, candidate, draining, shed
@@ -60,27 +55,6 @@ def test_the_head_of_the_line_enters_as_soon_as_there_is_a_place_and_waits_until
     assert CapAdmission().decide(asking(60.0), (), view) == Wait(10.0)
     view.busy_permits = 23
     assert CapAdmission().decide(asking(60.0), (), view) == Admit()
-
-
-def test_a_full_waiting_room_sheds_without_a_guess_before_anything_was_measured() -> None:
-    verdict = shed_queue_full(View(24, 24, 3), None)
-    assert (verdict.reason, verdict.retry_after_s) == ("waiting_room_full", None)
-    assert (
-        verdict.detail
-        == "The wait queue is full. The pool has 24 of at most 24 requests running and 3 waiting."
-    )
-
-
-def test_a_full_wait_queue_returns_a_retry_after() -> None:
-    verdict = shed_queue_full(View(24, 24, 3, draining(2.0)), 2.0)
-    assert verdict.retry_after_s == pytest.approx(2.0, rel=0.1)
-    assert verdict.detail.endswith("3 waiting; capacity is expected in 2.0 s.")
-
-
-def test_a_refusal_without_any_time_tells_the_client_not_to_return() -> None:
-    verdict = shed_queue_full(View(24, 24, 3, draining(2.0)), inf)
-    assert (verdict.retry_after_s, verdict.may_return) == (None, False)
-    assert verdict.detail.endswith("3 waiting; no capacity is expected in the next minutes.")
 
 
 def test_a_request_that_would_time_out_is_refused_at_once() -> None:
@@ -157,50 +131,6 @@ def test_no_request_waits_without_an_endpoint() -> None:
     assert shed(admit(0, 0, 0, DrainRate(), 0.0)).reason == "no_capacity"
 
 
-def test_a_timed_out_request_gets_the_time_of_its_return() -> None:
-    verdict = shed_timed_out(View(24, 24, 4, draining(1.0)), 5.0)
-    assert verdict.reason == "waited_too_long"
-    assert verdict.retry_after_s == pytest.approx(5.0, rel=0.1)
-
-
 def test_no_admission_admits_everything_while_an_endpoint_is_available() -> None:
     assert UncappedAdmission().decide(asking(0.0), (), View(1000, 24, 0)) == Admit()
     assert shed(UncappedAdmission().decide(asking(0.0), (), View(0, 0, 0))).reason == "no_capacity"
-
-
-@pytest.mark.parametrize("name", names())
-def test_every_admission_is_built_by_its_name_and_its_defaults(name: str) -> None:
-    built = build_admission(name, {})
-    assert built.name == name
-    assert built is not build_admission(name, {})
-
-
-def test_a_wrong_name_or_parameter_is_refused_with_what_was_near() -> None:
-    with pytest.raises(PolicyConfigError, match="did you mean 'cap'"):
-        build_admission("cup", {})
-    with pytest.raises(PolicyConfigError, match="it takes none"):
-        build_admission("none", {"size": 1})
-
-
-def test_a_drain_rate_is_unbiased_from_the_first_seconds() -> None:
-    drain = DrainRate(tau_s=10.0)
-    assert drain.per_s(0.0) is None
-    drain.record(0.0)
-    assert drain.per_s(0.0) is None
-    for number in range(1, 41):
-        drain.record(number / 20)
-    assert drain.per_s(2.0) == pytest.approx(20.0, rel=0.1)
-
-
-def test_a_drain_rate_follows_a_change_and_forgets_a_burst() -> None:
-    drain = draining(10.0)
-    for number in range(1, 61):
-        drain.record(60.0 + number)
-    assert drain.per_s(120.0) == pytest.approx(1.0, rel=0.15)
-    assert drain.per_s(500.0) is None
-    assert drain.seconds_for(3, 500.0) is None
-
-
-def test_a_time_constant_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="positive"):
-        DrainRate(0.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.admin.recent_requests import (
+from gateway.admin.recent_requests_page import (
     MAX_LIMIT,
     RecentQuery,
     merge_recent,
@@ -19,7 +19,7 @@ from gateway.admin.recent_requests import (
 from gateway.protocol import api_table
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.request_record import Exchange
-from gateway.telemetry.pick_explanation import RecentExchanges
+from gateway.telemetry.recent_requests import RecentExchanges
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 
 

@@ -1,7 +1,7 @@
 """The admin page GET /requests: a table of the requests that ended most recently.
 
 This module has the query, the rows, and the merge of several workers' rows. A row contains no
-prompt, response text or client header. pick_explanation.py keeps the requests.
+prompt, response text or client header. telemetry/recent_requests.py keeps the requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aiohttp import web
 
 from gateway.admin.security import error_response
 from gateway.metrics.quantile_sketch import round_seconds
-from gateway.telemetry.pick_explanation import EndedExchange, RecentExchanges
+from gateway.telemetry.recent_requests import EndedExchange, RecentExchanges
 
 DEFAULT_LIMIT, MAX_LIMIT = 50, 200
 MAX_SCANNED = 4096

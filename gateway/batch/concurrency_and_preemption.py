@@ -1,4 +1,4 @@
-"""Decides how many batch requests a pool may run, which are interrupted, and when retries begin.
+"""Decides how many batch requests a pool may run, and which ones are interrupted (preempted).
 
 The number follows the pool's load. It grows slowly while no request waits and other requests meet
 their latency targets. It shrinks at the first sign that they might not.
@@ -20,7 +20,7 @@ FIRST_LIMIT = 4.0
 
 
 class PoolReading(msgspec.Struct, frozen=True):
-    """One reading of a pool's load, from which PoolPacer computes the limit of batch requests.
+    """One reading of a pool's load, from which the limit of batch requests is computed.
 
     places   number of requests that the available endpoints may run at once
     busy     number of requests that run there now, including batch requests
@@ -47,7 +47,7 @@ class LatencyTargets(msgspec.Struct, frozen=True):
     tpot_s: float
 
 
-class PoolPacer:
+class ConcurrencyLimiter:
     """Limits the number of batch requests that run concurrently in one pool.
 
     limit  the current limit, before the pool's free places are considered
@@ -118,17 +118,3 @@ def choose_preempted(costs: Sequence[tuple[bool, int]], count: int) -> list[int]
     """
     order = sorted(range(len(costs)), key=lambda index: (costs[index], -index))
     return order[:count]
-
-
-def retry_delay_s(attempts: int, retry_after_s: float | None) -> float:
-    """Return the seconds to wait before the next attempt at a failed batch request.
-
-    attempts       number of failed attempts so far
-    retry_after_s  seconds in the Retry-After header of the refusal; None if it had none
-
-    A Retry-After is limited to 0.1 to 60 s. Without one, the wait is 0.5 s at first and doubles
-    with each attempt, up to 30 s.
-    """
-    if retry_after_s is not None:
-        return min(60.0, max(0.1, retry_after_s))
-    return min(30.0, 0.25 * 2.0 ** min(attempts, 8))

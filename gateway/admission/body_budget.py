@@ -1,0 +1,42 @@
+"""The memory budget for request bodies: all bodies together use at most `limits.body_budget`."""
+
+from __future__ import annotations
+
+from gateway.http.large_bodies import LARGE_BODY, LargeBodies, measured_quick_s
+from gateway.protocol.errors import Failure, GatewayError
+
+
+class BodyBudget:
+    """Memory for the bodies of running requests, and the reading of large bodies in turn.
+
+    limit_bytes   maximum number of bytes of all bodies together
+    used_bytes    number of bytes that running requests have reserved
+    large_bodies  joins and parses large bodies one at a time
+    """
+
+    __slots__ = ("large_bodies", "limit_bytes", "used_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes, self.used_bytes = limit_bytes, 0
+        self.large_bodies = LargeBodies(measured_quick_s())
+
+    def reserve_body(self, body_bytes: int) -> int:
+        """Reserve memory for a request body, and return the number of bytes to release later.
+
+        Raises GatewayError if the memory budget for request bodies is used up.
+        """
+        if self.used_bytes + body_bytes > self.limit_bytes:
+            raise GatewayError(
+                Failure.OVERLOADED,
+                f"The bodies of running requests already use {self.used_bytes} of the "
+                f"{self.limit_bytes} bytes reserved for them.",
+                retry_after_s=1.0,
+                reason="body_budget",
+            )
+        self.used_bytes += body_bytes
+        return body_bytes
+
+    def release_body(self, body_bytes: int) -> None:
+        self.used_bytes -= body_bytes
+        if body_bytes >= LARGE_BODY:
+            self.large_bodies.memory.check_soon()
