@@ -85,7 +85,7 @@ log = logging.getLogger("penstock")
 SWEEP_S = 0.25
 TICK_S = 0.1
 IDLE_CHECK_S = 0.02  # interval of checks whether all requests have ended
-FAIL_S = 1.0  # time to fail the requests that are left when the gateway stops
+FAIL_S = 1.0  # time in which remaining requests are failed when the gateway stops
 SETTLE_S = 0.3
 FLUSH_S, MEMORY_BYTES = 0.05, 16 << 20  # state exchange between workers of one machine
 
@@ -218,7 +218,7 @@ class App:
         self.reloader.on_applied = self._applied
 
     def _create_auto(self) -> AutoPolicyController:
-        # In a worker process, the supervisor creates it instead.
+        # In a worker process, the supervisor has the controller of automatic policy selection.
         rows = partial(endpoint_rows, self.gateway)
         target = GatewayConfigAccess(self.reloader, rows, lambda: self.is_draining)
         return AutoPolicyController(target, self.metrics.auto_metrics)
@@ -250,7 +250,7 @@ class App:
         self._stall_timer = self._loop.call_later(STALL_CHECK_S, self._check_stalls)
         if self._sync_loop is not None:
             await self._sync_loop.start()
-        if self._local is None:  # the supervisor watches the file for all workers
+        if self._local is None:  # for workers, the supervisor watches the file
             await self._file_watcher.start()
             self._trial.start()
         if self.auto is not None:
@@ -296,7 +296,7 @@ class App:
             await self._batches.stop()
         for server in chain(*self._servers.values()):
             server.close()
-        await asyncio.sleep(0)  # until connections that have just begun are counted
+        await asyncio.sleep(0)  # let connections that have just begun be counted
         for client in tuple(self.connections):
             client.drain()
         # A worker keeps its admin server, which its supervisor still queries.
@@ -364,7 +364,7 @@ class App:
         await self._wait_until_idle(closing, ends)
         if monotonic() >= ends:
             log.warning(
-                "drain: the time is over; %d requests that have not ended fail now",
+                "drain: the time for running requests is over; the remaining %d requests fail now",
                 self._admission.active_requests,
             )
             ends = monotonic() + FAIL_S
@@ -477,13 +477,13 @@ class App:
         write_queue = self._write_queue
 
         def create() -> FastConnection:
-            limits = self._limits()  # for the whole life of the connection
+            limits = self._limits()  # the connection keeps these limits until it closes
 
             def create_fallback() -> AiohttpConnection:
                 return AiohttpConnection(serve, connections, limits, write_queue, manager)
 
             connection = FastConnection(serve, connections, limits, write_queue, create_fallback)
-            if self._has_retired:  # accepted just before the sockets were closed
+            if self._has_retired:  # the connection was accepted just before the sockets closed
                 connection.drain()
             return connection
 
@@ -552,7 +552,7 @@ class App:
                 self._endpoints.sweep(now)
                 self._kv_events.start_if_due()
                 self.gateway.hedger.sweep(self.gateway.snapshot.config.retries.hedge, now)
-                # First, because accounting would re-create series that the next step removes.
+                # Account ended requests first: accounting later would re-create removed series.
                 self.gateway.accounts.account_ended()
                 self._charge(now)
                 self._drift_watch.sweep(time())

@@ -92,9 +92,8 @@ class _Process:
             add(signal.SIGUSR2, self._begin, self._restart)
 
     async def until_end(self) -> None:
-        # Return when the process has to end.
-        #
-        # That is after the grace period of SIGTERM, or once a successor serves all clients.
+        # Return when the process has to end: after the grace period of SIGTERM, or once a successor
+        # serves all clients.
         await self._ending.wait()
         if self._successor is not None:
             return

@@ -77,7 +77,7 @@ class RequestFactory:
         self._proxies = proxies
         self._gateway = gateway
         self._gaps = gaps
-        self._ids: list[str] = []  # of the next requests
+        self._ids: list[str] = []  # ids of the next requests
         self._count = 0
 
     def serve(self, client: Client, api: Api) -> Coroutine[Any, Any, None]:
@@ -290,10 +290,10 @@ async def _admit(
     call: Call,
     skips_queue: bool,
 ) -> Route:
-    # Wait for admission; return the route that admitted the request.
+    # Wait for admission; return the route that admitted the request: its own or, if its own pool
+    # refuses it, the route of a smaller model.
     #
-    # That is the request's own route or, instead of a refusal, a smaller model's. Raises
-    # GatewayError for a refusal.
+    # Raises GatewayError if the request is refused.
     fingerprint = exchange.fingerprint = _fingerprint(gateway, route, call)
     if fingerprint is not None and route.pool_queue.reads_sessions:
         gateway.endpoints.prefixes.recognise_session(call, fingerprint)

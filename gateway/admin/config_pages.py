@@ -81,7 +81,7 @@ def _add_state(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
             "unserved": dict(sorted(unserved_models(snapshot).items())),
             "retiring": target.swap.retiring,
         }
-        # In a thread, because the text of a thousand endpoints takes many milliseconds.
+        # Use a thread, because a configuration with a thousand endpoints takes many milliseconds.
         text = await asyncio.to_thread(lambda: json.dumps(state | {"config": display(running)}))
         return web.json_response(text=text, headers={"ETag": etag})
 
@@ -204,7 +204,7 @@ def _response(outcome: ReloadOutcome) -> web.Response:
 def _version(version: Version) -> dict[str, Any]:
     # Return a version's number, hash, time, source and changes as JSON values.
     #
-    # Its text is left out, as it may contain a secret.
+    # The configuration text is left out, because it may contain a secret.
     return {
         "version": version.number,
         "hash": version.hash,

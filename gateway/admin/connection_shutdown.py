@@ -17,7 +17,7 @@ def announce_close(application: web.Application, is_draining: Callable[[], bool]
     async def close_after(_: web.Request, response: web.StreamResponse) -> None:
         if is_draining():
             response.force_close()
-            response.headers["Connection"] = "close"  # aiohttp has chosen the header before
+            response.headers["Connection"] = "close"  # replaces the header that aiohttp has chosen
 
     application.on_response_prepare.append(close_after)
 

@@ -129,7 +129,7 @@ def _endpoint_row(live: LiveEndpoint, now: float) -> dict[str, object]:
 
 
 def _event_row(exact: ExactPrefixes, live: LiveEndpoint, now: float) -> dict[str, object]:
-    # Return what an endpoint's KV events say; nothing for an endpoint without events.
+    # Return the part of an endpoint's row about its KV events; empty for one without events.
     endpoint = exact.endpoints.get(live.load.slot)
     if endpoint is None:
         return {}

@@ -196,8 +196,8 @@ class SampleHistory:
         self.newest: MetricSample | None = None
         self._ring: deque[MetricSample] = deque()
         self._steps: deque[SampleDifference] = deque()
-        self._growths: deque[SketchGrowth] = deque()  # one for each difference
-        self._sum = SketchGrowth({}, {})  # of all growths
+        self._growths: deque[SketchGrowth] = deque()  # growth between each two adjacent samples
+        self._sum = SketchGrowth({}, {})  # sum of all growths
 
     def __iter__(self) -> Iterator[MetricSample]:
         """Iterate over the samples, oldest first. They have no sketches."""

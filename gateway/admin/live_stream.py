@@ -105,7 +105,7 @@ class LiveStream:
             try:
                 await self._update()
             except LookupError:
-                pass  # a process may respond the next time
+                pass  # a process that did not respond may respond next time
             except Exception:  # one failed frame must not end the stream
                 log.exception("building a frame of the live view failed")
             every_s = (

@@ -46,7 +46,7 @@ def admin_application(target: GatewayInterface) -> web.Application:
     add_trials(target, server.router)
     config_pages.add(target, server.router)
     add_auto(server.router, lambda: target.auto)
-    if target.drift is None:  # in a worker process, whose supervisor takes the records
+    if target.drift is None:  # this is a worker process; its supervisor reads the records
         add_records(server.router, target.gateway.accounts.shapes)
     else:
         add_drift(server.router, lambda: target.drift)

@@ -84,7 +84,7 @@ class PoolQueue:
         self._queue: waiting.WaitQueue[WaiterFuture] = waiting.WaitQueue(CapAdmission())
         self.wants_feedback = False
         self._verdicts: deque[tuple[WaiterFuture, Verdict]] = deque()
-        self._first: deque[asyncio.Future[None]] = deque()  # they enter before all others
+        self._first: deque[asyncio.Future[None]] = deque()  # waiters that enter before all others
         self._updates: OutgoingUpdates | None = None
         self._candidates: tuple[Candidate, ...] = ()
         self._leaving: tuple[EndpointLoad, ...] = ()
@@ -305,7 +305,8 @@ class PoolQueue:
         self._queue.on_not_routed(request)
 
     async def _wait(self, request: Request, waiter: WaiterFuture, timeout_s: float) -> Verdict:
-        # The timer delivers no verdict itself: _settle() does, once the queue refuses the waiter.
+        # At the end of the timer, _settle() lets the queue refuse the waiter and delivers the
+        # verdict.
         timer = asyncio.get_running_loop().call_later(timeout_s, self._settle)
         try:
             return await waiter
@@ -334,7 +335,7 @@ class PoolQueue:
 
     def _settle(self) -> None:
         for waiter in tuple(self._first):
-            if waiter.cancelled():  # its task is about to remove it
+            if waiter.cancelled():  # the task that waits is about to remove it
                 continue
             if not self._queue.take_permit():
                 break

@@ -120,7 +120,7 @@ class AutoPolicyController:
         for name, state in self._states.items():
             failure = find_failure(name, rows)
             state.trouble = failure or find_trial(config.pools[name])
-            is_disturbed |= bool(failure)  # a replay takes no CPU while any pool needs it
+            is_disturbed |= bool(failure)  # no replay may run while the requests of a pool fail
             if state.trouble:
                 state.counts_from_s = time()
                 state.decider.forget()

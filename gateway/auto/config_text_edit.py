@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 from gateway.config.auto_section import AUTO
 from policies.auto.replay_messages import PolicyMember
 
-LONGEST_LINE = 1 << 20  # so that no line of the text is folded
+LONGEST_LINE = 1 << 20  # line length of the YAML writer, so large that it folds no line
 
 
 def with_policy(text: bytes, pool: str, member: PolicyMember) -> bytes:

@@ -39,12 +39,12 @@ from policies.admission.batch_reserve import WindowPlan
 
 log = logging.getLogger("penstock")
 
-IDLE_S = 0.25  # between two looks for a batch
+IDLE_S = 0.25  # seconds between two searches for a batch while none runs
 RETRY_S = 1.0
-REOPEN_S = 5.0  # between two attempts to reach a storage that did not answer at the start
+REOPEN_S = 5.0  # seconds between two attempts to reach a storage that did not answer at the start
 CALL_THREADS, LEASE_THREADS = 16, 4
-MAX_FINISHING = 4  # batches whose results are written at once
-MAX_OWNED = 16  # batches that one process runs at once
+MAX_FINISHING = 4  # maximum number of batches whose results are written at the same time
+MAX_OWNED = 16  # maximum number of batches that one process runs at the same time
 
 
 class BatchRunner:
@@ -160,11 +160,11 @@ class BatchRunner:
                 self._pace_all()
             except Exception:  # an error in one round must not end all batches
                 log.exception(
-                    "batches: starting and interrupting requests failed; it is tried again"
+                    "starting or interrupting batch requests failed; the next round tries again"
                 )
             await asyncio.sleep(TICK_S if self._owned else IDLE_S)
 
-    # Which batches this process owns
+    # Taking over batches, and giving them up
 
     async def _claim_batches(self) -> None:
         while True:
@@ -218,7 +218,7 @@ class BatchRunner:
             if self._owned.get(name) is batch:
                 batch.is_lost = True
         except OSError as error:
-            log.error("batch %s: cannot renew its lease: %s", name, error)
+            log.error("the lease of batch %s cannot be renewed: %s", name, error)
 
     async def _delete_expired(self) -> None:
         while True:
@@ -232,7 +232,7 @@ class BatchRunner:
                     log.exception("deleting expired files and batches failed")
             await asyncio.sleep(self.storage.janitor_s)
 
-    # One batch from its first state to its last
+    # The life of one batch: validation, requests, output files
 
     async def _supervise(self, batch: OwnedBatch) -> None:
         name = batch.record.id
@@ -240,13 +240,13 @@ class BatchRunner:
             await self._bring_to_end(batch)
         except LeaseLostError:
             log.error(
-                "batch %s: another process has taken it over; this process stops running it", name
+                "another process has taken over batch %s; this process stops running it", name
             )
         except OSError as error:
-            log.error("batch %s: running it failed: %s; it will be tried again", name, error)
+            log.error("running batch %s failed: %s; it will be tried again", name, error)
             await asyncio.sleep(RETRY_S)
         except Exception:
-            log.exception("batch %s: running it failed; it will be tried again", name)
+            log.exception("running batch %s failed; it will be tried again", name)
             await asyncio.sleep(RETRY_S)
         finally:
             await self._cancel_runs(batch)
@@ -367,8 +367,8 @@ class BatchRunner:
             self._schedule_log.update(demand, batch.schedule, now)
 
     def _start(self, batches: list[OwnedBatch], plan: WindowPlan, count: int, now: float) -> None:
-        # Start up to `count` requests: those of hurried batches in the order of the plan, then
-        # those of tenants in turn.
+        # Start up to `count` requests: first requests of hurried batches, in the order of the plan,
+        # then requests of all tenants in turn.
         reserved = plan.places - sum(len(batch.reserved) for batch in batches)
         by_id = {batch.record.id: batch for batch in batches}
         for batch in map(by_id.__getitem__, plan.hurried):
@@ -409,7 +409,7 @@ class BatchRunner:
         if kept is not None:
             self._metrics.batch_kept_tokens_total.inc(run.shown_tokens)
 
-    # One request
+    # The attempts at one request
 
     async def _run_one(self, batch: OwnedBatch, number: int) -> None:
         try:
@@ -432,13 +432,14 @@ class BatchRunner:
             batch.add_result(run, run.refused(error))
             self._metrics.batch_requests_total.labels("failed").inc()
             return
-        if run.is_complete:  # only its last events were missing when it was stopped
+        if run.is_complete:  # the earlier attempt lacked only the last events of its answer
             run.serving.close()
             self._settle(batch, run)
             return
         batch.running[number] = run
         await run.serving
-        # Its result counts now, before this task has ended: it must not be pre-empted any more.
+        # The request's result counts from now on, before this task has ended: the request must not
+        # be interrupted any more.
         batch.running.pop(number, None)
         if not run.is_preempted:
             self._settle(batch, run)

@@ -14,7 +14,7 @@ GROW_EVERY_S = 0.25
 CUT_EVERY_S = 0.25
 HOLD_S = 1.0  # time without growth after a sign of pressure
 QUIET_S = 0.1  # time without a waiting request before another request of a batch starts
-CUT = 0.5  # factor of one cut
+CUT = 0.5  # factor by which one cut reduces the limit
 CAUTION = 0.7  # share of a latency target from which a measured latency counts as pressure
 FIRST_LIMIT = 4.0
 

@@ -45,7 +45,8 @@ class BatchOwner:
 
         The files of processes that have ended are deleted.
         """
-        # It gets its name once it is locked, so that no other process takes it for a dead owner's.
+        # The file gets its name only once it is locked. Otherwise another process could find it
+        # unlocked, and conclude that its owner has ended.
         part = self._folder / f"{self.name}.part"
         self._lock = part.open("xb")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,7 +109,8 @@ def _read_lease(file: IO[bytes]) -> Lease | None:
 def _is_locked(path: Path) -> bool:
     # Return whether a running process holds the lock on an owner's file.
     try:
-        with path.open("rb") as file:  # a lock of its own, even in the process that holds the other
+        # Opening the file again gives a separate lock, even in the process that holds one already.
+        with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

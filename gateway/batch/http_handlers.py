@@ -43,8 +43,8 @@ T = TypeVar("T")
 
 PIECE_BYTES = 256 * 1024
 PIECE_TIMEOUT_S = 30.0  # time for a client to send one piece of an upload
-MAX_UPLOADS = 16  # uploads of one process at once
-READ_THREADS = 8  # for calls of the storage beside uploads
+MAX_UPLOADS = 16  # maximum number of concurrent uploads in one process
+READ_THREADS = 8  # number of threads for calls of the storage other than uploads
 MAX_FIELD_BYTES = 4096
 MAX_BODY_BYTES = 64 * 1024
 
@@ -104,14 +104,15 @@ class BatchPages:
         finally:
             self._uploads -= 1
             if upload is not None:
-                # A task of its own: this one is cancelled, perhaps twice, if the client is gone.
+                # Close the upload in a separate task: this task is cancelled, perhaps twice, if the
+                # client disconnects.
                 task = asyncio.create_task(self._close(upload))
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
         return _ok(record.as_object())
 
     async def _close(self, upload: Upload) -> None:
-        with suppress(OSError):  # what is left of it is deleted later
+        with suppress(OSError):  # the janitor deletes remaining parts of the upload later
             await self._threads.run(upload.close)
 
     async def _read_form(self, request: web.Request, upload: Upload, max_bytes: int) -> FileForm:

@@ -12,7 +12,7 @@ from gateway.protocol.errors import Failure, GatewayError
 from gateway.util.durations_and_sizes import UnitError, parse_duration
 
 PURPOSES = ("batch", "user_data", "assistants", "evals", "fine-tune", "vision")
-MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000  # as in OpenAI's API
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000  # the limits of OpenAI's API
 MAX_METADATA = 16
 MAX_METADATA_CHARS = 512
 MIN_WINDOW_S = 1.0

@@ -19,9 +19,9 @@ from gateway.protocol.errors import GatewayError
 from gateway.protocol.request.json_members import read_members
 
 MAX_CUSTOM_ID_CHARS = 512
-MAX_PROBLEMS = 20  # problems that are reported of one file
-LINE_OVERHEAD = 4096  # bytes of a line beside its body, at most
-SLICE_BYTES = 256 * 1024  # read per call in a thread, so that other threads run in between
+MAX_PROBLEMS = 20  # maximum number of problems that are reported for one file
+LINE_OVERHEAD = 4096  # maximum bytes of a line outside its body
+SLICE_BYTES = 256 * 1024  # bytes read per call in a thread, so that other threads run in between
 
 BATCH_APIS: Mapping[str, Api] = {
     path: api
@@ -146,7 +146,7 @@ class InputChecker:
 
     def _problem(self, raw: bytes) -> tuple[str, str, str | None] | None:
         # Return (code, message, member) of the first problem of a line, or None if it is valid.
-        if len(raw) > self._max_body + LINE_OVERHEAD:  # it is not whole then
+        if len(raw) > self._max_body + LINE_OVERHEAD:  # the reader cuts off a longer line
             return self._too_large()
         try:
             line = _decode(raw)

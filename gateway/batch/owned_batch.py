@@ -41,7 +41,7 @@ from policies.admission.batch_reserve import WindowDemand
 
 log = logging.getLogger("penstock")
 
-MISSING_BYTES = 4096  # more than the result of a request without an answer takes
+MISSING_BYTES = 4096  # upper bound of the size of a result without an answer
 REASONS = {
     BatchState.EXPIRED: (
         "batch_expired",
@@ -79,7 +79,8 @@ class OwnedBatch:
         self._unwritten: list[bytes] = []
         self._flushing: asyncio.Task[None] | None = None
         self._cursor = 0
-        self._resumed: frozenset[int] = frozenset()  # in the order of the file, these come first
+        # Requests with a partial answer. They run before all others, in the order of the file.
+        self._resumed: frozenset[int] = frozenset()
         self._ready: deque[int] = deque()
         self._retries: list[tuple[float, int]] = []
         self.failures: dict[int, int] = {}
@@ -126,7 +127,7 @@ class OwnedBatch:
         span = self._lines.span(number)
         return decode_line(await self._threads.run(self._claimed.read_input, *span))
 
-    # What is to run
+    # The requests that remain to be run
 
     @property
     def total(self) -> int:
@@ -229,7 +230,7 @@ class OwnedBatch:
                 return
             except OSError as error:
                 self.is_blocked = True
-                log.error("batch %s: cannot write to its journal: %s", self.record.id, error)
+                log.error("the journal of batch %s cannot be written: %s", self.record.id, error)
                 await asyncio.sleep(1.0)
                 continue
             for line in self._unwritten[:count]:
@@ -273,7 +274,7 @@ class OwnedBatch:
         record, schedule = self.record, self.schedule.value
         if (self.counts, schedule) != (record.counts, record.schedule):
             changes = {"counts": self.counts, "schedule": schedule}
-            times_s = self._times.measured  # for the next owner
+            times_s = self._times.measured  # stored for the next owner of the batch
             await self.save(msgspec.structs.replace(record, **changes, request_times_s=times_s))
 
     async def fail(self, record: BatchRecord) -> None:
@@ -339,8 +340,9 @@ class OwnedBatch:
     def _result_lines(
         self, reason: tuple[str, str], usage: UsageSum, *, is_good: bool
     ) -> Iterator[bytes]:
-        # Yield the lines of the output file, adding their usage to `usage`, or, if not `is_good`,
-        # those of the errors file.
+        # Yield the lines of the output file, or of the errors file if not `is_good`.
+        #
+        # The usage of the output file's lines is added to `usage`.
         reader = JournalReader(self.total)
         for line in self._claimed.journal_lines():
             entry = reader.feed(line)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-TICK_S = 0.02  # between two rounds in which requests are started and interrupted
+TICK_S = 0.02  # seconds between two rounds in which requests are started and interrupted
 CAUTION = 4.0  # factor on the pool's mean duration for a batch of which no request has ended
-SOON = 0.1  # share of the mean duration that a request still needs which already took that long
+SOON = 0.1  # share of the mean duration that a request needs at least, however long it has run
 
 
 class RequestTimes:

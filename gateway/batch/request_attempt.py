@@ -30,9 +30,9 @@ that serves it.
 
 RETRIED_STATUSES = frozenset((408, 429, 500, 502, 503, 504))
 UNLIMITED_STATUSES = frozenset((429, 503))
-"""HTTP statuses that say nothing about the request; it is tried again until its batch ends."""
+"""HTTP statuses that are not caused by the request; it is tried again until its batch ends."""
 MANY_TOKENS = 1 << 30
-MAX_FAILURES = 5  # attempts with another failure of the engines, after which a request has failed
+MAX_FAILURES = 5  # number of attempts with any other status above, after which a request has failed
 
 
 class LineResult(msgspec.Struct, frozen=True):
@@ -195,7 +195,7 @@ class RequestAttempt:
                 return LineResult(200, request_id, client.body)
             if client.answer.is_complete:
                 return LineResult(200, request_id, client.answer.body())
-        if status == 200 or not status:  # an answer that broke
+        if status == 200 or not status:  # the answer broke before its end
             status = 502
         body = client.body or _problem("The engine's answer broke.")
         is_retried = status in UNLIMITED_STATUSES or (

@@ -92,7 +92,7 @@ class JournalReader:
             elif not self.has_result[entry.number]:
                 self.kept[entry.number] = entry.kept
             return False
-        if self.has_result[entry.number]:  # two owners wrote it: the first one counts
+        if self.has_result[entry.number]:  # two owners wrote a result: the first one counts
             return False
         self.has_result[entry.number] = 1
         self.kept.pop(entry.number, None)

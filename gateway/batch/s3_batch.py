@@ -23,7 +23,7 @@ from gateway.batch.s3_bucket import ConditionError, S3Bucket, StoredObject
 from gateway.batch.s3_files import open_object
 from gateway.batch.storage import LeaseLostError
 
-MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0  # between two writes of a journal
+MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0  # bounds of the seconds between two writes of a journal
 OBJECTS_PER_PAUSE_S = 500  # a journal of this many objects is written a second less often
 READ_AHEAD, READ_AHEAD_BYTES = 8, 16 * 1024 * 1024
 MAX_TRIES = 5
@@ -111,7 +111,8 @@ class S3Batch:
                 if found != data:
                     self._check_own(msgspec.json.decode(found, type=LeasedRecord))
                 self._etag = etag
-                if found != data:  # an earlier change by this process was stored, but not answered
+                # An earlier write by this process may have succeeded although S3's answer was lost.
+                if found != data:
                     continue
             self._stored = new
             return
@@ -173,7 +174,7 @@ class S3Journal:
                 # From now on, the next write of an earlier owner fails.
                 self._create(line, f"{self._name}-0")
                 return
-            except ConditionError:  # it was still writing
+            except ConditionError:  # the earlier owner has written this object meanwhile
                 continue
 
     def append(self, data: bytes) -> None:
@@ -188,7 +189,7 @@ class S3Journal:
                 found = self._writer_of(self._key(self._next))
                 if found.partition("-")[0] != self._name:
                     raise LeaseLostError("another process has taken over the batch")
-                # This process has written the object, but did not receive the answer.
+                # This process has written the object itself, but did not receive S3's answer.
                 self._next += 1
                 if found == writer:
                     return None

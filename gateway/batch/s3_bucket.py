@@ -23,7 +23,7 @@ log = logging.getLogger("penstock")
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 3.0, 30.0
 MAX_ATTEMPTS = 3
 MAX_CONNECTIONS = 64
-MAX_COPY_BYTES = 5 * 1024**3  # of one call; larger objects are copied in parts
+MAX_COPY_BYTES = 5 * 1024**3  # largest object that one call copies; larger ones are copied in parts
 COPY_PART_BYTES = 1024**3
 DELETED_AT_ONCE = 1000
 
@@ -282,7 +282,7 @@ def _as_os_error(operation: str) -> Iterator[None]:
     except ClientError as error:
         raise _refused(operation, error.response) from None
     except BotoCoreError as error:
-        # Its text may contain what was sent; the name of its class says enough.
+        # The error's text may contain data that was sent to S3, so only its class is reported.
         message = f"S3 cannot be used for {operation}: {type(error).__name__}"
         raise StorageUnreachableError(errno.EIO, message) from None
 

@@ -9,9 +9,9 @@ from threading import Lock
 from gateway.batch.s3_bucket import ObjectParts, S3Bucket
 from gateway.batch.storage import StorageQuota, quota_exceeded
 
-READ_BYTES = 1024 * 1024  # of one request
-PART_BYTES = 5 * 1024 * 1024  # the smallest that S3 accepts; this much of a file is in memory
-MAX_PARTS = 9000  # S3 accepts 10,000
+READ_BYTES = 1024 * 1024  # bytes that one request reads
+PART_BYTES = 5 * 1024 * 1024  # size of a part, which is held in memory; the minimum for S3
+MAX_PARTS = 9000  # maximum parts of one object; S3 accepts 10,000
 
 
 def open_object(bucket: S3Bucket, key: str) -> BufferedReader:

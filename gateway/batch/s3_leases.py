@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-LOOKS_PER_LEASE = 3  # how often a lease of another process is looked at while it lasts
+LOOKS_PER_LEASE = 3  # number of times that another process's lease is checked before it can end
 
 
 class _Observation(msgspec.Struct):

@@ -56,7 +56,7 @@ STALE_PARTS_S = 24 * 3600.0  # age from which the parts of an incomplete upload 
 MAX_POLL_S = 5.0
 RECORDS_IN_MEMORY = 4096
 OTHER_ETAG = f'"{"0" * 32}"'
-READERS = 8  # records that one call reads at the same time
+READERS = 8  # maximum number of records that one call reads at the same time
 
 T = TypeVar("T")
 _OPEN = re.compile(r"open/(\d{12})-([0-9a-f]{32})-(batch_[0-9a-f]{32})")
@@ -220,7 +220,7 @@ class S3Store:
         place = f"{batch.tenant_digest}/{batch.id}"
         try:
             data, etag = self._bucket.read(_record_key(place))
-        except FileNotFoundError:  # it was deleted, after it had ended
+        except FileNotFoundError:  # the batch has ended and was deleted
             self._bucket.delete([f"open/{batch.created_at:012}-{batch.tenant_digest}-{batch.id}"])
             return None
         stored = msgspec.json.decode(data, type=LeasedRecord)

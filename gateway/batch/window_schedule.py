@@ -17,7 +17,7 @@ from policies.admission.batch_reserve import WindowDemand, WindowPlan, WindowPla
 log = logging.getLogger("penstock")
 
 SUPPLY_TAU_S = 30.0  # time constant of the mean number of running batch requests
-LOG_EVERY_S = 60.0  # between two log lines about the schedule of one batch
+LOG_EVERY_S = 60.0  # seconds between two log lines about the schedule of one batch
 
 
 class Schedule(StrEnum):
@@ -44,7 +44,8 @@ class PoolSchedule:
     def __init__(self) -> None:
         self.plan = WindowPlan()
         self._planner = WindowPlanner()
-        self._running = self._presence = 0.0  # decaying sums
+        # Decaying sums of running requests, and of the weights of the samples.
+        self._running = self._presence = 0.0
         self._seen_at = float("-inf")
 
     def update(

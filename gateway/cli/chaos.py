@@ -24,8 +24,8 @@ from gateway.cli.terminal_output import exit_with_error, print_json, print_line
 from gateway.util.durations_and_sizes import parse_duration
 
 LABEL = "chaos"
-# Recovery takes longer to show than a failure: the gateway probes an endpoint less often the longer
-# it is out of rotation.
+# Recovery takes longer to show than a failure: the longer an endpoint is out of rotation, the less
+# often the gateway probes it.
 FAILURE_TIMEOUT_S, RECOVERY_TIMEOUT_S = 10.0, 60.0
 POLL_S = 0.05
 SETTLE_S = 0.6

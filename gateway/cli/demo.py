@@ -42,7 +42,7 @@ MAX_CONCURRENCY = 128
 # Agents allow 4,096 to 32,000 tokens for each answer, of which a model uses a small part. Some
 # continue from a response that the engine keeps.
 _AGENTS = ["--may-end-from", "1024", "--responses-store"]
-_FAULT_PORTS = 2  # at most: one for each process of mocks
+_FAULT_PORTS = 2  # maximum number of fault injection servers: one per process of mocks
 
 
 class DemoError(Exception):
@@ -102,7 +102,7 @@ def _run(demo: DemoOptions) -> int:
         print_line(f"Starting {demo.groups} mock TP groups")
         with _machine_lock():
             file, loaded = _start_mocks(demo, running)
-        # Imported only now: these imports are slow, and would slow down the start of the mocks.
+        # These slow imports come late, so that they do not delay the start of the mocks.
         from gateway import process_lifecycle
         from gateway.restart import start_options
 

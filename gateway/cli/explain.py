@@ -116,7 +116,7 @@ def _outcome_lines(reply: Mapping[str, Any]) -> Iterator[str]:
 def _table(pick: Mapping[str, Any]) -> Iterator[str]:
     # Return the lines of the table of candidates, best first.
     #
-    # It has a column for each term of the scores, if the policy reports terms.
+    # The table has a column for each term of the scores, if the policy reports terms.
     rows = pick["candidates"][:MAX_ROWS]
     parts = sorted({name for row in rows for name in row.get("terms", {})})
     cells = []

@@ -122,7 +122,7 @@ def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:
     from gateway.telemetry import operator_log
     from policies.prefix import fingerprint
 
-    # A restart is possible only once this process serves; by default the signal would end it.
+    # Ignore the restart signal until this process serves: the signal's default action would end it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     config = loaded.config
     predecessor, sockets = _inherit_sockets(config)

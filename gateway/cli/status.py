@@ -49,7 +49,7 @@ def _print_version(applied: dict[str, Any], fleet: list[dict[str, Any]]) -> None
 
 
 def _print_problems(config: dict[str, Any]) -> None:
-    # Print what an operator may have to act on, one line each; nothing if all is well.
+    # Print one line for each problem on which an operator may have to act.
     if config["file_differs"]:
         print_line(
             "the file differs from the running configuration; "

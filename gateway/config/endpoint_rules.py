@@ -45,7 +45,7 @@ def _endpoints(data: Any) -> Iterator[RuleFinding]:
         for (path, url), (_, spec) in zip(urls, specs, strict=True)
         if get_member(spec, "name") is None
     ]
-    # Given names come last, because they are what can be changed to resolve a clash.
+    # Configured names are checked last, so that a clash is reported at a name that can be changed.
     yield from find_repeated(iter(derived + given), "this name")
 
 

@@ -172,11 +172,11 @@ def _build(source: YamlSource, text: bytes = b"") -> LoadedConfig:
 def _add_problems(source: YamlSource, error: ValidationError) -> None:
     for detail in error.errors(include_url=False, include_context=True):
         path, on_key = _split_location(detail["loc"])
-        # Its reference or the type of a parent is wrong already: do not report it twice.
+        # Skip a value if its reference or the type of a parent has been reported already.
         if any(path[:length] in source.problems for length in range(1, len(path) + 1)):
             continue
         if detail["type"] == "too_short" and detail["input"]:
-            continue  # it is empty only because its items are invalid
+            continue  # the list seems empty only because all its items are invalid
         on_key = on_key or detail["type"] == "extra_forbidden"
         source.add_error(path, problem_text(detail, path), on_key=on_key)
 

@@ -17,7 +17,7 @@ from policies import admission_registry, policy_registry
 class _Registry(msgspec.Struct, frozen=True):
     # A registry of policies, which are chosen by name and have parameters.
     #
-    # `what` says in words what kind of policy it has.
+    # what  the kind of its policies, as error messages name it
 
     what: str
     names: Callable[[], tuple[str, ...]]
@@ -107,7 +107,7 @@ def _combination(
 ) -> Iterator[RuleFinding]:
     # Yield what is wrong with the given parameters together, by the rules of their type `params`.
     #
-    # Each parameter was found valid alone before.
+    # Each parameter alone has been found valid before.
     try:
         msgspec.convert(numbers_if_substituted(given), params)
     except msgspec.ValidationError as error:

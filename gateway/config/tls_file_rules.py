@@ -94,7 +94,7 @@ def _sections(config: Config) -> Iterator[tuple[Path, ListenerTls | ClientTls]]:
 
 
 class _Files:
-    # The files of one configuration; each is read once, even if many endpoints name it.
+    # The contents of the files that a configuration names. Each file is read only once.
 
     def __init__(self, source: YamlSource) -> None:
         self._source = source

@@ -59,7 +59,7 @@ def _float(text: str) -> float:
 
 
 def _bool(text: str) -> bool | str:
-    # Since YAML 1.2, yes and no are plain text.
+    # In YAML 1.2, unlike in YAML 1.1, `yes` and `no` are plain text.
     return {"true": True, "false": False}.get(text.lower(), text)
 
 

@@ -15,7 +15,7 @@ from gateway.http.write_queue import WriteQueue
 from gateway.protocol.response.relay import Relay, UpstreamError
 from kvtransfer.dialects import BootstrapAddress
 
-ANSWER_S = 1.0  # connecting included: the page is a few names long
+ANSWER_S = 1.0  # maximum time to connect and to read the answer, which is short
 _PATIENCE = UpstreamTimeouts(ANSWER_S, ANSWER_S, ANSWER_S)
 
 Callback = Callable[[UpstreamError | None, bytes], None]

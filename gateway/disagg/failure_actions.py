@@ -18,8 +18,8 @@ from kvtransfer.dialects import DecodeRequest, parse_response
 from policies import routing_algorithm
 from policies.pricing.split_decision import EndpointPair, PairGroup
 
-# A decoder answers so when it could not load the KV (vLLM's kv_load_failure_policy: fail). Whether
-# the decoder or the prefiller caused that is unknown.
+# The failures of a decode endpoint that could not load the KV (vLLM's kv_load_failure_policy:
+# fail). It is unknown whether the decode or the prefill endpoint caused them.
 KV_FAILURES = frozenset({"status_500", "engine_error"})
 
 
@@ -89,7 +89,7 @@ def reserve_other_decode(attempt: AttemptState) -> bool:
     """
     context, exchange, problem = attempt.context, attempt.exchange, attempt.problem
     assert problem is not None
-    exchange.retries += attempt.suspects  # recorded now, whichever decoder answers in the end
+    exchange.retries += attempt.suspects  # these have failed, even if another decoder succeeds
     attempt.suspects = []
     endpoints, request, pair = context.gateway.endpoints, context.call.request, attempt.pair
     decodes = _group_of(attempt).decodes
@@ -126,7 +126,7 @@ def abort_prefill(attempt: AttemptState) -> None:
     """
     leg, inbox = attempt.prefill, attempt.inbox
     if leg is None or inbox is None or leg.is_over or leg.sent_at is None:
-        return  # still connecting: leaving the attempt closes it
+        return  # the leg is still connecting; the end of the attempt closes it
     step_s = attempt.figures.step_s
     leg.close_in(2 * step_s, lambda leg, problem: _on_late_answer(attempt, leg, problem))
     attempt.handoffs.outbox.loop.call_later(step_s, inbox.half_close)
@@ -201,8 +201,8 @@ def free_elsewhere(attempt: AttemptState) -> None:
 def _release_elsewhere(attempt: AttemptState, handover: DecodeRequest) -> None:
     # Send a release request to the least busy other decode endpoint of the group.
     #
-    # It generates one token, so it needs no capacity reservation. A decode endpoint that dies
-    # leaves many of them at once, so those under way count as load.
+    # A release request generates one token, so it needs no capacity reservation. A decode endpoint
+    # that dies causes many release requests at once, so the running ones count as load.
     pair, handoffs = attempt.pair, attempt.handoffs
     used = (pair.prefill.candidate.load, pair.decode.candidate.load)
     loads = [candidate.load for candidate in _group_of(attempt).decodes]

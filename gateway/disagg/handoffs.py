@@ -32,11 +32,11 @@ from policies.pricing.transfer_time import TransferTimes
 
 # Numbers have 63 bits: SGLang's room, and an id that TensorRT-LLM accepts as a snowflake id.
 LEAST_NUMBER = 2**40
-MIN_SEEN_S = 0.2  # least time that a decode request stays open, so that its engine asks for the KV
-MIN_STEP_S = 0.1  # least time that a prefill answer is awaited after the client has left
-MAX_WAIT_S = 5.0  # limit of both: an engine without a CPU core of its own takes seconds per step
+MIN_SEEN_S = 0.2  # minimum time for which a decode request stays open, for its engine to get the KV
+MIN_STEP_S = 0.1  # minimum time for which a prefill answer is awaited after the client has left
+MAX_WAIT_S = 5.0  # maximum of both times: an engine that shares a core takes seconds per step
 RELEASE_TIMEOUT_S = 10.0  # time for a decoder to fetch KV that is only to be freed
-MEAN_WEIGHT = 0.2  # of the newest handoff in a pair's moving mean
+MEAN_WEIGHT = 0.2  # weight of the newest handoff in a pair's moving mean
 KEPT_TIMES = 64  # handoffs of a pair whose times are kept for a percentile
 
 _DONE, _FAILED = State.DONE, State.FAILED  # local names: Enum access is slow before Python 3.12
@@ -219,7 +219,7 @@ class Handoffs:
         """Drop the stored identity of a prefill engine after a failure, as a restart changes it."""
         self._identities.pop(endpoint, None)
 
-    # What outlives a request
+    # Release requests, which outlive the split requests that caused them
 
     def send_release_request(
         self, upstream: ConnectionPool, words: tuple[bytes, bytes], reason: str

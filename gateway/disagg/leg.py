@@ -171,7 +171,7 @@ class Leg(EagerTask):
             connection = await self.upstream.connect()
         except UpstreamError as broke:
             broke.was_sent = self.sent_at is not None
-            # Its traceback leads to this frame and its callers: a reference cycle.
+            # The error's traceback refers to this frame and its callers, a reference cycle.
             self._end(broke.with_traceback(None))
         except Exception:
             log.exception("a request to an engine failed inside the gateway")

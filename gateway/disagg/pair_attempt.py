@@ -138,7 +138,7 @@ class PairAttempt(AttemptState):
                 if leg is self.prefill
                 else self._on_decode_ended(leg, problem)
             )
-        except Exception as bug:  # as in post()
+        except Exception as bug:  # handled as in post()
             self._bug, self.state = bug, State.FAILED
             if not self._is_acting:
                 self._end_wait()
@@ -158,7 +158,7 @@ class PairAttempt(AttemptState):
     def on_overdue(self) -> None:
         """Fail this attempt: its KV transfer takes too long. Handoffs.sweep() calls it once."""
         if self.exchange.is_committed:
-            return  # the answer flows: the relay may not recognise a token in it
+            return  # bytes of the answer arrive, in which the relay may not recognise a token
         self.problem = UpstreamError("transfer_timeout", f"{self.state} for too long")
         self.post(Event.OVERDUE)
 
@@ -213,7 +213,7 @@ class PairAttempt(AttemptState):
         try:
             status = forward.refusal_status(relay)
         except UpstreamError as broke:
-            # Its traceback leads to this frame and its callers: a reference cycle.
+            # The error's traceback refers to this frame and its callers, a reference cycle.
             return broke.with_traceback(None)
         if self.exchange.is_committed:
             message = f"the engine answered {status} after the other endpoint had begun"
@@ -306,7 +306,7 @@ class PairAttempt(AttemptState):
     def _learn_transfer_time(self) -> None:
         # End the forecast of the KV transfer, because the first token has come, and learn from it.
         #
-        # This does not wait for the end of the answer: the next requests need the link's speed now.
+        # The answer may take long to end, and the next requests need the link's speed now.
         # The speed is unknown if the answer comes at once after its last token, or if the prefill
         # endpoint answers after the decoder.
         transfer, prefilled_at, now = self.transfer, self.record.prefilled_at, monotonic()
@@ -411,7 +411,7 @@ _DO: Mapping[Act, Do] = MappingProxyType(
 def _due(before: State, row: Row) -> tuple[Do, ...]:
     # Return the actions that a row of the table requires, in order.
     #
-    # They include the start or the stop of the transfer timer.
+    # Where the transfer begins or ends, the start or stop of its timer is one of them.
     acts = tuple(_DO[act] for act in row.acts)
     if before is row.state or State.TRANSFERRING not in (before, row.state):
         return acts

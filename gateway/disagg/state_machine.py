@@ -23,10 +23,10 @@ class State(_Word):
     In the comments, P is the prefill endpoint and D is the decode endpoint.
     """
 
-    RESERVED = "reserved"  # both places are taken, nothing was sent
+    RESERVED = "reserved"  # capacity is reserved at P and D; nothing was sent
     QUERYING = "querying"  # P's bootstrap server was asked for P's identity
     PREFILLING = "prefilling"  # P computes; D has received nothing
-    PAIRED = "paired"  # both have the request, D waits for P's KV
+    PAIRED = "paired"  # P and D have the request; D waits for P's KV
     HANDED_OVER = (
         "handed_over"  # P holds the KV under its lease; the decode request is not sent yet
     )
@@ -173,7 +173,7 @@ TABLE: Mapping[tuple[State, Event], Row] = MappingProxyType(
         (State.QUERYING, Event.KNOWN): Row(State.PAIRED, (Act.SEND_DECODE, Act.SEND_PREFILL)),
         (State.QUERYING, Event.PREFILL_BROKE): Row(State.FAILED, (Act.BLAME_PREFILL,)),
         (State.QUERYING, Event.CLIENT_GONE): Row(State.GONE, (Act.LEAVE_QUERY,)),
-        # One after the other
+        # P first; D gets its request after P has answered
         (State.PREFILLING, Event.PREFILLED): Row(State.HANDED_OVER, (Act.SEND_DECODE,)),
         (State.PREFILLING, Event.UNUSABLE): Row(State.RECOMPUTING, (Act.SEND_WHOLE,)),
         (State.PREFILLING, Event.FINISHED): Row(State.DONE, (Act.ANSWER,)),
@@ -186,7 +186,7 @@ TABLE: Mapping[tuple[State, Event], Row] = MappingProxyType(
         ),
         (State.HANDED_OVER, Event.NO_OTHER_DECODE): Row(State.FAILED, (Act.FREE_ELSEWHERE,)),
         (State.HANDED_OVER, Event.CLIENT_GONE): Row(State.GONE, (Act.FREE_BY_DECODE,)),
-        # Both at once
+        # P and D get their requests at the same time
         (State.PAIRED, Event.SENT): Row(State.PAIRED),
         (State.PAIRED, Event.PREFILLED): Row(State.TRANSFERRING),
         (State.PAIRED, Event.UNUSABLE): Row(State.RECOMPUTING, (Act.CLOSE_DECODE, Act.SEND_WHOLE)),
@@ -202,7 +202,7 @@ TABLE: Mapping[tuple[State, Event], Row] = MappingProxyType(
         ),
         (State.PAIRED, Event.UNREACHED): Row(State.FAILED, (Act.CLOSE_PREFILL, Act.BLAME_DECODE)),
         (State.PAIRED, Event.CLIENT_GONE): Row(State.GONE, (Act.CLOSE_PREFILL, Act.FREE_BY_DECODE)),
-        # Both orders
+        # In either order
         (State.TRANSFERRING, Event.SENT): Row(State.TRANSFERRING),
         (State.TRANSFERRING, Event.FIRST_TOKEN): Row(State.DECODING),
         (State.TRANSFERRING, Event.DECODED): Row(State.DONE),

@@ -186,7 +186,7 @@ class EndpointRegistry:
             for new_spec, rank in _with_ranks(specs):
                 live = known.get(endpoint_key(pool, new_spec.url, rank))
                 if live is not None and live.spec == new_spec:
-                    # Of a thousand endpoints, most stay as they are.
+                    # Unchanged endpoints are reused, which is fast: most of them do not change.
                     endpoint, spec = live.endpoint, live.spec
                 else:
                     endpoint, spec = to_endpoint(pool, new_spec, rank), new_spec
@@ -275,7 +275,7 @@ class EndpointRegistry:
     def _enter(self, live: LiveEndpoint) -> None:
         # Put an endpoint into its slot.
         #
-        # One that is added again before its release keeps its state.
+        # An endpoint that is added again before its release keeps its state.
         #
         # A new endpoint starts as ejected, so it gets requests only after a successful probe. The
         # endpoints of the first configuration are exempt.

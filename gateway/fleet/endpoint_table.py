@@ -343,7 +343,7 @@ class EndpointTable:
             accept_returned(live, before, self.find_peer(live))
             temporary_limits.begin_slow_start(live, self._ramp_s, monotonic())
         if live.is_leaving:
-            # It is probed no longer, and it belongs to no pool whose last endpoint it could be.
+            # A leaving endpoint is not probed any more, and cannot be the last one of its pool.
             live.load.is_available = after.state in (
                 endpoint_health.HealthState.UP,
                 endpoint_health.HealthState.RETURNING,

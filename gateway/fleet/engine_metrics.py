@@ -166,7 +166,7 @@ def _values(text: bytes, name: bytes) -> Iterator[float]:
 def _kv_tokens(text: bytes, names: MetricNames) -> int | None:
     # Return the sum of the KV capacity of all ranks in tokens, or None if it is not reported.
     #
-    # It is read from the labels of an info metric, or from two gauges.
+    # The capacity is read from the labels of an info metric, or from two gauges.
     if not names.config:
         sizes, counts = list(_values(text, names.block_tokens)), list(_values(text, names.blocks))
         return int(sizes[0] * sum(counts)) if sizes and counts else None

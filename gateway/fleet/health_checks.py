@@ -288,7 +288,7 @@ class HealthChecker:
         elif status == 200 and is_ejected_as_slow(live) and is_probe_due(live.health, monotonic()):
             status = 200 if await self._speed_recovery.is_as_fast_as_peer(live) else None
         if status == 200 and is_due and live.health.state in OUT_OF_ROTATION:
-            # It may have been restarted with other models, or as another version.
+            # The engine may have been restarted with other models, or as another version.
             live.api_paths, live.has_tried_apis, live.keeps_responses = frozenset(), False, None
             await self._list_models(live, limit_s=min(CHECK_S, timeout_s))
         self._endpoints.on_probe(live, status)
@@ -296,7 +296,7 @@ class HealthChecker:
     async def _health_status_despite_pause(self, live: LiveEndpoint, timeout_s: float) -> int:
         # Do the same as _health_status(), and once more if the gateway paused when time was up.
         #
-        # Its loop may then have noticed the end of the time before it read the answer.
+        # After a pause, the event loop may handle the timeout before it reads the answer.
         try:
             return await self._health_status(live, timeout_s)
         except TimeoutError:
@@ -439,7 +439,8 @@ class HealthChecker:
     async def _learn_store(self, live: LiveEndpoint, limit_s: float) -> None:
         # Find out whether the engine stores responses, if it is unknown and matters to the pool.
         #
-        # It matters where requests are split or resumed, because these are sent as chats.
+        # The pool needs to know it if requests are split or resumed, because they are sent as
+        # chats.
         name = _model_of(live)
         if live.keeps_responses is not None or name is None or RESPONSES.path not in live.api_paths:
             return

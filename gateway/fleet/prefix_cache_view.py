@@ -133,7 +133,7 @@ class PrefixCacheView:
         self, fingerprint: Fingerprint, load: EndpointLoad, prompt_tokens: int
     ) -> None:
         """Record in the prefix index that a prompt was sent to the endpoint."""
-        if fingerprint.sampled_keys:  # else it is shorter than one block, and changes nothing
+        if fingerprint.sampled_keys:  # a prompt shorter than one block changes nothing
             self.index.insert(fingerprint, load.slot, prompt_tokens)
             self._update_load(load)
 
@@ -185,7 +185,7 @@ class PrefixCacheView:
         self.index.set_capacity(slot, None)
         self.exact.remove(slot)
 
-    # What answers report
+    # Comparison of the believed with the reported cached tokens
 
     def expect_cached(
         self, fingerprint: Fingerprint, live: LiveEndpoint, prompt_tokens: int

@@ -34,7 +34,7 @@ A minute by default: nothing is known of how long its answers take, but requests
 
 
 class _Silence:
-    # What is known about the silences of one endpoint.
+    # The current silence and the longest past silence of one endpoint's engine.
     #
     # current_s  length of the silence at the last look
     # body_at    when the engine had last sent a byte of a body, at the last look

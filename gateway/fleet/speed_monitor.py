@@ -23,7 +23,7 @@ from policies.routing_types import Candidate, Endpoint, Request
 REVIEW_S = 1.0
 STALL_CHECK_S = 0.05
 LATE_CHECKS = 3  # intervals between two calls above which the gateway itself was delayed
-GPU_LABEL = "gpu"  # the endpoint label that declares its hardware
+GPU_LABEL = "gpu"  # the label by which a configuration declares an endpoint's hardware
 MEASURE_TEXTS = {"ttft": "to the first token", "tpot": "per token", "answer": "per answer"}
 IN_ROTATION = (HealthState.UP, HealthState.RETURNING)
 
@@ -139,7 +139,7 @@ class SpeedMonitor:
         members = [_member(live) for live in rated]
         peer_times_by_kind = speed_outlier.review(members, now, self.limits)
         expectations = self._expectations_of(cohort.pool)
-        if cohort.is_partial:  # what another cohort has shown is better than nothing
+        if cohort.is_partial:  # keep the findings of a review in another cohort
             known = {kind: times for kind, times in peer_times_by_kind.items() if times.count}
             peer_times_by_kind = {**expectations.peer_times_by_kind, **known}
         expectations.peer_times_by_kind = peer_times_by_kind

@@ -129,7 +129,7 @@ class SpeedRecovery:
     def _least_peer_s(self, live: LiveEndpoint, slowness: Slowness, peer_s: float) -> float:
         # Return the shortest time of peers during this slow period, in seconds.
         #
-        # It grows with every probe, so that a single very short time does not count for ever.
+        # The stored time grows with every probe, so that one very short time loses its effect.
         last_slowness, least_s = self._peer_s.get(live, (slowness, peer_s))
         if last_slowness is slowness:
             peer_s = min(peer_s, PEER_TIME_GROWTH * least_s)

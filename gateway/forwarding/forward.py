@@ -44,7 +44,7 @@ TRTLLM, OPENAI = EngineKind.TRTLLM, EngineKind.OPENAI
 # fix.
 ENDPOINT_FAULTS = frozenset({401, 403, 407, 408, 429})
 _EVENT_WRITERS: Mapping[Api, EventWriter] = {MESSAGES: write_message, RESPONSES: write_response}
-# How vLLM and SGLang answer a request for a model that they do not have.
+# The error message of vLLM and SGLang for a model that they do not have.
 _MODEL_GONE = re.compile(rb"[Mm]odel .{1,256} (does not exist|not found)")
 
 
@@ -70,7 +70,7 @@ def prepare(
         body = body.with_member(call.salt_member(endpoint.salt_member))
     if not call.api.is_plain:
         return _prepare_special(exchange, body, client, reservation, on_first, served)
-    relay = Relay(  # by position: compiled, keywords cost as much as the rest of the call
+    relay = Relay(  # in compiled code, keyword arguments would double the cost of this call
         response_headers(exchange, client, endpoint.name),
         on_first,
         client.is_http_1_0,
@@ -216,8 +216,8 @@ def new_recorded_relay(
     on_first  function that is called at the first generated token
     """
     recorder = LedgerRecorder(ledger, ledger.render_first, served, call.requested_model)
-    # It holds back the answer until its first token: until then the request may be retried whole,
-    # which a role that the client has seen would prevent.
+    # The recorder holds back the answer until its first token. Until then the request may be
+    # retried as a whole, but not once the client has seen the answer's role.
     relay = RecordedRelay(
         headers,
         on_first,

@@ -54,8 +54,8 @@ SLOW = "slow"
 """The kind of failure of an attempt that ended because its endpoint is slow."""
 
 HEDGE_HEADER = "x-penstock-hedge"  # "off": the client wants no second attempt at the same time
-SPEEDUP = 2.0  # the second answer must be expected this many times sooner than the first
-MAX_ALLOWED = 50.0  # the most hedges that unused allowance adds up to
+SPEEDUP = 2.0  # factor by which the second answer must be expected sooner than the first
+MAX_ALLOWED = 50.0  # maximum number of hedges that may be saved up
 # Hedging starts with the allowance of this many requests: an engine may be slow from the start.
 INITIAL_REQUESTS = 200
 
@@ -155,7 +155,7 @@ class Race:
         if self.is_won:
             self._client.set_source(source)
 
-    # Which attempt serves the request
+    # Choosing the attempt whose answer the client gets
 
     def _try_win(self) -> bool:
         exchange = self._exchange
@@ -292,7 +292,7 @@ class Hedger:
         self.allowed = min(MAX_ALLOWED, self.allowed + share * (new - paid_back))
         was_paused = self._endpoints.speed_monitor.was_paused(now)
         for exchange, request in tuple(self.waiting.items()):
-            # It is over, has begun, or is not at its first endpoint any more.
+            # The request has ended, its answer has begun, or it was retried at another endpoint.
             if exchange.status or exchange.retries or exchange.is_committed:
                 del self.waiting[exchange]
             elif exchange.hedge is None and not exchange.holds_retry_turn and not was_paused:
@@ -333,7 +333,7 @@ class Hedger:
         reservation, relay = exchange.reservation, exchange.relay
         if reservation is None or relay is None or exchange.sent_at is None:
             return
-        if route.split is not None:  # its other endpoints may be places for prefills
+        if route.split is not None:  # the model's other endpoints may only compute prompts
             return
         is_out, waited_s = reservation.is_ejected_as_slow, now - exchange.sent_at
         if not is_out and waited_s < LEAST_LATE_S:
@@ -353,7 +353,7 @@ class Hedger:
             return
         candidate, expected_s = best
         if is_doubted and hardware_key(candidate.endpoint) != hardware_key(reservation.endpoint):
-            is_doubted = False  # that faster hardware answers sooner proves nothing
+            is_doubted = False  # faster hardware answers sooner even if the endpoint is healthy
             left_s = monitor.predict_remaining_s(reservation, waited_s, now, is_doubted=False)
         leaves_queue = is_doubted and reservation.is_behind
         speedup = 1.0 if leaves_queue else SPEEDUP

@@ -12,8 +12,8 @@ import ctypes
 import mmap
 from sys import getrefcount
 
-FREED_AT_ONCE = 1024 * 1024  # bytes, about a quarter of a millisecond
-CHECK_S = 0.05  # time after which bodies that were in use are looked at again
+FREED_AT_ONCE = 1024 * 1024  # bytes freed per step, which takes about a quarter of a millisecond
+CHECK_S = 0.05  # seconds between two checks whether bodies are still in use
 _HEADER = bytes.__basicsize__ - 1  # bytes of a bytes object before its first byte
 _UNUSED = 2  # references to a body that only `_bodies` and the argument of getrefcount() hold
 

@@ -41,7 +41,7 @@ class ReadTurns:
         self._loop = loop
         self._turns = turns
         self._is_scheduled = False
-        self._reads = 0  # in this loop iteration
+        self._reads = 0  # number of large reads in this loop iteration
         self._waiting: deque[TurnReader] = deque()
 
     def wait(self, reader: TurnReader, transport: asyncio.Transport) -> bool:

@@ -21,7 +21,7 @@ class CloseQueue:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiting: deque[asyncio.Transport] = deque()
-        self._closed = 0  # in this loop iteration
+        self._closed = 0  # number of connections closed in this loop iteration
 
     def defer_close(self, transport: asyncio.Transport | None) -> bool:
         """Queue a connection whose client has disconnected; return whether the queue closes it.

@@ -28,7 +28,7 @@ SHARES = 4
 MIN_SHARE = 512 * 1024
 
 ABORT_DELAY_S = 1.0, 3.0  # range of the time until a connection with dropped bytes ends
-MAX_DELAYED_BYTES = 64 * 1024 * 1024  # that the kernel may hold for all such connections
+MAX_DELAYED_BYTES = 64 * 1024 * 1024  # maximum bytes in the kernel for all delayed connections
 
 SWEPT_AT_ONCE = 512
 """Maximum number of connections whose deadlines one sweep checks; there are four sweeps per

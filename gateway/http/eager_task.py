@@ -105,15 +105,15 @@ class EagerTask:
             waits_for.cancel()
             cancellation = asyncio.CancelledError()
             self.step(cancellation)
-            # Its traceback refers back to it: the cycle would keep the whole request alive.
+            # The error's traceback refers to this task, a cycle that would keep the whole request.
             cancellation.__traceback__ = None
 
 
 class _Remainder(Coroutine[Any, Any, None]):
     # The rest of a coroutine that ran eagerly and now continues in a Task, awaiting `awaited`.
     #
-    # It is not a generator, because a Task may be cancelled before its first step, and an unstarted
-    # generator does not pass that exception on to the code inside it.
+    # This class is no generator, because a Task may be cancelled before its first step, and a
+    # generator that has not started does not pass the cancellation on to the code inside it.
 
     __slots__ = ("_awaited", "_is_started", "_steps")
 
@@ -138,7 +138,7 @@ class _Remainder(Coroutine[Any, Any, None]):
         try:
             return self._steps.throw(*error)
         finally:
-            del error  # its traceback refers to this frame: a cycle that keeps the request alive
+            del error  # the traceback refers to this frame, a cycle that would keep the request
 
     def close(self) -> None:
         self._steps.close()

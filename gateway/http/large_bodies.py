@@ -17,11 +17,11 @@ from gateway.protocol.request.json_members import decode_object
 LARGE_BODY = 256 * 1024  # bytes from which on a body waits for its turn
 QUICK_S = 0.0045  # CPU time up to which a body has no consequences for its client, if not slow
 REFERENCE_S = 0.0002  # CPU time to parse 1 MiB of text on the machine for which QUICK_S was chosen
-MAX_SLOWNESS = 4.0  # that slower machines can count for
-PAUSE_FACTOR = 400.0  # the pause after a slower body, as a multiple of its CPU time beyond QUICK_S
+MAX_SLOWNESS = 4.0  # upper bound of the factor by which this machine counts as slower
+PAUSE_FACTOR = 400.0  # pause after a slow body, as a multiple of its CPU time beyond QUICK_S
 MAX_PAUSE_S = 20.0
 MAX_CLIENTS = 4096
-JOINED_AT_ONCE = 512 * 1024  # bytes of a body's pieces, about a quarter of a millisecond
+JOINED_AT_ONCE = 512 * 1024  # bytes joined per step, which takes about a quarter of a millisecond
 
 JoinInTurn = Callable[[list[bytes]], Awaitable[bytes]]
 
@@ -33,7 +33,7 @@ async def join_pieces(pieces: list[bytes]) -> bytes:
     Pieces are freed on the way, so the body is never in memory twice.
     """
     size = sum(map(len, pieces))
-    if size < 2:  # such bytes objects are shared, so they cannot be written to
+    if size < 2:  # CPython shares bytes objects this short, so they must not be written to
         return b"".join(pieces)
     body, offset, copied = new_body(size), 0, 0
     pieces.reverse()

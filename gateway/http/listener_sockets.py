@@ -15,7 +15,7 @@ BACKLOG = 4096
 FIRST_FD = 3  # sd_listen_fds(3)
 API, ADMIN = "api", "admin"
 LISTENER_NAMES = (API, ADMIN)
-ADMIN_RECEIVE_BUFFER = 256 * 1024  # bytes
+ADMIN_RECEIVE_BUFFER = 256 * 1024  # bytes of an admin connection's receive buffer in the kernel
 
 SocketsByName = Mapping[str, tuple[socket.socket, ...]]
 """The listening sockets of a process, by the name of their listener."""

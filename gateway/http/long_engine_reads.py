@@ -109,7 +109,7 @@ class LongReads:
         connection = next(iter(self._slices))
         slices = self._slices.pop(connection)
         relay, data = slices.popleft()
-        if slices:  # the connection comes last now
+        if slices:  # more slices are left: put the connection at the end of the queue
             self._slices[connection] = slices
         else:
             connection.end_slices()

@@ -68,8 +68,8 @@ class NewConnections:
             if self._recent:
                 try:
                     self._accept_waiting(listening, new_protocol)
-                except Exception:  # it would stop the listener
-                    log.exception("accepting the clients that wait failed")
+                except Exception:  # an error raised here would stop the listener
+                    log.exception("accepting waiting clients failed")
             else:
                 self._loop.call_soon(self._calm_down)
             self._recent = 2

@@ -59,14 +59,14 @@ class _PollConnection(asyncio.Protocol):
             raise
         finally:
             self._waiter = self._response = None
-            del waiter  # its exception's traceback has this frame: a reference cycle
+            del waiter  # the traceback in its exception refers to this frame, a reference cycle
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         response, waiter = self._response, self._waiter
-        if response is None or waiter is None:  # unsolicited bytes
+        if response is None or waiter is None:  # the engine sent bytes without a request
             self.close()
             return
         try:

@@ -282,7 +282,7 @@ class Handshake(asyncio.Protocol):
         transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
         protocol = self._listener.new_protocol()
         transport.set_protocol(protocol)
-        self._listener.remove_handshake(self)  # from here on the HTTP protocol is counted instead
+        self._listener.remove_handshake(self)  # the HTTP protocol counts the connection from now on
         protocol.connection_made(transport)
         if self._early_data and not transport.is_closing():
             protocol.data_received(b"".join(self._early_data))

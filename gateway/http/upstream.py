@@ -39,7 +39,8 @@ LOST_KINDS = ("reset", "no_answer")  # kinds of failure in which no byte of a re
 # A connection lost later than this may be due to a proxy's idle timeout, not to a dead engine.
 RECENT_S = 5.0
 
-# What _examine() checks after each read: nothing, further steps, or whether to delay ACKs as well.
+# How much _examine() does after a read: nothing; it continues work left from earlier reads; and it
+# decides as well whether to delay ACKs.
 NOTHING, STEPS, STEPS_AND_ACKS = range(3)
 
 
@@ -96,7 +97,7 @@ class UpstreamConnection:
         self._done: EagerFuture | None = None
         self.last_activity_at = 0.0
         self.idle_since = 0.0
-        self._descriptor = -1  # of the socket, if it may be sent to directly
+        self._descriptor = -1  # descriptor of the socket, if bytes may be sent to it directly
         self._paused = self._is_half_closed = False
         self._long_read = LONG_READ  # bytes from which on a read is relayed in slices
         self._examined = STEPS_AND_ACKS
@@ -272,7 +273,7 @@ class UpstreamConnection:
     def _relay_in_slices(self, relay: Relay, data: bytes, transport: asyncio.Transport) -> None:
         if self._outbox.budget_spent:  # this connection's deferred chunks come first
             self._outbox.flush_connection(self)
-        self._long_read = 0  # all that is read before the last slice is relayed comes after it
+        self._long_read = 0  # bytes read from now on are relayed after the last slice
         self._outbox.long_reads.add(self, relay, data, transport)
 
     def end_slices(self) -> None:
@@ -338,7 +339,7 @@ class UpstreamConnection:
         self._done = None
         transport = self.transport
         is_usable = not (self._is_half_closed or transport is None or transport.is_closing())
-        if self._long_read != LONG_READ:  # the slices that are left are surplus bytes
+        if self._long_read != LONG_READ:  # the remaining slices are surplus bytes
             is_usable = False
         if error is None and is_usable and relay is not None and relay.is_connection_reusable:
             self._downstream.set_source(None)  # type: ignore[union-attr]  # set together with _relay
@@ -500,7 +501,7 @@ class ConnectionPool:
                 try:
                     await self._open(protocol)
                 except asyncio.CancelledError:
-                    # It may be connected already, and uvloop would not report that it is closed.
+                    # The socket may be connected already; uvloop would then not report its end.
                     connection.abort()
                     self.discard(connection)
                     raise

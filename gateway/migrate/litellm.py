@@ -160,7 +160,7 @@ def _deployment(
     prefixes = ENGINE_PROVIDERS | PROVIDERS.keys() | SELF_HOSTED.keys()
     served = rest if provider in prefixes and rest else model
     if known is not None and known.engine == "ollama" and ":" not in served:
-        served += ":latest"  # as Ollama lists it
+        served += ":latest"  # the form in which Ollama lists such a model
     return Deployment(group, url, served, extra)
 
 

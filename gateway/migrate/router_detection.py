@@ -154,7 +154,7 @@ def _shell_commands(text: str) -> Iterator[list[str]]:
         pending += line
         try:
             words = split_words(pending)
-        except MigrationError:  # a quote goes on in the next line
+        except MigrationError:  # a quoted text continues in the next line
             pending += "\n"
             continue
         pending, command = "", list[str]()

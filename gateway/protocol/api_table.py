@@ -133,7 +133,7 @@ RESPONSES = Api(
 def _stored(path: str, operation: str, method: str) -> Api:
     # Return the Api for requests about a response that an engine stores.
     #
-    # Such requests have neither a model nor a prompt.
+    # A request about a stored response has neither a model nor a prompt.
     return Api(
         path,
         operation,

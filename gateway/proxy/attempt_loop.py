@@ -138,7 +138,7 @@ class HealthScreen:
         if self._confirmed is not None:
             if choice is not None:
                 return None
-            self._silent += self._confirmed  # it became unavailable during the check
+            self._silent += self._confirmed  # the endpoint became unavailable during the check
             self._confirmed = None
         elif choice is not None:
             names = [candidate.endpoint.name for candidate in _candidates(choice)]
@@ -252,9 +252,8 @@ def end_stream_with_error(exchange: Exchange, client: Client, problem: UpstreamE
         failure = Failure.UPSTREAM_FAILED
         message = f"The engine failed while answering ({problem.kind})."
     ending = exchange.relay.end_with_error(failure, message)
-    if (
-        ending
-    ):  # it ends the answer's framing, so the client's connection can carry further requests
+    # With `ending`, the answer is framed completely: the connection can carry further requests.
+    if ending:
         client.write(ending)
     else:
         client.close_after_write()

@@ -160,7 +160,7 @@ class RestPlan:
                     return None
                 reservation.on_failed(broke)
                 self._count(BROKE)
-                # Its traceback leads to this frame and its callers: a reference cycle.
+                # The error's traceback refers to this frame and its callers, a reference cycle.
                 return broke.with_traceback(None)
         self._end(result)
         return None
@@ -219,10 +219,10 @@ class RestPlan:
             return SHUTDOWN
         return "" if exchange.holds_retry_turn else "budget"
 
-    # One attempt
+    # One attempt to continue the answer
 
     async def _send(self, reservation: Reservation) -> str:
-        # Send the request for the rest and relay the answer; return the result.
+        # Request the rest of the answer from an engine and relay it; return the result.
         #
         # Raises UpstreamError when the answer breaks again.
         exchange, ledger, requested_model = self.exchange, self._ledger, self._call.requested_model

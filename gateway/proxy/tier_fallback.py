@@ -17,7 +17,8 @@ from gateway.route import Route
 from policies.pricing.model_tiers import ModelTier, alternatives
 from policies.routing_types import RoutingQuery
 
-# Estimated tokens may be this many percent of the context that exact counts leave free.
+# Maximum estimated tokens of a prompt, in percent of the context length that is left after exact
+# counts are subtracted.
 _ESTIMATE_PERCENT = 115
 
 
@@ -46,7 +47,7 @@ def _can_serve(route: Route, call: Call) -> bool:
     #
     # Estimates of tokens that exceed the context by up to 15 % do not exclude the model: its engine
     # counts the tokens. Token ids and a limit of the answer's length are exact.
-    if call.api.path in route.translated:  # it was parsed for engines that have this API
+    if call.api.path in route.translated:  # the request was parsed for engines with this API
         return False
     if route.context_tokens is None:
         return True

@@ -95,7 +95,7 @@ class WholePlan:
         except UpstreamError as broke:
             if broke.kind != OVERTAKEN:
                 reservation.on_failed(broke)
-            # Its traceback leads to this frame and its callers: a reference cycle.
+            # The error's traceback refers to this frame and its callers, a reference cycle.
             return broke.with_traceback(None)
         finally:
             waiting.pop(exchange, None)

@@ -207,6 +207,6 @@ class AutoRollbackMonitor:
         self._change = None
         self._report(f"v{change.version} increased failures: {reason}. Rolling back.", True)
         result, message = await self._target.roll_back()
-        if result != "applied":  # there is no older version, or another change came first
+        if result != "applied":  # no older version exists, or another change came first
             self._report(f"v{change.version} was not rolled back: {message}", True)
         return True

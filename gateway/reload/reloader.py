@@ -222,7 +222,7 @@ class Reloader:
             if outcome.result != "unchanged":
                 return outcome
         if self.running.digest == self._seen:
-            return None  # the file's text is in force, and it has just been examined
+            return None  # the file's text is in use already, and was just examined
         return await self._attempt(self._reread_running, "secret", only_if_changed=True)
 
     def _reread_running(self) -> LoadedConfig:
@@ -325,9 +325,11 @@ class Reloader:
                 return self._reject(error, trigger, is_recorded=is_recorded)
 
     def _superseded(self, loaded: LoadedConfig) -> bool:
-        # Return whether the file is unedited since another text (a PUT, a rollback) replaced it.
+        # Return whether a PUT or a rollback has replaced the file's configuration, and the file was
+        # not edited since.
         #
-        # Then only a secret that it refers to has changed, and the text in force stays.
+        # In that case only a secret has changed to which the file refers, and the configuration in
+        # use stays.
         was_rejected = self.last_error is not None and self.last_error.trigger in FILE_TRIGGERS
         return (
             self.running.digest != self._seen
@@ -356,7 +358,7 @@ class Reloader:
             plan = self._swap.plan(loaded.config)
             if is_checked:
                 self._swap.check_listed(plan)
-            await asyncio.sleep(0)  # so that the swap has a turn of the event loop of its own
+            await asyncio.sleep(0)  # give the swap a separate iteration of the event loop
             if not self._swap.is_valid(plan):
                 plan = self._swap.plan(loaded.config)
         except ConfigRejectedError as problem:

@@ -72,7 +72,9 @@ class SnapshotPlan(msgspec.Struct, frozen=True):
 
 
 class _RouteParts(msgspec.Struct, frozen=True):
-    # What the routes of a snapshot are made of: by pool, except `config`, `adoption` and `classes`.
+    # The parts from which the routes of a snapshot are built.
+    #
+    # They are by pool, except `config`, `adoption` and `classes`.
     config: Config
     adoption: RegistryPlan
     serving: Mapping[str, tuple[Candidate, ...]]
@@ -195,8 +197,8 @@ def _logs_blocks(config: Config, pool: str) -> bool:
 def _with_translations(
     route: Route, config: Config, adoption: RegistryPlan, listing: tuple[Candidate, ...]
 ) -> Route:
-    # Return the route with the paths of the APIs that must be translated for its engines, or that
-    # it cannot serve.
+    # Return the route with two sets of API paths: those that must be translated for its engines,
+    # and those that it cannot serve.
     native = config.pools[route.pool].native_apis
     paths = translated_paths(native, partial(adoption.lacks, candidates=listing))
     lacked = [ENGINE_TRAITS[candidate.endpoint.engine].lacked_paths for candidate in listing]
@@ -279,7 +281,7 @@ def _pool_trials(
 ) -> PoolTrials:
     # Return the shadows and the canary of a pool.
     #
-    # Those whose configuration has not changed are kept with their results, unless the pool's
+    # A shadow or canary whose configuration has not changed keeps its results, unless the pool's
     # policy has changed.
     spec, old = config.pools[pool], None
     current_trials = PoolTrials()

@@ -32,7 +32,7 @@ class SnapshotGc:
         self._actions.append((generation, action))
 
     def sweep(self) -> None:
-        """Run the actions of snapshots that no request uses any more. Call it regularly."""
+        """Run the cleanup actions of snapshots that no request uses any more; call it regularly."""
         self._old = [
             (generation, reference)
             for generation, reference in self._old

@@ -172,10 +172,11 @@ class Swap:
                 self._removed_in[queue] = generation
                 later(partial(self._remove, queue, generation))
         for queue in [queue for queue in self._removed_in if queue not in queues]:
-            del self._removed_in[queue]  # its pool has been added again
+            del self._removed_in[queue]  # the pool of this queue has been added again
 
     def _release(self, live: LiveEndpoint, generation: int) -> None:
-        # Otherwise the endpoint has been re-added, and perhaps removed again by a later generation.
+        # Release the endpoint, unless it was added again, or added and removed by a later
+        # generation.
         if live.is_leaving and self._left_in.get(live) == generation:
             del self._left_in[live]
             self._gateway.endpoints.release(live)

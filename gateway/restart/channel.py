@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 VERSION = 1
 FD_VARIABLE = "PENSTOCK_PREDECESSOR_FD"
 LENGTH = Struct("<I")
-MAX_MESSAGE_BYTES = 4 << 20  # per message
+MAX_MESSAGE_BYTES = 4 << 20  # maximum size of one message
 MAX_OFFER_BYTES = 64 << 10
 MAX_SOCKETS = 16
 

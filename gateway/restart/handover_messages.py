@@ -73,7 +73,7 @@ class OutputLengthState(msgspec.Struct, frozen=True, array_like=True, tag="lengt
 
 
 class StateEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """The last message of the learned state, after which the successor has all of it."""
+    """The end marker of the learned state: the successor has received all messages about it."""
 
 
 class SuccessorReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

@@ -98,8 +98,8 @@ def access_line(
 
     `unix_offset` converts that to Unix time.
     """
-    # Keyword arguments would take twice as long, and so would more than 30 arguments: CPython puts
-    # those into a list and a tuple first.
+    # Keyword arguments would take twice as long. So would more than 30 positional arguments,
+    # because CPython copies them to a list and a tuple first.
     start, call, pick = exchange.accepted_at, exchange.call, exchange.pick
     received_us, parsed_us, admitted_us, picked_us, sent_us, first_us, token_us, last_us = (
         _stage_times(exchange, relay)

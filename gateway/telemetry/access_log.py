@@ -20,7 +20,7 @@ from gateway.telemetry.log_rotation import LogFile, Rotation
 log = logging.getLogger("penstock")
 
 REOPEN_RETRY_S = 0.05
-BUFFER_CAP_BYTES = 8 * 1024 * 1024  # for a blocked sink; further lines are dropped and counted
+BUFFER_CAP_BYTES = 8 * 1024 * 1024  # buffer size above which lines are dropped and counted
 
 
 LINES_PER_BLOCK = 32
@@ -53,7 +53,7 @@ class AccessLog:
         self._flush_s = config.access_flush
         self._loop = loop
         self._encoder = msgspec.json.Encoder()
-        self._lines: list[AccessLine] = []  # not encoded yet
+        self._lines: list[AccessLine] = []  # lines that are not encoded yet
         self._blocks: list[bytes] = []  # encoded lines, `_size` bytes in all
         self._size = 0
         self._timer: asyncio.TimerHandle | None = None

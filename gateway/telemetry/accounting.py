@@ -33,7 +33,7 @@ log = logging.getLogger("penstock")
 
 MAX_CHILDREN = 8192
 SPLIT_STAGES = ("queue", "prefill", "transfer", "first_token")
-LEAST_WAIT_S = 0.001  # shorter queue times mean that the request did not wait
+LEAST_WAIT_S = 0.001  # queue time below which a request counts as not having waited
 NO_RESPONSE = Relay(b"")  # stands in for a missing response; never fed
 
 

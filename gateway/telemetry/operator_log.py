@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.config import OperatorLog
 
-LIBRARY_LEVEL = logging.WARNING  # for asyncio, aiohttp and other libraries
+LIBRARY_LEVEL = logging.WARNING  # log level of asyncio, aiohttp and other libraries
 
 
 class LogLine(msgspec.Struct, omit_defaults=True):

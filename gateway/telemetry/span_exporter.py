@@ -26,7 +26,7 @@ from gateway.telemetry.spans import Span, build_spans
 
 log = logging.getLogger("penstock")
 
-MOST_WAITING = 8192  # spans, about 6 MiB
+MOST_WAITING = 8192  # maximum number of queued spans, about 6 MiB
 BATCH = 2048
 FLUSH_S = 1.0
 TIMEOUT_S = 5.0

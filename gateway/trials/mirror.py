@@ -45,7 +45,7 @@ With this many requests, at most one of 100 candidates that are not worse is fou
 
 MAX_BODY_BYTES = 1 << 18
 COPIES = 3
-IDLE_SHARE = 0.5  # of max_concurrency; copies are only sent to engines with fewer requests
+IDLE_SHARE = 0.5  # share of max_concurrency from which an engine gets no copies
 PATHS = ("/v1/chat/completions", "/v1/completions")
 
 LiveEndpoints = Callable[[], Sequence[LiveEndpoint]]
@@ -60,7 +60,7 @@ class MirroredRequest:
     __slots__ = ("_members", "_mirror", "_salt")
 
     def __init__(self, mirror: PoolMirror, call: Call) -> None:
-        # The raw values keep the body's bytes alive after the call has released them.
+        # These raw values keep the bytes of the body in memory, even after the call releases them.
         self._mirror, self._members, self._salt = mirror, call.members, call.salt
 
     def on_ended(self, exchange: Exchange) -> None:
@@ -141,7 +141,7 @@ class PoolMirror:
         base: LiveEndpoint,
         candidate: LiveEndpoint,
     ) -> None:
-        # Estimated by bytes, one token for at least two bytes, so that no copy takes more.
+        # A token has at least two bytes, so this estimate is never too low.
         size = sum(map(len, members.values()))
         spending = self._budget.try_take(COPIES * (size // 2 + self.spec.max_tokens), monotonic())
         if spending is None:

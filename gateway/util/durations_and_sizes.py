@@ -117,7 +117,7 @@ def _meant(text: str, words: Mapping[str, Sequence[str]]) -> str:
 
 
 def _not_a_duration(text: str) -> str:
-    # The value of a reference, of a subclass of str, is not shown.
+    # A text from a ${...} reference may be secret. It has a subclass of str, which hides the value.
     if _BARE.fullmatch(text) and type(text) is str:
         milliseconds = _plain(Decimal(text) / 1000)
         return (

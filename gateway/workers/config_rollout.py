@@ -51,7 +51,7 @@ class ConfigRollout:
         self._on_lost = on_lost
         self._last_rejection = ""  # the message of the last change, if it was rejected
         self._missing: tuple[Path, ...] = ()
-        self._file_text: bytes | None = loaded.text  # as last applied; None if it was rejected
+        self._file_text: bytes | None = loaded.text  # text last applied; None if it was rejected
         folder = loaded.config.reload.state_dir
         self._versions = VersionHistory(None if folder is None else Path(folder))
         self.lock = asyncio.Lock()
@@ -188,7 +188,7 @@ class ConfigRollout:
         trigger: str = "change",
         is_due: Callable[[], bool] = lambda: True,
     ) -> WorkerResponse:
-        # Dry-run and apply one change; `text` is None for that of the file.
+        # Try a change in all workers (dry run), then apply it; `text` is None for the file's text.
         #
         # The workers report problems of the text, because they load it too. `is_due` is asked in a
         # thread, after the changes that came before: one of them may have replaced the file's text.
@@ -296,7 +296,7 @@ class ConfigRollout:
         rolled_back = await self._send_to(
             applied_by, "/config?force=1&was_in_force=1", self.running.text, {}
         )
-        # These have counted two more versions than the others, so they are replaced.
+        # The version numbers of these workers are ahead of the others' by two, so replace them.
         for worker in rolled_back:
             self._on_lost(worker)
 

@@ -44,6 +44,6 @@ def _cpu_quotas() -> list[str]:
     for folder in (group, *group.parents):
         try:
             quotas.append((_CGROUPS / folder / "cpu.max").read_text())
-        except OSError:  # the topmost has none
+        except OSError:  # the topmost group has no such file
             continue
     return quotas

@@ -16,7 +16,7 @@ import aiohttp
 from gateway.http.listener_sockets import bind
 from gateway.restart.worker_launch_settings import WorkerLaunchSettings, pack_settings
 
-READY_TIMEOUT_S = 60.0  # without the time in which the worker waited for a CPU
+READY_TIMEOUT_S = 60.0  # time to become ready, not counting the worker's waits for a CPU core
 REQUEST_TIMEOUT_S = 30.0
 REQUEST_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 

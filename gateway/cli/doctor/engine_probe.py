@@ -123,7 +123,7 @@ class EngineConnection:
         reused = self._connection.sock is not None
         try:
             return self._request_once(method, path, body)
-        except ConnectionError:  # RemoteDisconnected is one
+        except ConnectionError:  # this includes RemoteDisconnected
             self._connection.close()
             if not reused:
                 raise

@@ -31,9 +31,10 @@ from policies.sizing.parallelism_rules import PlannedGroup, layout_findings
 FLEET_SUBJECT = "fleet"
 KV_HEADROOM = 1.15
 MAX_BATCH_SLOWDOWN = 4.0
-# An engine whose KV cache is further from the computed size has other settings than assumed.
+# Maximum relative difference between an engine's KV cache and the computed size. Beyond it, the
+# engine has other settings than assumed.
 MAX_KV_DIFFERENCE = 0.1
-# Collectives that take more of a decode step than this leave little for more TP to gain.
+# Share of a decode step that collectives may take. Above it, a larger TP size gains little.
 MAX_COLLECTIVES = 0.3
 
 

@@ -114,7 +114,7 @@ class Discovery:
                     self._has_result[pool].set()
             except Exception:  # the endpoints discovered so far stay, whatever a source does
                 log.exception(
-                    "service discovery of pool %s failed; it is tried again in %.0f s",
+                    "service discovery of pool %s failed; the next attempt follows in %.0f s",
                     pool,
                     AGAIN_S,
                 )

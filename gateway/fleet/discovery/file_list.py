@@ -20,7 +20,7 @@ from gateway.config.loader import problem_text
 from gateway.config.tls_sections import FOLDER_KEY
 from gateway.fleet.discovery.source import MAX_ENDPOINTS, DiscoveredEndpoints, log
 
-_ENTRIES = ("pools", "", "endpoints")  # where such entries stand in a configuration
+_ENTRIES = ("pools", "", "endpoints")  # path of a list of endpoints in a configuration
 FILE_CAP_BYTES = 1 << 20
 POLL_S = 0.5
 """Seconds between two polls of the file.

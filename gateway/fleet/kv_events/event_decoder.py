@@ -51,7 +51,8 @@ class _RemovedFields(msgspec.Struct, frozen=True):
 
 
 class _StoredMap(_StoredFields, frozen=True, tag="BlockStored"):
-    # Stored blocks as a map; SGLang names the cache salt by itself.
+    # An event about stored blocks, encoded as a map. SGLang has a separate field for the cache
+    # salt.
 
     cache_salt: str | None = None
 

@@ -225,7 +225,7 @@ class KvEventReader:
             if live.load.slot in self._exact.endpoints
         }
         exact = frozenset(name for name, obstacle in names.items() if not obstacle)
-        if exact != self._seen_names:  # a gap is closed in a moment; only what lasts is logged
+        if exact != self._seen_names:  # gaps are closed soon; only lasting changes are logged
             self._seen_names = exact
             return
         for name in sorted(exact - self._exact_names):

@@ -45,7 +45,9 @@ MAX_SLOTS_LISTED = 1 << 16
 
 
 class _Holdings(msgspec.Struct, frozen=True):
-    # How much of one prompt exact endpoints have, in tokens as engines count them.
+    # The cached part of one prompt at each endpoint whose cache is known exactly.
+    #
+    # Numbers are tokens, as engines count them.
     #
     # fingerprint  of the prompt
     # held         by slot; 0 for an endpoint that has nothing; the mean over its ranks
@@ -142,7 +144,7 @@ class ExactPrefixes:
         obstacle = endpoint.obstacle(now)
         return f"believed: {obstacle}" if obstacle else "exact"
 
-    # What is cached
+    # Queries: the cached part of a prompt
 
     def correct(self, tokens: list[int], fingerprint: Fingerprint, prompt_tokens: int) -> list[int]:
         """Replace predicted numbers of cached tokens in a list by exact ones; return that list.
@@ -237,13 +239,13 @@ class ExactPrefixes:
             for slot, endpoint in self._exact.items():
                 if endpoint.block_tokens == size:
                     counts = [by_bit.get(rank.blocks.bit, 0) * size for rank in endpoint.sources]
-                    # Which rank will serve the request is the engine's choice.
+                    # The engine chooses which rank serves the request, so use the mean.
                     held[slot], limit[slot] = sum(counts) / len(counts), blocks * size
                     least[slot], most[slot] = min(counts), max(counts)
         self._holdings = _Holdings(fingerprint, held, least, most, limit, known.tokens_per_byte)
         return self._holdings
 
-    # What happens to prompts
+    # Updates by requests: prompts sent, first tokens, and reported cached tokens
 
     def on_sent(
         self, fingerprint: Fingerprint, slot: int, prompt_tokens: int, now: float

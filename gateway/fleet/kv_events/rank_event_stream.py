@@ -195,7 +195,7 @@ class EventSource:
         """Handle the end of a replay: apply the messages that arrived while it ran."""
         if not self._awaits_replay:
             return
-        if self._verified is not None:  # the engine does not have the last message that we saw
+        if self._verified is not None:  # the engine lacks the last message that was received
             self._restart(now)
             return
         self._is_replaying = False
@@ -260,7 +260,7 @@ class EventSource:
             if self._has_replay and self._replays < MAX_REPLAYS:
                 self._replays += 1
                 self._hold(number, payload)
-                self._request_replay(self._next or 0, now)  # None: it was too long to be held
+                self._request_replay(self._next or 0, now)  # None: the message was too long to keep
                 return
             self._forget()
         self._apply(number, batch)
@@ -324,12 +324,13 @@ class EventSource:
         if self._index.is_full:
             self.fail("the cached blocks do not fit into prefix.events")
         elif not self.is_complete and self.kv_tokens is not None:
-            # Whatever was cached before the first event has been evicted by now.
+            # So many tokens were stored that all blocks from before the first event are evicted.
             self.is_complete = self._stored_tokens >= self.kv_tokens
 
     def _store(self, event: StoredBlocks) -> None:
         if event.group is not None and event.group != self._group:
-            # Of a hybrid model's groups of layers, one of full attention says what can be reused.
+            # A hybrid model sends events for several groups of layers. Only a group with full
+            # attention shows which blocks can be reused.
             if self._group is not None or not event.is_full_attention:
                 return
             self._group = event.group

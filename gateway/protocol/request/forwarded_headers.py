@@ -68,7 +68,7 @@ def plain_request_id(text: str) -> str:
 def all_values(headers: Mapping[str, str], name: str) -> str:
     """Return the values of all header lines with this name, joined by commas.
 
-    There may be several, because a proxy may add a line after the client's.
+    A request may have several such lines, because a proxy may add one after the client's.
     """
     getall = getattr(headers, "getall", None)
     return headers.get(name, "") if getall is None else ",".join(getall(name, ()))

@@ -38,7 +38,8 @@ def image_tokens(base64_text: memoryview) -> int | None:
         size = read_size(data)
         if size is not None:
             return _tokens(*size)
-        if not data.startswith(b"\xff\xd8"):  # only a JPEG has its dimensions further on
+        # Only a JPEG may have its dimensions later in the file.
+        if not data.startswith(b"\xff\xd8"):
             return None
     return None
 

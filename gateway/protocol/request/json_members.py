@@ -19,7 +19,7 @@ from gateway.protocol.errors import Failure, GatewayError
 SMALL_BODY_BYTES = 256 * 1024
 MAX_MEMBERS = 256
 MAX_NAME_CHARS = 256
-MAX_DIGITS = 4096  # interpreters reject or are slow on longer numbers (CPython: 4300 digits)
+MAX_DIGITS = 4096  # many JSON parsers reject longer numbers or are slow (CPython: 4300 digits)
 _NOT_A_NUMBER = frozenset(b'{["')  # first bytes of values that are not numbers
 _COMPOUND = frozenset(b"{[")
 

@@ -28,8 +28,8 @@ has fewer than MEDIA_TOKENS tokens.
 """
 _WINDOW = 64
 _STEP = MIN_MEDIUM_BYTES - _WINDOW
-# A member whose value is base64, a data URL, or a list of these. Members that hold text are
-# excluded by name.
+# Matches a member whose value is base64, a data URL, or a list of these. Members that contain text
+# are excluded by their names.
 _MEMBER = (
     rb'"(?!(?:text|content|arguments|refusal|reasoning|reasoning_content|name|id)")'
     rb'\w{1,64}":[ \t\r\n]{0,8}'
@@ -94,8 +94,8 @@ def replace_media(body: bytes, start: int, end: int) -> tuple[bytes, MediaSize]:
 def _media(body: bytes, start: int, end: int) -> Iterator[tuple[int, int]]:
     # Yield where each medium begins and ends, in the prompt's order: members, and items of lists.
     #
-    # Where the prompt itself is data URLs, the search includes its name. No other medium is found
-    # there: it would reach over that name into the prompt.
+    # If the prompt itself consists of data URLs, the search begins at the name of its member. No
+    # medium of an earlier member is found, because its data would have to include that name.
     position = start
     if _DATA_URLS.match(body, start, end):
         position = max(0, start - _LONGEST_MEMBER)

@@ -320,7 +320,7 @@ def _separate_media(
 def _separate_each(
     body: bytes, prompt: tuple[msgspec.Raw, ...]
 ) -> tuple[tuple[msgspec.Raw, ...], MediaSize]:
-    # Like _separate_media(), for media in each of the values: in a query as well as in documents.
+    # Do the same as _separate_media() for each value, such as a query and several documents.
     values, parts, tokens = list[msgspec.Raw](), 0, 0
     for value in prompt:
         if len(value) <= MIN_MEDIUM_BYTES:

@@ -18,7 +18,7 @@ MAX_HEAD_BYTES = 8 * 1024  # bytes; the full parser handles, and if necessary re
 MAX_FIELDS = 64
 MAX_PARTIAL_HEAD = 64 * 1024  # bytes; applies to heads of all kinds
 
-# Not accepted: blanks before a colon or at the end of a line, bytes outside printable ASCII,
+# The pattern rejects blanks before a colon or at the end of a line, bytes outside printable ASCII,
 # continuation lines, bare CR or LF. Each byte can match only one part, so matching takes linear
 # time. The repeats are not possessive: CPython before 3.11.5 matches those wrongly (gh-106052) and
 # would accept empty values.

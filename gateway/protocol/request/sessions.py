@@ -38,7 +38,7 @@ SESSION_HEADER_NAMES = frozenset(
     (*SESSION_HEADERS, *filter(None, SESSION_HEADERS.values()), *FINAL_HEADERS)
 )
 
-MAX_SESSION_CHARS = 256  # characters
+MAX_SESSION_CHARS = 256  # maximum length of a session id
 MAX_HINT_BYTES = 16 * 1024  # bytes of a member that may name a session; a longer one is not read
 MAX_KEEP_S = 86_400.0
 

@@ -69,7 +69,7 @@ class ResponseHead(msgspec.Struct, frozen=True):
     wait_s: float | None = None
 
 
-# Cached: heads of one engine are mostly equal for at least a second, until their date changes.
+# The cache helps because most heads of an engine are equal until their date changes.
 @lru_cache(maxsize=64)
 def parse_head(head: bytes) -> ResponseHead:
     """Parse a response head: status line and header fields, ending in one CRLF.
@@ -87,7 +87,7 @@ def parse_head(head: bytes) -> ResponseHead:
     if is_success and fields.get(b"content-encoding", b"identity") != b"identity":
         raise FramingError("the engine's response has a Content-Encoding that was not requested")
     content_type = fields.get(b"content-type", b"application/octet-stream")
-    if _CONTROL.search(content_type):  # it is copied into the gateway's own head
+    if _CONTROL.search(content_type):  # the value is copied into the gateway's own head
         raise FramingError("the Content-Type of the engine's response contains control characters")
     is_sse = content_type.startswith(b"text/event-stream")
     is_html = is_success and content_type.startswith(b"text/html")

@@ -31,7 +31,7 @@ MAX_RESCAN = 1024  # bytes of a partial event that are scanned again at every re
 TAIL_BYTES = 16 * 1024  # bytes of a plain response that are kept for scanning
 
 
-_NOTHING = bytearray()  # nothing is ever added to it
+_NOTHING = bytearray()  # an empty value that is never changed
 
 
 class PayloadScan:
@@ -60,7 +60,7 @@ class PayloadScan:
         self._finish_payload = b""  # the newest payload with a finish reason, until that is parsed
         self._usage_result: TokenUsage | None = None
         self._finish_reason: str | None = None
-        # What has been received of a long event, or of the end of a response that is not streamed.
+        # The part received so far of a long event, or of the end of an unstreamed response.
         self._unscanned = _NOTHING
 
     def _begin_scan(self, is_sse: bool) -> None:
@@ -186,7 +186,7 @@ class PayloadScan:
         # Return b"" while a long event continues. That event is scanned as a whole at its end.
         if not self._unscanned:
             carry, self._partial_event = self._partial_event, b""
-            self.event_count -= _count_events(carry)  # its beginning has been counted already
+            self.event_count -= _count_events(carry)  # events in `carry` were counted before
             return carry + payload
         window = self._partial_event + payload
         if first_event_length(window):
@@ -208,5 +208,5 @@ class PayloadScan:
 
 
 def _count_events(text: bytes) -> int:
-    has_lines = text.find(b"\n") >= 0  # much faster to find out than to count markers
+    has_lines = text.find(b"\n") >= 0  # this search is much faster than counting markers
     return (text.count(EVENT_MARKER) if has_lines else 0) + text.startswith(b"data:")

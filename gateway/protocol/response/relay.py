@@ -126,7 +126,8 @@ class Relay(PayloadScan):
         self.refusal_body = b""
         self._body: ResponseBody = NOT_STARTED
         self._partial_head: PartialHead | None = None
-        # What is held back: first events that are not yet decided, or an incomplete JSON answer.
+        # Bytes held back from the client: first events that may still be an error, or an incomplete
+        # JSON answer.
         self._held_start: RetryableStart | HeldAnswer | None = None
 
     @property
@@ -257,7 +258,7 @@ class Relay(PayloadScan):
 
     @property
     def _is_done_sent(self) -> bool:
-        # Whether the client has received the event [DONE], after which nothing may follow.
+        # Return whether the client has received the event [DONE], after which nothing may follow.
         return self._has_done_marker
 
     def _begin(self, data: bytes, now: float) -> bytes:
@@ -343,7 +344,7 @@ class Relay(PayloadScan):
         self._usage_payload = self._finish_payload = bytes(held.payload)
         return self._commit(data, now)
 
-    # What depends on the stream's events: gateway/protocol/response/event_relay.py replaces these.
+    # Methods that depend on the stream's event format. event_relay.py overrides them.
 
     def _new_held_start(self) -> RetryableStart:
         return HeldChunks(self.hold_until_token)
@@ -431,7 +432,7 @@ class Relay(PayloadScan):
         if self._is_sse:
             self._reason_marker = finish_reason_marker(data)
         self.first_byte_at = now
-        # Deferred: the callback releases the request, which a retry needs if feed() raises.
+        # Call the callback last. It releases the request, which a retry needs if feed() raises.
         on_first, self.on_first_token = self.on_first_token, None
         head = self._client_head()
         self.bytes_sent += len(head)
@@ -519,7 +520,8 @@ class Relay(PayloadScan):
     def _hold_size_line(self, data: bytes) -> bytes:
         # Return `data` without an incomplete chunk size line at its end, which is held back.
         #
-        # It may belong to the last chunk, before which the gateway may have to insert [DONE].
+        # The size line may announce the last chunk. Before that chunk, the gateway may have to
+        # insert the event [DONE].
         data, self._held_size_line = self._held_size_line + data, self._body.partial
         return data[: len(data) - len(self._held_size_line)]
 

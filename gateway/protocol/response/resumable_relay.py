@@ -26,7 +26,7 @@ class RecordedRelay(Relay):
 
     @property
     def _is_done_sent(self) -> bool:
-        # Whether the client has received the last event, according to the ledger.
+        # Return whether the client has received the last event, according to the ledger.
         #
         # The relay itself may have seen events that were discarded by rewind().
         return self._recorder.ledger.is_done

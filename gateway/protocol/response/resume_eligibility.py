@@ -20,7 +20,7 @@ from gateway.protocol.request.call import Call
 from gateway.protocol.request.json_splice import Members, edited
 from kvtransfer.dialects import RequestEdits, encode_members
 
-# How each token is drawn, independent of the tokens before it.
+# Members that control how each token is drawn, independently of the tokens before it.
 _SAMPLING = frozenset(
     (
         *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids"),
@@ -28,7 +28,8 @@ _SAMPLING = frozenset(
         "spaces_between_special_tokens",
     )
 )
-# What makes the prompt, whose ids the engine reports, or concerns the gateway alone.
+# Members that only determine the prompt, whose token ids the engine reports, or that concern the
+# gateway alone.
 _BEFORE = frozenset(
     (
         *("model", "messages", "prompt", "stream", "documents", "chat_template"),
@@ -67,7 +68,7 @@ _LONGEST = (
     1024  # bytes of a member that is decoded here; a longer one has no value that can be continued
 )
 _NO_MEMBERS: Mapping[str, str] = MappingProxyType({})
-_DEFAULT_COMPLETION_TOKENS = 16  # of a completion without max_tokens
+_DEFAULT_COMPLETION_TOKENS = 16  # maximum tokens of a completion without max_tokens
 
 _any = msgspec.json.Decoder().decode
 

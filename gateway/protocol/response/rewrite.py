@@ -14,7 +14,7 @@ MAX_HELD_EVENT = 64 * 1024
 arrives.
 """
 _SEAM = 2  # bytes before a piece that may be the first part of an event's end
-_MAX_BLANKS = 64  # between a member's name and its value
+_MAX_BLANKS = 64  # maximum number of blanks between a member's name and its value
 _MAX_NAME = 128  # characters of a name
 ANY_NAME = rb'"(?:[^"\\]|\\.){1,%d}"' % _MAX_NAME
 """A pattern of all model names in JSON, with their quotes."""

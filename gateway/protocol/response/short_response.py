@@ -73,7 +73,7 @@ class ShortResponse:
         self.is_complete = self.is_complete or self._body.is_complete
 
     def _read_head(self, head: bytes) -> None:
-        # Not from the cache of the request path: the heads of a thousand engines would flush it.
+        # Bypass the cache of parse_head(): heads of a thousand polled engines would flush it.
         parsed = parse_head.__wrapped__(head)
         if parsed.status < 200:  # an interim response: the final one follows
             return

@@ -114,7 +114,7 @@ class Ledger:
         self._envelope: dict[str, Any] = {}
         self.mark()
 
-    # What arrived
+    # Recording the engine's events
 
     def mark(self) -> None:
         """Save the current state of the record, so that rewind() can return to it."""
@@ -202,7 +202,7 @@ class Ledger:
         self._agreed, self._unsure = 0, ""
         self._waiting.clear()
 
-    # What follows a break
+    # Continuing the answer after its engine has failed
 
     @property
     def current_obstacle(self) -> str:
@@ -383,10 +383,10 @@ class LedgerRecorder(ModelNameRewriter):
         self.ledger = ledger
         self._requested_model = requested_model
         self._show = show
-        self._unfinished: list[bytes] = []  # pieces of an event
+        self._unfinished: list[bytes] = []  # pieces of an event whose end has not arrived
         self._unfinished_bytes = 0
-        self._long: LongEvent | None = None  # that event, once it has LONG_EVENT bytes
-        self._seam = b""  # its last bytes: the end of an event may be cut by a read
+        self._long: LongEvent | None = None  # the unfinished event, once it has LONG_EVENT bytes
+        self._seam = b""  # the unfinished event's last bytes, where its end marker may begin
 
     def feed(self, payload: bytes, *, is_sse: bool, is_complete: bool) -> bytes:
         """Record the complete events in the engine's bytes; return the events for the client.

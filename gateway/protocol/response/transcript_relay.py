@@ -64,5 +64,5 @@ class TranscriptRelay(Relay):
 
     def _finish_body(self, out: bytes) -> bytes:
         if self._is_sse and self._partial_event.strip():
-            self._has_done_marker = False  # its last event is cut off
+            self._has_done_marker = False  # the stream's last event is cut off
         return super()._finish_body(out)

@@ -182,7 +182,7 @@ def find_leading_error(stream: bytes, hold_until_token: bool) -> re.Match[bytes]
     token.
     """
     end = len(stream) if hold_until_token else MAX_FIRST_EVENT
-    # Much faster than the pattern, and sufficient for nearly every stream.
+    # This search is much faster than the pattern, and suffices for nearly every stream.
     if stream.find(b'"error"', 0, end) < 0:
         return None
     return ERROR_EVENT_PATTERN.search(stream, 0, end)

@@ -164,9 +164,8 @@ class ResponsesStream(StreamTranslator):
         return refusal_part(text) if kind == "refusal" else text_part(text)
 
     def _locate_part(self, **members: Any) -> dict[str, Any]:
-        # Return members that locate the current content part, merged with `members`.
-        #
-        # They are the item's id, the output index and the content index.
+        # Return `members` with those that locate the current content part: the item's id, the
+        # output index and the content index.
         item_id = self._item.item_id if self._item is not None else ""
         position = {"item_id": item_id, "output_index": len(self._output), "content_index": 0}
         return position | members
