@@ -68,7 +68,7 @@ from kvtransfer.util.clock import Clock, ThreadClock, Timer
 
 log = logging.getLogger("penstock")
 
-# How long `close` waits for fences before it closes the transports anyway.
+# Maximum seconds for which close() waits for fences before it closes the transports.
 _FENCES_S = 5.0
 
 
@@ -466,7 +466,7 @@ class Agent:
         self._schedule_tick()
 
     def _execute(self, command: Command) -> None:
-        # The most frequent commands come first.
+        # Commands are tested in the order of their frequency.
         match command:
             case SendMessage(link, message):
                 self._link_manager.send(link, message)
@@ -492,7 +492,7 @@ class Agent:
     def _invite(self, command: SendInvite) -> None:
         # Send an invitation to write KV, after granting the peer access to the blocks.
         #
-        # This order ensures that the peer never writes to memory that it may not write to.
+        # In the other order, the peer could write before it has access to the memory.
         if command.link.is_one_sided:
             self._invite_registration.add(command)
             return
@@ -503,7 +503,7 @@ class Agent:
     def _send_invite(self, command: SendInvite, grant: bytes) -> None:
         # Send an invitation to write KV, now that the peer has access to the blocks.
         #
-        # Nothing is sent if the transfer has ended meanwhile; its fence then revokes the access.
+        # If the transfer has ended meanwhile, nothing is sent, and its fence revokes the access.
         if self._sink.confirm_invite(command.link, command.invite.transfer):
             self._link_manager.send(
                 command.link, msgspec.structs.replace(command.invite, grant=grant)

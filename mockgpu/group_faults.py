@@ -25,7 +25,7 @@ from mockgpu.tp_group import TpGroup
 
 _NOT_OF_REQUESTS = GROUP_FAULTS | EVENT_FAULTS
 
-# A stopped engine moves no KV either.
+# Faults that stop an engine, and with it its KV transfers.
 _STALLING = frozenset((FaultKind.FREEZE, FaultKind.PARTITION))
 _ON_THE_WIRE = _STALLING | WIRE_FAULTS
 

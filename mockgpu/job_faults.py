@@ -89,7 +89,7 @@ class KillFaults:
     def _watch(self, job: Job, under_way: Callable[[Job], bool | None]) -> None:
         is_moving = under_way(job)
         if is_moving:
-            # In the next turn of the loop, because the group may be in the middle of a step.
+            # Do this in the next iteration of the event loop: the group may be amid a step now.
             self._loop.call_soon(self._target.fail_rank, 0)
         elif is_moving is not None:
             self._loop.call_later(WATCH_S, self._watch, job, under_way)

@@ -155,7 +155,7 @@ class StoreTier:
                 self.declined_tokens += (len(places) - wanted) * size
                 self._announce(job, first, first + len(places))
         finally:
-            # Nothing writes to the blocks now, so those of an aborted job are free.
+            # The store does not write to the blocks any more, so an aborted job can free them.
             scheduler.release_kept(job)
             self._owner.wake()
 
@@ -206,7 +206,7 @@ class StoreTier:
         return client.put(keys, [self._parts(block) for block in blocks])
 
     def _parts(self, block: int) -> Parts:
-        # The memory of one block on all ranks.
+        # Return the memory of one block: a part for each rank.
         return [
             region.bytes[block * region.block_bytes : (block + 1) * region.block_bytes].data
             for region in self._memory.regions

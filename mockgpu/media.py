@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 
 MEDIUM_TOKENS = 900
 _MEDIUM = re.compile(r"(?:data:[^,]{0,200},)?[A-Za-z0-9+/=_-]{1024,}")
-_DIGEST_TOKENS = 4  # of four bytes each
+_DIGEST_TOKENS = 4  # number of tokens in a digest, of four bytes each
 
 
 def render_medium(part: object) -> bytes | None:

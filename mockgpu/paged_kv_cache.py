@@ -36,7 +36,7 @@ class BlockPool:
         # Free blocks in order of eviction: blocks without a key first, then the longest unused.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
         self._taken: list[int] | None = None
-        # Called when a key leaves the prefix cache, and when all of them do.
+        # Callbacks: one key was evicted from the prefix cache; all keys were removed.
         self.on_evicted: Callable[[int], None] | None = None
         self.on_cleared: Callable[[], None] | None = None
 

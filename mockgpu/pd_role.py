@@ -40,7 +40,7 @@ from mockgpu.request_parser import MalformedHandoffError, ParsedHandoff, Request
 from mockgpu.split_legs import DecodeLeg
 from mockgpu.tp_group import TpGroup
 
-# A pull that is not refused at once is in progress; only a silent peer ends it earlier.
+# Maximum seconds of a pull that was not refused at once. Only a silent peer ends it earlier.
 PULL_S = 30.0
 
 
@@ -71,8 +71,8 @@ class PdRole:
         self.identity = EngineIdentity(
             "", host, 0, spec.tp, spec.role, transfer.version, transfer.lease_s, self._wait_s
         )
-        # One block more than the scheduler has: declined KV is fetched into it
-        # (mockgpu/handoff/kv_handoff.py).
+        # The memory has one block more than the scheduler, for KV that is fetched only to be
+        # dropped (mockgpu/handoff/kv_handoff.py).
         blocks = group.scheduler.pool.total + 1
         self.memory = KvMemory.create(
             scaled_layout(spec.model, spec.tp, transfer.scale), blocks, spec.role
@@ -143,7 +143,7 @@ class PdRole:
             self.memory.regions,
             key=hashlib.sha256(self.transfer.key.encode()).digest(),
             transports=transports,
-            # On an inproc wire the agent's time stops with it.
+            # With the inproc transport, the agent's clock stops as well.
             clock=next(
                 (
                     transport.agent_clock

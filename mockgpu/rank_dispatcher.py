@@ -31,7 +31,7 @@ class RankDispatcher:
     """Dispatches the requests of one engine to the HTTP servers of its data-parallel ranks."""
 
     def __init__(self, servers: Sequence[MockServer]) -> None:
-        # `servers` are those of the ranks, in order; the first one owns the port.
+        # servers  the ranks' servers, in order of the ranks; the first one owns the port
         self._servers = servers
         self._balancer = RankBalancer(len(servers))
         self._of_all = {

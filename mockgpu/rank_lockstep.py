@@ -15,7 +15,8 @@ from mockgpu.scheduler import StepPlan
 from mockgpu.timing.layout_times import LockstepTimes
 from mockgpu.timing.roofline import StepWork
 
-# A late process catches up by at most this much and drops the rest, so that it stays responsive.
+# Maximum delay for which a late process makes up. It ignores any further delay, so that it stays
+# responsive.
 MAX_LAG_S = 0.25
 _NO_WORK = StepWork()
 

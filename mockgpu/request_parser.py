@@ -19,8 +19,9 @@ from mockgpu.split_legs import DecodeLeg, PrefillLeg
 
 MAX_PROMPTS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
-# Answers are generated completely before the first token is sent, about 1 us per token on the event
-# loop. A longer answer would stop every group of the process for seconds.
+# Maximum number of tokens of an answer. All tokens are generated before the first one is sent,
+# which takes about 1 us each, and a longer answer would block every group of the process for
+# seconds.
 MAX_GENERATED_TOKENS = 1 << 22
 
 # Fields and headers by which one half of a split request refers to the other. A gateway must not

@@ -88,7 +88,7 @@ def _schema(value: object) -> object:
 def _forced_tool(names: Sequence[str | None], choice: object) -> str | None:
     # Return the tool that must be called, or None.
     #
-    # It is the tool that `choice` names, or the first one if any tool is required.
+    # If `choice` names a tool, that one must be called; if any tool is required, the first one.
     if isinstance(choice, dict):
         name = _function_name(choice)
         if name is None or name not in names:

@@ -188,9 +188,10 @@ class Scheduler:
         self.fetching: dict[Job, None] = {}
         self.fetched: deque[Job] = deque()
         self.kept: dict[Job, list[int]] = {}
-        # Called for every block that decoding has filled, before the block can be shared.
+        # Callback for every block that decoding has filled, before the block can be shared.
         self.on_filled: Callable[[Job, int], None] | None = None
-        # Called for every block of a job that enters the prefix cache, with its place.
+        # Callback for every block of a job that enters the prefix cache. The number is the block's
+        # index in the job.
         self.on_shared: Callable[[Job, int], None] | None = None
         self._to_fetch: list[Job] = []
         self.totals = Totals()
@@ -457,7 +458,7 @@ class Scheduler:
     def _seal(self, job: Job, start: int, end: int) -> None:
         size = self.pool.block_tokens
         first, last = start // size, min(end // size, len(job.keys))
-        if self.on_shared is None:  # a simulation: nothing follows from a new block
+        if self.on_shared is None:  # in a simulation, no other part uses a new block
             self.pool.register_blocks(job.blocks[first:last], job.keys[first:last])
             return
         for i in range(first, last):

@@ -170,7 +170,7 @@ class TpGroup:
         rank: int = 0,
         lockstep: list[TpGroup] | None = None,
     ) -> None:
-        # `lockstep` are the earlier ranks whose steps begin and end with those of this one.
+        # lockstep  earlier ranks whose steps begin and end together with this one's
         self.spec = spec
         self.scheduler = Scheduler(
             BlockPool(spec.capacity_tokens // BLOCK_TOKENS),
@@ -194,9 +194,9 @@ class TpGroup:
         self.kv_events: KvPublisher | None = None
         self.kv_store: StoreTier | None = None
         self._kill_faults: KillFaults | None = None
-        # Called when the ranks are lost (False) and when they are back (True).
+        # Callback when the ranks are lost (False) and when they are back (True).
         self.on_change: Callable[[bool], None] | None = None
-        # Computed prefill requests that are answered only after their KV has been fetched.
+        # Prefill requests that are computed, but answered only once their KV has been fetched.
         self._awaiting_fetch: dict[Job, _Live] = {}
 
     def attach(self, memory: KvMemory) -> None:
@@ -269,7 +269,7 @@ class TpGroup:
         self.metrics.finished["abort"] += 1
         if self.kv_handoff is not None:
             self.kv_handoff.on_aborted(job)
-        # Its blocks may be what the next job waits for.
+        # The next job may be waiting for the blocks of this one.
         self.wake()
 
     def fail_rank(self, rank: int, hang: bool = False) -> None:

@@ -137,12 +137,13 @@ class CandidateOrder:
                 match = query.cached_by_slot
                 if isinstance(match, PrefixMatch) and match.wide:
                     match.settle(candidate.load.slot for candidate in shortlist)
-                # A picker may keep state by which candidates are ranked.
+                # Rank the picked candidate again, because the picker may have changed state that
+                # affects its rank.
                 self._pending = pick.candidate.load.slot
                 return pick
         return routing_algorithm.pick(self._policy, query, self._candidates)
 
-    # Keeping order
+    # Sorting: updates of the order after changes of load
 
     def _catch_up(self, query: RoutingQuery) -> None:
         # Update the positions of candidates whose loads have changed since the last pick.
@@ -242,7 +243,7 @@ class CandidateOrder:
             del self._groups[entry[3]]
             self._numbers.remove(entry[3])
 
-    # Reading it
+    # Picking: reads the best candidates from the order
 
     def _shortlist(self, query: RoutingQuery) -> list[Candidate]:
         match, by_slot = query.cached_by_slot, self._by_slot
@@ -251,7 +252,7 @@ class CandidateOrder:
         best = [inf] * (len(wide) + 1)
         for number in self._numbers:
             self._add_leaders(self._groups[number], query, wide, best, chosen)
-        if wide and best[0] == inf:  # few of the eligible ones hold it
+        if wide and best[0] == inf:  # few eligible candidates hold the prefix
             holders = wide[0].some_holders(STEPS)
             chosen |= dict.fromkeys(
                 islice((slot for slot in holders if self._may_serve(slot, query)), SHORTLIST)
@@ -273,7 +274,7 @@ class CandidateOrder:
             slots = [slot for slot in slots if self._meets_conditions(slot, query)]
         if len(slots) <= SHORTLIST_HOLDERS:
             return slots
-        # Of many holders, those that no other one is sure to beat.
+        # If many slots hold the prefix, keep those that no other slot is certain to beat.
         slots.sort(key=lambda slot: (entries[slot][3], entries[slot][0]))
         is_settled, depth = self._ranking.is_settled, self._ranking.depth
         leaders: list[int] = []

@@ -118,7 +118,7 @@ class EndpointLoad(EngineLoad):
         belief: SpeedBelief | None = None,
         lengths: RecentLengths | None = None,
     ) -> None:
-        # `lengths` is what the endpoints of a pool have learned of the lengths of answers.
+        # lengths  the lengths of answers that all endpoints of a pool have learned together
         super().__init__(belief)
         self.slot = slot
         self.in_flight = self.decoding = self.prefill_tokens = self.decode_tokens = (

@@ -71,11 +71,12 @@ ENGINE_TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
             takes_rank=True,
             has_kv_events=True,
         ),
-        # Its chats take a cache salt, but its completions refuse unknown members.
+        # TensorRT-LLM's chats take a cache salt, but its completions refuse unknown members.
         EngineKind.TRTLLM: EngineTraits(
             metrics_path="/prometheus/metrics", metric_prefix=b"trtllm_"
         ),
-        # Its own requests for tokens name the text `content`; others get an empty list.
+        # llama.cpp's /tokenize reads the text from the member `content`; a request with another
+        # member gets an empty list.
         EngineKind.LLAMACPP: EngineTraits(
             metrics_path="/metrics",
             metric_prefix=b"llamacpp:",

@@ -137,7 +137,7 @@ class LoadReservation(QueuedPrompt):
         self._compute(now)
 
     def _place(self) -> None:
-        # The last token is always computed: its logits produce the first output token.
+        # Engines always compute the last token, because its logits produce the first output token.
         self.remaining_tokens = left = self._uncached or 1
         self.computed_tokens = self.prompt_tokens - left if self.prompt_tokens > left else 0
 

@@ -178,7 +178,7 @@ def external_requests(load: EndpointLoad, now: float, fresh_s: float) -> int:
 def _pressure(load: EndpointLoad) -> float:
     # Return how full the KV memory was at the last scrape, 0 to 1.
     #
-    # It is 0 up to 90 % in use and rises linearly to 1 at 100 %; 0 also if unknown.
+    # The result is 0 up to 90 % in use, and rises linearly to 1 at 100 %. It is 0 if unknown.
     if load.kv_usage is None or load.kv_usage < FULL_KV:
         return 0.0
     return (load.kv_usage - FULL_KV) * 10.0

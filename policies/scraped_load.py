@@ -17,9 +17,9 @@ LONG_WAIT = 10
 """Number of decode steps after which a prompt no longer waits for the end of the engine's step."""
 
 PART_OF_STEP = 0.25
-"""Share of the tokens of a step (0 to 1) up to which prompts surely fit into one step.
+"""Share of a step's believed size (0 to 1) up to which prompts certainly fit into one step.
 
-The believed size of a step may be several times too large.
+It is small, because the believed size, in tokens, may be several times too large.
 """
 
 
@@ -73,9 +73,9 @@ def _learn_slots(load: EndpointLoad, running: int, kv_usage: float, now: float) 
 def _is_slot_missing(load: EndpointLoad, running: int, now: float) -> bool:
     # Return whether the oldest waiting prompt lacks a slot, and not only a place in the step.
     #
-    # It has waited for longer than until the end of a step. Together with the running prompts
-    # without a first token, it is far from filling a step. With requests of other gateways the
-    # oldest waiting prompt is unknown.
+    # The prompt lacks a slot if it has waited longer than a step takes, although the step had room
+    # for it beside the running prompts without a first token. Which prompt waits longest is unknown
+    # if other gateways send requests too.
     prompts = [
         prompt for prompt in load.reservations if not (prompt.is_decoding or prompt.awaits_kv)
     ]

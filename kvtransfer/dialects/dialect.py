@@ -29,9 +29,9 @@ class Prerequisite(StrEnum):
     """What the gateway must know about a prefill engine to send both requests at the same time."""
 
     NOTHING = "nothing"
-    ADDRESS = "address"  # address of its bootstrap server, from the configuration
-    QUERY = "query"  # the answer of its bootstrap server
-    FIRST_ANSWER = "first_answer"  # its first response
+    ADDRESS = "address"  # address of the engine's bootstrap server, from the configuration
+    QUERY = "query"  # the answer of the engine's bootstrap server
+    FIRST_ANSWER = "first_answer"  # the engine's first response
 
 
 class BootstrapAddress(msgspec.Struct, frozen=True):

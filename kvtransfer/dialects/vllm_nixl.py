@@ -24,7 +24,7 @@ from kvtransfer.dialects.dialect import (
     encode_members,
 )
 
-# Enough for the block ids of ten million tokens. No engine's object is larger.
+# Maximum size of the handoff object. It suffices for the block ids of ten million tokens.
 MOST_OBJECT_BYTES = 4 * 1024 * 1024
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]

@@ -20,7 +20,7 @@ from kvtransfer.layout.kv_layout import KvLayout, KvSteps
 Offsets = NDArray[np.int64]
 
 _MIN_JOINT_SHARE = 0.05
-_MOST_CACHED_RUNS = 1024  # of one cache entry, which then has at most 24 KiB
+_MOST_CACHED_RUNS = 1024  # maximum runs of one cache entry, which then has at most 24 KiB
 
 
 class ByteRuns(msgspec.Struct, frozen=True):

@@ -88,7 +88,7 @@ class _Limits(NamedTuple):
 
 
 class _Request(NamedTuple):
-    # What a plan needs to know of a request besides its blocks.
+    # The properties of a request on which its plan depends, apart from its blocks.
     #
     # ranks  the ranks whose KV is moved
 
@@ -102,7 +102,7 @@ class _Request(NamedTuple):
 
 
 class _Division(NamedTuple):
-    # How a transfer between two layouts is divided, whatever its blocks.
+    # The division of a transfer between two layouts, which does not depend on its blocks.
     #
     # bands        layers of each band, which are sent together
     # shares       what each rank pair moves in each band
@@ -118,7 +118,7 @@ class _Division(NamedTuple):
 
 
 class _Outline(NamedTuple):
-    # All of a plan that does not depend on the numbers of its blocks.
+    # The part of a transfer plan that does not depend on the numbers of its blocks.
     #
     # place  where the tokens lie if one block at either end has them all; otherwise None
 
@@ -144,7 +144,7 @@ class TransferPlan:
     """
 
     def __init__(self, outline: _Outline, tokens_at: Segments | tuple[int, int]) -> None:
-        # tokens_at: the token ranges; or, if the outline has a place, the two blocks there.
+        # tokens_at  the token ranges; if the outline has a place, the two blocks at that place
         self.src, self.dst, self.tokens = outline.src, outline.dst, outline.tokens
         self.group_layers = outline.group_layers
         self._outline, self._division = outline, outline.division

@@ -43,7 +43,7 @@ from kvtransfer.util.clock import Clock, Timer
 # Dials are repeated for a peer that closed before it showed its identity. The delay doubles.
 _MAX_REDIALS = 3
 _REDIAL_S = 0.02
-# After this many failed lanes, a link makes do with those it has.
+# Number of failed lanes (parallel connections) after which a link dials no more of them.
 _MAX_FAILED_LANES = 3
 log = logging.getLogger("penstock")
 
@@ -145,7 +145,8 @@ class LinkManager:
                 link.send(reply)
             with self._lock:
                 if self._peer_links.get(link) is not peer_link:
-                    # The link was lost in the meantime, so new state would never be cleaned up.
+                    # The link was lost in the meantime. State that is added now would never be
+                    # removed.
                     return
                 if not peer_link.is_proven:
                     self._protect_link(peer_link)
@@ -166,8 +167,8 @@ class LinkManager:
     def _protect_link(self, peer_link: PeerLink) -> None:
         # Exempt a link from eviction if its first message shows knowledge of the key.
         #
-        # Of several links with the same greeting, only the first is protected, because greetings
-        # can be replayed.
+        # If several links have the same greeting, only the first is protected, because an attacker
+        # can replay a greeting.
         greeting = peer_link.session.greeting
         if peer_link.dial_request is not None or (
             peer_link.session.peer is None and not shows_key(self._key, greeting)
@@ -258,7 +259,7 @@ class LinkManager:
         try:
             link = dialling.transport.dial(dialling.where)
         except Exception as error:
-            # Whatever fails, waiting transfers must be informed.
+            # Waiting transfers must be informed of any error.
             if not isinstance(error, TransportError | RuntimeError):
                 log.exception(
                     "kv: agent %s: opening a link to %s by transport %s failed",
@@ -330,7 +331,7 @@ class LinkManager:
     def _lane_owner(self, peer_link: PeerLink) -> PeerLink | None:
         # Return the link to which a lane (parallel connection) belongs; None if this is not a lane.
         #
-        # A source finds it by the greeting, among links of the same peer.
+        # A source finds the link by the greeting, among the links to the same peer.
         if peer_link.dial_request is not None:
             return peer_link.dial_request.lane_of
         if not peer_link.session.lane_of:
@@ -408,8 +409,8 @@ class LinkManager:
             self._dial_lane(first)
 
     def _lose_lane(self, peer_link: PeerLink, first: PeerLink, detail: str) -> None:
-        # Remove a lane (parallel connection) that has ended; if it had carried windows of KV, drop
-        # its link too.
+        # Remove a lane (parallel connection) that has ended. If the lane has carried windows of KV,
+        # drop the whole link.
         #
         # The link is dropped after a delay, because connections end in any order and the link's own
         # last messages say more about the cause.
@@ -427,7 +428,7 @@ class LinkManager:
         first.lanes.remove(peer_link)
         first.failed_lanes += 1
         if not peer_link.has_received:
-            first.is_dialling_lane = False  # this was the lane being dialled
+            first.is_dialling_lane = False  # the lane that has ended was the one being dialled
         if lane.has_carried_windows:
             self._sink.retire_link(first.link)
         self._call_later(self.options.silence_s, decide)
@@ -487,13 +488,14 @@ class LinkManager:
         if (lane_owner := dialling.lane_of) is not None:
             lane_owner.is_dialling_lane = False
             lane_owner.failed_lanes += 1
-            # By then, unproven links that kept the lane out of the source have timed out.
+            # By then, unproven connections that kept the source from accepting the lane have timed
+            # out.
             self._call_later(self.options.handshake_s, lambda: self._retry_lane(lane_owner, detail))
             return []
         if fallback is None:
             return self._sink.on_link_failed(address, reason, detail, self._clock.now())
         if fallback.link not in self._peer_links:
-            # Transfers that waited for the fallback have ended. Later ones wait for another link.
+            # Transfers that waited for the fallback link have ended. Later ones use another link.
             return []
         log.warning(
             "kv: agent %s: a better link to %s could not be opened: %s",

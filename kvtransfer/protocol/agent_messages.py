@@ -219,7 +219,7 @@ def decode(data: bytes | memoryview) -> Message:
         message = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"a received message is invalid: {error}") from error
-    # Checked here because the blocks are read much later, possibly on the engine's own thread.
+    # Check the length now: the blocks are read much later, possibly on the engine's own thread.
     if isinstance(message, Invite | Accept) and len(message.blocks) % 4:
         raise ProtocolError(
             f"a received list of blocks has an invalid length of {len(message.blocks)} bytes"

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 
 _SHA256_BLOCK_BYTES = 64
-# From 2048 bytes on, hashlib gives up the interpreter lock.
+# The most bytes that hashlib hashes while it holds the interpreter lock.
 _PART_BYTES = 2047
-# Larger messages take longer to hash than another thread should wait for the lock.
+# Maximum size of a message that is hashed while the interpreter lock is held. Hashing a larger one
+# would block other threads for too long.
 _MOST_HELD_BYTES = 32 << 10
 
 

@@ -29,7 +29,7 @@ class EndReason(StrEnum):
     REVOKED = "revoked"  # the source's engine revoked the offer
     CLOSED = "agent_closed"
     LEASE_EXPIRED = "lease_expired"
-    TIMEOUT = "timeout"  # the sink's own deadline
+    TIMEOUT = "timeout"  # the deadline of the sink has passed
     LINK_LOST = "link_lost"
     SILENT = "peer_silent"
     UNREACHABLE = "unreachable"
@@ -49,10 +49,11 @@ class EndReason(StrEnum):
     STALE = "stale"
     CORRUPT = "corrupt"
     PROTOCOL = "protocol_error"
-    RANK_LOST = "rank_lost"  # an agent of the source's own group
+    RANK_LOST = "rank_lost"  # the agent of another rank of the source's engine was lost
 
 
-# Reasons after which a new prefill may succeed, by this pair or another. The others would recur.
+# Reasons after which a new prefill may succeed, with the same pair of engines or another one. All
+# other reasons would recur.
 RETRIABLE = frozenset(EndReason) - {
     EndReason.LANDED,
     EndReason.CANCELLED,

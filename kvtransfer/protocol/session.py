@@ -89,7 +89,7 @@ class LinkSession:
         self._key, self._nonce, self._card = key, nonce, card
         self._hello = b""
         self._claimed: AgentCard | None = None
-        # Derived by the handshake.
+        # The handshake replaces these keys by the session's own.
         self._seal_mac = self._open_mac = MessageMac(b"")
         self._sealed = self._opened = 0
 

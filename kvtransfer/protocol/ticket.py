@@ -85,7 +85,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     sink: _Name | None = None
 
 
-# Created at import: msgspec crashes if two threads use a type for the first time at once.
+# The decoder is created at import, because msgspec crashes if two threads use a type for the first
+# time at once.
 _DECODER = msgspec.msgpack.Decoder(Ticket)
 
 

@@ -41,7 +41,7 @@ class BlockStore:
             options.memory_geometry.slots, disk.slots if disk is not None else 0, options.lease_s
         )
         self._lock = threading.Lock()
-        # One block is loaded at a time, so that two readers do not load the same one.
+        # This lock lets one block be loaded at a time, so that no block is loaded twice.
         self._loading = threading.Lock()
         if self._disk is not None:
             for slot, key in self._disk.restored():

@@ -16,7 +16,7 @@ About the last ten measurements decide the result.
 """
 
 _LEAST_S = 1e-6
-# Where measurements cannot tell two amounts apart, this divides the cost between them.
+# Ridge parameter of the fit. If two amounts always grow together, it divides the cost between them.
 _RIDGE = 1e-9
 
 
@@ -56,7 +56,7 @@ class CostFit:
         return self._rates
 
     def _fit(self) -> list[float]:
-        # The best fit without negative rates is the plain best fit of some of the amounts.
+        # Fit every subset of the amounts: the best fit without negative rates is one of these fits.
         scales = [self._products[i][i] ** 0.5 for i in range(self._amounts)]
         used = [i for i, scale in enumerate(scales) if scale]
         best, best_gain = [0.0] * self._amounts, 0.0

@@ -286,7 +286,7 @@ class FetchRule:
         return self.compute_s(prefix.start + fetched * self._block_tokens, prefix.tokens)
 
     def _candidates(self, run: TierRun, hidden_s: float) -> Sequence[int]:
-        # `hidden_s` is how long a fetch may last without delaying the prompt.
+        # hidden_s  seconds that a fetch may take without delaying the prompt
         turns = [run.first + self._blocks_within(run, hidden_s), int(self._memory.largest)]
         if run.is_on_disk:
             turns.append(run.first - run.disk_blocks + int(self._disk.largest))

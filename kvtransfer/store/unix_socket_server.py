@@ -157,13 +157,13 @@ class StoreService:
 
 
 class _Client:
-    # One connection: its messages, answered in order.
+    # One client's connection. Its messages are answered in order.
 
     def __init__(self, store: BlockStore, owner: int, connection: socket.socket) -> None:
         self._store, self._owner, self._connection = store, owner, connection
 
     def next_message(self) -> ToStore:
-        # A client may be idle for ever, but not in the middle of a message.
+        # A client may be idle for any time between two messages, but not within one.
         connection, io_s = self._connection, self._store.options.io_s
         connection.settimeout(None)
         return decode_request(receive_message(connection, lambda: connection.settimeout(io_s)))

@@ -100,7 +100,7 @@ class Authorizer:
     def _digest_now(self, offer: LeasedOffer) -> bytes:
         # Return the hash of the offer's blocks with their current generations.
         #
-        # It differs from the ticket's hash if a block has changed owner since.
+        # The hash differs from the one in the ticket if a block has changed its owner since.
         return block_digest(
             offer.spec.blocks,
             np.concatenate([region.generations_of(offer.spec.blocks) for region in self._regions]),

@@ -126,7 +126,8 @@ Command = (
     | ComputePlan
 )
 
-# Larger plans take more than about a millisecond, and are computed without the agent's lock.
+# Largest plan that is computed while the agent's lock is held. A larger one takes more than about a
+# millisecond.
 _MAX_INLINE_BLOCKS = 4096
 _MAX_INLINE_PAIRS = 1024
 

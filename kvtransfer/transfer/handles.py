@@ -51,7 +51,8 @@ class LoopWaker:
         loop.add_reader(self._fd, self._on_readable)
 
     def on_change(self, handle: TransferHandle) -> None:
-        # A coroutine that begins to wait now finds the change by itself.
+        # Wake only coroutines that wait already; one that begins to wait now checks the state
+        # first.
         if handle.is_awaited:
             self._changed_handles.append(handle)
             self._defer(self._ring)

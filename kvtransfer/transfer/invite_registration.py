@@ -67,7 +67,7 @@ class InviteRegistration:
             try:
                 grant = link.grant(command.invite.transfer, self._regions, command.blocks)
             except Exception as error:
-                # Whatever fails, the queued invitations must still be handled.
+                # The queued invitations must be handled after any error.
                 if not isinstance(error, TransportError):
                     log.exception("kv: registering memory for the link to %s failed", link.peer)
                 with self._lock:

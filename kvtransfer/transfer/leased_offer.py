@@ -20,8 +20,8 @@ from kvtransfer.transfer.transfer_order import Priority
 from kvtransfer.transport_interface import Link, WindowHead
 
 _NONE = np.empty(0, np.int64)
-# Tickets of one offer that are valid at the same time. Renewal keeps earlier tickets valid, because
-# they may be in transit.
+# Maximum number of valid tickets of one offer. Renewing a ticket keeps earlier ones valid, because
+# a message with one of them may be in transit.
 _MAX_TICKETS = 8
 
 

@@ -293,7 +293,8 @@ class TransferSink:
         moving = self._find_moving(link, head.transfer)
         if moving is None or moving.tracker is None or moving.forecast is None:
             return []
-        # Half of what may be in flight, so that credit returns before the source stops.
+        # Use half of the bytes that may be in flight, so that credit returns before the source has
+        # to stop.
         window_bytes, priority = moving.forecast.window_bytes, moving.request.priority
         most_bytes = in_flight_limit(self._options.budget_bytes, window_bytes, priority) // 2
         following = moving.forecast.following(head, moving.tracker, most, most_bytes)
@@ -420,7 +421,7 @@ class TransferSink:
     def _plan(self, reservation: BlockReservation, message: Accept) -> ReceiveTracker | str:
         # Compute the same plan as the source, or return as text why there is none.
         #
-        # This runs without the lock, so the first group's runs are computed as well.
+        # The caller does not hold the lock, so there is time to compute the first group's runs too.
         request = reservation.request
         assert reservation.layout is not None
         fingerprint = pair_fingerprint(reservation.layout, self._layout)

@@ -18,10 +18,10 @@ from kvtransfer.transport_interface import LinkOwner, TransportError
 from kvtransfer.transports.stream.link import StreamLink
 from kvtransfer.transports.waiting_sockets import WaitingSockets
 
-_MOST_LINKS = 1024  # each has a thread
+_MOST_LINKS = 1024  # maximum number of links, each of which has a thread
 _NO_LISTENER = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK}
 _PAUSE_S = 0.05
-_ACCEPTS = 64  # connections that are accepted before those that wait are looked at
+_ACCEPTS = 64  # connections accepted in a row before the waiting ones are checked
 _log = logging.getLogger("penstock")
 
 L = TypeVar("L", bound=StreamLink)

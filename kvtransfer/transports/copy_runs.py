@@ -16,7 +16,7 @@ from kvtransfer.layout.byte_ranges import ByteRuns, Offsets
 from kvtransfer.layout.memory_regions import Region
 
 _LARGE = 16 << 10  # from here on the copy costs more than the interpreter step
-# Shorter copies end before another thread could use the interpreter.
+# Copies below this size keep the interpreter lock: they end before another thread could use it.
 _SHORT = 256 << 10
 _AT_ONCE = 256 << 10  # gathered and scattered while still in the cache
 _MANY = 65

@@ -390,7 +390,7 @@ class InprocLink:
     def _arrive(self, arrival: _Arrival) -> None:
         # Ask the owner for the destination of a window of KV, and start to write it.
         #
-        # It may be written while it is in `_arrivals`.
+        # The blocks of the window may be written as long as it is in `_arrivals`.
         owner = self._end.owner
         if self._closed or owner is None:
             return

@@ -30,7 +30,7 @@ Offsets = NDArray[np.int64]
 Stretch = tuple[int, int]  # address and length
 
 NOTHING: Stretch = (0, 0)
-MOST_IOVECS = 64  # per call: the kernel copies all of them again after a short read
+MOST_IOVECS = 64  # maximum per call, since the kernel copies all of them again after a short read
 # Bytes that a core's cache still holds when the digest is computed after a call.
 IN_CACHE = 512 << 10
 _WOULD_BLOCK = (errno.EAGAIN, errno.EINTR)

@@ -157,7 +157,7 @@ class ShmLink(StreamLink):
         for level, kind, data in others:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._fds += array.array("i", data[: len(data) // 4 * 4])
-        # Checked after the read, because the proof may have completed during it.
+        # Check this after the read, because the peer's proof may have completed during the read.
         unwanted = self._fds and not self._proven
         if flags & socket.MSG_CTRUNC or len(self._fds) > _MOST_REGIONS or unwanted:
             _close(self._fds)
@@ -208,8 +208,9 @@ class ShmLink(StreamLink):
         self._out.enqueue(encode_frame(FrameKind.TAKEN, pack_head(head)))
 
     def _copy(self, head: WindowHead, window: WindowSlice) -> bool:
-        # Copy all byte ranges (runs) of a window of KV in steps; return False if a fence stopped
-        # it.
+        # Copy all byte ranges (runs) of a window of KV in steps.
+        #
+        # Return False if a fence stopped the copy.
         if window.src_rank >= len(self._peer_regions):
             raise FrameError(
                 f"the other agent announced a window of rank {window.src_rank}, "

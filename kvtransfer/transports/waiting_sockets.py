@@ -66,12 +66,12 @@ class WaitingSockets:
         self._count_of[address] += 1
 
     def wait_ready(self, now: float) -> list[tuple[socket.socket, str]]:
-        """Wait for sockets that may become links, and return them.
+        """Wait until accepted sockets may become links (connections to agents), and return them.
 
         now  current time in monotonic seconds
 
-        It also returns if the listener has further sockets, or when wake() is called. Addresses
-        take turns, and sockets that have sent nothing come last.
+        The wait also ends when the listener can accept further sockets, or wake() is called. In the
+        result, the peers' addresses take turns, and sockets that have sent nothing come last.
         """
         timeout_s = max(0.0, self._silent_at - now) if self._waiting else -1
         ready = [fd for fd, _ in self._epoll.poll(timeout_s, _EVENTS) if fd in self._waiting]

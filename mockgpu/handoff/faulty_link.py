@@ -92,10 +92,8 @@ class RelayConnection(asyncio.Protocol):
         self._wire.add(self)
         if self._dial is not None:
             self._dial(self)
-        elif (
-            self._other is not None and self._other._lost
-        ):  # it closed while this side was being dialled
-            self.abort()
+        elif self._other is not None and self._other._lost:
+            self.abort()  # the other side closed while this one was being dialled
         elif self._other is not None:
             self._other._other = self
             self._other.resume()

@@ -21,8 +21,8 @@ from mockgpu.paged_kv_cache import blocks_for
 from mockgpu.scheduler import Job, JobState, Scheduler
 from mockgpu.split_legs import AnswerTime, DecodeLeg, OfferedKv, PrefillLeg
 
-# How long a refusal waits for an offer that is known by name only and may never come. It is then
-# cancelled. The other agent remembers that, and ends a later offer at once.
+# Seconds for which a refused request waits for its offer, which is known by name only and may never
+# arrive. Then it cancels the offer: the other agent ends it at once if it is made later.
 DECLINE_S = 1.0
 
 
@@ -171,7 +171,7 @@ class KvHandoff:
         The job may wait so long for free blocks that the prefill engine would free the KV before.
         """
         if isinstance(job.leg, DecodeLeg) and job.leg.renew and not job.leg.is_parked:
-            # Six times per lease, as vLLM's heartbeats.
+            # Renew six times per lease, as often as vLLM sends heartbeats.
             self._renewal_timers[job] = asyncio.get_running_loop().call_later(
                 self._lease_s / 6, self._on_renewal_due, job
             )
@@ -215,7 +215,7 @@ class KvHandoff:
         if job in self._landings:
             self._landings[job].cancel()
         elif isinstance(job.leg, DecodeLeg) and job.cached < 0:
-            # Never admitted, so its KV was never fetched.
+            # The job was never admitted, so its KV was never fetched.
             self.decline(job.leg)
         if (
             job in self._offers

@@ -25,7 +25,7 @@ from mockgpu.request_parser import (
 from mockgpu.split_legs import BootstrapPeer, DecodeLeg, OfferedKv, PrefillLeg
 
 ABORT_S = 480.0
-# Without these, a decode request waits for KV that never comes.
+# Members of a decode request without which it waits for KV that never arrives.
 NEEDED = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 

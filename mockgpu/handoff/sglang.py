@@ -25,7 +25,7 @@ from mockgpu.split_legs import AnswerTime, BootstrapPeer, DecodeLeg, OfferedKv, 
 
 BOOTSTRAP_S = 300.0
 PROBE_HOST = "2.2.2.2"
-# Rooms remembered, so that none is used twice.
+# Maximum number of past room numbers that are remembered, so that no room is used twice.
 MOST_ROOMS = 1 << 16
 
 

@@ -33,7 +33,7 @@ from mockgpu.split_legs import AgentPeer, DecodeLeg, OfferedKv, PrefillLeg
 
 FIELD = "disaggregated_params"
 HOLD_S = 180.0
-# The orchestrator's ids are never smaller; smaller ones are the server's own.
+# The smallest request id of an orchestrator. The server itself assigns smaller ids.
 LEAST_ID = 1 << 40
 MOST_IDS = 1 << 16
 

@@ -30,7 +30,7 @@ FIELD = "kv_transfer_params"
 TICKET = "penstock_ticket"
 # Until 0.20, blocks were kept for a fixed time, and freed at once if the answer ended itself.
 LEASES_SINCE, OLD_HOLD_S = (0, 22), 480.0
-# Without these, the request is parked for KV that is never fetched.
+# Members without which a decode request waits for KV that is never fetched.
 NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 

@@ -25,7 +25,8 @@ from mockgpu.request_parser import (
 )
 from mockgpu.split_legs import AgentPeer, DecodeLeg, OfferedKv, PrefillLeg
 
-# A missing one is a KeyError in the engine's scheduler, which kills it.
+# Members that vLLM's scheduler reads without a check: a missing one raises KeyError there, and ends
+# the engine.
 NEEDED = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
 REGISTRATION_S = 480.0
 

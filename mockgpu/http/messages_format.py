@@ -130,7 +130,7 @@ def count_body(members: Mapping[str, Any]) -> RequestBody:
 def _chat_messages(system: object, messages: list[Any]) -> list[Any]:
     # Return the chat messages of a conversation, beginning with its system prompt.
     #
-    # A system message further down is merged into the message beside it.
+    # A system message after the first message is merged into a neighbouring message.
     if not all(isinstance(message, dict) for message in messages):
         raise ApiError(
             400, "1 validation error: messages: each message must be an object", "messages"
@@ -164,7 +164,7 @@ def _system_text(content: object) -> str:
 def _with_waiting(turns: list[dict[str, Any]], waiting: list[str]) -> list[dict[str, Any]]:
     # Return the messages of a turn, with the `waiting` system texts merged into them.
     #
-    # Those texts followed an answer. The list is emptied.
+    # The system texts came after an answer of the assistant. The list `waiting` is emptied.
     texts = [text for text in waiting if text]
     waiting.clear()
     if not texts:

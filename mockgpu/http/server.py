@@ -109,7 +109,7 @@ class MockServer:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        # Middleware that returns every error in the imitated engine's format.
+        # Return every error in the format of the imitated engine. This is an aiohttp middleware.
         #
         # During a partition fault only routes under /mock/ respond.
         if not request.path.startswith("/mock/"):

@@ -54,7 +54,7 @@ class Profile(msgspec.Struct, frozen=True):
 
 PROFILES: Mapping[str, Profile] = MappingProxyType(
     {
-        # Current engines, as measured in the grids.
+        # Engines of 2026, measured in the grids of step times.
         "2026": Profile("2026"),
         # Splitwise's 2023 stack: about 0.35 ms of launch overhead per layer, so TP 8 gained little
         # over TP 4.

@@ -20,7 +20,7 @@ def main() -> None:
     The exit status is 1 if the job cannot be read.
     """
     set_limits()
-    # Imported after the limits are set, because this takes most of a second.
+    # This import takes most of a second of CPU time, to which the limits must apply.
     from planner.auto.run_job import read_job, run_job
 
     pipe = sys.stdin.buffer

@@ -1,8 +1,8 @@
 """Checks whether a replay of the current routing policy reproduces the access log.
 
-If the replay is better than the log, its engines are better than the real ones, and it must not
-choose a policy for them. If it is worse, it may choose: another policy must then exceed the logged
-result of the current one.
+If the result of the replay is better than the log, the simulated engines are faster than the real
+ones, and no policy may be chosen by replays. If the result is worse, a policy may be chosen: its
+replay must then exceed the logged result of the current policy.
 """
 
 from __future__ import annotations

@@ -208,7 +208,8 @@ def _suggestion(
 
 
 def _plain_config(read_config: ConfigReader, file: Path) -> Mapping[str, Any]:
-    # The reader raises errors of the gateway's package, which this one does not import.
+    # Catch every exception: the reader's errors are classes of the gateway's package, which is not
+    # imported here.
     try:
         return read_config(file.read_text())
     except Exception as error:

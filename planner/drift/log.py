@@ -1,6 +1,4 @@
-"""Reads the requests of a log for drift detection: for some models, with the time of the first
-one.
-"""
+"""Reads the requests of some models from an access log, to detect workload drift in them."""
 
 from __future__ import annotations
 

@@ -287,7 +287,8 @@ def _kinds(
 
 
 def _sizes(layout: _Layout, *, is_exact: bool) -> dict[str, int]:
-    # An assumed model need not be divisible as the real one is.
+    # Return the sizes of the layout. For an assumed model, which may not be divisible like the real
+    # one, they are those of plain tensor parallelism.
     return msgspec.structs.asdict(layout) if is_exact else {"tp": layout.tp * layout.pp}
 
 

@@ -251,7 +251,7 @@ def _with_times(
 ) -> ReplayOptions:
     # Return the options with the service classes and the end of the replay.
     #
-    # Closed loops have an end by default.
+    # A closed loop (a fixed number of users) ends after 20 minutes by default.
     standard, classes = parse_classes(slo)
     horizon_s = 1200.0 if has_users else None
     if for_ is not None:
@@ -315,7 +315,7 @@ def _print(result: ComparisonResult, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    console = Console(file=sys.stdout)  # into a pipe as wide as COLUMNS says, or 80
+    console = Console(file=sys.stdout)  # in a pipe, the width is COLUMNS or 80
     for each in figure_tables(HEADS, [cells_of(point) for point in result.points], console.width):
         console.print(each)
     for number, target in enumerate(result.comparison.targets):

@@ -191,7 +191,7 @@ class DisaggSim:
     def _finish_fetch(self, now: float, event: tuple[InflightRequest, Job]) -> None:
         inflight, job = event
         decode_group = inflight.decode_group
-        if inflight.job is not job or decode_group is None:  # it was withdrawn in the meantime
+        if inflight.job is not job or decode_group is None:  # the job was withdrawn meanwhile
             return
         if inflight.prefill_group is None:
             if inflight.transfer is not None:

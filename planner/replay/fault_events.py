@@ -61,7 +61,7 @@ class FaultEvents:
     def _fail_ranks(self, now: float, ranks: Sequence[ReplayGroup]) -> None:
         # Let a whole engine fail, as when one of its ranks fails.
         #
-        # Its requests without a first token are retried elsewhere.
+        # Requests of the engine that have no first token yet are retried at another engine.
         fleet = self._fleet
         for group in ranks:
             group.is_alive = group.load.is_available = False

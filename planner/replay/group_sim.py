@@ -81,7 +81,8 @@ class ReplayGroup:
         number: int,
         rank: int | None = None,
     ) -> None:
-        # `number` is the index of the engine; all groups of a fleet share `lengths`.
+        # number   index of the engine
+        # lengths  learned lengths of answers, shared by all groups of the fleet
         self.name = f"tp{number}" if rank is None else f"tp{number}/dp{rank}"
         self.kind = kind
         self.block_tokens = block_tokens

@@ -11,7 +11,7 @@ from planner.replay.inflight import InflightRequest
 from planner.replay.replay_interfaces import FleetPort
 from policies.routing_types import Pick
 
-CREDIT, MOST_SAVED = 200, 50.0  # as in gateway/forwarding/hedge.py
+CREDIT, MOST_SAVED = 200, 50.0  # the values of gateway/forwarding/hedge.py
 
 
 class Hedges:

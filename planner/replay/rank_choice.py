@@ -19,8 +19,8 @@ class RankChoice(StrEnum):
     """Who chooses the data-parallel rank of a request (gateway or engine), and by which rule."""
 
     GATEWAY = "gateway"  # each rank is an endpoint
-    LEAST = "least"  # the engine, by counts of requests, as vLLM
-    TURNS = "turns"  # the engine, in turn, as SGLang
+    LEAST = "least"  # the engine chooses the rank with the fewest requests, as vLLM does
+    TURNS = "turns"  # the engine uses its ranks in turn, as SGLang does
 
 
 class HiddenRanks:

@@ -43,7 +43,7 @@ class ClientBehaviour(msgspec.Struct, frozen=True):
 class GroupFaultKind(StrEnum):
     """A kind of fault or maintenance of a simulated group."""
 
-    # a rank fails: all jobs fail at once, and the group is back, empty, after `duration_s`
+    # A rank fails: all jobs fail at once. The group returns after `duration_s` with empty caches.
     LOSE = "lose"
     SLOW = "slow"  # all steps take `factor` times as long for `duration_s`
     DRAIN = (

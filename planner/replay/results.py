@@ -27,9 +27,9 @@ class RequestEnd(StrEnum):
     """
 
     SERVED = "served"
-    SHED = "shed"  # refused, and its client did not retry
-    LOST = "lost"  # its group died during its answer, or no group could serve it
-    LEFT = "left"  # its client gave up
+    SHED = "shed"  # the request was refused, and the client did not retry
+    LOST = "lost"  # the group died during the answer, or no group could serve the request
+    LEFT = "left"  # the client gave up
     CUT = "cut"  # the replay ended first
 
 

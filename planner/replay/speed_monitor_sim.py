@@ -33,7 +33,7 @@ from policies.health.stall import (
 from policies.restart_state import belief_state, restore_belief
 
 REVIEW_S, SWEEP_S, STALL_CHECK_S, PROBE_S = 1.0, 0.25, 0.05, 1.0
-PRICE = 2.0  # as in gateway/forwarding/hedge.py
+PRICE = 2.0  # the value of gateway/forwarding/hedge.py
 CLEAR = 1.6
 
 
@@ -140,7 +140,7 @@ class SpeedMonitorSim:
     def _doubt(self, now: float, group: ReplayGroup) -> None:
         # Send the group no request until the next review, and few until its speed has been judged.
         #
-        # It does the same as EndpointTable.doubt of the gateway.
+        # In the gateway, EndpointTable.doubt() does this.
         if group.speed.verdict is SpeedVerdict.SUSPECT:
             group.load.soft_cap = 0
         elif group.load.soft_cap == NO_SOFT_CAP or group in self._doubted:
@@ -192,7 +192,7 @@ class SpeedMonitorSim:
             left_s = self._predict_remaining_s(now, inflight, group, is_doubted=is_doubted)
             best = None if left_s is None else self._best(inflight)
             if best is not None and is_doubted and _kind(best[1]) != _kind(group):
-                is_doubted = False  # that faster hardware answers sooner proves nothing
+                is_doubted = False  # faster hardware answers sooner even if the group is healthy
                 left_s = self._predict_remaining_s(now, inflight, group, is_doubted=False)
             speedup = 1.0 if is_behind and is_doubted else PRICE
             moves = is_suspect or (is_doubted and is_behind)

@@ -190,7 +190,7 @@ def _capacity(
     known: dict[float, float] = {}
 
     def attainment(load: float) -> float:
-        # Two loads may round to the same number of users.
+        # Reuse the result of another load that rounds to the same number of users.
         rounded_load = _users_at(load) if comparison.by_users else load
         if rounded_load not in known:
             watch = _watch(

@@ -51,7 +51,7 @@ def traffic(requests: Iterable[TraceRequest]) -> Traffic:
         if request.think_s is not None and request.session in sessions:
             sessions[request.session].append(request)
         elif request.session:
-            # its requests do not wait for answers, or the session starts over
+            # The session's requests do not wait for answers, or the session starts over.
             if request.session in sessions:
                 alone += sessions.pop(request.session)
             sessions[request.session] = [request]

@@ -23,7 +23,8 @@ from policies.sizing.parallel_layout import Layout
 POOL = "main"
 """Name of the pool in a generated gateway.yaml."""
 
-# A class without one of the two promises gets a limit that no request is meant to reach.
+# Latency budgets of a service class for which only the other one was promised. They are so long
+# that every request should keep them.
 LOOSE_TTFT_S, LOOSE_TPOT_S = 60.0, 0.5
 
 

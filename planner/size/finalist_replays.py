@@ -32,7 +32,7 @@ SPLIT_POLICY = "priced"
 
 
 class _FinalistReplay(msgspec.Struct, frozen=True):
-    # What a process needs to replay one fleet.
+    # The input of a process that replays one fleet.
     plan: FleetPlan
     case: PoolCase
     requests: Sequence[TraceRequest]

@@ -27,12 +27,12 @@ from policies.sizing.parallelism_rules import valid_tp_sizes
 
 LEAST_PHASES = 50
 BOUND = log(4.0)  # a constant is at most four times its prior, and at least a quarter of it
-PRIOR_SIGMA = 0.5  # of the logarithm of a constant
-TIME_SIGMA = 0.05  # of the logarithm of a measured time in the first fit
-LEAST_SIGMA = 0.003  # in the second fit, which takes the spread that the first one found
+PRIOR_SIGMA = 0.5  # standard deviation of the logarithm of a constant, before the fit
+TIME_SIGMA = 0.05  # standard deviation of the logarithm of a measured time, in the first fit
+LEAST_SIGMA = 0.003  # minimum of it in the second fit, which uses the spread that the first found
 MOST_ROUNDS = 30
-LEAST_GAIN = 1e-4  # of the squared residuals, by which a round must reduce them to have another
-HELD_OUT = 5  # every fifth phase only measures the error
+LEAST_GAIN = 1e-4  # share by which a round must reduce the squared residuals for another round
+HELD_OUT = 5  # every fifth phase is not fitted, and measures the error of the fit
 
 Phase = PrefillPhase | DecodePhase
 _KINDS: tuple[type[Phase], ...] = (PrefillPhase, DecodePhase)
@@ -111,8 +111,9 @@ def calibrate(model: Llm, gpu: Gpu, tp: int, phases: Sequence[Phase]) -> Calibra
     held_out = phases[::HELD_OUT]
     kept = [phase for index, phase in enumerate(phases) if index % HELD_OUT]
     start = [0.0] * (len(Fit.__struct_fields__) + 1)
-    # Times spread less than TIME_SIGMA. The prior would then outweigh what tells constants apart
-    # that grow together, such as those of sequences and of their KV.
+    # The measured times spread less than TIME_SIGMA. With it, the prior would hide the differences
+    # that separate related constants, such as those of sequences and of their KV. The second fit
+    # therefore uses the measured spread.
     first = _fitted(model, gpu, tp, kept, start, dict.fromkeys(_KINDS, TIME_SIGMA))
     logs = _fitted(model, gpu, tp, kept, first, _spreads(model, gpu, tp, kept, first))
     fitted, prior = _scaled(gpu, logs), _scaled(gpu, start)
@@ -132,7 +133,7 @@ def _fitted(
 ) -> list[float]:
     # Return the logarithms of the constants' factors; residuals beyond two sigmas are outliers.
     counts = Counter(map(type, phases))
-    # Weights of the kinds are equal, however many phases each has.
+    # Prefill and decode phases have equal total weights, however many phases of each there are.
     weights = {kind: (2 * counts[kind] / len(phases)) ** -0.5 for kind in _KINDS}
 
     def residuals(logs: Sequence[float]) -> list[float]:
@@ -162,7 +163,8 @@ def _spreads(
 
 
 def _scaled(gpu: Gpu, logs: Sequence[float]) -> Gpu:
-    # Without the measured grid: it would undo the fit at every point that it has.
+    # Return the GPU with fitted constants and without its measured grid, which would replace the
+    # fitted times at each of its points.
     names = Fit.__struct_fields__
     values = {name: getattr(gpu.fit, name) * exp(logs[i]) for i, name in enumerate(names)}
     return msgspec.structs.replace(gpu, fit=Fit(**values), grid_name="", fit_of="")
@@ -214,7 +216,7 @@ def _tails(
 
 
 def _huber(value: float) -> float:
-    # The square of the result is Huber's loss with its knee at two standard deviations.
+    # Return a residual whose square is Huber's loss with its knee at two standard deviations.
     size = abs(value)
     root = size if size <= 2 else (4 * size - 4) ** 0.5
     return root if value >= 0 else -root

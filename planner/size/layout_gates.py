@@ -157,7 +157,8 @@ def knee_of(draft: Draft, sizes: Sequence[int]) -> int:
 def _unreachable(draft: Draft, sizes: Sequence[int], names: Sequence[str]) -> str:
     # Choose the TP size if no size keeps a promise, record what is missed, and return the answer.
     #
-    # It is the size for the other promises. With best effort it is the one of `knee_of` if larger.
+    # The chosen size is the one that the other promises need. With best effort, it is the size
+    # returned by knee_of() if that is larger.
     tp, knee = draft.layout.tp, knee_of(draft, sizes)
     context, price = draft.work.mean_context, draft.hardware.price_hour
     stay, at_knee = (
@@ -206,7 +207,9 @@ def least_pp(draft: Draft) -> None:
 
 
 def _too_few_gpus(draft: Draft, layout: Layout, limit: int) -> str:
-    # `layout` has only the TP sizes of the available GPUs; with more GPUs, TP alone may do.
+    # Return a text about how many GPUs the model needs.
+    #
+    # `layout` uses only TP sizes up to the available GPUs. With more GPUs, TP alone may suffice.
     sizes = valid_tp_sizes(draft.facts, draft.hardware.domain)
     enough = [Layout(tp) for tp in sizes if draft.memory(Layout(tp)).is_enough]
     needed = min((*enough, layout), key=lambda each: (each.gpus, each.pp))

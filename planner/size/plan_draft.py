@@ -189,7 +189,7 @@ class Draft:
         )
 
     def _group(self, memory: MemoryCheck) -> PlannedGroup:
-        # TP beyond the least was bought for a promise, so it is not too much.
+        # A larger TP size than the model needs is no waste if a latency promise requires it.
         least = self.layout.tp if self.work.limits else self.least_tp
         return PlannedGroup(
             self.layout,

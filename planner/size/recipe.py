@@ -67,8 +67,8 @@ def plan_fleet(
 def _plan_with_note(
     model: Llm, hardware: PlanHardware, work: Workload, grids: Sequence[Grid]
 ) -> FleetPlan:
-    # Return the plan of the least TP, with a note if a larger one needs fewer GPUs: beside the
-    # weights, the least TP may leave memory for few requests.
+    # Return the plan with the least TP size, and a note if a larger TP size needs fewer GPUs in
+    # total. That is so if the weights leave memory for only a few requests at the least size.
     least = _plan(model, hardware, work, grids)
     limit = min(hardware.domain, hardware.gpus or hardware.domain, least.gpus - 1)
     wider = [

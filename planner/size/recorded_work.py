@@ -19,8 +19,8 @@ from planner.traces.access_log import LoggedRequest, arrived_s
 from planner.traces.trace_lines import parse_lines
 from policies.sizing.model_shapes import Llm
 
-LEAST_OUTPUT = 16  # shorter answers measure the network rather than steps
-MOST_PHASES = 2_000  # of each kind, evenly taken from the log
+LEAST_OUTPUT = 16  # minimum tokens of a used answer; shorter ones show the network, not the steps
+MOST_PHASES = 2_000  # maximum number of prefill phases, and of decode phases, spread over the log
 STEP_TOKENS = 8_192  # vLLM's max_num_batched_tokens
 
 
@@ -187,7 +187,7 @@ def _decode(
 
 
 def _chunks(answer: MeasuredAnswer) -> tuple[tuple[int, float], ...]:
-    # Each chunk as (tokens, attention area).
+    # Return each chunk of a prompt as (tokens, attention area).
     starts = range(answer.cached, answer.prompt, STEP_TOKENS)
     sizes = [(start, min(STEP_TOKENS, answer.prompt - start)) for start in starts]
     return tuple((size, size * (start + size / 2)) for start, size in sizes)
@@ -196,7 +196,8 @@ def _chunks(answer: MeasuredAnswer) -> tuple[tuple[int, float], ...]:
 def _batch(
     answers: Sequence[MeasuredAnswer], begin_s: float, end_s: float, model: Llm
 ) -> tuple[float, float]:
-    # The mean number of decoding sequences between two times, and of the tokens of KV they read.
+    # Return two means over the time between `begin_s` and `end_s`: the number of decoding
+    # sequences, and the number of tokens whose KV they read.
     seqs = context = 0.0
     for answer in answers:
         low, high = max(begin_s, answer.first_s), min(end_s, answer.last_s)

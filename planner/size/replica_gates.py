@@ -69,10 +69,10 @@ def _concurrency(draft: Draft, loaded: BatchTimes) -> float:
 
 
 def _waits(draft: Draft, rate_s: float) -> Iterator[str]:
-    # Add replicas if requests would wait too long for their prefill, up to MOST_FOR_WAITS.
+    # Add replicas if requests would wait too long for their prefill, and yield texts that explain
+    # it. MOST_FOR_WAITS limits the number of replicas.
     #
-    # The stages of a pipeline and the ranks of DP compute prompts at the same time. Yields the
-    # reasons.
+    # Pipeline stages and data-parallel ranks of a replica compute prompts at the same time.
     work, prefill_s = draft.work, at_batch(draft.times(), draft.work, 1).ttft_s
     lanes = draft.layout.pp * draft.layout.dp
     busy, service_s = rate_s * prefill_s / lanes, prefill_s / lanes

@@ -40,7 +40,7 @@ class _Agent(msgspec.Struct):
 class _Request(msgspec.Struct, rename={"input": "in"}):
     # One request in the file.
     #
-    # `runs` are its prompt's blocks as (first id, number of consecutive ids).
+    # runs  the blocks of the prompt, as pairs (first id, number of consecutive ids)
 
     t: float
     type: str
@@ -161,7 +161,7 @@ def _conversation(
 class _SharedPrefixes:
     # Ids of prefixes that sessions share: blocks of tools, and of tools plus system prompt.
     #
-    # They are found by their lengths.
+    # A prefix is identified by the lengths of its parts.
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], int] = {}

@@ -15,7 +15,7 @@ from planner.text_generator import BLOCK_TOKENS, BYTES_PER_TOKEN, block
 # Block ids have 64 bits: the lower 48 are the trace's own, the next 8 the number of a mix's part
 # (mix.py), the upper 8 the copy of a repeated session (planner/replay/traffic.py).
 TRACE_BITS, PART_BITS = 48, 8
-# 2^64 over the golden ratio: its multiples are far apart modulo 2^64.
+# 2^64 divided by the golden ratio. Its multiples modulo 2^64 are far apart.
 _GOLDEN = 0x9E3779B97F4A7C15
 PRIVATE = 1 << 32
 """The first block id that belongs to a single session; smaller ids may be shared between

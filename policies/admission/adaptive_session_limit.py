@@ -440,7 +440,7 @@ class WorkingSet:
                 self._drop(name, now)
             elif one.in_flight:
                 self._touch(name, self._active.pop(name), now)
-            else:  # it is kept for longer than others, and checked again in the next round
+            else:  # the session's own keep time is longer: check it again in the next round
                 self._active[name] = self._active.pop(name)
 
     def _remaining_s(self, one: ActiveSession, now: float) -> float:

@@ -201,7 +201,7 @@ class PricedAdmission:
         early_s = self._schedule.seconds_early(key, query.now) if self.price else None
         if early_s is not None:
             return shed_early(early_s)
-        # its share of the capacity is reserved, so it need not wait again
+        # Capacity is reserved for a request that returns in time, so it need not wait again.
         is_reserved = self._schedule.is_due(key, query.now)
         shed = (
             self._refusal(query, candidates, estimate, queue, is_reserved)
@@ -383,7 +383,8 @@ class PricedAdmission:
         # unknown.
         if not query.can_return or not estimate.count or queue.drain_rate.per_s(query.now) is None:
             return None
-        # Work that enters, and not work that ends: answers are long, so ends lag behind a surge.
+        # Count work when it enters and not when it ends: answers are long, so their ends would show
+        # a surge late.
         self._full_rate.learn(query.now, self._usage.admitted_per_s / estimate.count)
         capacity = estimate.count * (self._full_rate.per_unit or EFFICIENCY)
         return self._schedule.schedule(
@@ -399,7 +400,7 @@ class PricedAdmission:
         """
         return self._retry_after(query, estimate_cost(query, candidates), queue, 0.0)
 
-    # What it learns
+    # The running means that the policy learns
 
     def _learn(self, query: RoutingQuery, estimate: CostEstimate) -> None:
         # Update the running means of the typical TTFT budget, weight and work of a request.

@@ -7,10 +7,11 @@ output_length.py.
 
 from __future__ import annotations
 
-LEAST_ANSWERS = 8  # answers before a ratio is used, and between two updates of it
-# Smaller relative errors are ignored, so that all gateways of a fleet use the same estimate.
+LEAST_ANSWERS = 8  # number of answers before a ratio is used, and between two updates of it
+# Estimates with a smaller relative error are not corrected, so that all gateways of a fleet use the
+# same estimate.
 CLOSE_ENOUGH = 0.1
-MEMORY_TOKENS = 1 << 20  # estimated tokens, after which the history is halved
+MEMORY_TOKENS = 1 << 20  # estimated tokens after which the weight of the history is halved
 # Maximum tokens of text per estimated token (one per byte), and of a chat template.
 MOST_TOKENS, TEMPLATE_TOKENS = 4, 64
 # Limits of a plausible ratio; outside of them the reported usage is wrong.

@@ -13,7 +13,7 @@ from math import inf
 import msgspec
 
 MINUTE_S = 60.0
-NOTHING_MISSING = 1e-9  # share of a limit below which a shortage is a rounding error
+NOTHING_MISSING = 1e-9  # shortages below this share of a limit are rounding errors
 
 
 class QuotaLimits(msgspec.Struct, frozen=True):

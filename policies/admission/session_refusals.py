@@ -22,10 +22,10 @@ from policies.prefix.prefix_match import longest_match
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 
 ON_EVIDENCE = SessionGate(start=None, memory_s=60.0, shortest_s=20.0)
-"""Parameters of a limit on sessions that begins only once evicted contexts do harm.
+"""Parameters of a limit on sessions that is applied only once evicted contexts do harm.
 
-The harm is that returning sessions find their cached context evicted while prompts wait. An idle
-session then counts for a shorter time than under a limit that holds from the start.
+Harm means that returning sessions find their cached contexts evicted while prompts wait. While this
+limit is applied, an idle session counts for a shorter time than under a limit that always applies.
 """
 
 

@@ -193,7 +193,7 @@ class WaitQueue(Generic[T]):
         self._charged: dict[str, int] = {}
         self._sequence = self._turns_since_starved = 0
 
-    # What an admission may see
+    # The properties of WaitQueueView, which admission policies read
 
     @property
     def waiting(self) -> int:
@@ -288,7 +288,7 @@ class WaitQueue(Generic[T]):
         """Replace the parameters by which tenants share the pool."""
         self._counters.set_shares(shares)
 
-    # In and out
+    # Entering and leaving the queue
 
     def try_enter(self) -> bool:
         """Take a permit without calling the admission policy, if every request may enter now.
@@ -440,7 +440,7 @@ class WaitQueue(Generic[T]):
     def charge_peer_work(self, tenant: str, tokens: float) -> None:
         self._charge(tenant, tokens)
 
-    # The line
+    # The order of waiting requests
 
     def _add(self, waiter: WaitingRequest[T]) -> Verdict:
         request = waiter.query.request

@@ -86,7 +86,7 @@ class EngineTimeline(EngineModel):
 
     def on_first_token(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
         """Record a prompt's first token, which ends the step that completed the prompt."""
-        # it belongs to the step that has ended, and nothing was planned since
+        # The prompt belongs to the step that has ended, and no step was planned since.
         if not prompt.is_planned and self.is_same_step(now):
             self.unplanned_tokens += prompt.remaining_tokens
             self.remove_from_queue(prompt)
@@ -109,7 +109,7 @@ class EngineTimeline(EngineModel):
             self.awaited, self.first_tokens_at = awaited, now
         self.start_decoding(prompt, now)
         if self.awaited and self.awaited[-1].is_decoding:
-            self.awaited = []  # no prompt behind it can be queued again
+            self.awaited = []  # prompts behind the first one can no longer be queued again
         self._update_forecast(load, now)
 
     def _was_taught_recently(self, now: float) -> bool:
@@ -174,7 +174,7 @@ class EngineTimeline(EngineModel):
         context_s = self.decode_context_s - prompt.decode_context_s
         modelled = self.steps - prompt.decode_begin_step - prefills
         spent_s = now - prompt.decode_began_at - (self.prefill_s - prompt.prefill_s)
-        # Undone steps have been subtracted at what they would take then.
+        # Steps that were undone have been subtracted with the durations that they had then.
         if steps >= 8 and modelled > 0 and base_s > 0 and context_s >= 0 and spent_s > 0:
             span.decoded_at = now
             load.belief.observe_decode(
@@ -197,7 +197,7 @@ class EngineTimeline(EngineModel):
             + sum(prompt.prompt_tokens for prompt in self.completing)
         )
         if self.queue and self.queue[0].has_kv:
-            modelled += self.queue[0].computed_tokens  # blocks are allocated chunk by chunk
+            modelled += self.queue[0].computed_tokens  # engines allocate blocks chunk by chunk
         prefixes = self.prefixes
         prefixes.distinct = max(0.0, kv_usage * load.kv_tokens - (modelled - prefixes.tokens))
         if modelled > LEAST_KV * load.kv_tokens:

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from policies.engine.engine_load import EngineLoad
     from policies.engine.step_time import SpeedBelief
 
-SHORT_S = 0.1  # shorter spans measure the fixed cost of a step, or API latency
-LEARN_S = 1.0  # consecutive first tokens are evaluated together up to this length
+SHORT_S = 0.1  # spans below this measure the fixed cost of a step, or API latency
+LEARN_S = 1.0  # maximum seconds of consecutive spans that are evaluated together
 LESSON_S = 0.1  # minimum seconds between two updates of a kind; more would add little
 
-# Of this many spans with a wait for KV, one is used: the second shortest for its work, so that it
-# is not an outlier. Some wait is left in it, which adds to the variance of its logarithm.
+# From this many spans with a wait for KV, one is used: the second shortest relative to its work,
+# because the shortest may be an outlier. It still contains some waiting, which adds to the variance
+# of its logarithm.
 DELAYED_SPANS = 8
 DELAYED_RANK = 1
 DELAYED_VAR = 0.1
@@ -189,7 +190,7 @@ def learn(span: StepSpan, load: EngineLoad, ends: float, now: float) -> None:
         span.corrected_at = now
         span.delayed_lessons.clear()
         most_s = spent_s
-        if span.entered is not None:  # no later than it was sent, whatever the latency is
+        if span.entered is not None:  # the prompt cannot have entered before it was sent
             most_s = now - span.entered + belief.request_s
         is_faster = span.prefill_s(belief) > most_s
         if is_faster and spent_s < SHORT_S:

@@ -11,7 +11,7 @@ from math import exp, log, sqrt
 from operator import mul
 
 MOST_CORRECTION = 4.0  # largest |ln| of a correction: 1/55 to 55 times the prior
-NOISE_VAR = 0.02**2  # added to the known variance of every observation
+NOISE_VAR = 0.02**2  # noise that is added to the known variance of every observation
 DRIFT_VAR = 0.003**2  # drift of the common factor between two observations
 PART_DRIFT_VAR = 0.002**2  # drift of a partial factor, for example after an engine update
 
@@ -67,7 +67,7 @@ class KalmanFilter:
         surprise = max(-1.0, min(1.0, log(ratio))) if ratio > 0 else -1.0
         opened = DRIFT_VAR + max(0.0, 0.2 * surprise * self._last)
         self._last = surprise
-        # Bounded by the prior, so that an unobserved factor does not drift away.
+        # The variance stays below that of the prior, so that an unobserved factor does not drift.
         for index, most_var in enumerate(self._most_vars):
             covar[index][index] += max(0.0, min(opened, most_var - covar[index][index]))
             opened = PART_DRIFT_VAR

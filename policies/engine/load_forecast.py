@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from policies.engine.engine_load import EngineLoad
     from policies.engine.scheduler_model import EngineModel
 
-# While a prompt waits here, routing sends most new ones elsewhere: this share still comes.
+# Share of new prompts that routing still sends to an endpoint while a prompt waits there.
 BEHIND = 0.2
 FRESH_S = 0.5  # maximum age of the averages
 MOST_BUSY = 0.95  # upper bound of the share of time that prefill is predicted to take
@@ -43,9 +43,10 @@ def predict_tpot_s(
     belief, lately = load.belief, timeline.averages
     share = lately.share if lately.share < MOST_BUSY else MOST_BUSY
     step_s = timeline.decode_s + belief.sequence_s + belief.context_s * prompt_tokens
-    # steps with prompts also generate tokens
+    # Steps that compute prompts generate tokens as well.
     expected = step_s / (1.0 - share + lately.pace * step_s)
-    if output_tokens > 0:  # requests that arrive while it waits are computed while it decodes
+    # Requests that arrive while this one waits are computed while it decodes.
+    if output_tokens > 0:
         expected += BEHIND * share * first_s / output_tokens
     return expected
 
@@ -89,14 +90,14 @@ def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> Non
 def _queue(timeline: EngineModel, load: EngineLoad, budget_tokens: float, now: float) -> None:
     others, tokens = load.peer_load, timeline.queued_tokens
     base = timeline.step_ends_at if timeline.is_busy else timeline.step_began_at
-    if others.prefill_tokens:  # prompts of other gateways are computed in between
+    if others.prefill_tokens:  # the engine also computes prompts of other gateways
         base = max(base, now) + others.prefill_tokens * load.prefill_s_per_token
     queued_s = tokens * load.prefill_s_per_token + timeline.queued_pairs * load.attention_s_per_pair
     load.prefill_done_at = base + queued_s
     if timeline.completing:
         load.next_first_token_at = base
     elif timeline.queue:
-        # the first step may compute all of it
+        # The first step may compute the whole prompt.
         first_s = queued_s * budget_tokens / tokens if tokens > budget_tokens > 0 else queued_s
         enters = timeline.queue[0].enters_at
         load.next_first_token_at = (

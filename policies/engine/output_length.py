@@ -14,7 +14,7 @@ DEFAULT_OUTPUT_TOKENS = 256
 """Expected length in tokens of a model's answers before the first answer has ended."""
 
 MEMORY = 100  # number of answers a mean covers
-SEEN = 5  # answers until a mean has full weight against the more general one
+SEEN = 5  # number of answers from which a mean has full weight over the more general one
 NOTHING = (0, 0.0)  # number and mean before the first answer
 SPREAD = (0.25, 0.5, 1.0, 1.5, 2.5)  # initial ratios of actual to expected length
 CLASSES = 5
@@ -33,7 +33,8 @@ QUANTILE_AGE = 0.02
 """Number of new lengths, as a share of all, from which quantiles are computed again."""
 
 RUNNING = -1.0
-# In place of the ratio of an answer that has not ended; 0.0 for one that ended incomplete.
+# Placeholder for the ratio of an answer that has not ended. An answer that ended incomplete has the
+# ratio 0.0.
 
 
 InverseMoments = tuple[float, float, float, float]
@@ -109,7 +110,7 @@ class RecentLengths:
         self._ratios, self._ordered = deque(SPREAD), list(SPREAD)
         self._quantiles: list[float] | None = None
         self._inverses: list[InverseMoments] = []
-        self._new = 0  # lengths since the quantiles were computed
+        self._new = 0  # number of lengths since the quantiles were computed
 
     def begin(self, answer: Hashable) -> None:
         """Record that an answer has begun. Calling it again has no effect."""

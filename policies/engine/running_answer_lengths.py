@@ -68,7 +68,7 @@ class RunningAnswers:
 
     def __init__(self, lengths: RecentLengths) -> None:
         self._lengths = lengths
-        self._counts = [0] * (CLASSES + 1)  # by age
+        self._counts = [0] * (CLASSES + 1)  # number of running answers by age
         self._inverses = [0.0] * (CLASSES + 1)  # sums of 1 / expected length
         self._began = [0.0] * (CLASSES + 1)  # sums of the prefill seconds at first tokens
         # (step at which the answer reaches its next age, entry number, answer), as a heap
@@ -173,7 +173,8 @@ class RunningAnswers:
         generated, expected = steps - prompt.decode_begin_step, prompt.output_tokens
         ratios = self._lengths.quantiles()
         prompt.length_class = age = bisect_right(ratios, generated / expected)
-        if age == CLASSES:  # longer than nearly all earlier answers: expected to double in length
+        # An answer longer than nearly all earlier ones is expected to double in length.
+        if age == CLASSES:
             expected = next_tokens = 2.0 * generated
         else:
             next_tokens = ratios[age] * expected

@@ -10,10 +10,10 @@ from math import exp, inf
 RATE_S = 20.0  # averaging time of computed prompt tokens
 SHARE_S = 120.0  # averaging time of the share of steps with prompts
 ARRIVALS_S = 20.0  # averaging time of arrivals
-# While a prompt waits here, routing sends some new ones elsewhere: this share still comes.
+# Share of new prompts that routing still sends to an endpoint while a prompt waits there.
 BEHIND = 0.7
-UNLIKELY = 0.5  # subtracted from the expected prompts: most prompts meet fewer than the mean
-LEAST_ARRIVALS, LEAST_S = 3.0, 1.0  # prompts and seconds before arrivals can be predicted
+UNLIKELY = 0.5  # subtracted from the expected number of prompts, since the median is below the mean
+LEAST_ARRIVALS, LEAST_S = 3.0, 1.0  # prompts and seconds that a prediction of arrivals needs
 
 
 class EngineAverages:

@@ -197,7 +197,7 @@ class EngineModel:
                     self._plan(load, ends_at)
             elif self.queue:
                 starts_at = self.queue[0].enters_at
-                if self.batch:  # the running decode step ends first
+                if self.batch:  # the engine ends its running decode step first
                     self._decode_until(starts_at if starts_at < now else now)
                     starts_at = (
                         self.step_began_at
@@ -239,8 +239,9 @@ class EngineModel:
     def _correct_step(self, load: EngineLoad) -> None:
         # Correct the step that has ended by the prompts whose first token it brought.
         #
-        # An engine takes prompts in order. So it began none after the last with a first token: they
-        # reached it later than predicted, or its step holds fewer tokens. They are queued again.
+        # An engine takes prompts in order, so it has begun no prompt behind the last one with a
+        # first token. Those prompts reached it later than predicted, or its steps hold fewer tokens
+        # than modelled. They are queued again.
         awaited, self.awaited = self.awaited, []
         tokens = self.step_tokens + self.unplanned_tokens
         self.unplanned_tokens = 0
@@ -268,8 +269,8 @@ class EngineModel:
         self.prefixes.remove(prompt.prefix_tokens)
 
     def _learn(self, load: EngineLoad, ended_at: float) -> None:
-        # Correct the learned speed. The forecast is stale then: it has the speed of before, while
-        # prices already divide by the corrected factor.
+        # Correct the learned speed. The forecast is then stale, because it was computed with the
+        # earlier speed, while prices already divide by the corrected factor.
         first_token_calibration.learn(self.span, load, self.step_ends_at, ended_at)
         self.is_stale = True
 
@@ -278,7 +279,8 @@ class EngineModel:
 
         No step is planned for it. This saves time if nothing can be learned from the prompt.
         """
-        began_at = min(now, max(prompt.enters_at, self.step_began_at))  # it may wait for a slot
+        # The prompt may have waited for a slot until the current step began.
+        began_at = min(now, max(prompt.enters_at, self.step_began_at))
         if self.batch:
             self._decode_until(began_at)
         self.queue.clear()
@@ -349,7 +351,7 @@ class EngineModel:
         self.span.add(prefill_s, filling, pairs_s, decode_s, peer_tokens)
         if self.batch + len(self.completing) >= load.slots:
             self.span.waits_for_kv = (
-                True  # the last slot may have become free after the step before
+                True  # the last slot may have become free only after the previous step
             )
         return True
 
@@ -401,8 +403,8 @@ class EngineModel:
     def _undo_step(self, load: EngineLoad) -> None:
         # Undo a planned step that never started, and put its prompts back into the queue.
         #
-        # They wait for KV, so free KV was overestimated. The engine ran decode-only steps
-        # meanwhile.
+        # The prompts wait for KV, so free KV was overestimated. Meanwhile the engine ran steps
+        # that only decoded.
         finishing, self.completing = self.completing, []
         for prompt in reversed(finishing):
             self._put_back(prompt)
@@ -428,7 +430,7 @@ class EngineModel:
                 self.start_decoding(prompt, now)
 
     def _has_awaited_token(self) -> bool:
-        # any() is slower, and nearly always the first prompt decides
+        # The first prompt nearly always decides, for which any() would be slower than this loop.
         for prompt in self.completing:  # noqa: SIM110
             if prompt.sees_first_token:
                 return True
@@ -498,7 +500,7 @@ class EngineModel:
                 queued.enters_at = min(queued.enters_at, now)
                 if queued is prompt:
                     break
-            if self.queue:  # Its KV was allocated, so less KV is in use than modelled.
+            if self.queue:  # the prompt got its KV, so less KV is in use than modelled
                 missing = self.needed_kv_tokens(self.queue[0]) - self.free_kv_tokens(load)
                 self.prefixes.distinct = max(0.0, self.prefixes.distinct - max(0.0, missing))
             if self._plan(load, now):

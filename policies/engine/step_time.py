@@ -137,7 +137,7 @@ def shape_for(
 
 
 NEUTRAL = shape_for(tp=4)
-PRIOR_VAR = 0.25  # standard deviation of a prior's logarithm: 0.5
+PRIOR_VAR = 0.25  # variance of a prior's logarithm: the standard deviation is 0.5
 PART_VAR = 0.02  # partly full steps cost about 15 % more or less per token than full ones
 # Attention and context costs depend on depth and width, which are guessed if unknown.
 PAIRS_VAR, CONTEXT_VAR = 0.1, 0.05

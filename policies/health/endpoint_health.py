@@ -217,7 +217,7 @@ def _return(health: Health, transition: _Transition) -> Health:
 def _return_needed(health: Health, transition: _Transition) -> Health:
     # Use a pool's only endpoint again after a successful probe.
     #
-    # This happens at once, or after `first_s` seconds if the endpoint flaps.
+    # It is used again at once, or after `first_s` seconds if the endpoint flaps.
     if health.ejections > 1 and transition.now < min(
         health.until, health.since + transition.limits.first_s
     ):
@@ -236,7 +236,7 @@ def _recover(health: Health, transition: _Transition) -> Health:
 def _on_success(health: Health, transition: _Transition) -> Health:
     # Reset consecutive failures after a success, and the ejections after `forgive_s` seconds.
     #
-    # Usually allocates nothing.
+    # In the usual case no object is allocated.
     if health.ejections and transition.now - health.since >= transition.limits.forgive_s:
         return Health(HealthState.UP, health.since)
     return msgspec.structs.replace(health, failures=0) if health.failures else health

@@ -39,7 +39,7 @@ CONTEXT_TOKENS = 1024  # assumed context of a stream, for scaling decode steps o
 BUSIER = 1.25
 LEAST_ONGOING_S = 0.1
 WEAK_REVIEW = 0.5  # weight of a slow review with too few samples, one second after other samples
-LATEST_SHARE = 0.9  # the latest samples count as slow from this share of SlowLimits.factor on
+LATEST_SHARE = 0.9  # share of SlowLimits.factor from which the latest samples count as slow
 MOST_FIXED = 0.1  # largest part of the peers' time that counts as independent of an engine's speed
 
 
@@ -128,12 +128,13 @@ class _Finding:
     def __init__(self) -> None:
         self.worst: Slowness | None = None
         self.change, self.clear, self.has_enough = 0.0, True, False
-        self.cleared: list[Measure] = []  # whose samples since the last review are no evidence
+        # Measures whose samples since the last review are no evidence.
+        self.cleared: list[Measure] = []
 
     def add(self, slowness: Slowness, change: float, *, has_enough: bool) -> None:
         # Add a measure in which the endpoint is slow; the one whose latest samples are slow counts.
         #
-        # One with enough samples for a verdict counts before one without.
+        # A measure with enough samples for a verdict is preferred to one without.
         worst = self.worst
         if worst is None or (has_enough, change, slowness.ratio) > (
             *(self.has_enough, self.change, worst.ratio),
@@ -298,7 +299,9 @@ def _compare(
 
 
 class _Comparison:
-    # One comparison of all endpoints of a pool by one measure; `pool` has the times of all of them.
+    # One comparison of all endpoints of a pool by one measure.
+    #
+    # `pool` has the times of all endpoints.
 
     __slots__ = ("limits", "measure", "members", "now", "pool", "tracks")
 

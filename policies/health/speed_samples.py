@@ -314,9 +314,9 @@ class SpeedRecord:
         self.prefill_s = 0.0
         self._step_s, self._step_tokens = 0.0, 0
         self._is_begin_known = self.is_timed = True
-        self._most_tokens = 0  # that it may have computed
+        self._most_tokens = 0  # maximum tokens that the current step may have computed
         self._has_joined, self._is_counted, self._is_partial = False, True, False
-        self._dropped_tokens = 0  # of prompts that the step under way computes in vain
+        self._dropped_tokens = 0  # tokens of cancelled prompts that the current step still computes
         self._clear_from = self.output = self._probe_at = 0.0
         self._probe_gap_s = FIRST_PROBE_GAP_S
         self._streak = 0.0
@@ -340,7 +340,7 @@ class SpeedRecord:
         is_decoding  whether the engine generates answers, so that it may first finish a decode step
         """
         if not self._queue:
-            if now >= self.since:  # else an abandoned step probably goes on
+            if now >= self.since:  # before that, an abandoned step probably still runs
                 self._begin_next_step(now)
                 self._running_since = now
             self._step_prompts = 1
@@ -372,7 +372,7 @@ class SpeedRecord:
             return
         self._step_prompts -= 1
         if now < self.since:
-            return  # it waited for the end of another abandoned step
+            return  # the prompt waited for the end of another abandoned step
         if self._step_prompts:
             self._dropped_tokens += tokens
         else:

@@ -288,7 +288,7 @@ def doubted_wait_s(
 def _usual_s(member: ReviewedEndpoint, peer_times: PeerTimes, measure: Measure, work: int) -> float:
     # Return the seconds the endpoint usually needs for the work.
     #
-    # They are derived from its peers' times, or without peers from its own.
+    # The result is derived from the times of the endpoint's peers; without peers, from its own.
     track = member.record.tracks[_PLACES[measure]]
     peers_s = peer_times.other_s(work, track.reference)
     return peers_s * max(1.0, track.usual_ratio) if peers_s else peer_times.usual_s(work)

@@ -302,7 +302,7 @@ def decoding_ttft_s(
     context = timeline.context_base + batch * timeline.steps + load.peer_load.decode_tokens
     kv_free = timeline.free_kv_tokens(load) + UNSURE * (load.kv_tokens or 0)
     clock, enters_at = timeline.step_began_at, now + belief.request_s
-    if enters_at > clock:  # it waits for the end of a decode step
+    if enters_at > clock:  # the prompt waits for the end of a decode step
         step_s = max(belief.floor_s, belief.flop_s * batch) + belief.base_s
         step_s = step_s + belief.context_s * context + belief.sequence_s * batch
         steps = max(1, ceil((enters_at - clock) / step_s - 1e-9))

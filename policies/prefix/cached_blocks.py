@@ -182,7 +182,7 @@ class CachedBlocks:
     __slots__ = ("_bits", "_free", "_most_blocks", "_retired", "blocks", "holders")
 
     def __init__(self, cap_bytes: int) -> None:
-        # `cap_bytes`: memory for the blocks of all sources, at BLOCK_COST_BYTES each.
+        # cap_bytes  maximum memory of the index; each block of a source counts BLOCK_COST_BYTES
         self._most_blocks = cap_bytes // BLOCK_COST_BYTES
         self.holders: dict[int, int] = {}
         self.blocks = 0

@@ -58,7 +58,7 @@ class LearnedPrompts:
         self._used_bytes = 0
         self._by_key: dict[int, _Prompt] = {}
         self._shared: dict[int, int] = {}  # tokens up to where prompts diverge, by last equal key
-        self._prompts: dict[_Prompt, None] = {}  # oldest first
+        self._prompts: dict[_Prompt, None] = {}  # remembered prompts, oldest first
 
     def __len__(self) -> int:
         return len(self._prompts)

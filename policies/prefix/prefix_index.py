@@ -325,7 +325,7 @@ class PrefixIndex:
         first_holders, last_holders = self._holders_of(keys[0]), self._holders_of(keys[last])
         at_end = self._alive(last_holders)
         reach = dict.fromkeys(at_end, SAMPLE_LENGTHS[last])
-        if first_holders == last_holders:  # the same endpoints hold all of it
+        if first_holders == last_holders:  # the same endpoints hold the whole prefix
             return reach
         alive = {first_holders: self._alive(first_holders), last_holders: at_end}
         pending = [(0, first_holders, last, last_holders)]

@@ -236,9 +236,9 @@ class SessionPauser(CapAdmission):
     def _pause_until(self, slot: int, target: float, now: float) -> None:
         # Pause idle sessions of a slot, small ones first, until their tokens are at most `target`.
         #
-        # If that is not enough, mark the others to pause after their answer. A session that has
-        # just resumed is not paused before the next decision, because its client does not know of
-        # it yet.
+        # If that is not enough, mark the remaining sessions, to be paused after their answers. A
+        # session that has just resumed is not paused before the next decision, because its client
+        # does not know yet that it was resumed.
         programs = sorted(
             (program for program in self._programs.values() if program.slot == slot),
             key=lambda program: program.tokens,
@@ -279,7 +279,7 @@ class SessionPauser(CapAdmission):
     def _resident(self, program: Program, now: float) -> float:
         # Return the tokens that an active session counts for when other sessions are to resume.
         #
-        # They are halved for every `acting_decay_tau_s` of idle time.
+        # The number is halved for every `acting_decay_tau_s` seconds without a request.
         idle_s = (
             0.0
             if program.in_flight or program.acting_s is None

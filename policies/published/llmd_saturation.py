@@ -50,11 +50,12 @@ class GieSaturation(AdmissionParams, frozen=True):
 
 
 class Probabilistic(AdmissionParams, frozen=True):
-    """An admission policy that refuses requests with a negative priority at random, by saturation.
+    """An admission policy that refuses requests with a negative priority at random.
 
-    The probability is k * saturation ** power. Other requests are admitted up to the concurrency
-    caps. Source: llm-d's probabilistic admitter, whose parameters were found by search in the BLIS
-    simulator (llm-d blog, 2026): it refuses 1 in 100 at a saturation of 0.13, and all at 0.32.
+    The probability of a refusal is k * saturation ** power. Other requests are admitted up to the
+    concurrency caps. Source: llm-d's probabilistic admitter, whose parameters were found by search
+    in the BLIS simulator (llm-d blog, 2026). With them, 1 request in 100 is refused at a saturation
+    of 0.13, and all at 0.32.
 
     power        exponent of the saturation
     k            factor of the probability

@@ -171,8 +171,8 @@ def _mamba_1(
 
 
 def _delta_net(config: ConfigMembers, width: int) -> tuple[float, float]:
-    # As Qwen3NextGatedDeltaNet in vLLM (models/qwen3_next.py): one projection to queries, keys,
-    # values and output gates, another to two gates per value head.
+    # The layer has one projection to queries, keys, values and output gates, and another to two
+    # gates per value head, like Qwen3NextGatedDeltaNet in vLLM (models/qwen3_next.py).
     heads, dim = config.count("linear_num_value_heads"), config.count("linear_value_head_dim")
     key_dim = config.count("linear_key_head_dim")
     keys, values = config.count("linear_num_key_heads") * key_dim, heads * dim

@@ -20,10 +20,10 @@ BINS: Mapping[str, int] = {"prompt": 21, "output": 17, "uncached": 10, "turns": 
 WINDOW_S = 600.0
 LIMIT = 0.2  # the usual limit of a PSI that calls for action
 ALARM_WINDOWS = 2
-LEAST_REQUESTS = 100  # a window with fewer says nothing
+LEAST_REQUESTS = 100  # minimum number of requests in a window from which conclusions are drawn
 # Weight of a uniform distribution in each histogram, so that no bin is empty.
 SMOOTHING = 0.5
-BYTES_PER_TOKEN = 4  # of a request body, where no engine reports prompt tokens
+BYTES_PER_TOKEN = 4  # assumed bytes of a body per prompt token, if no engine reports its tokens
 # Events of a stream without a token: the role or the usage, and [DONE].
 EVENTS_WITHOUT_TOKENS = 2
 WARM_S: Mapping[str, float] = {"uncached": 1200.0, "turns": 3600.0}
@@ -216,7 +216,8 @@ class DriftWatch:
         self._window, self._begins_s = ShapeCounts(), began_s
         self._ends_s = (began_s // WINDOW_S + 1) * WINDOW_S
         self._began_s, self._usual_requests = began_s, 0.0
-        # Since when blocks and sessions are remembered, by measure; else since the beginning.
+        # The time from which blocks or sessions are remembered, by measure. Measures that are not
+        # listed are remembered from the beginning.
         self._warm_from_s: dict[str, float] = {}
         self._above: dict[str, int] = dict.fromkeys(MEASURES, 0)
 

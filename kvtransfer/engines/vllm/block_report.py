@@ -55,7 +55,7 @@ class BlockReport:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
+            except OSError:  # close() has closed the socket
                 return
             with connection, contextlib.suppress(OSError):
                 connection.sendall(msgspec.json.encode(self._read()))

@@ -24,7 +24,8 @@ _CONTENTS: Mapping[str, KvContent] = MappingProxyType(
         "FLASHINFER": KvContent.TOKENS,
     }
 )
-# The backends of latent caches that store a token's row at one place. The CPU's are not known.
+# Attention backends whose latent cache stores a token's row in one piece. The layout of the CPU
+# backend is unknown.
 _LATENT_CONTENTS: Mapping[str, KvContent] = MappingProxyType(
     dict.fromkeys(
         ("CUTLASS_MLA", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA"),

@@ -73,11 +73,12 @@ from kvtransfer.util.agent_options import AgentOptions
 log = logging.getLogger("penstock")
 
 SUPPORTED = ("0.32.",)
-# How long a step without any computation waits for a transfer to end.
+# Seconds for which a step without computation waits for the end of a transfer.
 _IDLE_STEP_S = 0.002
-# How long vLLM's scheduler waits for an answer of the store to a lookup.
+# Maximum seconds for which vLLM's scheduler waits for the store's answer to a lookup.
 _LOOKUP_TIMEOUT_S = 0.2
-# A worker's step may keep the interpreter, and with it the agent's heartbeats, for seconds.
+# Number of missed heartbeats after which a peer counts as lost. A worker's step may hold the
+# interpreter lock for seconds, in which the agent sends no heartbeat.
 _MISSED_BEATS = 12
 
 if not vllm.__version__.startswith(SUPPORTED):
@@ -539,7 +540,8 @@ def _prompt_of(request: Any) -> PromptRequest:
 
 
 def _stored_request_of(request: Any) -> StoredRequest | None:
-    # Return a request as the store sees it; None for a prompt of embeddings, which has no tokens.
+    # Return the request in the form that the store uses; None for a prompt of embeddings, which
+    # has no tokens.
     if request.prompt_embeds is not None:
         return None
     tokens = np.array(list(request.all_token_ids), "<u4").tobytes()

@@ -108,7 +108,7 @@ class PromptRequest(msgspec.Struct, frozen=True):
 
 
 class _Source(msgspec.Struct, frozen=True):
-    # Where a request's KV comes from: the offers of its parts, which one handoff names.
+    # The source of a request's KV: the offers of its parts, which are named in one handoff.
 
     tokens: int
     layout: KvLayout

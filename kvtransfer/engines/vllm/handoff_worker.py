@@ -130,7 +130,7 @@ class TransferWorker:
                 nonce=None if by_name else order.nonces[self._rank],
             )
         except ValueError as error:
-            # As for the second of two requests with one transfer id and one prompt.
+            # This happens, for example, if two requests have the same transfer id and prompt.
             log.warning("kv: request %s cannot be offered: %s", order.request, error)
             return
         for earlier in self._offers.setdefault(order.request, []):

@@ -299,7 +299,7 @@ class RdmaLink:
         answered = False
         for _ in range(len(self._fences)):
             transfer = self._fences[0]
-            if not self._receiver.fence(transfer):  # being granted; that thread wakes this one
+            if not self._receiver.fence(transfer):  # another thread grants access, and wakes this
                 self._fences.rotate(-1)
                 continue
             self._fences.popleft()
@@ -444,7 +444,7 @@ class RdmaLink:
             try:
                 ending()
             except TransportError as error:
-                # It stays pinned, but no peer can write there.
+                # The memory stays pinned, but no peer can write to it any more.
                 _log.error("kv: an error followed the end of the link to %s: %s", self.peer, error)
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)

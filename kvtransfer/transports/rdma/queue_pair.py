@@ -27,8 +27,8 @@ class QueuePairEpochs:
 
     def __init__(self, domain: ProtectionDomain) -> None:
         self._domain = domain
-        # Twice, because completions of an ended pair may still be queued when the next pair's
-        # arrive.
+        # The queue has room for two pairs, because completions of an ended pair may still be queued
+        # when those of the next pair arrive.
         self.completions = CompletionQueue(domain.device, 2 * (MOST_WRITES + EXPECTED))
         self.pair: QueuePair | None = None
         self.epoch = -1

@@ -29,7 +29,7 @@ _MOST_GATHER = 16
 _EVENTS = "anon_inode:[infinibandevent]"
 _ATTEMPTS = 16
 
-# Held while a descriptor is created, so that `_channel` can identify its own.
+# A thread holds this lock while it creates a descriptor, so that `_channel` can identify its own.
 _DESCRIPTORS = threading.Lock()
 
 
@@ -374,7 +374,7 @@ def _errors() -> tuple[type[Exception], ...]:
 def _as_transport_error(what: str) -> Iterator[None]:
     # Convert an error of pyverbs in the `with` block to a TransportError.
     #
-    # Its message begins with `what`.
+    # The message of the TransportError begins with `what`.
     try:
         yield
     except _errors() as error:

@@ -52,7 +52,7 @@ from kvtransfer.transports.stream.window_batch import (
 _STAGE_BYTES = 8 << 10  # holds a whole window of 4 KiB
 _READS = 8  # reads of one payload before other work gets a turn
 _SCRATCH_BYTES = 64 << 10
-# What to read beyond the end of a window: exactly up to where the next window's bytes begin.
+# Bytes to read beyond the end of a window: its trailer and the next window's header, no payload.
 _BEHIND_WINDOW = TRAILER_BYTES + PREAMBLE_BYTES + WINDOW_HEADER_BYTES
 _LARGE_BYTES = 256 << 10
 _WORTH_BYTES = 512 << 10  # wake up for this much of a large payload
@@ -273,7 +273,7 @@ class Inbound:
         return True
 
     def _pump_body(self, arrival: _Arrival, calls: PumpCalls, behind: Stretch) -> bool:
-        # Like _read_body, but the pump waits for the bytes, for calls.patience_ms.
+        # Do the same as _read_body(), but let the pump wait up to calls.patience_ms for the bytes.
         pieces = arrival.pieces
         digest = arrival.digest if isinstance(arrival.digest, Digest) else None
         optional = max(0, behind[1] - TRAILER_BYTES)
@@ -304,7 +304,7 @@ class Inbound:
         following: Sequence[tuple[WindowHead, WindowSlice]],
         calls: PumpCalls,
     ) -> bool:
-        # Like _pump_body, for a window and those that probably follow it.
+        # Do the same as _pump_body() for a window and the ones that probably follow it.
         batch = self._batch = self._batch or WindowBatch(calls)
         batch.begin(arrival.pieces)
         arrivals, n_bytes = [arrival], arrival.pieces.remaining
@@ -422,9 +422,9 @@ class Inbound:
         self._listener.on_frame(announced.kind, header)
 
     def _open_message(self, announced: FrameHeader, data: memoryview) -> None:
-        # Receive a message that is too large for the common buffer in a buffer of its own.
+        # Receive a message that is too large for the common buffer in a separate buffer.
         #
-        # Its size has been checked.
+        # The size of the message has been checked.
         message = bytearray(PREAMBLE_BYTES + announced.header_bytes)
         message[: len(data)] = data
         self._arrival = _Arrival(MemoryPieces.of_buffer(message, self._iovecs))

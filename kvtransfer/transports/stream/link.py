@@ -55,8 +55,8 @@ _MOST_MESSAGE_BYTES = (4 << 20) + (128 << 10)
 _UNPROVEN_LIMITS = FrameLimits(header_bytes=MAX_UNPROVEN_BYTES, payload_bytes=0)
 _NEVER = float("inf")
 _LONG_SPIN_FACTOR = 4  # factor on the spin time after a sleep that a longer spin would have avoided
-_DRIVER_POLL_MS = 5  # how often a driver checks its own condition
-_TRICKLE_MS = 50  # then fewer bytes are read, because any byte shows that the peer is alive
+_DRIVER_POLL_MS = 5  # milliseconds between two checks of the condition for which a driver waits
+_TRICKLE_MS = 50  # after this wait even a few bytes are read: they show that the peer is alive
 # How long after its last window a link keeps the interpreter's switch interval short. The next
 # window of a transfer, for which the sink gives credit, comes earlier.
 _HOLD_INTERVAL_MS = 20
@@ -77,7 +77,7 @@ class StreamLink:
     _is_pumped = False
     # Whether threads other than the link's may write to the socket, one at a time.
     _can_send_at_once = True
-    _HOLD_MS = 5  # how long the thread waits for the next driver before it takes over
+    _HOLD_MS = 5  # milliseconds for which the thread waits for the next driver before it takes over
 
     def __init__(
         self,
@@ -117,7 +117,8 @@ class StreamLink:
     def _init_driving(self, options: LinkOptions) -> None:
         # Initialize the locks, and the state of the threads that drive the link or wait for it.
         self._driver_lock = threading.Lock()
-        # Held while bytes are written. Only the driver waits for it; others then queue a message.
+        # A thread holds this lock while it writes. Only the driver waits for the lock; a thread
+        # that cannot get it queues its message.
         self._write_lock = threading.Lock()
         self._gate = threading.Lock()
         self._report_lock = threading.Lock()
@@ -262,7 +263,7 @@ class StreamLink:
             self._wake()
 
     def _has_work(self) -> bool:
-        # Whether there is something to do before the next wait for the socket.
+        # Return whether there is work to do before the next wait for the socket.
         out = self._out
         has_items = self._has_lane_work or not (out.is_idle or out.is_blocked)
         return has_items or self._closing or self._broken is not None or bool(self._orders)
@@ -290,7 +291,7 @@ class StreamLink:
         finally:
             self._write_lock.release()
         if not self._out.is_idle:
-            self._wake()  # for the rest
+            self._wake()  # wake the link's thread, which writes the remaining bytes
         return True
 
     def _note_window(self) -> None:
@@ -404,8 +405,8 @@ class StreamLink:
         self._was_rung = True
 
     def _clear_wake_fd(self) -> None:
-        # Before its next wait, the caller must look for work that others have queued: they rang
-        # before this call, or did not ring because another one had.
+        # Before its next wait, the caller must check for work from other threads. They have written
+        # to the descriptor before this call, or did not because another thread had.
         with self._gate:
             clear_eventfd(self._wake_fd, self._pump)
             self._was_rung = False

@@ -308,8 +308,8 @@ class Outbound:
     def _begin_fine(self, head: WindowHead, window: WindowSlice) -> None:
         # Begin to send a window of many short pieces, which are copied to one buffer first.
         #
-        # So the verdict is known before anything is sent, and `drop` need not change what is being
-        # sent.
+        # The copy fixes the verdict before anything is sent, so `drop` need not change bytes that
+        # are being sent.
         runs, size = window.runs, window.runs.n_bytes
         proof = PayloadProof.XXH3 if self._checked else PayloadProof.NONE
         digest = xxhash.xxh3_64()
@@ -408,7 +408,8 @@ class Outbound:
 
     @staticmethod
     def _can_lead(body: _Body) -> bool:
-        # Whether the pump may send other windows right behind this one, and decide its verdict.
+        # Return whether the pump may send other windows directly after this one, and decide this
+        # one's verdict.
         return (
             isinstance(body.current, GenerationCheck)
             and body.verdict is WindowVerdict.OK

@@ -103,8 +103,8 @@ class LanedLink(StreamLink):
         self._fence_lanes(transfer, self._lane_links)
 
     def _fence_lanes(self, transfer: int, lanes: tuple[LanedLink, ...]) -> None:
-        # Stop the lanes (parallel connections) one after the other, each on its own thread, and
-        # then report the fence.
+        # Stop the lanes (parallel connections) one after the other, each on its own thread.
+        # Afterwards, report the fence.
         #
         # A lane that has ended writes no more. A lane that is added meanwhile gets no destination
         # from the owner.

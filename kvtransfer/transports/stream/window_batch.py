@@ -16,10 +16,10 @@ from kvtransfer.transports.pump import Digest, PumpCalls
 MOST_WINDOWS = 32
 # A batch ends after this number of bytes, so that other work gets a turn.
 MOST_BYTES = 256 << 20
-# Smaller windows are not worth the preparation.
+# Minimum size of a window in a batch. Preparing a batch of smaller ones costs more than it saves.
 LEAST_BYTES = 256 << 10
-# How many times as long as for one window the pump waits. Progress is visible meanwhile, and each
-# batch that ends early costs a wait for the interpreter lock at either end.
+# Factor by which the pump waits longer for a batch than for one window. Its progress is visible
+# during the wait, and each batch that ends early costs both ends a wait for the interpreter lock.
 _PATIENCE_FACTOR = 20
 FRAME_BYTES = PREAMBLE_BYTES + WINDOW_HEADER_BYTES
 
