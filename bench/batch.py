@@ -48,7 +48,7 @@ GROUPS = 2
 LIVE_TOKENS = 40
 LONG_TOKENS = 20  # a stopped answer counts as long from this number of kept tokens on
 LAG_EVERY_S = 0.01
-BURST_EVERY_S, BURST_SIZE = 6.0, 1.0  # a burst asks for this multiple of all places at once
+BURST_EVERY_S, BURST_SIZE = 6.0, 1.0  # requests of a burst, as a multiple of all places
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 CONFIG = """
 version: 1
@@ -300,7 +300,7 @@ async def wait_for_batch(
             if batch["status"] in ("completed", "failed", "expired", "cancelled"):
                 break
         except (aiohttp.ClientError, ConnectionError):
-            pass  # the gateway starts again
+            pass  # the gateway is being restarted
         await asyncio.sleep(0.25)
     if batch["output_file_id"] is None:
         return batch, ""
@@ -489,7 +489,7 @@ def _add_batch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
-    # The options of the mock engines, and of the live requests beside the batch.
+    # Add the options of the mock engines, and of the live requests beside the batch.
     parser.add_argument(
         "--seeds",
         type=int,

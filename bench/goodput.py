@@ -45,7 +45,7 @@ ADMISSIONS = (
 )
 GREED = (1.0, 10.0)
 HANDWRITTEN = "## What is reached"
-"""Heading of the first handwritten section of docs/goodput.md."""
+"""The heading of the first section of docs/goodput.md that is not generated."""
 DECODERS = ("F5:6p2d@50", "F5:4p4d@50")
 
 

@@ -44,10 +44,10 @@ ENGINES = 4
 KINDS = ("text only", "beside text", "beside images")
 IMAGE_BYTES = 3_000_000
 WORDS = [f"word{number:04d}" for number in range(2000)]
-BYTES_PER_TOKEN = 4  # of the mock engines
+BYTES_PER_TOKEN = 4  # bytes of text per token in the mock engines
 TEXT_TOKENS, ANSWER_TOKENS = 2000, 16
 SECOND_AFTER_S = 0.5  # time between the first answer about an image and the second question
-MOST_RATIO = 1.05  # bound on the p99 beside images, divided by that without
+MOST_RATIO = 1.05  # maximum p99 TTFT of text requests beside images, divided by that without images
 LEAST_CACHED = MEDIUM_TOKENS - 50
 CONFIG = """
 models: [{{name: demo-8b, pool: main}}]

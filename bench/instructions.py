@@ -157,7 +157,7 @@ def _count(tree: Path, kind: str, function: str, library: Path) -> Count:
     total = _integer(total_line[1])
     functions: dict[tuple[str, str], float] = defaultdict(float)
     for number, _, name, place in FUNCTION_LINE.findall(text):
-        if _integer(number) < total:  # callgrind gives the total to the callers of the callbacks
+        if _integer(number) < total:  # callgrind assigns the total to the callers of the callbacks
             functions[place, name] += _integer(number) / COUNTED
     return Count(total / COUNTED, functions)
 

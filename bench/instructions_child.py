@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 TREE, KIND, FUNCTION, WARM_UP, COUNTED, PORT, *URLS = sys.argv[1:]
-# Where revisions have their benchmarks; compiled trees have none.
+# Folders in which revisions of the project have their benchmarks; compiled trees have neither.
 BENCHES = ("bench", "tests/bench")
 
 sys.path[:0] = [*(f"{TREE}/{folder}" for folder in BENCHES), TREE]

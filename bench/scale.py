@@ -223,7 +223,7 @@ async def _open(port: int, count: int) -> list[asyncio.StreamWriter]:
 
 
 async def _hold(port: int, pids: list[int], count: int) -> None:
-    await _open(port, 100)  # the first connections also allocate memory that all share
+    await _open(port, 100)  # the first connections also allocate shared memory: do not count it
     await asyncio.sleep(2.0)
     memory, idle = rss_bytes(pids), background(pids)
     writers = await _open(port, count)

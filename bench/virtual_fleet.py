@@ -109,7 +109,7 @@ class VirtualFleet:
         await asyncio.sleep(SETTLING_S)
 
     async def _add(self) -> None:
-        # Each added endpoint has a name of its own, as pods have.
+        # Give every added endpoint a new name, as Kubernetes does with pods.
         self._added += 1
         name = f"added-{self._added}"
         await self._start_engine(name, self._rng.choice([role for role, _ in ROLES]))

@@ -19,7 +19,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._now, self._began = 0.0, 1_750_000_000.0
-        self._calls = 0  # that run in threads
+        self._calls = 0  # number of calls that run in threads now
         self._look = self._selector.select  # type: ignore[attr-defined]
         self._selector.select = self._select  # type: ignore[attr-defined]
 

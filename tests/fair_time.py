@@ -76,8 +76,7 @@ class Stopwatch:
 def pace() -> float:
     # Return how many times slower this machine is now than an idle reference machine, at least 1.
     #
-    # Tests multiply timeouts of a configuration by it, if healthy servers must answer before they
-    # expire.
+    # Tests multiply a configured timeout by the result if healthy servers must answer within it.
     began = monotonic()
     sum(number * number for number in range(_WORK))
     return min(8.0, max(1.0, (monotonic() - began) / _WORK_S))

@@ -49,6 +49,6 @@ def _take(port: int) -> bool:
 
 @cache
 def _lock_file() -> int:
-    # Kept open, because closing it releases the locks.
+    # The file stays open, because closing it would release the locks.
     path = Path(tempfile.gettempdir()) / f"penstock-test-ports-{os.getuid()}"
     return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

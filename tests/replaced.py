@@ -18,7 +18,7 @@ def replace_method(
 ) -> None:
     # Replace a method of a class for the duration of a test.
     #
-    # Skips the test on compiled modules, because methods of C classes are fixed
+    # On compiled modules, the test is skipped: methods of C classes cannot be replaced
     # (docs/decisions/0005).
     if is_compiled():
         pytest.skip(f"{owner.__name__} is a C class: its methods cannot be replaced")
@@ -31,7 +31,7 @@ Owner = TypeVar("Owner")
 def stand_in(owner: type[Owner], look_alike: object) -> Owner:
     # Return a fake object, typed as an instance of `owner`.
     #
-    # Skips the test on compiled modules, which accept only instances of the C class.
+    # On compiled modules, the test is skipped: they accept only instances of the C class.
     if is_compiled():
         pytest.skip(f"{owner.__name__} is a C class: it cannot be replaced by a fake")
     return cast(Owner, look_alike)

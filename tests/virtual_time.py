@@ -28,7 +28,7 @@ class VirtualTimeLoop(VirtualLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        # As on a machine that has run for a while: 0.0 means "never" in many places.
+        # The clock starts late, because 0.0 means "never" in many places.
         self._now = 10_000.0
         self._own_monotonic, self._has_paused = self.time, False
         _replace_monotonic(_real_monotonic, self._own_monotonic)
@@ -53,7 +53,8 @@ class VirtualTimeLoop(VirtualLoop):
 
 
 def _replace_monotonic(old: Callable[[], float], new: Callable[[], float]) -> None:
-    # Modules import the function by its name, some of them only while a test runs.
+    # Replace the function in all modules that have imported it by name. Some import it only while a
+    # test runs.
     for name, module in tuple(sys.modules.items()):
         is_ours = name.partition(".")[0] in _PACKAGES or module is time
         if is_ours and getattr(module, "monotonic", None) is old:

@@ -122,8 +122,8 @@ _HEAD_FIRST = CacheMemory("tokens", "lhbnc"), CacheMemory("tokens", "bhlnc")
 _PAGES = CacheMemory("pages", "lbhnc", page_format="cpu-vec")
 _PLAIN = ("float32", "bfloat16", "fp8")
 _TRITON, _CPU = "TRITON_ATTN", "CPU_ATTN"
-# tests/real/test_connector.py: test_kv_is_resharded_between_engines_of_two_ranks_and_of_one. Its
-# model has two key/value heads.
+# Tested by test_kv_is_resharded_between_engines_of_two_ranks_and_of_one in
+# tests/real/test_connector.py, with a model that has two key/value heads.
 _RESHARDED = (((2, 1), "float32"), ((1, 2), "float32"))
 
 

@@ -33,7 +33,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path("policies/sizing")
-# The quick tests first: most formulas need no others.
+# Tests in the order in which they run: quick ones first, which detect most mutations.
 TESTS = (
     ("tests/unit/policies/sizing",),
     ("tests/unit/planner/size", "tests/unit/mockgpu/test_seed_figures.py"),
@@ -81,7 +81,8 @@ def mutants(source: str) -> Iterator[tuple[int, str, str]]:
             continue
         seen.add(begin)
         text = re.sub(r"\s+", " ", raw[begin:end].decode())
-        one = b"(1" + b"\n" * raw[begin:end].count(b"\n") + b")"  # further lines keep their numbers
+        # Keep the line ends, so that the following lines keep their numbers.
+        one = b"(1" + b"\n" * raw[begin:end].count(b"\n") + b")"
         yield value.lineno, text, (raw[:begin] + one + raw[end:]).decode()
 
 
@@ -127,7 +128,8 @@ def failing_test_in_child(path: Path, source: str) -> str | None:
 
 
 def _ordered(path: Path) -> Iterator[Sequence[str]]:
-    # The module's own tests are the likeliest to fail.
+    # Return the tests in order: those of the module itself come first, because they are the most
+    # likely to fail.
     own = Path(TESTS[0][0], f"test_{path.stem}.py")
     return iter((((str(own),),) if Path(ROOT, own).exists() else ()) + TESTS)
 

@@ -21,7 +21,7 @@ from mockgpu.paged_kv_cache import BLOCK_TOKENS
 from mockgpu.request_parser import RequestBody, parse_request
 
 CONTEXT = 1 << 20
-MAY_END_FROM = 1024  # as in `penstock demo`
+MAY_END_FROM = 1024  # `penstock demo` uses this value
 
 _RESPONSES = ResponsesFormat(ResponsesStore(is_enabled=True))
 READERS: Mapping[str, Callable[[dict[str, Any]], RequestBody]] = {

@@ -115,7 +115,7 @@ OURS: dict[str, dict[str, Any]] = {
 _ONE_LANE = {"transport": "tcp", "checked": True}
 _LONG_WINDOWS = _ONE_LANE | {"window_bytes": 32 << 20}
 _NO_PUMP = {"PENSTOCK_KV_PUMP": "off"}
-# What the native pump is for: both processes also compute in Python, in a thread of the same
+# Cases that show the use of the native pump: Python code also computes, in a thread of the agent's
 # process or, for comparison, in another process.
 WITHOUT_THE_LOCK: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("no pump", _ONE_LANE, _NO_PUMP),

@@ -124,7 +124,8 @@ def all_goals() -> list[Goal]:
 
 
 def _tcp_goals() -> list[Goal]:
-    # Speed and CPU of the tcp transport, in comparison with a bare loop and with other systems.
+    # Return the goals for speed and CPU time of the tcp transport, compared with a bare loop and
+    # with other systems.
     small, middle, large = SIZES
     write = NIXL_TCP[:1]
     return [

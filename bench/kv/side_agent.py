@@ -145,9 +145,10 @@ class Layers(Agents):
     def custom(self, what: str, prefill_s: float = 0.0) -> float:
         """Run one side of a transfer layer by layer, and return its duration in seconds.
 
-        what       "fetch" to receive the chosen blocks, "offer" to send them. The time of an offer
-                   counts from the end of the last layer until all blocks are known to have arrived
-        prefill_s  duration of the simulated computation of the layers, which uses no CPU; 0: all
+        what       "fetch" to receive the chosen blocks, "offer" to send them. The duration of an
+                   offer begins when the last layer is computed, and ends when this side learns
+                   that all blocks have arrived
+        prefill_s  seconds of the simulated computation of all layers, which uses no CPU; 0: all
                    layers are ready before the offer
         """
         assert self.drawn is not None

@@ -69,7 +69,7 @@ def run_phases(admission: str, policy: str, rate: float, seed: int) -> Figures:
             f"seed {seed}: core use in the spike: {shares}; load average {os.getloadavg()[0]:.1f}",
             flush=True,
         )
-        time.sleep(0.5)  # until the access log is complete
+        time.sleep(0.5)  # wait until the access log is complete
         return figures(plan, clients, streams, running.refusals(), sent)
 
 

@@ -151,7 +151,7 @@ def figures(
     waited = [item for item in in_overload if _reason(item, refusals) in WAITED]
     accepted = _accepted(records.clients, spike)
     after = spike[1] + RECOVERED_S, spike[1] + WATCHED_S
-    over_s = storm[1] + LAST_RETRY_S  # until then clients of the storm retry
+    over_s = storm[1] + LAST_RETRY_S  # time of the last retry by clients of the storm
     new_after = list(_new_clients(records.clients, after))
     calm = over_s + RECOVERED_S, over_s + WATCHED_S
     return Figures(

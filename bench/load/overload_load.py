@@ -34,7 +34,7 @@ from bench.load.overload_plan import (
 )
 
 OBEDIENT_RETRIES = 2  # the default of OpenAI's SDKs
-DEAF_RETRIES = 5  # of clients that ignore Retry-After
+DEAF_RETRIES = 5  # number of retries of clients that ignore Retry-After
 SHORT_BACKOFF_S, LONG_BACKOFF_S = 0.5, 8.0  # the SDKs' back-off without Retry-After
 LAST_RETRY_S = sum(
     min(LONG_BACKOFF_S, SHORT_BACKOFF_S * 2**number) for number in range(DEAF_RETRIES)

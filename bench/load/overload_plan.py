@@ -22,8 +22,8 @@ from policies import policy_registry
 from policies.routing_types import Slo
 
 STREAMS = 600
-STREAM_PROMPT, STREAM_OUTPUT = 200, 3000  # longer than the run
-OPENED_S, OPENED_WITHIN_S = 20.0, 12.0  # by then the gateway knows the engines' speed
+STREAM_PROMPT, STREAM_OUTPUT = 200, 3000  # tokens of streams that last longer than the run
+OPENED_S, OPENED_WITHIN_S = 20.0, 12.0  # until 20 s, the gateway learns the engines' speed
 
 SPEED = 0.2
 GROUP = GroupKind("llama-3.1-70b-fp8", "h100", 4, count=8, slowness=1 / SPEED)

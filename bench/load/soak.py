@@ -40,7 +40,7 @@ from bench.load.soak_churn import Churn
 from bench.load.soak_clients import Clients
 from bench.load.soak_processes import LEASE_S, SoakFleet, run_fleet
 
-MB_PER_HOUR = 1e6 / 3600  # in bytes per second
+MB_PER_HOUR = 1e6 / 3600  # bytes per second in one megabyte per hour
 MAX_GROWTH = 0.5 * MB_PER_HOUR
 REST_WITHIN_S = 3 * LEASE_S
 MARGIN_S = 300.0

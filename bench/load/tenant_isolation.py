@@ -175,7 +175,7 @@ async def run_probes(
         await client.send("prober", text(rng, words))
     answers: dict[str, list[AnswerFacts]] = {kind: [] for kind in kinds}
     for kind in kinds:
-        # All texts exist before the victim sends one: all trials have the same pause.
+        # Create all texts before the victim sends one, so that the pause is equal in all trials.
         secret = text(rng, words)
         probes = {"same": secret, "reordered": reorder(rng, secret), "unrelated": text(rng, words)}
         sent = await client.send("victim", secret)
@@ -215,7 +215,8 @@ def text(rng: random.Random, words: int) -> str:
 
 
 def reorder(rng: random.Random, prompt: str) -> str:
-    # The first word stays: a tokenizer divides it in another way than the words behind a space.
+    # Keep the first word in its place, because tokenizers divide a word at the start of a text
+    # differently from a word after a space.
     first, *words = prompt.split(" ")
     rng.shuffle(words)
     return " ".join((first, *words))
@@ -235,7 +236,7 @@ async def measure_mode(
             client = TenantClient(http, running.url, options.model)
             await client.send("victim", "hello")
             reordered, unrelated = await run_probes(client, probes_a_side, options.words, rng)
-            # The same prompts with and without isolation: block boundaries change no hits.
+            # Use the same prompts with and without isolation, so that block boundaries are equal.
             texts = random.Random(f"{options.seed} hits")
             share = await measure_hits(client, options.documents, options.words, texts)
     return Figures(isolate, probes_a_side, reordered, unrelated, share)

@@ -92,7 +92,7 @@ class ObservedFleet(Fleet):
         hits = scheduler.pool.count_hits(job.keys, (job.prompt_tokens - 1) // size)
         tokens = job.prompt_tokens - hits * size
         self.new_tokens += tokens
-        # Ranks with equally much work share what went to one of them.
+        # If several ranks have the most work, count only the share of the chosen one.
         most = max(work)
         if work[chosen] == most:
             self.to_most_loaded += tokens / work.count(most)

@@ -77,7 +77,7 @@ def sessions(workload: Workload, seed: int, count: int) -> Iterator[TraceRequest
             answer = min(4_000, max(5, round(_lognormal(rng, mean * exp(-0.245), 0.7))))
             pause = _lognormal(rng, workload.think_s, 1.0) if turn else None
             yield TraceRequest(0.0, tokens, answer, blocks, session=f"s{number}", think_s=pause)
-            # The last block was not full, so that the next turn has another one in its place.
+            # The last block was not full, so the next prompt has a different block in its place.
             blocks = blocks[: tokens // BLOCK_TOKENS]
             tokens += answer + round(_lognormal(rng, workload.tool_tokens, 1.0))
 

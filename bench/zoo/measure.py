@@ -122,7 +122,7 @@ def build_case_of(workload: Workload, arrivals: int) -> Case:
     if workload.sharing == "sessions":
         answer = sum(request.output_tokens for request in requests) / len(requests)
         answer_s = FIXED_S + answer * SECONDS_PER_TOKEN
-        # e^0.5: the mean of a log-normal with a sigma of 1 relative to its median
+        # e^0.5 is the mean of a log-normal distribution with sigma 1, divided by its median.
         room_s = (workload.requests / rate_s / TURNS - answer_s) / exp(0.5)
         pause_s = max(0.1, min(workload.think_s, room_s))
         count = rate_s * (answer_s + exp(0.5) * pause_s)
@@ -181,7 +181,7 @@ class Attainments:
     def capacity(self, target: float, start: int) -> float:
         """Return the highest load with an attainment of at least `target`, or 0.0 if there is none.
 
-        start  number of the first load to try, in the series of loads
+        start  index of the first load to try, in the series of increasing loads
         """
         return find_capacity(self.at, target, start)
 

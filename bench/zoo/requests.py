@@ -152,7 +152,7 @@ class _Prompts:
     def _node(self, path: tuple[int, ...]) -> tuple[int, ...]:
         # Return the block ids of one node of the prefix tree.
         #
-        # Its length is chosen at the first call.
+        # The length of the node is chosen at the first call.
         length = self._lengths.get(path)
         if length is None:
             mean = self._workload.shared_tokens / (BLOCK_TOKENS * (2 if len(path) > 1 else 1))

@@ -39,8 +39,8 @@ class Module:
 
 @cache
 def modules(*folders: str) -> Mapping[str, Module]:
-    # Only imports of modules in `folders` count as imports of project modules. The build script of
-    # kvtransfer/ is no module of the package.
+    # Only imports of modules in `folders` count as imports of project modules. The build script
+    # kvtransfer/setup.py is left out, because it is not part of the package.
     paths = {
         dotted_name(path): path
         for top in folders

@@ -83,7 +83,7 @@ MAY_NEED_TASK = {
     "gateway.http.eager_task": {"timeout"},
     "gateway.http.aiohttp_connection": {"current_task"},
 }
-# Not on a request's path.
+# Packages that no request passes through.
 OTHER_PACKAGES = (
     *(
         "gateway.admin",

@@ -29,7 +29,7 @@ def pins(lock: str) -> dict[str, tuple[str, list[str]]]:
 
 
 def wanted(extra: str | None = None) -> list[str]:
-    # What penstock and penstock-kv ask for, or one of penstock's extras, except each other.
+    # Return the packages that penstock, its extras and penstock-kv require, except each other.
     penstock, kv = (
         tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
         for folder in ("", "kvtransfer")

@@ -21,7 +21,7 @@ CALLS = {
     *("pick", "pick_over_cap", "pick_longest", "_pick_alone", "_decide", "choose"),
     *("reserve", "reserve_decode", "reserve_other_decode", "attempt", "attempts"),
 }
-METHODS_ONLY = {"reserve"}  # as a function it reserves memory for a body
+METHODS_ONLY = {"reserve"}  # the function of this name reserves memory for a body
 # A reload asks every new policy one question before the policy is used, and sends nothing.
 DRY_RUN = ("reload/swap.py", "dry_run")
 

@@ -30,7 +30,7 @@ def per_thousand(text: str) -> float:
 
 @pytest.mark.parametrize("folder", PYTHON_FOLDERS)
 def test_docstrings_and_comments_name_their_subjects(folder: str) -> None:
-    own = "tests.architecture.test_prose"  # names the words themselves
+    own = "tests.architecture.test_prose"  # this module contains the vague words itself
     texts = [prose(module) for name, module in modules(folder).items() if name != own]
     assert per_thousand("\n".join(texts)) <= MAX_PER_THOUSAND
 

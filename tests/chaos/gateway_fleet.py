@@ -74,7 +74,7 @@ class GatewayFleet:
         async with asyncio.timeout(PATIENCE_S):
             while any(self.loads()) or any(self.kv_usages()):
                 await asyncio.sleep(0.01)
-        self.app.gateway.accounts.account_ended()  # usually one turn of the event loop later
+        self.app.gateway.accounts.account_ended()  # without a wait for the next loop iteration
 
     def lose_patience(self, group: int) -> None:
         # Make every request time out now that waits for a byte of this engine.

@@ -12,7 +12,7 @@ from kvtransfer.util.clock import ThreadClock
 from tests.chaos.kv_trial_engine import BASE, TrialEngine
 from tests.contract.kvtransfer.links import make
 
-_PATIENCE = 100.0  # no time may run out here
+_PATIENCE = 100.0  # seconds of every timeout, so long that none expires
 _TOKENS = 96
 
 

@@ -60,7 +60,7 @@ FAULTS = (
     "delay messages",
     "steal blocks",
 )
-STREAM_FAULTS = ("spoil bytes", "truncate", "sever", "stall")  # of a proxy between the ends
+STREAM_FAULTS = ("spoil bytes", "truncate", "sever", "stall")  # injected by a proxy between agents
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Trial:
         self.to_come = 0
         self.undisturbed: list[tuple[TrialEngine, str]] = []
         self.inner: list[Transport] = []
-        # Simulated time costs nothing; real time does.
+        # A longer time span is affordable only if time is simulated.
         self.span_s = 0.4 if self.virtual else 0.05 * pace
         self.sources = [self.engine("p0", seed), self.engine("p1", seed)]
         self.sinks = [self.engine("d0", seed), self.engine("d1", seed)]
@@ -131,8 +131,8 @@ class Trial:
         layout = msgspec.structs.replace(
             BASE, tp=self.rng.choice([1, 2, 4]), block_tokens=self.rng.choice([8, 16, 32])
         )
-        # Drawn separately, so that a seed draws the same faults as before. Shared memory and RDMA
-        # need blocks outermost.
+        # This has a random generator of its own, so that every seed still draws the same faults.
+        # Shared memory and RDMA need the blocks as the outermost dimension.
         if self.transport not in ("shm", "rdma") and Random(f"{seed} {name}").random() < 0.4:
             layout = msgspec.structs.replace(
                 layout, order=KvOrder.LBHNC, content=KvContent.HEADS, blocks=BLOCKS

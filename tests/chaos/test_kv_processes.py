@@ -26,7 +26,7 @@ pytestmark = pytest.mark.parametrize("transport", [name for name in TRANSPORTS i
 NOTICED_S = (1.0 + 0.6) * SLOW
 TRIES = 3
 MISSES = AgentOptions().max_missed_beats
-PATIENT = 20 * MISSES  # for tests that are not about silence
+PATIENT = 20 * MISSES  # missed heartbeats that tests allow unless they test silence
 
 
 class Peer:
@@ -119,7 +119,8 @@ async def test_a_source_that_goes_away_is_noticed_and_never_lands(
         assert took.fair_s < NOTICED_S
         assert (end.kind, end.is_retriable) == (OutcomeKind.FAILED, True)
         assert end.reason in reasons
-        # The blocks are the engine's again: what the thawed source still sends must not reach them.
+        # The engine may reuse the blocks now. Bytes that the source sends after SIGCONT must not
+        # be written to them.
         for region in sink.regions:
             region.bytes[:] = 0xAA
         if number is signal.SIGSTOP:

@@ -16,8 +16,8 @@ from tests.virtual_time import VIRTUAL_TIME
 
 pytestmark = VIRTUAL_TIME
 
-NEVER = {"failures": 1000}  # keeps a faulty endpoint in use
-MANY_TOKENS = 4000  # no answer ends before its client leaves, however late the others start
+NEVER = {"failures": 1000}  # health settings that never eject a faulty endpoint
+MANY_TOKENS = 4000  # so many that no answer ends before its client leaves
 
 
 async def fates(fleet: GatewayFleet, requests: int, *, stream: bool) -> Counter[str]:

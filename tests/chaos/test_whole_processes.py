@@ -17,7 +17,7 @@ from tests.chaos.fleet_processes import (
 )
 from tests.fair_time import pace
 
-USERS = 45  # 70 % of 64 places
+USERS = 45  # number of concurrent users: 70 % of the 64 places
 
 
 @pytest.fixture(scope="module")

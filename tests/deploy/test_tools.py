@@ -29,7 +29,7 @@ ENVOY_TYPES = (
 )
 """Python modules with the message types that envoy.yaml names by @type."""
 
-# What Envoy's messages are written with warns of its own future.
+# The library of Envoy's messages emits deprecation warnings.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 Tool = Callable[..., tuple[int, str]]
 
@@ -146,9 +146,8 @@ def test_envoys_messages_would_refuse_what_they_do_not_know(at: str) -> None:
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     text = (DEPLOY / "systemd" / "penstock.service").read_text()
     unit = tmp_path / "penstock.service"
-    unit.write_text(
-        text.replace("/opt/penstock/bin/penstock", "/bin/true")
-    )  # it looks for the program
+    # systemd-analyze requires that the program exists.
+    unit.write_text(text.replace("/opt/penstock/bin/penstock", "/bin/true"))
     assert run("systemd-analyze", "verify", "--man=no", str(unit)) == (0, "")
 
 

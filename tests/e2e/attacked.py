@@ -16,7 +16,7 @@ from tests.e2e.processes import ENV, GatewayProcess, complete_config, run_proces
 from tests.e2e.timed_gateway import TICK_S
 
 MIB = 2**20
-MOST_GROWTH = 32 * MIB  # beyond the body budget
+MOST_GROWTH = 32 * MIB  # maximum growth of memory in addition to the body budget
 KEYS = {"CALM_KEY": "sk-bench", "ATTACKER_KEY": "sk-attacker", "ADMIN_KEY": "sk-admin"}
 CONFIG = """
 tenants: [{{name: calm, key: '${{CALM_KEY}}'}}, {{name: attacker, key: '${{ATTACKER_KEY}}'}}]
@@ -58,8 +58,8 @@ class Attacked(NamedTuple):
 def wait_s(gaps: list[float], share: float) -> float:
     # Return a percentile of how long an event waits for the event loop, in seconds.
     #
-    # At the share `share` of all moments, an event waits no longer than that. It waits until the
-    # end of the interval between ticks that it falls in.
+    # An event that occurs at a random time waits no longer than this with probability `share`. It
+    # waits until the end of the interval between ticks in which it occurs.
     left = (1.0 - share) * sum(max(gap, TICK_S) for gap in gaps)
     longest_first = sorted(gaps, reverse=True)
     later = 0.0

@@ -32,11 +32,11 @@ KEY = "Authorization: Bearer sk-attacker"
 HOSTILE, ALIAS, RESUMED = "hostile", "alias", "resumed"
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BUFFER, LEAST_BUFFER = 32 * 1024, 4096
-FEW, LARGE_BUFFER = 8, 512 * 1024  # up to this many connections send as fast as they can
+FEW, LARGE_BUFFER = 8, 512 * 1024  # up to 8 connections have large buffers and send at full speed
 DRIP_S = 0.05
 ATTACKER = "127.0.0.9"
 """The address of the attacker, who is on another host than the regular clients."""
-IP_BIND_ADDRESS_NO_PORT = 24  # of Linux; the socket module of Python 3.11 does not name it
+IP_BIND_ADDRESS_NO_PORT = 24  # from linux/in.h; the socket module of Python 3.11 lacks it
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -169,7 +169,8 @@ def call(path: str = CHAT, **changes: Any) -> bytes:
 
 
 def translated(user: str) -> bytes:
-    # Build a valid request that is translated to a chat, because its pool's engines only have chats.
+    # Build a valid request that is translated to a chat, because its pool's engines only have
+    # chats.
     return post({"model": HOSTILE, "input": "hi", "user": user, "stream": True}, RESPONSES, KEY)
 
 
@@ -206,7 +207,7 @@ def unfinished() -> bytes:
 def many() -> int:
     # Return a large number of connections below `limits.connections_per_address`.
     #
-    # It is lower if the process may not open as many files.
+    # The number is smaller if the process may not open so many files.
     return min(4000, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 100)
 
 
@@ -243,8 +244,8 @@ CLIENT_ATTACKS = [
     CostlyAttack(
         "requests behind one that waits",
         lambda: Script(256, call(user="hold") + call() * 2000, once=True),
-        # Unread bytes count in the body budget, but what the kernel keeps of a connection until the
-        # event loop reads it does not: up to limits.receive_buffer for each of the 256.
+        # Unread bytes count towards the body budget. Bytes in the kernel's buffers do not, up to
+        # limits.receive_buffer for each of the 256 connections.
         BODY_BUDGET,
     ),
     CostlyAttack(

@@ -45,7 +45,7 @@ class ProcessCost:
 
     @property
     def peak_resident_bytes(self) -> int:
-        # The highest resident memory since reset_peak(), in bytes.
+        # Return the highest resident memory since reset_peak(), in bytes.
         return self._size("VmHWM")
 
     def reset_peak(self) -> None:

@@ -28,7 +28,7 @@ class Answer(NamedTuple):
 
     @property
     def error(self) -> dict[str, Any]:
-        # The error object.
+        # Return the error object of the body.
         #
         # Raises AssertionError unless it has exactly the shape of OpenAI's errors.
         body = self.json

@@ -102,8 +102,8 @@ def metric(running: GatewayProcess, name: str, **labels: str) -> float:
 def all_messages_delivered(pair: Sequence[GatewayProcess], kind: str) -> Callable[[], bool]:
     # Return a function that checks that all messages of a kind were delivered between gateways.
     #
-    # It returns True when as many messages came in as went out, and none followed for ten calls. It
-    # also works for two workers behind one admin server.
+    # The function returns True once as many messages were received as sent, and no message followed
+    # during ten calls. It also works for two workers behind one admin server.
     looks: deque[tuple[float, float]] = deque(maxlen=10)
 
     def count(direction: str) -> float:

@@ -102,7 +102,7 @@ class SplitFleet:
     async def at_rest(self, within_s: float = 5.0) -> None:
         # Wait until no resource is in use.
         #
-        # Also asserts that no engine received a malformed handoff.
+        # This also asserts that no engine received a malformed handoff.
         async def wait_until_empty() -> None:
             while any(await self._used_or_unreachable()):
                 await asyncio.sleep(0.005)

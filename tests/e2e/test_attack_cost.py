@@ -103,9 +103,9 @@ def measure_attack(target: Attacked, name: str, resident: int) -> Measurement:
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_an_attack_costs_little_time_and_memory_and_no_request(target: Attacked, name: str) -> None:
-    # The limits may take several tries, because other processes share caches and hyperthreads, and
-    # because a collection of garbage may come late. Memory counts from before the first try, so
-    # that what one try leaves behind is not forgiven in the next.
+    # Several tries are permitted, because other processes share caches and hyperthreads, and a
+    # garbage collection may come late. Memory is compared with that before the first try, so that
+    # memory left over from one try counts in the next.
     resident = target.cost.resident_bytes
     for _ in range(TRIES):
         calm_s, slowness = measure_calm(target)

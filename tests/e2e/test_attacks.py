@@ -393,9 +393,9 @@ def test_a_stream_for_several_prompts_is_complete_when_every_choice_has_ended(
 
 
 def test_a_client_that_closes_its_sending_side_counts_as_disconnected(setup: Setup) -> None:
-    # A client that exits sends only a FIN, as one that closes its sending side does.
+    # A client that exits sends only a FIN, like a client that closes only its sending side.
     #
-    # Waiting to see whether it still reads would keep the engine busy.
+    # Waiting to see whether the client still reads would keep the engine busy for nothing.
     with RawConnection(setup.gateway.port) as connection:
         connection.send(chat(user="hold"))
         assert setup.engine.wait(lambda: setup.engine.requests[-1].json.get("user") == "hold")

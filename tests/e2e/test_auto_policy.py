@@ -61,8 +61,8 @@ def wait_until(condition: Callable[[], bool], running: GatewayProcess) -> None:
 
 
 def wait_for_replay(condition: Callable[[], bool], running: GatewayProcess) -> None:
-    # Like `wait_until`, with the replay process at normal priority. At its own, the lowest, it
-    # would not run at all where other processes use every core.
+    # Do the same as wait_until(), with the replay process at normal priority. At the lowest
+    # priority, which it gives itself, it would not run while other processes use every core.
     def is_met() -> bool:
         for process in replay_processes(running.pid):
             raise_priority(process)

@@ -66,7 +66,7 @@ def engine() -> Iterator[MockProcess]:
 
 @pytest.fixture
 def fleet(engine: MockProcess, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    # Two gateways with one engine and one bucket; the parameter is YAML to add.
+    # Run two gateways with one engine and one bucket. The parameter is YAML for the configuration.
     more = getattr(request, "param", "")
     with ExitStack() as stack:
         s3 = stack.enter_context(s3_process())
@@ -130,7 +130,7 @@ def test_kept_tokens_are_continued_by_the_gateway_that_takes_a_batch_over(fleet:
         owner, other = owner_and_other(fleet)
         until(lambda: total(page(owner.admin_url), "penstock_batch_running") == 8)
         until(lambda: generated(fleet.engine) > before + 8 * 40)
-        # As it stops, a gateway stores the parts of all answers and frees its batches.
+        # A gateway that stops stores the parts of all answers, and gives up its batches.
         os.kill(owner.pid, signal.SIGTERM)
         owner.wait()
         at_stop = generated(fleet.engine) - before
@@ -162,7 +162,7 @@ def test_tokens_kept_in_the_journal_outlive_a_killed_owner(fleet: Fleet) -> None
             ended = wait(observer, batch_id)
             check_texts(observer, ended.output_file_id, asked)
         repeated = generated(fleet.engine) - before - live - 8 * 200
-        # What was in the journal is not generated again; what came after it is.
+        # Tokens in the journal are not generated again; tokens after its last entry are.
         assert repeated <= at_kill - tokens + 8 * 8
 
 
@@ -178,8 +178,8 @@ def test_an_owner_that_hangs_does_no_harm_when_it_goes_on(fleet: Fleet) -> None:
             until(lambda: total(page(other.admin_url), "penstock_batch_running") > 0)
         finally:
             os.kill(hung.pid, signal.SIGCONT)
-        # It goes on while the other one runs the batch, and notices that it lost the lease.
-        until(lambda: "another process has taken it over" in hung.stderr_text)
+        # The process continues while the other one runs the batch, and notices the lost lease.
+        until(lambda: "another process has taken over batch" in hung.stderr_text)
         ended = wait(sdk, batch_id)
         assert ended.status == "completed"
         check_texts(sdk, ended.output_file_id, asked)

@@ -102,7 +102,7 @@ async def test_requests_get_503_while_all_are_dead_and_a_recovered_endpoint_is_u
         )
         await f.engines[2].switch_to(Mode.ANSWERS)
         assert RECOVERY_S * 1.1 < 1.5, "the longest recovery and one probe, on an idle machine"
-        async with asyncio.timeout(20):  # far below the back-off
+        async with asyncio.timeout(20):  # much less than the back-off of 60 s
             while not any(live.load.is_available for live in f.app.gateway.endpoints.all()):
                 await asyncio.sleep(0.05)
         assert await f.ask_concurrently(20) == Counter({200: 20})

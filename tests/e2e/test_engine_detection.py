@@ -32,7 +32,7 @@ def kinds(loaded: LoadedConfig) -> list[str]:
         ("llamacpp", "llamacpp"),
         ("ollama", "ollama"),
         ("tgi", "tgi"),
-        ("transformers", "openai"),  # it shows nothing of its own
+        ("transformers", "openai"),  # no page of `transformers serve` identifies it
     ],
 )
 def test_an_engine_is_known_by_its_answers(name: str, kind: str) -> None:

@@ -111,7 +111,7 @@ async def test_an_endpoint_whose_events_stop_is_believed_again_within_five_secon
         fleet.groups[0].faults.apply("events-lost")
         began = monotonic()
         state = ""
-        # A check of the newest message may have them replayed meanwhile.
+        # The lost events may be replayed in between, by a check for the newest message.
         while state != "believed: answers without events":
             assert monotonic() - began < 5 * pace(), state
             await fleet.ask(f"{monotonic()} {TEXT}")

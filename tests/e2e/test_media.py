@@ -40,8 +40,8 @@ def test_large_images_on_an_idle_gateway_are_answered_at_once(
         bodies.append({"model": "demo", "messages": [message], "max_tokens": 16})
 
     def took_s() -> float:
-        # Where other processes use the caches, parsing costs more CPU time, and the client of a
-        # costly body has to wait. A new gateway knows nothing of an earlier attempt.
+        # If other processes use the CPU's caches, parsing takes longer, and the client of a costly
+        # body has to wait. Each attempt uses a new gateway, which knows of no earlier body.
         folder = Path(mkdtemp(dir=tmp_path))
         with (
             recording_engine() as engine,

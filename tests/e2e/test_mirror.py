@@ -14,7 +14,8 @@ import pytest
 
 from tests.e2e.processes import ENV, GatewayProcess, gateway_process, mock_fleet
 
-MOST_REQUESTS = 20_000  # those that come while others are compared do not count
+# Many, because requests that arrive while other answers are compared are not mirrored.
+MOST_REQUESTS = 20_000
 
 
 def page(running: GatewayProcess) -> dict[str, Any]:

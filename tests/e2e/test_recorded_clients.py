@@ -41,7 +41,7 @@ class Answer(NamedTuple):
 
     @property
     def is_turn(self) -> bool:
-        # Whether the request is part of the conversation.
+        # Return whether the request is part of the conversation.
         #
         # Agents also send requests without tools, for example for a title.
         return bool(self.request.json.get("tools"))

@@ -96,7 +96,7 @@ async def restart_twice(gateway: GatewayProcess) -> None:
             pids.append(await restart(gateway, pids[-1]))
             after = learned_state(gateway)
             assert after["index_bytes"] >= 0.9 * before["index_bytes"] > 0
-            # Responses that report fewer cached tokens than predicted also lower this.
+            # This number also falls if responses report fewer cached tokens than predicted.
             assert after["held_tokens"] >= 0.5 * before["held_tokens"] > 0
             assert after["states"]["dead"] == before["states"]["dead"] == "ejected"
             await asyncio.sleep(1.0)
@@ -136,7 +136,7 @@ async def fail_then_restart(gateway: GatewayProcess, file: Path) -> None:
         assert is_alive(gateway.pid)
         successor = await restart_after_failure(gateway)
     assert load.counts.keys() == {"streams answered", "requests answered"}, load.problems
-    os.kill(successor, signal.SIGTERM)  # while the old process still drains
+    os.kill(successor, signal.SIGTERM)  # the old process still drains now
     await until_gone(successor)
     await until_gone(gateway.pid)
 

@@ -189,7 +189,7 @@ async def test_a_killed_gateway_does_not_affect_the_other_and_restarts_with_a_wa
         assert float(took.partition(" s")[0]) < 5.0
         again = await converse([restarted.url], seed=3, turns=2)
         assert metric(restarted, "penstock_blind_picks_total") == 0
-    assert again > 0.9 > before  # it finds prompts from before its start
+    assert again > 0.9 > before  # the restarted gateway knows prompts from before its start
 
 
 async def test_a_redis_outage_fails_no_request_and_views_agree_within_five_seconds_after_it(

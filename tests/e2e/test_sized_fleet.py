@@ -28,7 +28,7 @@ def emitted(target: str, port: int) -> str:
 
 def test_the_emitted_mock_groups_and_gateway_serve(tmp_path: Path) -> None:
     port = free_port()
-    # Not from `size`: ports of the gateway that are free here.
+    # The ports of the gateway are not those that `size` emits, but free ones.
     listeners = "listeners: {api: {port: 0}, admin: {port: 0}}\n"
     _, *arguments = shlex.split(emitted("mock", port))
     mock = [sys.executable, "-m", "gateway", *arguments]

@@ -24,7 +24,7 @@ from tests.fair_time import TRIES
 
 MODEL = ("--model", "llama-3.1-70b-fp8", "--gpu", "h200", "--tp", "4", "--kv-tokens", "400000")
 MOST_REQUESTS, AT_ONCE = 400, 6
-LONG, SHORT = 8000, 300  # words
+LONG, SHORT = 8000, 300  # numbers of words in a prompt
 
 
 @contextmanager
@@ -104,8 +104,8 @@ async def test_abandoned_long_prompts_make_no_engine_suspect(tmp_path: Path) -> 
 
 
 async def is_suspect_beside_abandoned_prompts(folder: Path) -> bool:
-    # Every fourth request is a long prompt, whose client leaves long before the engine ends the
-    # step. The streams of that engine pause until then, and so does the prompt that comes next.
+    # Every fourth request is a long prompt whose client leaves long before the engine ends the
+    # step. Until the step ends, the streams of that engine pause and its next prompt waits.
     with pool(folder, "retries: {hedge: 0}\n") as (running, _):
         async with client(running) as http:
             streams = [asyncio.create_task(ask(http, number, 20, 4000)) for number in range(4)]

@@ -52,7 +52,7 @@ async def test_mixed_requests_get_the_text_of_one_group_alone(dialect: str) -> N
         assert fleet.metric("penstock_split_legs_total", outcome="broke") == 0
         for stage in ("queue", "prefill", "transfer", "first_token"):
             assert fleet.metric("penstock_split_stage_seconds_count", stage=stage) > REQUESTS / 4
-        if dialect != "sglang":  # its decode servers serve no request alone
+        if dialect != "sglang":  # SGLang's decode servers serve no request alone
             assert (
                 fleet.metric("penstock_split_decisions_total", decision="whole", reason="short")
                 > REQUESTS / 16

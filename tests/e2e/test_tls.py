@@ -280,7 +280,7 @@ def test_new_connections_use_a_new_certificate_and_open_streams_continue(setup: 
 
     threads = [threading.Thread(target=load) for _ in range(3)]
     with sdk_client(setup) as client:
-        client.models.list()  # this connection stays open
+        client.models.list()  # opens a connection, which stays open
         for thread in threads:
             thread.start()
         try:

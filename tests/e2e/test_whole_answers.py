@@ -239,7 +239,8 @@ def test_cut_answers_alone_are_a_502_in_the_api_s_own_shape(
 def test_an_engine_that_computes_one_request_at_a_time_is_not_taken_for_stalled(
     tmp_path: Path,
 ) -> None:
-    # Its kind is not declared: it counts as vLLM. The gateway's test tokens wait in its queue.
+    # The slow engine's kind is not declared, so it counts as vLLM. The gateway's requests for a
+    # test token wait in its queue.
     patience = "health: {progress: 300ms, timeout: 300ms}\n"
     with (
         whole_engine(wait_s=1.5, is_serial=True) as slow,

@@ -286,7 +286,7 @@ def test_new_workers_keep_the_version_number_when_the_state_folder_has_only_an_o
                 == 200
             )
         wait_until(lambda: len(list(state.glob("v*.json"))) == 3)
-        for number in (2, 3):  # as after a full disk
+        for number in (2, 3):  # records are missing, as after a full disk
             (state / f"v{number:08d}.json").unlink()
         os.kill(running.pid, signal.SIGUSR2)
         wait_until(lambda: "worker processes have been replaced" in running.stderr_text)
@@ -380,7 +380,7 @@ async def test_turns_and_new_blocks_are_counted_over_all_workers(
         for number in range(1, 5):
             for session in range(8):
                 await turn(running.url, session, number)
-            # The next turns come once the supervisor has these.
+            # Wait until the supervisor has counted this turn before the next one is sent.
             wait_until(lambda number=number: open_window(running)["requests"] == 8 * number)  # type: ignore[misc]
         counts = open_window(running)["counts"]
         assert counts["turns"][:3] == [8, 16, 8]

@@ -97,7 +97,7 @@ async def ready(http: aiohttp.ClientSession, port: int) -> None:
 async def traffic(fleet: GatewayFleet, halves: SplitFleet) -> None:
     # Send a few requests of every kind, so that all counters exist from the first scrapes on.
     #
-    # Then send more of the ordinary kind.
+    # Afterwards, send further ordinary requests.
     await cause_every_event(fleet)
     for member in fleet.groups:
         member.faults.apply("")

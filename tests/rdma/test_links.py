@@ -69,7 +69,7 @@ def test_a_window_whose_blocks_change_owner_while_it_is_read_is_stale(ends: Link
     ends.put(1, pieces, 2, 2, lambda: False)
     ends.sink.wait("landed", 1, 0, WindowVerdict.STALE)
     ends.sink.wait("landed", 1, 2, WindowVerdict.STALE)
-    assert not ends.place.bytes[2 * BLOCK :].any()  # the second is not written
+    assert not ends.place.bytes[2 * BLOCK :].any()  # the second window was not written
 
 
 def test_bytes_that_differ_from_what_the_source_read_are_corrupt(

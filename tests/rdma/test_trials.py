@@ -26,7 +26,7 @@ from tests.chaos.kv_trials import FAULTS, Outcome, trial
 
 AT_ONCE, EACH = 4, 17
 LEAST_PACE = 4.0
-HANGS_AT = 30.0  # seconds for a trial, at a pace of 1
+HANGS_AT = 30.0  # seconds after which a trial counts as hanging, at a pace of 1
 # No trial of a batch begins after this time. A busy machine runs fewer.
 ENOUGH_S = 400.0
 BATCH = AT_ONCE * EACH
@@ -75,7 +75,7 @@ def run_seeds(seeds: range, pace: float, transport: str = "rdma") -> list[Outcom
 def measured_pace(pool: ThreadPoolExecutor) -> float:
     # Return a pace at which a transfer without faults takes half of its shortest time limit.
     #
-    # It is measured with as many concurrent trials as there will be.
+    # The pace is measured while as many trials run as in the test.
     calms = list(pool.map(lambda _: run_process(calm), range(AT_ONCE)))
     assert all(len(messages) == 1 for messages, _ in calms), (
         f"nothing lands even where nothing breaks: {calms}"

@@ -17,7 +17,7 @@ from tests.real.tap import Tap, tap
 
 
 def pytest_configure() -> None:
-    # Fixtures of every module end their engines also when this process is terminated.
+    # On SIGTERM, raise an exception, so that the fixtures of all modules end their engines.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 

@@ -124,8 +124,8 @@ class Engine:
     def _cores(self) -> str:
         # Return the CPU cores of this engine as a list for taskset: every second one.
         #
-        # The engines share no core, because one that waits for KV spins and would stop the other
-        # one (seen on two cores, Linux 6.18).
+        # The engines share no core: an engine that waits for KV spins, and would stop the other
+        # engine (seen on two cores, Linux 6.18).
         cores = sorted(os.sched_getaffinity(0))
         return ",".join(map(str, cores[self._place :: 2] or cores))
 

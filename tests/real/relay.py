@@ -27,7 +27,7 @@ class Relay:
             self._close_all()
 
     def mend(self) -> None:
-        # Connections that were silent are closed: what they swallowed is lost.
+        # Close the connections that were silenced, because bytes sent on them are lost.
         was_silent = not self._passing.is_set()
         self._is_cut = False
         if was_silent:

@@ -15,7 +15,7 @@ import msgspec
 
 from tests.real.asking import is_close
 
-# Members that name one answer or say when it was made.
+# Members that differ between equal answers: ids and times.
 IDS = frozenset(
     (
         "id",
@@ -28,7 +28,8 @@ IDS = frozenset(
         "sequence_number",
     )
 )
-# Members with a piece of the answer's text or tokens, of which a stream has as many as it likes.
+# Members with a piece of the answer's text or tokens. Streams of equal answers may be divided into
+# pieces differently.
 PIECES = frozenset(
     (
         "content",
@@ -105,7 +106,7 @@ def unlike(reply: Reply, engine: Reply, names: tuple[str, str]) -> list[str]:
 
 
 def _plain(reply: Reply, model: str) -> Any:
-    # The body of an answer, or the kinds of its events with the text that they bring.
+    # Return the body of an answer; for a stream, the kinds of its events and their joined text.
     if not reply.events:
         return _without_ids(reply.body, model)
     kinds: list[Any] = []
@@ -128,7 +129,7 @@ def _without_ids(value: Any, model: str) -> Any:
 
 
 def _without_pieces(value: Any, pieces: dict[str, Any], where: str) -> Any:
-    # An event without its text and tokens, which are appended to `pieces`.
+    # Return an event without its text and tokens. They are appended to `pieces`.
     if isinstance(value, list):
         return [
             _without_pieces(each, pieces, f"{where}[{place}]") for place, each in enumerate(value)

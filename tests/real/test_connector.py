@@ -158,7 +158,7 @@ async def test_a_client_that_leaves_while_kv_moves_leaves_no_block_behind(
         await asyncio.sleep(delay_s)
         leg.cancel()
         await asyncio.gather(leg, return_exceptions=True)
-    # One that left before D had seen its request frees nothing; that lease ends by itself.
+    # If the client left before D saw the request, D frees no KV, and the lease has to expire.
     for engine in (d, p):
         await engine.idle_within(LEASE_S + 5.0)
 

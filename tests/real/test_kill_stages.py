@@ -96,14 +96,15 @@ async def running(pair: tuple[Engine, Engine]) -> tuple[Engine, Engine]:
 
 
 async def killed(victim: Engine, p: Engine, d: Engine) -> dict[int, Answer]:
-    # Kill the victim while four handoffs are at different stages: one decodes, one has a prefill
-    # that is computed and sent layer by layer, one's prefill waits, one has only reserved blocks.
+    # Kill the victim while four handoffs are at different stages. The first request decodes. The
+    # second one's prefill is being computed and sent layer by layer. The third one's prefill waits.
+    # The fourth one has only reserved blocks.
     card, answers = await card_of(p, d), dict[int, asyncio.Task[Answer]]()
     for seed in SEEDS:
         asked = body(prompt(WORDS, seed=seed), max_tokens=400 if seed == SEEDS[0] else 16)
         answers[seed] = decode(d, asked | {"stream": True}, f"{victim.name}-{seed}", card)
     await d.holds_within(30.0)
-    await asyncio.sleep(1.0)  # so that it has all four
+    await asyncio.sleep(1.0)  # let the victim receive all four requests
     await prefill(p, body(prompt(WORDS, seed=SEEDS[0])), f"{victim.name}-{SEEDS[0]}")
     offset = trace_bytes(p)
     legs = [

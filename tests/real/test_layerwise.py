@@ -79,7 +79,7 @@ async def idle(trio: Trio) -> AsyncIterator[Trio]:
 
 @dataclass(frozen=True)
 class Times:
-    # Of one handoff, in seconds after its last layer was computed.
+    # The times of one handoff, in seconds after its last layer was computed.
 
     first_arrived: float
     all_arrived: float
@@ -118,7 +118,7 @@ async def test_layers_arrive_while_later_ones_are_computed(idle: Trio) -> None:
                 idle.d.url, body(prompt(WORDS, seed=seed), max_tokens=8, cache_salt=f"w{p.name}")
             )
             assert (answer.status, differences(answer, whole)) == (200, [])
-            if turn:  # the first connects the agents
+            if turn:  # the first handoff does not count, because it connects the agents
                 times.setdefault(p.name, []).append(measured)
     overlapped, afterwards = times["LP"], times["LA"]
     ratios = [

@@ -34,7 +34,7 @@ ARCHITECTURES = {
     "gpt-oss-120b": "GptOssForCausalLM",
     "llama-4-scout": "Llama4ForCausalLM",
 }
-KV_HEADS = {"mha": 32, "mqa": 1}  # of Llama 3.1 8B: as many as heads; fewer than ranks
+KV_HEADS = {"mha": 32, "mqa": 1}  # variants of Llama 3.1 8B: as many KV heads as heads; only one
 
 
 def _configs() -> dict[str, dict[str, Any]]:
@@ -71,7 +71,7 @@ def test_weights_blocks_and_tokens_are_those_of_vllm(tmp_path: Path, tp: int) ->
 
 
 def _probed(folder: Path, tp: int, names: list[str]) -> dict[str, dict[str, Any]]:
-    # vLLM's figures by model.
+    # Return the numbers that vLLM computes, by model.
     options = f"--dtype bfloat16 --max-model-len {CONTEXT}"
     done = subprocess.run(
         [

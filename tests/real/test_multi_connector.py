@@ -74,8 +74,8 @@ async def all_answers(url: str, seed: int, **members: object) -> list[Answer]:
     return list(await asyncio.gather(*map(one, range(REQUESTS))))
 
 
-# Other prompts for each dialect: an ExampleConnector that loads ends its engine, if the prefix cache
-# has a part of the prompt (vLLM 0.32).
+# Other prompts for each dialect: an ExampleConnector that loads ends its engine, if the prefix
+# cache has a part of the prompt (vLLM 0.32).
 @pytest.mark.parametrize(("dialect", "seed"), [("penstock", 9000), ("vllm_nixl", 9100)])
 async def test_split_answers_equal_the_aggregated_ones(
     pair: tuple[Engine, Engine], folder: Path, tmp_path: Path, dialect: str, seed: int
@@ -91,7 +91,7 @@ async def test_split_answers_equal_the_aggregated_ones(
         assert (halved.status, halved.error) == (200, "")
         assert differences(halved, whole) == []
         assert halved.finish_reason == whole.finish_reason
-    # The other connectors keep blocks, too: they are free when all connectors have ended.
+    # Other connectors keep blocks as well. A block is free once no connector keeps it any more.
     for engine in pair:
         await engine.idle_within(LEASE_S / 2)
     now = await d.numbers()

@@ -18,7 +18,7 @@ from tests.real.fronts import config, gateway
 from tests.scraped import total
 
 STREAMS, TOKENS = 4, 400
-KILLED_AT = 10 * STREAMS  # events that clients have read by then
+KILLED_AT = 10 * STREAMS  # number of events read by all clients at which the engine is killed
 
 
 def _greedy(seed: int) -> dict[str, Any]:
@@ -44,9 +44,9 @@ async def _killed_under_them(
 async def test_streams_outlive_the_engine_that_began_them_token_for_token(
     engines: tuple[Engine, Engine], again: None, tmp_path: Path
 ) -> None:
-    # If several tokens came with its last piece of text, that text is generated again.
+    # If the last piece of text before the failure had several tokens, that text is generated again.
     #
-    # If it comes out differently, the stream ends with an error event, and its text is right.
+    # If it is then different, the stream ends with an error event, and its text so far is right.
     asked = [_greedy(6000 + number) for number in range(STREAMS)]
     undisturbed = [
         await ask(engines[1].url, each | {"cache_salt": "undisturbed"}) for each in asked
@@ -73,8 +73,8 @@ async def test_streams_outlive_the_engine_that_began_them_token_for_token(
 async def test_streams_of_every_api_outlive_the_engine_that_began_them(
     engines: tuple[Engine, Engine], again: None, tmp_path: Path
 ) -> None:
-    # The gateway has engines answer Messages and Responses as chat completions; undisturbed answers
-    # are those of the engine's own APIs.
+    # Through the gateway, Messages and Responses are answered as chat completions. The undisturbed
+    # answers for comparison come from the engine's own APIs.
     requests = [
         (path, request_of(path, prompt(150, 6100 + n), TOKENS, stream=True))
         for n, path in enumerate((*PATHS, RESPONSES, MESSAGES))

@@ -29,8 +29,8 @@ async def test_a_hundred_split_answers_equal_the_aggregated_ones_and_no_lease_ex
     engines: tuple[Engine, Engine], tmp_path: Path
 ) -> None:
     p, d = engines
-    # A cache salt of its own: the aggregated answers are computed from nothing and leave nothing
-    # behind to be hit.
+    # With this cache salt, the aggregated requests use no cached prompt, and later requests do not
+    # use theirs.
     aggregated = await _all(d.url, cache_salt="aggregated")
     moved, trouble = await transfers(engines), await troubles(engines)
     with gateway(tmp_path, config({"P": (p.url, "prefill"), "D": (d.url, "decode")})) as front:

@@ -22,7 +22,7 @@ from tests.real.asking import prompt
 from tests.real.engines import Engine, transfers, troubles
 from tests.real.fronts import config, gateway
 
-REQUESTS, AT_ONCE = 10, 4  # of each API
+REQUESTS, AT_ONCE = 10, 4  # number of requests of each API, and how many run at once
 TOKENS = 24
 
 
@@ -39,7 +39,8 @@ async def _answers(url: str, requests: list[tuple[str, dict[str, Any]]]) -> list
 async def _assert_equal_split(
     engines: tuple[Engine, Engine], folder: Path, requests: list[tuple[str, dict[str, Any]]]
 ) -> list[ApiAnswer]:
-    # The prefill engine answers whole requests first: the decode engine has no KV of them.
+    # Let the prefill engine answer the whole requests first, so that the decode engine has no KV of
+    # their prompts.
     p, d = engines
     whole = await _answers(p.url, requests)
     moved, trouble = await transfers(engines), await troubles(engines)
@@ -65,14 +66,14 @@ async def test_split_answers_of_every_api_equal_the_engine_s_own(
     ]
     split = await _assert_equal_split(engines, tmp_path, requests)
     assert {answer.endpoint for answer in split} == {"D"}
-    # A prompt ends with the text that a client sent, so equal answers to all would prove nothing.
+    # All answers would be equal if the prompts lacked the clients' texts.
     assert len({answer.text for answer in split}) > len(requests) / 2
 
 
 async def test_a_conversation_of_messages_and_one_of_responses_are_split_turn_by_turn(
     engines: tuple[Engine, Engine], tmp_path: Path
 ) -> None:
-    # Each turn's prompt has the answer before it, which the decode engine has and P has not.
+    # Each prompt contains the previous answer, whose KV the decode engine has and P has not.
     p, d = engines
     with gateway(tmp_path, config({"P": (p.url, "prefill"), "D": (d.url, "decode")})) as front:
         for path, member in ((MESSAGES, "messages"), (RESPONSES, "input"), (CHAT, "messages")):

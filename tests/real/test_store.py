@@ -41,7 +41,7 @@ tenants: [{{name: acme, key: sk-acme}}, {{name: zeta, key: sk-zeta}}]
 health: {{timeout: 5s, progress: 60s, interval: 500ms}}
 scrape: {{timeout: 5s, interval: 500ms}}
 """
-WORDS = 1500  # of the longest prompts
+WORDS = 1500  # number of words of the longest prompts
 ROUNDS = 12
 WAIT_S = 30.0
 
@@ -206,7 +206,8 @@ async def test_a_conversation_finds_the_answer_of_its_last_turn(
     returned = await ask(other.url, second)
     whole = await ask(engine.url, second | {"cache_salt": "whole"})
     assert differences(returned, whole) == []
-    # A tokenizer may split the answer's text in another way than the model did.
+    # The hits may be fewer: the tokenizer may divide the answer's text into other tokens than the
+    # model generated.
     assert await found(other) - before >= full_blocks(answer)
 
 
@@ -301,7 +302,7 @@ async def test_a_killed_store_costs_computations_and_no_error(
     assert await found(engine) == before
     assert (await engine.numbers())["kv_store_lost_calls_total"] > 0
     store.start()
-    await asyncio.sleep(2.0)  # until the engines connect again
+    await asyncio.sleep(2.0)  # let the engines connect again
     for _ in range(20):
         await ask(other.url, body(prompt(20, seed=7599), max_tokens=1))
         await ask(other.url, asked[0])
@@ -327,7 +328,7 @@ async def test_prompts_that_only_the_disk_has_are_answered_as_if_computed(
     for _ in range(restarts):
         await store.saved_to_disk()
         store.kill(signal.SIGTERM)
-        store.start()  # with empty memory
+        store.start()  # the memory of the new process is empty
         await store_in_use(store, other)
         await forget_prompts(other)
         before, found_before = await loaded(other), await found(other)
@@ -340,7 +341,7 @@ async def test_prompts_that_only_the_disk_has_are_answered_as_if_computed(
         assert (counts["corrupt"], counts["failed"]) == (0, 0)
     print(f"{loaded_tokens:.0f} tokens were loaded, {read_blocks:.0f} blocks read from the disk")
     assert read_blocks > 0
-    # A worker notices only by its next load that the store was restarted.
+    # Each restart may cost one failed load, by which the worker notices it.
     failed = (await other.numbers()).get("kv_store_failed_loads_total", 0)
     assert failed - failed_before <= restarts
 

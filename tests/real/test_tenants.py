@@ -72,7 +72,8 @@ def test_only_the_tenant_itself_finds_its_prompts_in_the_engine_s_cache(
 async def _hits(
     engine: Engine, front: GatewayProcess, path: str, body: dict[str, Any]
 ) -> tuple[int, ...]:
-    # The engine's cache hits in tokens: of acme, of zeta with the same prompt, of acme again.
+    # Return the engine's cache hits in tokens: for acme, for zeta with the same prompt, and for
+    # acme once more.
     found = []
     for tenant in ("acme", "zeta", "acme"):
         before = (await engine.numbers())["prefix_cache_hits_total"]
@@ -84,7 +85,7 @@ async def _hits(
 
 
 def _own(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    # The body with a prompt that begins with the path, so that APIs share no prompt.
+    # Return the body with the path at the start of its prompt, so that APIs share no prompt.
     def changed(value: Any) -> Any:
         if isinstance(value, str):
             return f"{path} {value}" if value == LONG else value

@@ -39,7 +39,7 @@ pools:
 health: {{timeout: 60s, progress: 600s, interval: 500ms}}
 scrape: {{timeout: 60s, interval: 500ms}}
 """
-CONTEXT_TOKENS = 65_536  # of the longest recorded prompt
+CONTEXT_TOKENS = 65_536  # context length that the longest recorded prompt needs
 TOKENS = 12
 CALL_TOKENS = 60  # a random model fills calls with spaces, so some are cut off
 PATIENCE_S = 600.0  # a recorded prompt of 85 KB takes minutes on busy cores
@@ -52,7 +52,7 @@ SCHEMA = {
 
 
 def config_of(url: str) -> str:
-    # The pools reach the engine by two names, because a URL belongs to one pool.
+    # The two pools use two host names for the same engine, because a URL belongs to one pool.
     return CONFIG.format(url, url.replace("127.0.0.1", "localhost"))
 
 
@@ -72,7 +72,8 @@ def _served(folder: Path) -> Iterator[GatewayProcess]:
         *("--max-model-len", str(CONTEXT_TOKENS)),
         *("--num-gpu-blocks-override", str(2 * CONTEXT_TOKENS // BLOCK_TOKENS)),
     )
-    # The tiny model was made for shorter prompts; what it says of longer ones is as random.
+    # The tiny model was made for shorter prompts. Its answers are random anyway, so longer prompts
+    # do no harm.
     env = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
     engine = Engine("session", *free_ports(2), 1, None, options=options, env=env)
     engine.start()
@@ -143,7 +144,7 @@ def own_requests(path: str) -> list[dict[str, Any]]:
         for tool in request["tools"]:
             tool["input_schema" if "input_schema" in tool else "parameters"] = SCHEMA
             tool["strict"] = True
-        # vLLM refuses its own answer to a message with a named tool.
+        # vLLM's Messages API rejects the answer that its own engine gives to a named tool.
         if isinstance(request["tool_choice"], dict) and "name" in request["tool_choice"]:
             request["tool_choice"] = {"type": "any"}
     return requests
@@ -164,7 +165,7 @@ def test_an_agent_session_has_equal_texts_calls_counts_and_events(
             parts = [comparable_parts(json.loads(answer)) for answer in (native, translated)]
         assert parts[0] == parts[1]
         calls += sum(part["type"] in ("tool_use", "function_call") for part in parts[0][0])
-    # A whole answer with a call that is cut off has it as text.
+    # An answer that is not streamed contains a tool call that was cut off as text, not as a call.
     assert calls >= 2 or not streams
 
 

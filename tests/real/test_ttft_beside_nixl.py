@@ -76,7 +76,7 @@ async def compare(fronts: dict[str, GatewayProcess]) -> dict[str, list[float]]:
     names = list(fronts)
     for turn in range(ROUNDS + WARM_UP):
         for number, name in enumerate(names[turn % 3 :] + names[: turn % 3]):
-            # Another prompt for each, because two of them share engines.
+            # Each gateway gets a different prompt, because two gateways share engines.
             text = prompt(WORDS, seed=8500 + 3 * turn + number)
             seconds = await first_token_s(fronts[name].url, text)
             if turn >= WARM_UP:

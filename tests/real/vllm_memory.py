@@ -151,7 +151,7 @@ def _specs(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config(layout: KVCacheLayout) -> Any:
-    # What vLLM reads of its configuration to place groups in memory.
+    # Return the part of vLLM's configuration from which it places groups in memory.
     cache = CacheConfig()
     cache.get_resolved_kv_cache_layout = lambda: layout  # type: ignore[method-assign]
     return SimpleNamespace(
@@ -207,7 +207,7 @@ class Caches:
 def main() -> None:
     caches = Caches()
     replies = sys.stdout
-    sys.stdout = sys.stderr  # vLLM logs to it
+    sys.stdout = sys.stderr  # vLLM logs to stdout, which must have only the result
     for line in sys.stdin:
         command = json.loads(line)
         try:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def measure(*options: str) -> dict[str, Any]:
-    # It replaces the clock of its process, so it needs one of its own.
+    # Run the benchmark in a process of its own, because it replaces the clock of its process.
     command = [sys.executable, "-m", "bench.batch_virtual", "--json", *options]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

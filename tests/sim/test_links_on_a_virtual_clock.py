@@ -73,7 +73,7 @@ SLOW_LINK_GB_S = 0.5
 
 
 def bursts(seed: int) -> list[TraceRequest]:
-    # Short prompts in bursts of four, which use the links for three quarters of the time.
+    # Return short prompts in bursts of four, which use the links for three quarters of the time.
     rng, names, now_s, made = Random(seed), count(PRIVATE), 0.0, []
     for number in range(REQUESTS):
         now_s += rng.expovariate(0.2) if number % 4 == 0 else 0.0

@@ -38,8 +38,10 @@ pools:
 
 
 def requests_of(count: int, rate: float) -> list[TraceRequest]:
-    # Prompts begin with one of three texts of 1,024 tokens. The caches do not hold them all, and
-    # requests come faster than they can be served for some time.
+    # Return requests whose prompts begin with one of three texts of 1,024 tokens.
+    #
+    # The caches do not hold all texts, and for some time requests arrive faster than they can be
+    # served.
     rng, at_s = Random(7), 0.0
     requests = []
     for number in range(count):

@@ -26,14 +26,15 @@ from planner.traces.recorded_request import PRIVATE
 from policies import policy_registry
 from policies.admission_registry import build_admission
 
-STREAMS, CAPACITY_PER_S = 150, 7.6  # a quarter of the live ones, as of the groups
+STREAMS, CAPACITY_PER_S = 150, 7.6  # a quarter of the live run's numbers, like the number of groups
 PHASES = (Phase("before", 50.0, 0.5), Phase("spike", 30.0, 2.0), Phase("after", 45.0, 0.5))
 SPIKE = 50.0, 80.0
 
 
 @cache
 def spikes() -> list[ReplayRecord]:
-    # One spike is some 450 requests, of which a share of 0.28 to 0.48 is admitted at once.
+    # Return requests in spikes. A spike has about 450 requests, of which 28 to 48 % are admitted at
+    # once.
     return [record for seed in range(1, 9) for record in replay_spike(seed).records]
 
 

@@ -24,7 +24,7 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def shares() -> dict[str, dict[str, float]]:
-    # It replaces the clock of its process, so it needs one of its own.
+    # Run the benchmark in a process of its own, because it replaces the clock of its process.
     command = [sys.executable, "-m", "bench.clients.recorded_sessions", "--json", "--only", *NAMES]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.stdout, result.stderr

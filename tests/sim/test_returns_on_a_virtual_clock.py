@@ -22,7 +22,7 @@ from policies.admission_registry import build_admission
 SURGE = 60.0, 180.0
 END_S = 660.0
 LONGEST_S = 300.0
-PLACES = 32  # of one group under `cap`
+PLACES = 32  # number of requests that one group runs at once under the admission policy `cap`
 
 SETTINGS = {
     # admission: requests per second at capacity, and the load of the surge

@@ -30,7 +30,7 @@ async def opened(
 ) -> AsyncIterator[Page]:
     # Open the live page and yield it once it has drawn a frame.
     #
-    # Fails the test if the page logs an error or requests anything from another server.
+    # The test fails if the page logs an error or sends a request to another server.
     context = await browser.new_context(
         viewport={"width": width, "height": 900}, color_scheme=scheme
     )

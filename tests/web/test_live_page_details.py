@@ -96,7 +96,7 @@ async def test_broken_groups_come_first_and_every_column_sorts_by_pointer_and_ke
         await expect(names).to_have_text(everyone)
         await page.keyboard.press("Enter")
         await expect(names).to_have_text(everyone[::-1])
-        await page.wait_for_timeout(1200)  # frames come, the order stays
+        await page.wait_for_timeout(1200)  # several frames arrive; the order must not change
         await expect(names).to_have_text(everyone[::-1])
         await page.reload()
         await expect(heading(page, "name")).to_have_attribute("aria-sort", "descending")

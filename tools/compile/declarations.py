@@ -186,8 +186,8 @@ def _c_functions(
 ) -> Iterator[ast.FunctionDef]:
     # Yield the functions that can become C functions.
     #
-    # These are not in `excluded`. They have no special name, no decorator and no keyword-only
-    # arguments, and contain no closures or generators.
+    # A function can become one if it is not in `excluded`, and has no special name, no decorator,
+    # no keyword-only argument, no closure and no generator.
     for function in functions:
         arguments, inside = (
             function.args,

@@ -71,7 +71,7 @@ class Project:
 
     @cached_property
     def _imports(self) -> dict[str, set[str]]:
-        # The modules that each module imports, by module, including imports for types only.
+        # Return the modules that each module imports, including imports for types only.
         imports = {module: set(_all_imports(tree).values()) for module, tree in self.trees.items()}
         return {
             module: self.trees.keys() & {*names, *map(container_of, names)}

@@ -14,9 +14,10 @@ import re
 from pathlib import Path
 
 HEADER = Path(__file__).with_name("attribute_cache.h")
-# Where the text of the header goes: all that it uses has been declared there.
+# Marks the place for the header's text in the generated C file. All names that the header uses are
+# declared above it.
 _PLACE = "/* #### Code section: module_code ### */\n"
-# A site caches one name, so only those with a constant name qualify.
+# Each call site caches one name, so only call sites with a constant name qualify.
 _NAME = r"__pyx_mstate_global->__pyx_n_u_"
 _SITES = (
     (rf"__Pyx_PyObject_GetAttrStr\(([^\n]{{1,200}}?), ({_NAME}\w+)\)", r"GET_ATTRIBUTE(\1, \2)"),

@@ -206,7 +206,7 @@ ALERTS = (
         (
             ('penstock_retry_budget_remaining{instance="g"}', "3x60"),
             ('penstock_open_streams{instance="g"}', "4x60"),
-            # An idle gateway with a floor of 0: the budget is a share of no requests.
+            # An idle gateway with `retries.floor` 0: its budget is 0, a share of no requests.
             ('penstock_retry_budget_remaining{instance="idle"}', "0x60"),
             ('penstock_open_streams{instance="idle"}', "0x60"),
         ),

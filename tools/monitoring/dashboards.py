@@ -88,7 +88,8 @@ BUSIEST = 10
 In a large fleet, lines of all endpoints would be unreadable.
 """
 
-# The ten of the whole time that is shown: topk alone would choose others at every point.
+# The query selects the busiest endpoints of the whole displayed time. A plain topk would select
+# different ones at every point.
 _IN_FLIGHT = "sum by (endpoint) (penstock_inflight)"
 _BUSIEST = f"topk({BUSIEST}, sum by (endpoint) (avg_over_time(penstock_inflight[{RANGE}] @ end())))"
 

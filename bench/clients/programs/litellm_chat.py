@@ -47,7 +47,7 @@ class Chat:
                 messages=self.messages,
                 tools=[{"type": "function", "function": FUNCTION}],
                 stream=True,
-                max_tokens=4096,  # for Anthropic's API it asks for 128,000 where it knows no limit
+                max_tokens=4096,  # without it, LiteLLM requests 128,000 tokens from Anthropic's API
             )
             chunks = []
             async for chunk in stream:

@@ -17,7 +17,7 @@ from agents import (
 )
 from conversations import INSTRUCTIONS, KEY, MODEL, VARIANT, Turn, run
 
-set_tracing_disabled(True)  # traces go to OpenAI
+set_tracing_disabled(True)  # otherwise the SDK would send traces to OpenAI
 set_default_openai_key(KEY)
 if VARIANT == "chat":
     set_default_openai_api("chat_completions")

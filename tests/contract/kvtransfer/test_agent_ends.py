@@ -49,7 +49,7 @@ async def test_a_sink_that_gives_up_before_inviting_ends_the_offer(transport: st
 async def test_a_landing_repeated_before_there_is_a_link_is_served(transport: str) -> None:
     async with groups(transport, SMALL, SMALL) as (source, sink):
         offer = source.agent.offer("r", [0], 16)
-        with sink.agent._lock:  # no link comes up meanwhile
+        with sink.agent._lock:  # while the lock is held, no link can be opened
             first = sink.agent.fetch(source.agent.address, "r", [5], 16, ticket=offer.ticket)
             first.cancel("client left")
             again = sink.agent.fetch(source.agent.address, "r", [6], 16, ticket=offer.ticket)

@@ -48,7 +48,7 @@ def read(slots: SlotFile, slot: int, key: bytes, length: int) -> bytes | None:
 
 
 def descriptor(slots: SlotFile) -> int:
-    # The descriptor that a reader in another process would use.
+    # Return the file descriptor that a reader in another process would use.
     return slots.fd if isinstance(slots, MemorySlots) else slots._fd
 
 
@@ -148,7 +148,7 @@ def test_a_restarted_store_finds_its_blocks_in_the_order_of_their_writes(tmp_pat
     for slot, key in ((4, KEY), (0, OTHER), (2, b"x" * 32)):
         put(first, slot, key, DATA)
     first.void(2)
-    first.write(2, memoryview(DATA))  # and here it is killed
+    first.write(2, memoryview(DATA))  # the process is killed before it commits the block
     first.close()
     again = DiskSlots(tmp_path, GEOMETRY)
     assert list(again.restored()) == [(4, KEY), (0, OTHER)]

@@ -240,7 +240,8 @@ def test_long_windows_of_which_one_is_reused_all_end(pair: Pair) -> None:
     landed = dict(pair.sink_owner.wait("landed", len(windows)))  # type: ignore[arg-type]
     verdicts = [landed[head] for head in heads]
     assert verdicts[:4] + verdicts[5:] == [WindowVerdict.OK] * 5
-    assert verdicts[4] in (WindowVerdict.OK, WindowVerdict.STALE)  # it may have been read before
+    # The fifth window may have been read before it became stale.
+    assert verdicts[4] in (WindowVerdict.OK, WindowVerdict.STALE)
 
 
 @pytest.mark.parametrize("landed", [0, 1, 3])

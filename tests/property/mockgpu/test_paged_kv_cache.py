@@ -45,8 +45,8 @@ class Pool(RuleBasedStateMachine):
 
     @rule(target=holders, keys=st.lists(st.integers(0, 6), max_size=6))
     def admit_at_once(self, keys: list[int]) -> int:
-        # As `admit`, with one call for all blocks. Keys that are cached, or come twice, are left
-        # out.
+        # Do the same as admit() with one call for all blocks, without keys that are cached or occur
+        # twice.
         before, cached = self.pool.free, set(self.pool.cached_keys())
         wanted = keys[: self.pool.free]
         blocks = self.pool.allocate_blocks(len(wanted))

@@ -125,7 +125,7 @@ def test_a_rotation_in_order_gives_the_turn_to_whom_it_is_due(seed: int, size: i
         assert (pick is None) == (not remaining)
         if pick is not None:
             assert turns[id(pick.candidate)] == min(turns.values())
-            if pool.rng.random() < 0.8:  # else the request went away between pick and reservation
+            if pool.rng.random() < 0.8:  # otherwise the request ends before its reservation
                 pool.reserve(pick, query.request, fingerprint)
 
 

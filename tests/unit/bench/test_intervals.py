@@ -11,7 +11,8 @@ from bench.intervals import median_interval
 
 def test_the_interval_of_24_values_leaves_six_values_outside_on_either_side() -> None:
     low, middle, high = median_interval([float(value) for value in range(24, 0, -1)])
-    assert (low, middle, high) == (7.0, 12.5, 18.0)  # ranks 7 and 18, a table of the sign test
+    # A table of the sign test gives ranks 7 and 18.
+    assert (low, middle, high) == (7.0, 12.5, 18.0)
 
 
 @pytest.mark.parametrize("values", [[3.0], [1.0, 2.0], [5.0, 1.0, 3.0, 2.0, 4.0]])

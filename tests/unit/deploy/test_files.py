@@ -309,7 +309,7 @@ PROXY_FILES = ("nginx.conf", "haproxy.cfg", "envoy.yaml")
 
 
 def proxied_paths(name: str) -> re.Pattern[str]:
-    # The paths that a proxy's sample configuration sends to the gateway, as one pattern.
+    # Return a pattern of the paths that a proxy's sample configuration sends to the gateway.
     text = (DEPLOY / "proxies" / name).read_text()
     if name == "nginx.conf":
         return re.compile(re.search(r"location ~ (\S+) \{", text)[1] + ".*")

@@ -31,10 +31,10 @@ BUILT_FROM_PARTS = {
     *("nixl_bytes_transferred", "mooncake_bytes_transferred", "nixl_num_failed_transfers"),
     *("nixl_xfer_time_seconds", "nixl_num_kv_expired_reqs", "status_400"),
 }
-DECISIONS = "docs/decisions/"  # they keep the names of their time
-# One lists old names, the other the names of clients in other languages.
+DECISIONS = "docs/decisions/"  # decision records keep the names of their time
+# upgrading.md lists old names; clients.md lists names of clients in other languages.
 EXEMPT = {"docs/upgrading.md", "docs/clients.md"}
-COUNTER = re.compile(r"^(mock:|vllm:)?\w+_total$")  # its name is built from parts
+COUNTER = re.compile(r"^(mock:|vllm:)?\w+_total$")  # counters' names are built from parts
 
 
 @cache

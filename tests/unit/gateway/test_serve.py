@@ -31,7 +31,7 @@ def test_ids_have_one_length_and_differ_from_their_first_digits_on_in_every_proc
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ids = [exchange.id for _ in range(2) for exchange in new_exchanges(monkeypatch, 50)]
-    assert len(set(ids)) == 100  # the same numbers in two processes
+    assert len(set(ids)) == 100  # although both processes have drawn the same random numbers
     assert {len(request_id) for request_id in ids} == {len("req_") + 32}
     assert len({request_id[:12] for request_id in ids}) == 100
 

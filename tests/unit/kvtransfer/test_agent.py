@@ -454,7 +454,7 @@ async def test_the_event_loop_is_woken_after_the_agents_lock_is_released() -> No
     with lock:
         landing._waiters.add(asyncio.get_running_loop().create_future())
         waker.on_change(landing)
-        waker.close()  # its descriptor may belong to another file from now on
+        waker.close()  # from now on, another file may get the waker's descriptor
 
 
 async def test_a_change_between_the_look_and_the_wait_is_not_missed() -> None:
@@ -501,7 +501,7 @@ async def test_an_agent_that_closes_waits_for_the_last_copy_into_its_blocks(
         landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
         assert await asyncio.to_thread(begun.wait, 20)
         closing = asyncio.create_task(sink.agent.close())
-        await asyncio.wait({closing}, timeout=2.4)  # longer than any thread takes
+        await asyncio.wait({closing}, timeout=2.4)  # longer than any thread takes to end
         assert landing.outcome is None
         go_on.set()
         await asyncio.wait_for(closing, 20)

@@ -14,7 +14,7 @@ BASE, NOISE = 90e6, 20_000.0
 
 
 def result_of(minutes: float, leak_mb_per_hour: float, filling: float = 0.0) -> SoakResult:
-    # The result of a run whose memory leaks, and grows by `filling` bytes while caches fill.
+    # Return the result of a run whose memory leaks, and grows by `filling` bytes while caches fill.
     rng = Random(1)
     rss: list[Point] = []
     for second in range(int(minutes * 60)):

@@ -30,7 +30,7 @@ from tests.command_runner import CommandRunner
 from tests.sim.jumping_loop import JumpingLoop, Stamps
 
 MODEL, H100 = model_named("demo-8b"), gpu_named("h100")
-BLOCK_BYTES = 16 * 512  # of demo-8b at the default scale
+BLOCK_BYTES = 16 * 512  # bytes of a block of demo-8b at the default scale
 TOKENS_8K = 8192
 
 Result = TypeVar("Result")
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 @pytest.fixture
 def path(tmp_path: Path) -> Iterator[Path]:
-    # A store whose disk has ten times the blocks of its memory.
+    # Run a store whose disk has ten times the blocks of its memory, and yield its path.
     options = StoreOptions(
         slot_bytes=BLOCK_BYTES,
         memory_bytes=20 << 20,
@@ -143,8 +143,9 @@ async def answered_and_saved(group: TpGroup, path: Path, made: Choice) -> float:
 
 
 async def with_known_disk(group: TpGroup, path: Path) -> float:
-    # Fill the store, and let prompts return from its disk, so that its speed is known; return the
-    # TTFT of a computed prompt. The prompts a and e are on disk alone then.
+    # Fill the store and fetch prompts from its disk, so that the engine knows the disk's speed.
+    #
+    # Returns the TTFT of a computed prompt. Afterwards the prompts a and e are only on disk.
     computed_s = await answered_and_saved(group, path, choice("a", TOKENS_8K))
     for name in "bcdefghibcd":  # the store's memory holds four of these prompts
         group.scheduler.pool.clear_prefix_cache()
@@ -167,7 +168,7 @@ def test_a_prompt_on_disk_is_fetched_or_computed_whichever_is_faster(
 
     computed_s, returned_s, cached = run(main)
     bytes_moved = (TOKENS_8K - 16) * MODEL.kv_token_bytes
-    last_step_s = 0.0233  # of the tokens that are always computed
+    last_step_s = 0.0233  # seconds to compute the tokens that are never fetched
     fetched_s = bytes_moved / (disk_gbps * 1e9 / 8) + bytes_moved / 25e9 + last_step_s
     print(
         f"{disk_gbps} Gb/s: TTFT of 8,192 tokens {computed_s:.4f} s computed, {fetched_s:.4f} s "
@@ -185,7 +186,7 @@ def test_a_slow_disk_is_used_while_the_engine_computes_other_prompts(path: Path)
         before = group.kv_store.disk_tokens
         loop = asyncio.get_running_loop()
         others = [choice(f"other {i}", TOKENS_8K - 1024) for i in range(3)]
-        made, stamps = choice("e", TOKENS_8K), Stamps(loop)  # on disk alone
+        made, stamps = choice("e", TOKENS_8K), Stamps(loop)  # the prompt is only on disk
         group.scheduler.pool.clear_prefix_cache()
         for job in (*(other.job for other in others), made.job):
             group.submit(job, stamps if job is made.job else Stamps(loop), "length")

@@ -130,13 +130,13 @@ def test_an_idle_rank_takes_a_request_at_the_end_of_the_joint_step() -> None:
         loop = asyncio.get_running_loop()
         ranks = ranks_of(SPEC, loop)
         first, second = Stamps(loop), Stamps(loop)
-        ranks[0].submit(Job(16_000, 1), first, "length")  # two steps
+        ranks[0].submit(Job(16_000, 1), first, "length")  # this prompt takes two steps
         loop.call_later(0.05, ranks[1].submit, Job(16, 1), second, "length")
         await asyncio.sleep(60.0)
         return first.tokens_s[0], second.tokens_s[0]
 
     first_s, second_s = run(main())
-    assert second_s == first_s  # it waits for the first step and ends with the second
+    assert second_s == first_s  # the second job waits for the first step, and ends with the next
 
 
 class Failures(Stamps):
@@ -223,7 +223,8 @@ def test_slowness_of_one_rank_slows_all() -> None:
 def test_the_engine_gives_a_request_to_the_rank_with_the_fewest_waiting_and_running() -> None:
     balancer = RankBalancer(3)
     counts = [(0, 5), (1, 0), (0, 4)]
-    # Between two statistics each request sent counts as four running ones.
+    # Until the next statistics of the ranks, each request that was sent counts as four running
+    # ones.
     assert [balancer.pick(0.0, lambda: counts) for _ in range(3)] == [1, 2, 0]
     counts[0] = (0, 0)
     assert balancer.pick(0.05, lambda: counts) in (1, 2), "statistics are 100 ms old"

@@ -47,7 +47,7 @@ def test_short_answers_show_the_slots_too_although_some_prompts_are_in_a_step() 
 
 
 def test_prompts_that_have_just_been_sent_may_wait_for_the_end_of_a_step() -> None:
-    # One waits at both scrapes, as at any busy engine, but not the same one.
+    # At each scrape one prompt waits, as at any busy engine, but never the same one.
     load = busy(decoding=64, in_step=0, waiting=0)
     for at_s in (102.0, 103.0, 104.0):
         sent = load_ledger.reserve(load, ask(80).request, 0, at_s - 0.01)

@@ -70,7 +70,7 @@ class Shape:
 
 
 def _axes(memory: CacheMemory) -> str:
-    # `p` is the axis of keys and values.
+    # Return the axes of the memory in order, one letter each; p is the axis of keys and values.
     if memory.content == "tokens":
         return memory.order.replace("c", "p")
     if memory.content == "heads":

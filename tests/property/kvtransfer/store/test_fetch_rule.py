@@ -90,9 +90,10 @@ def test_no_other_number_of_blocks_has_a_smaller_expected_time(
 
 
 def simulated(seed: int, noise: float, change: bool) -> tuple[float, float, float, float]:
-    # Let 300 prompts return; return the sums of their TTFT: as chosen, all computed, all fetched,
-    # and the best number of blocks for each. The first 20 are not counted, nor are the 20 after a
-    # change of the disk.
+    # Simulate 300 stored prompts that are requested again, and return four sums of their TTFT: with
+    # the rule's choices, with all blocks computed, with all fetched, and with the best choices.
+    #
+    # The first 20 prompts are not counted, nor are the 20 after a change of the disk.
     random = Random(seed)
     world, rule = World(random), FetchRule(BLOCK_TOKENS, STEP_TOKENS)
     now, sums, uncounted = 0.0, [0.0] * 4, 20

@@ -40,7 +40,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.leased: dict[int, tuple[int, float, list[tuple[int, Key]]]] = {}
 
     def begin(self, slot: int, tier: dict[int, Key | None]) -> None:
-        # What a store does first with a slot. Its bytes mean nothing from now on.
+        # Do what a store does before it writes to a slot: from now on the slot's bytes are invalid.
         tier[slot] = None
 
     @rule(key=keys)
@@ -101,7 +101,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.now += seconds
 
     def forget_expired(self) -> None:
-        # A lease that has expired promises nothing.
+        # Drop expired leases: their blocks may be evicted.
         self.leased = {n: lease for n, lease in self.leased.items() if lease[1] > self.now}
 
     @rule(used=runs)

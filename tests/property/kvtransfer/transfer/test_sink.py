@@ -98,9 +98,8 @@ class World:
                 case SendInvite(link, invite, written):
                     assert link not in self.left
                     assert invite.transfer not in self.invited
-                    wish = self.wishes[
-                        invite.transfer
-                    ]  # its other blocks are cached, possibly shared
+                    # The other blocks of the request are cached, and possibly shared.
+                    wish = self.wishes[invite.transfer]
                     spans = range(0, wish.tokens, LAYOUT.block_tokens)
                     assert list(written) == [
                         block
@@ -266,7 +265,7 @@ class World:
         return None
 
     def settle_together(self, transfer: int) -> None:
-        # The windows of one transfer arrive intact in a batch, and cost one message at most.
+        # Let the windows of one transfer arrive intact in a batch, which costs one message at most.
         link = self.begun[0][0]
         heads = [head for where, head in self.begun if where is link and head.transfer == transfer]
         self.begun = [begun for begun in self.begun if begun[1] not in heads]

@@ -58,7 +58,7 @@ class Pool:
     def __init__(self, jobs: list[Job], reserve: int, idle: Callable[[float], int]) -> None:
         self._jobs, self._reserve, self._idle = jobs, reserve, idle
         self._waiting = [list(job.requests_s) for job in jobs]
-        self._running: list[tuple[int, float]] = []  # batch and seconds left
+        self._running: list[tuple[int, float]] = []  # (batch, seconds left) of each running request
         self._planner = WindowPlanner()
 
     def demands(self, now: float) -> list[WindowDemand]:
@@ -75,7 +75,7 @@ class Pool:
         while demands := self.demands(now):
             plan = self._planner.plan(demands, self._reserve, 0.0)
             plans.append((plan, demands))
-            # What runs goes on until it ends, as a place that is taken back costs work.
+            # Running requests continue to their end, because interrupting one would cost work.
             places = max(self._idle(now), plan.places)
             self._start(places - len(self._running), plan)
             self._advance()
@@ -154,7 +154,7 @@ def test_no_place_is_taken_before_the_last_moment(
     was_taken = False
     for plan, demands in Pool(batches, reserve, cycle(idle)).run().plans:
         if plan.places and not was_taken:
-            # Some end of a window could not be kept any more by the reserve that starts later.
+            # If the reserve started later, at least one completion window could not be kept.
             ordered = sorted(demands, key=lambda demand: demand.left_s)
             work_s = longest_s = 0.0
             found = []

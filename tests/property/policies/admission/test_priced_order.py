@@ -85,7 +85,7 @@ def test_requests_that_look_equal_have_one_return_each(works_s: list[float]) -> 
         back_s = calendar.schedule(short, work_s, 2.0, 0.0, replace(ask(now=0.0), rng=rng))
         assert back_s is not None
         moments.append(back_s)
-    # a prompt that is too short to be recognised is never refused for coming early
+    # A prompt that is too short to be recognised is never refused for coming early.
     assert calendar.seconds_early(short, 0.0) is None
     for moment in moments:
         assert calendar.is_due(short, moment)
@@ -134,12 +134,12 @@ def test_a_faster_pool_promises_earlier_times_and_keeps_the_old_ones() -> None:
         assert seconds is not None
         return seconds
 
-    # 0.45 x 2 retries per second for 200 s
+    # At 0.45 x 2 retries per second, 180 retries take 200 s.
     slow = [back_s(number, 2.0) for number in range(180)]
     assert slow[-1] == pytest.approx(200.0, abs=2.0)
     fast = [back_s(number, 4.0) for number in range(180, 360)]
     assert fast[0] <= 2.0
-    # the second half of the faster pool's capacity lasts as long as the first
+    # The second half of the faster pool's capacity lasts as long as the first half.
     assert fast[-1] == pytest.approx(200.0, abs=2.0)
     assert schedule.is_due((179, 1), slow[-1])
     assert back_s(360, 4.0) == pytest.approx(200.0, abs=2.0)
@@ -154,7 +154,7 @@ def test_a_pool_that_becomes_slower_promises_nothing_before_the_times_given() ->
         schedule.schedule((number, 1), 1.0, 1.0, 0.0, ask(now=0.0)) for number in range(90, 99)
     ]
     assert all(back_s is not None and 100.0 <= back_s <= 120.0 for back_s in seconds)
-    # faster again: nothing of the first hundred seconds is free
+    # The pool is fast again, but the capacity of the first hundred seconds is taken.
     again_s = schedule.schedule((99, 1), 1.0, 2.0, 0.0, ask(now=0.0))
     assert again_s is not None
     assert 100.0 <= again_s <= 103.0

@@ -50,5 +50,5 @@ def test_demand_of_few_requests_is_discounted(
     ratio = few.demand(0.0, 1.0) / few.demand(0.0, 0.0)
     few.tick(0.0)
     few.tick(5.0)
-    # both decay equally
+    # The demand decays equally with and without doubt.
     assert isclose(few.demand(0.0, 1.0), ratio * few.demand(0.0, 0.0), rel_tol=1e-6, abs_tol=1e-9)

@@ -72,7 +72,8 @@ def test_every_switch_is_justified_and_there_are_at_most_three_in_an_hour(
 def test_loads_that_alternate_faster_than_comparisons_cause_no_switch(
     period: int, error: float, gain: float
 ) -> None:
-    # In turn, one policy and then the other is better, by less than what is enough at once.
+    # Policies a and b are better alternately, by less than the gain that one comparison needs for a
+    # switch.
     decider, incumbent = PolicyDecider(), "a"
     gain = min(gain, 2 * (error + LEAST_GAIN) * 0.99)
     for step in range(48):

@@ -58,7 +58,7 @@ async def test_a_connection_without_a_request_yet_is_answered_and_then_closed() 
 
 async def test_a_connection_that_sends_nothing_is_closed_when_the_patience_ends() -> None:
     async with connected() as (server, reader, _):
-        # aiohttp gives an idle connection as long as one whose response runs.
+        # aiohttp waits for an idle connection as long as for one with a running response.
         await end_connections(server, 0.0, 0.01)
         assert await asyncio.wait_for(reader.read(), FOREVER) == b""
         assert not server.connections

@@ -46,7 +46,8 @@ def test_find_before_returns_the_newest_sample_that_is_old_enough() -> None:
 
 
 def sketches(rng: Random, requests: int, before: MetricSample) -> MetricSample:
-    # The sample a second later, after `requests` more requests to random ones of three endpoints.
+    # Return the sample one second after `before`, in which `requests` further requests went to
+    # randomly chosen ones of three endpoints.
     ttft = {name: dict(counts) for name, counts in before.ttft.items()}
     for _ in range(requests):
         counts = ttft.setdefault(rng.choice("abc"), {})
@@ -82,7 +83,7 @@ def test_growth_since_a_sample_of_another_history_is_empty() -> None:
 
 
 def test_a_minute_of_full_sketches_takes_little_more_memory_than_the_newest() -> None:
-    # Every bucket of eight endpoints has been counted, which takes weeks.
+    # In these sketches every bucket has counts. With real traffic, that takes weeks.
     names, history = [str(number) for number in range(8)], SampleHistory()
     whole = {name: dict.fromkeys(range(1268), 1000) for name in names}
     tracemalloc.start()

@@ -13,7 +13,7 @@ def test_work_left_is_that_of_all_requests_without_the_part_that_was_done() -> N
     times.add_result(1, 20.0 - TICK_S)
     times.add_attempt(2, 4.0, is_kept=True)
     times.add_attempt(3, 9.0, is_kept=False)
-    # Five of 15 s; 4 s of the third were done, and 6 s of the fifth.
+    # Five requests need 15 s each; of the third, 4 s are done, and of the fifth, 6 s.
     assert times.estimate(5, {4: 6.0}, None) == (65.0, 20.0)
 
 

@@ -281,7 +281,7 @@ def test_what_killed_processes_left_behind_is_deleted_in_time(server: S3Server) 
         bucket.write(key, b"x")
     upload = store.start_upload("acme", QUOTA)
     upload.write(b"x" * 6 * MIB)
-    # The server says of all parts that they were begun in 2010.
+    # The test server reports 2010 as the start of every upload in parts.
     bucket.abort_parts(1.0)
     assert len(parts_in_progress(store)) == 1
     store.delete_expired(now, 10.0)

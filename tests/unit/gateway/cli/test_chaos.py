@@ -42,7 +42,7 @@ async def broken() -> AsyncIterator[Broken]:
         fleet = await stack.enter_async_context(gateway_fleet(2))
         port = await stack.enter_async_context(run_chaos_server(fleet.groups, 0))
         checker: Any = fleet.app._health_checker
-        # A rebuild for a changed list would give the endpoints their own names back.
+        # Prevent rebuilds for changed model lists: they would undo the new names of the endpoints.
         checker._model_lists._report = lambda: None
         for name, live in zip("ab", fleet.app.gateway.endpoints.all(), strict=True):
             spec = live.spec.model_copy(

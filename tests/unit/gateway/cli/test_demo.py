@@ -174,7 +174,7 @@ def test_two_demos_started_together_use_different_ports(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as terminals:
         running = [terminals.submit(engines, folder) for folder in folders]
-    # The first error is that of the demo that failed, not that of the one that waited for it.
+    # A demo that waits for a failed one raises BrokenBarrierError, which is not the cause.
     for failure in (one.exception() for one in running):
         if failure and not isinstance(failure, threading.BrokenBarrierError):
             raise failure
@@ -206,7 +206,8 @@ def test_a_demo_with_an_unknown_policy_does_not_start(tmp_path: Path) -> None:
 
 
 def test_a_second_demo_in_the_same_folder_does_not_start(tmp_path: Path) -> None:
-    # Its configuration would make the first demo's gateway use engines that are not its own.
+    # A second demo would overwrite the configuration, so that the first demo's gateway would use
+    # the second one's engines.
     with demo(tmp_path, "--groups", "1") as (_, _, _port):
         before = (tmp_path / "penstock-demo" / "gateway.yaml").read_bytes()
         done = failing_demo(tmp_path, "--groups", "1")

@@ -80,7 +80,8 @@ async def test_the_decode_request_is_sent_without_waiting_for_the_prefill() -> N
     async with sglang([never_answers], [decodes]) as f:
         reply = await f.ask(stream=True)
         assert reply.text == WHOLE
-        await within(1, f.prefill[0].requests[0].closed.wait())  # its answer is not needed any more
+        # The prefill engine's answer is not needed any more.
+        await within(1, f.prefill[0].requests[0].closed.wait())
         await f.at_rest()
 
 
@@ -271,7 +272,7 @@ async def test_a_decoder_frees_kv_only_if_the_prefill_request_was_sent(
     ):
         assert (await f.ask()).text == WHOLE
         for live in f.app.gateway.endpoints.all():
-            live.upstream.close()  # both requests have to connect
+            live.upstream.close()  # so that both legs have to open a connection
         engines = f.decode if sent else [*f.prefill, *f.decode]
         connecting = Connecting(f, monkeypatch, *engines)
 
@@ -428,7 +429,7 @@ async def test_the_first_push_is_sequential_and_the_next_are_not() -> None:
             "pp_size": 1,
             "remote_request_id": first.headers["x-request-id"],
         }
-        assert (await f.ask()).text == WHOLE  # its prefill never answers
+        assert (await f.ask()).text == WHOLE  # although the prefill engine never answers
         second = f.decode[0].requests[1]
         assert second.json["kv_transfer_params"] == params | {
             "remote_request_id": second.headers["x-request-id"]

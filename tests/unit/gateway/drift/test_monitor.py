@@ -48,7 +48,8 @@ class Traffic:
             yield heapq.heappop(waiting)[2]
 
     def _session(self, begin_s: float) -> Iterator[ShapeRecord]:
-        # A session keeps its kind; its prompt grows, and its first blocks stay the same.
+        # Simulate a session whose kind stays the same, and whose prompts grow and share their first
+        # blocks.
         rng, is_agent = self._rng, self._kind(begin_s) == "agents"
         self._sessions += 1
         turns = 1 + int(rng.expovariate(1 / 12 if is_agent else 1 / 3))

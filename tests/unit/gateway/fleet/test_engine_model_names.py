@@ -309,7 +309,7 @@ async def test_an_engine_that_lost_an_adapter_costs_no_client_an_error() -> None
         asked = first.asked.count(ADAPTER)
         for _ in range(4):
             assert await gateway.ask(ADAPTER) == (200, ADAPTER)
-        assert first.asked.count(ADAPTER) == asked  # its list was read again
+        assert first.asked.count(ADAPTER) == asked  # the new list does not have the adapter
         assert all(live.load.is_available for live in gateway.app.gateway.endpoints.all())
         second.models = (BASE,)
         status, message = await gateway.ask(ADAPTER)
@@ -334,7 +334,8 @@ async def test_without_configured_models_requests_use_the_listed_names() -> None
 
 
 async def test_a_full_endpoint_takes_a_request_that_no_other_one_lists() -> None:
-    # Permits are per pool. The request would otherwise be refused although one is free.
+    # Permits are per pool. One is free, so the request must not be refused although the only
+    # endpoint with its model is full.
     first, second = engines = [Engine(BASE, ADAPTER), Engine(BASE)]
     async with running(engines, models(BASE, ADAPTER), {"max_concurrency": 1}) as gateway:
         first.is_held = True

@@ -21,7 +21,7 @@ async def test_a_returning_endpoint_starts_with_a_low_cap_that_grows(tmp_path: P
         live, other = table.all()
         table.on_event(live, HealthEvent.CONNECT_FAILED)
         assert (live.load.is_available, live.load.soft_cap) == (False, NO_SOFT_CAP)
-        live.health = msgspec.structs.replace(live.health, until=0.0)  # its back-off is over
+        live.health = msgspec.structs.replace(live.health, until=0.0)  # end the back-off
         table.on_event(live, HealthEvent.PROBE_OK)
         assert (live.load.is_available, live.load.soft_cap) == (True, 3)
         began = monotonic()

@@ -26,7 +26,7 @@ from tests.unit.gateway.protocol.translate import chats
 
 REQUEST = b'{"model":"m","input":"hi"}'
 TEXT = "x" * 300_000
-MOST_WRITTEN = 3 * SLICE  # in one iteration: a step may exceed SLICE by one piece
+MOST_WRITTEN = 3 * SLICE  # bytes per iteration: a step may exceed SLICE by one piece
 
 
 class SlicedStream:
@@ -86,7 +86,7 @@ async def test_the_chunks_that_an_engine_sent_before_a_long_read_come_first() ->
     for _ in range(WRITES_PER_TURN):
         FakeConnection(queue).receive(b".")
     connection.data_received(b"first")
-    assert not client.text.endswith(b"first")  # it is deferred
+    assert not client.text.endswith(b"first")  # the chunk is deferred
     connection.data_received(LONG)
     connection.data_received(b"last")
     await turns()

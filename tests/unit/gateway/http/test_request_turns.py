@@ -204,7 +204,8 @@ async def test_the_deadline_of_a_head_does_not_begin_anew_after_its_turn() -> No
         transport.protocol.data_received(request())
     slow.protocol.data_received(b": test\r\nContent-Length: 2\r\n\r\n")
     assert connection.phase_since == since
-    assert not connection.sweep(since + 1000.0)  # it waits for the gateway, not for the client
+    # The connection waits for the gateway and not for the client, so it does not time out.
+    assert not connection.sweep(since + 1000.0)
     await turns()
     assert not slow.text
     slow.protocol.data_received(b"{}")

@@ -60,7 +60,7 @@ def test_a_full_socket_takes_a_part_or_nothing_without_waiting(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     near, _ = pair
-    near.setblocking(True)  # it does not wait for this socket either
+    near.setblocking(True)  # send_now() must not block on such a socket either
     assert 0 < send_now(near.fileno(), b"x" * (16 << 20)) < 16 << 20
     fill(near)
     assert send_now(near.fileno(), b"x") == 0

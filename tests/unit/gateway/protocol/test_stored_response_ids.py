@@ -44,7 +44,7 @@ def test_invented_and_altered_ids_find_nothing(text: str, data: st.DataObject) -
     assert IDS.find("resp_" + text, "acme", ENDPOINTS) is None
     response_id = IDS.new("acme", ENDPOINTS[0], "m")
     index = data.draw(st.integers(5, len(response_id) - 1))
-    # The id is random, so it must not decide what is drawn.
+    # The id is random, so draw an index instead of a character: drawing must not depend on the id.
     others = [char for char in "AZaz09_-" if char != response_id[index]]
     other = others[data.draw(st.integers(0, 6))]
     assert (
@@ -137,7 +137,7 @@ def test_ids_under_the_other_key_of_the_gateways_are_found() -> None:
     assert shared_by_gateways(new, old).find(response_id, "acme", ENDPOINTS) == found
     assert shared_by_gateways(new, old).find(response_id, "", ENDPOINTS) is None
     assert shared_by_gateways(new).find(response_id, "acme", ENDPOINTS) is None
-    # before the change, ids of gateways that have changed are found
+    # A gateway that still has the old key finds ids made with the new one.
     newer_id = shared_by_gateways(new, old).new("acme", "engine-c", "m")
     assert shared_by_gateways(old, new).find(newer_id, "acme", ENDPOINTS) == found
 

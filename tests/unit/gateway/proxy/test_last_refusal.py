@@ -24,7 +24,7 @@ from tests.virtual_time import VIRTUAL_TIME
 
 pytestmark = VIRTUAL_TIME
 
-SHORT, LONG = 64, 4096  # tokens of context
+SHORT, LONG = 64, 4096  # context lengths in tokens
 
 
 def whole(engines: Sequence[Script], **options: Any) -> AbstractAsyncContextManager[SplitGateway]:

@@ -54,9 +54,8 @@ def test_a_smaller_model_is_asked_for_less_worth_and_without_a_client_that_retur
     endpoints = stand_in(EndpointTable, SimpleNamespace(build_query=lambda *_: question))
     call = cast(Call, SimpleNamespace(request=question.request, api=CHAT))
     assert pick_tier(endpoints, {"small": small, "big": big}, big, call) is small
-    assert (
-        pick_tier(endpoints, {"small": small, "big": big}, big, call) is None
-    )  # its one place is taken
+    # The only place of the smaller model is taken.
+    assert pick_tier(endpoints, {"small": small, "big": big}, big, call) is None
     slo = replace(question.request.slo, weight=0.6)
     expected = replace(question, request=replace(question.request, slo=slo), can_return=False)
     assert [recording.asks[0], recording.asks[1]] == [expected, expected]

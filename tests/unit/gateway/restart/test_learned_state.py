@@ -60,7 +60,7 @@ def learned(seed: int) -> tuple[PrefixIndex, list[Fingerprint]]:
 def test_a_restored_index_finds_every_prompt_at_its_new_slot(seed: int) -> None:
     index, prompts = learned(seed)
     after = PrefixIndex(CAP_BYTES)
-    transfer_state(index, after, {0: 2, 2: 0})  # slot 1 is gone
+    transfer_state(index, after, {0: 2, 2: 0})  # the endpoint in slot 1 was removed
     for item in prompts:
         before_held, after_held = index.match(item, 640), after.match(item, 640)
         assert (after_held[2], after_held[0]) == (before_held[0], before_held[2])

@@ -88,7 +88,7 @@ async def test_lines_stay_in_order_over_blocks_and_one_bad_line_loses_no_other(
     for name in names:
         line = msgspec.structs.replace(LINE, id=name)
         if name == "req_40":
-            line.tenant = "\ud800"  # no text that can be encoded
+            line.tenant = "\ud800"  # a text that cannot be encoded as UTF-8
         log.write(line)
     await log.close()
     lines = [msgspec.json.decode(line, type=AccessLine) for line in file.read_bytes().splitlines()]

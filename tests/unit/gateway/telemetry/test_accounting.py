@@ -21,7 +21,7 @@ async def test_requests_are_accounted_at_the_end_of_the_turn_and_an_error_loses_
     traces = SpanExporter(metrics, Random(1), {})
     accounts = Accounting(metrics, log, traces, loop.call_soon, b"secret")
     broken, refused = exchange(1), exchange(2)
-    broken.relay = answered(0.5, 0.5, 1)  # its pick has no prediction
+    broken.relay = answered(0.5, 0.5, 1)  # accounting fails, because the request has no prediction
     refused.status, refused.outcome, refused.reason = 503, "refused", "no_capacity"
     accounts.add_ended(broken)
     accounts.add_ended(refused)

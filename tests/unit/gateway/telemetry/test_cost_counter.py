@@ -50,7 +50,7 @@ def test_tenants_pay_for_their_requests_and_the_sum_is_the_price() -> None:
     for entry in entries:
         entry.on_first_token(0.0)
     usd, idle = swept(engine, PRICES)
-    # One prompt of weight 1, and four answers that share a step.
+    # One prompt with weight 1 costs as much as four answers, which share their steps.
     by_tenant = {key[2]: value for key, value in usd.items()}
     assert by_tenant == {"a": pytest.approx(5.0), "b": pytest.approx(5.0)}
     assert idle == 0.0

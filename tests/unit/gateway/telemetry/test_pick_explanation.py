@@ -44,7 +44,7 @@ def test_the_runner_up_is_the_next_best_by_complete_prices() -> None:
     policy, members = PricedPolicy().build(), [candidate(slot) for slot in range(4)]
     for slot, queue_s in ((1, 1.5), (2, 1.6), (3, 2.5)):
         members[slot].load.prefill_done_at = queue_s
-    members[1].load.decode_s_per_token *= 8.0  # its price is not completed at the pick
+    members[1].load.decode_s_per_token *= 8.0  # so expensive that its price is not computed fully
     x, ring = exchange(stream=True), RecentExchanges(1)
     assert x.call is not None
     x.first_query = RoutingQuery(x.call.request, 0.0, Random(1), (0, 0, 0, 0))

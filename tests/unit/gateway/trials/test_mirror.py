@@ -78,7 +78,7 @@ async def test_equal_engines_are_compared_and_no_worse(
         assert measures["equal answers"]["candidate"] == 1.0
         assert measures["divergence (KL)"]["floor"] == 0.0
         assert row["tokens"] > 0
-        # Copies are no requests of clients: not in metrics, list or loads.
+        # Copies do not count as clients' requests: neither in metrics, in the list, nor in loads.
         _, _, listed = await harness.asked("GET", "/requests")
         assert len(listed["requests"]) == 20
         assert harness.app.gateway.accounts.answered_count == 20

@@ -199,9 +199,8 @@ async def test_a_worker_that_read_a_secret_early_is_replaced_to_keep_version_num
     house = House(tmp_path, OLD)
     house.key.write_text("sk-2")
     sooner = house.workers[number]
-    sooner.digest = load_with_warnings(
-        house.file, {}
-    ).digest  # it has been restarted in the meantime
+    # The worker has been restarted in the meantime.
+    sooner.digest = load_with_warnings(house.file, {}).digest
     await house.configured.reload_changed_files()
     assert sooner.version == 1
     assert (house.lost, house.configured.version) == ([sooner], 2)
@@ -219,9 +218,10 @@ async def test_a_rollback_uses_the_same_file_name_as_the_workers(house: House) -
     await house.configured.put(NEW.encode(), {})
     await house.configured.rollback(1)
     assert house.agree(OLD)
+    # `was_in_force`: the references of the text need not be those in use.
     kept = [
         "/config?dry_run=1&record_rejection=1&was_in_force=1",
         "/config?force=1&was_in_force=1",
-    ]  # its references need not be in force
+    ]
     assert house.workers[0].asked[-2:] == kept
     assert Path(house.configured.running.file).name == PUT_NAME

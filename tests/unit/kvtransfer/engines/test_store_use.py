@@ -47,7 +47,8 @@ class Engine:
     def __init__(
         self, path: Path, layout: KvLayout = LAYOUT, compatibility: str = "llama/v1"
     ) -> None:
-        # A load takes `load_s` by the workers' clock, which this much passes at each look.
+        # load_s  seconds that a load takes by the workers' clock, which advances by as much at each
+        #         reading
         self.layout, self.now, self.load_s = layout, 0.0, 0.0
         self._worker_s = itertools.accumulate(iter(lambda: self.load_s, None))
         self.memory = [bytearray(layout.blocks * layout.rank_block_bytes(0)) for _ in self._ranks]
@@ -78,7 +79,7 @@ class Engine:
             memory[:] = random.bytes(len(memory))
 
     def block(self, rank: int, block: int) -> list[bytes]:
-        # The bytes of a block: one piece per layer in the order LBHNC.
+        # Return the bytes of a block: one piece per layer, in the order LBHNC.
         size = self.layout.rank_layer_bytes
         layer = size * self.layout.blocks
         return [

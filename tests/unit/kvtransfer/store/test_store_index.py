@@ -18,7 +18,7 @@ def saved(index: StoreIndex) -> None:
     copies = []
     while (copy := index.begin_save()) is not None:
         copies.append(copy)
-    for copy in reversed(copies):  # as a store does
+    for copy in reversed(copies):  # a store ends its saves in this order
         index.end_save(copy, is_complete=True)
 
 

@@ -75,7 +75,7 @@ def got(client: StoreClient, first: int, last: int) -> list[bytes]:
 
 
 def greeted(path: Path, *messages: ToStore) -> socket.socket:
-    # A connection that has sent these messages, to behave badly afterwards.
+    # Return a connection that has sent these messages, for a test of misbehaviour.
     raw = socket.socket(socket.AF_UNIX)
     raw.settimeout(PATIENCE_S)
     raw.connect(str(path / "s"))
@@ -91,7 +91,7 @@ def wait_until_cut(raw: socket.socket) -> None:
 
 
 def until_gone(service: StoreService, clients: int) -> None:
-    # The service removes a client at the end of its thread.
+    # Wait until the server has removed the client, which happens at the end of its thread.
     deadline = time.monotonic() + PATIENCE_S
     while service.clients > clients and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -334,7 +334,7 @@ def test_a_block_that_is_damaged_on_disk_is_a_miss_and_is_stored_again(tmp_path:
     path = tmp_path / "disk" / FILE_NAME
     content = bytearray(path.read_bytes())
     assert geometry is not None
-    # Saved in reverse: the slot of block 7.
+    # The blocks were saved in reverse order, so this finds the slot of block 7.
     slot = next(
         number
         for number in range(30)

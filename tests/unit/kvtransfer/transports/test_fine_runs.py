@@ -31,7 +31,7 @@ from tests.contract.kvtransfer.links import (
 )
 from tests.unit.kvtransfer.transports.stream.test_links import link_of, stranger
 
-__all__ = ["stranger"]  # a fixture
+__all__ = ["stranger"]  # a fixture that this module's tests use by name
 
 CELL = 256
 SLOTS = BLOCKS * BLOCK_BYTES // CELL

@@ -202,7 +202,8 @@ def test_a_message_of_the_peer_ends_the_wait_for_room(ends: Ends) -> None:
 
 @needs_pump
 def test_a_batch_goes_on_while_a_message_of_the_peer_waits(ends: Ends) -> None:
-    # For 50 ms, which pass while a busy machine runs other threads: then it is tried again.
+    # The pump waits up to 50 ms. On a busy machine they may pass while other threads run, so repeat
+    # the call in that case.
     ends.writing.patience_ms = 1000
     ends.far.send(b"credit")
     assert any(_sends_all_windows(ends) for _ in range(20))

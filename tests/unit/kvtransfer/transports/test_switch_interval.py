@@ -16,7 +16,7 @@ USUAL_S, SHORT_S = 0.004, 0.0001
 
 @pytest.fixture
 def interval(monkeypatch: pytest.MonkeyPatch) -> Iterator[SwitchInterval]:
-    # A fresh object, because links of other tests may hold the process's own one.
+    # Return a new object, because links of other tests may use that of the process.
     before = sys.getswitchinterval()
     sys.setswitchinterval(USUAL_S)
     fresh = SwitchInterval()

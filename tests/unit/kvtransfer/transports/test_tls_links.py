@@ -333,7 +333,7 @@ def test_no_byte_of_a_window_or_message_is_seen_on_the_wire(agent: TlsFiles) -> 
         assert sink_owner.wait("landed") == [(window(1, WHOLE), WindowVerdict.OK)]
         source_owner.wait("message")
         assert bytes(sink_region.bytes) == bytes(source_region.bytes)
-        link.close()  # the relay ends with it
+        link.close()  # the relay thread ends when the link is closed
     assert len(received) > SIZE
     assert pattern not in received
     for region in (sink_region, source_region):

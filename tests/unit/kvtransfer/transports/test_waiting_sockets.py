@@ -81,7 +81,7 @@ def test_one_silent_socket_per_period_becomes_a_link_the_oldest_first() -> None:
 def test_a_client_that_sends_one_byte_at_a_time_stays_silent_until_a_preamble_is_whole() -> None:
     with new_sockets() as sockets:
         sockets.connect("192.0.2.1:1")
-        assert sockets.peers(LATER_S) == ["192.0.2.1:1"]  # of this period
+        assert sockets.peers(LATER_S) == ["192.0.2.1:1"]  # only the peer of the current period
         dripping = sockets.connect("192.0.2.1:2")
         for byte in GREETING[:-1]:
             dripping.sendall(bytes([byte]))

@@ -49,7 +49,7 @@ def test_two_full_micro_batches_share_a_pipeline_and_pay_for_filling_it() -> Non
     full = StepWork(16_384, 16_384 * 4096)
     half = StepWork(8192, 8192 * 4096)
     one, two = times(Layout(8)), times(Layout(8, 2))
-    # Of three stage times, two compute both micro-batches and one fills the pipeline.
+    # A step takes three stage times: one to fill the pipeline, and one for each micro-batch.
     assert two.step_s(full) == pytest.approx(1.5 * one.step_s(half), rel=0.01)
 
 

@@ -248,7 +248,7 @@ def test_the_exact_view_believes_what_the_engine_finds() -> None:
 
 
 def test_cached_answers_evict_prompts_that_come_again() -> None:
-    # The prompt fills 6 of 40 blocks, and each answer in between 8 more.
+    # The repeated prompt takes 6 of 40 blocks. Each of the eight answers in between takes 8 more.
     again = [TraceRequest(60.0 * n, 600, 8, tuple(range(6)), block_tokens=100) for n in (0, 9)]
     others = [TraceRequest(60.0 * n, 100, 800, (1000 + n,), block_tokens=100) for n in range(1, 9)]
     kind = msgspec.structs.replace(H100, kv_tokens=4000)

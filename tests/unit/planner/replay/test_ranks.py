@@ -27,7 +27,7 @@ KIND = GroupKind("deepseek-v3", "h200", 1, kv_tokens=100_000, ep=8, ranks=8)
 
 
 def some(count: int, every_s: float, prompt: int = 3000, output: int = 60) -> list[TraceRequest]:
-    # Eight conversations, each with a prompt that every second of its requests repeats.
+    # Return the requests of eight conversations. In each, every second request repeats one prompt.
     return [
         TraceRequest(
             number * every_s,
@@ -67,7 +67,8 @@ def test_each_rank_is_an_endpoint_with_a_part_of_the_memory() -> None:
 @pytest.mark.parametrize("choice", [RankChoice.LEAST, RankChoice.TURNS])
 def test_hidden_ranks_are_one_endpoint_and_lose_repeated_prompts(choice: RankChoice) -> None:
     hidden = msgspec.structs.replace(KIND, rank_choice=choice)
-    # Seven requests between two of a conversation, so that turns do not fall on the same rank.
+    # With seven requests between two of one conversation, taking turns does not always lead to the
+    # same rank.
     requests = [each for place, each in enumerate(some(200, 0.3)) if place % 8 < 7]
     seen, unseen = ran(requests), ran(requests, hidden)
     assert [group.name for group in unseen.groups] == ["tp0"]

@@ -15,7 +15,7 @@ from tests.unit.planner.seeds.answers import ANSWERS, member
 
 ITEMS = seed_items()
 ANSWERED = [item for item in ITEMS if item.status is ItemStatus.ANSWERED]
-# Of later work; MISSING items are listed by the page itself.
+# Items that are planned for later. The page itself lists the MISSING items.
 LATER = {54, 55, 57, 58, 59, 60, 61}
 MODULES = (gateway_answers, sizing_answers)
 DOTTED = ("plans.", "ladder.", "gates.", "against.")

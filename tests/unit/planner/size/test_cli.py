@@ -289,7 +289,7 @@ def test_a_replayed_fleet_refuses_what_its_emitted_wait_queue_does_not_hold() ->
     trace = MODELS.parent / "mooncake_conversation_1500.jsonl.gz"
     arguments = ("llama-3.1-70b", "--in", "12000", "--out", "340", "--context", "32k")
     promises = ("--ttft", "5s", "--tpot", "100ms", "--from", str(trace), "--last", "60s")
-    # The log has about thirty times the rate that this fleet is sized for.
+    # The fleet is sized for a thirtieth of the request rate in the log.
     (own, *_) = plain(*arguments, *promises, "--rate", "0.1")["replayed"]
     assert own["refused"] > 0.5
     assert own["attainment"] + own["refused"] <= 1

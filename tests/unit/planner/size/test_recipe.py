@@ -95,7 +95,8 @@ def test_a_decision_table_follows_from_the_numbers_of_the_workload(
 
 
 def test_a_node_of_8_gpus_holds_two_replicas_of_70b_for_100_ms() -> None:
-    # A published exercise; its "four TP 4 replicas per node" are two.
+    # The source is a published exercise. Its text says "four TP 4 replicas per node", but eight
+    # GPUs hold two.
     work = Workload(2000, 200, 4096, concurrency=8.0, promises=(Promise(tpot_s=0.1),))
     plan = planned("llama-3.1-70b", work, gpus=8, quant="bf16")
     assert 8 // plan.layout.gpus == 2
@@ -161,7 +162,8 @@ def test_an_unreachable_promise_buys_no_gpu() -> None:
 def test_best_effort_goes_to_the_knee() -> None:
     work = Workload(6000, 200, 8192, concurrency=48.0, promises=(Promise(tpot_s=0.0001),))
     plan = planned("llama-3.1-8b", work, quant="bf16", is_best_effort=True)
-    # 8B gains x1.54 and x1.47 up to TP 4, and x1.28 from there to TP 8.
+    # The 8B model is 1.54 and 1.47 times as fast with each doubling up to TP 4, but only 1.28 times
+    # from TP 4 to TP 8.
     assert plan.layout == Layout(4)
     assert plan.shortfalls
 

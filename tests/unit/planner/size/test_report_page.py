@@ -77,7 +77,7 @@ def test_a_rate_and_a_promise_have_the_least_fleet_of_each_shape(page: str) -> N
     rows = re.findall(r'<tr class="(\w*)"><td>([^<]*)</td>(.*?)</tr>', slow)
     good = [(shape, _cells(rest)) for kind, shape, rest in rows if kind == "good"]
     assert [shape.split("-")[-1] for shape, _ in good] == ["FP8, TP 2", "FP8, TP 4"]
-    # 8.7 requests per second on 4 x TP 4 at batch 16 are 2.2 on one.
+    # Four replicas (TP 4, batch 16) serve 8.7 requests per second, so one serves 2.2.
     assert [cells[:4] for _, cells in good] == [
         ["8", "2", "4", "$10.00"],
         ["16", "1", "4", "$10.00"],

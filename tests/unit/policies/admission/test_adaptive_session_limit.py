@@ -104,7 +104,7 @@ def test_an_engine_that_found_less_than_was_believed_has_evicted_it() -> None:
 def test_how_long_until_a_session_may_enter_comes_from_those_that_have_left() -> None:
     inside = full(sessions=20)
     assert inside.seconds_until_room(100, 1000.0, 30.0) is None
-    inside.tick(190.5)  # ten have expired
+    inside.tick(190.5)  # by now, ten sessions have expired
     seconds = inside.seconds_until_room(100, 1000.0, 191.0)
     assert seconds is not None
     assert seconds > 0

@@ -263,7 +263,7 @@ def test_weight_priority_and_a_conversation_under_way_are_worth_more() -> None:
 def test_a_price_refusal_reports_queue_work_and_odds() -> None:
     verdict = shed(admission().decide(asking(), queued(12.0), View()))
     assert verdict.reason == "price"
-    # nothing has ended yet, so it is unknown whether the pool makes progress
+    # No request has ended yet, so it is unknown whether the pool makes progress.
     assert verdict.retry_after_s is None
     assert "12.0 s of prompts are queued for each of 2 endpoints" in verdict.detail
     assert "beyond 4.0 s requests pay a price" in verdict.detail
@@ -298,7 +298,7 @@ def test_a_scheduled_retry_is_admitted_and_an_early_one_gets_the_same_time_again
     for candidate_ in fleet:
         candidate_.load.prefill_done_at += first.retry_after_s
     due = asking(prompt=7, now=NOW + first.retry_after_s)
-    # there is a queue, but its share of the capacity is reserved
+    # Other requests wait, but capacity is reserved for this client's return.
     assert priced.decide(due, fleet, view) == Admit()
     assert priced.decide(asking(prompt=8, now=due.now), fleet, view) != Admit()
 
@@ -309,7 +309,7 @@ def test_no_retry_is_early_after_the_load_has_gone() -> None:
     view = View(drain=measured_rate())
     assert shed(priced.decide(asking(prompt=7), fleet, view)).retry_after_s is not None
     assert not isinstance(priced.decide(asking(prompt=7, now=NOW + 0.2), queued(0.0), view), Shed)
-    # its reservation is used up
+    # The reservation of the request is used up.
     assert shed(priced.decide(asking(prompt=7, now=NOW + 0.3), fleet, view)).reason == "price"
 
 
@@ -367,7 +367,7 @@ def test_requests_wait_while_every_endpoint_is_ahead_of_its_pace() -> None:
 
 
 def test_a_new_session_enters_only_while_all_contexts_fit() -> None:
-    priced, fleet = admission(), queued(0.0)  # 1.2 M tokens of KV
+    priced, fleet = admission(), queued(0.0)  # the fleet holds 1.2 million tokens of KV
     for number in range(8):
         question = asking(100_000, session=f"s{number}")
         assert not isinstance(priced.decide(question, fleet, View()), Shed)
@@ -428,7 +428,7 @@ def test_the_fast_path_is_open_only_while_the_admission_is_calm() -> None:
     assert not priced.is_calm
     priced.on_ended(asking(session="s").request, RequestOutcome(NOW + 1, 0.1, 0.01, 100, 0))
     priced.tick(NOW + 61, idle)
-    assert not priced.is_calm  # it may come back
+    assert not priced.is_calm  # the session may return
     priced.tick(NOW + 400, idle)
     assert priced.is_calm
 

@@ -61,7 +61,7 @@ def test_deciding_without_queueing_takes_no_place_in_the_queue() -> None:
 def test_the_rate_of_a_full_pool_is_scaled_from_the_places_that_were_taken() -> None:
     waiting_room, candidates = room(40)
     assert waiting_room.full_rate(0.0) is None
-    for second in range(600):  # ten requests at a time, one a second
+    for second in range(600):  # ten requests run at a time, and one arrives each second
         while waiting_room.in_flight < 10:
             waiting_room.arrive(question(second, now=second), candidates, second)
         waiting_room.free_place(float(second))
@@ -73,7 +73,7 @@ def test_the_rate_of_a_full_pool_is_scaled_from_the_places_that_were_taken() -> 
 
 def test_the_rate_of_a_full_pool_is_the_one_measured_while_requests_wait() -> None:
     waiting_room, candidates = room(4)
-    for second in range(60):  # all four places taken, two requests a second
+    for second in range(60):  # all four places are taken, and two requests arrive each second
         for number in range(8):
             waiting_room.arrive(question(number, now=second), candidates, 10 * second + number)
         for half in (0.0, 0.5):

@@ -16,8 +16,8 @@ SPAN_S = 0.5
 
 
 def observe(load: EndpointLoad, spans: int, slower: float, waits_s: float, tight: bool) -> None:
-    # Observe spans of one full step each that takes `slower` times as long as it was estimated at
-    # first. A prompt waits up to `waits_s` in two of three.
+    # Let the model observe spans of one full step each. A step takes `slower` times as long as the
+    # first estimate. In two of three spans, a prompt waits up to `waits_s` seconds.
     rng, span = Random(1), load.timeline.span
     now = max(0.0, span.corrected_at) + 1.0
     layers_s = load.belief.shape.step_s
@@ -67,8 +67,8 @@ def test_spans_with_waits_count_less_than_others() -> None:
 
 
 def test_a_speed_learnt_while_requests_arrive_is_in_the_forecast_for_the_next_one() -> None:
-    # Prices divide by the learnt factor, so a forecast with the speed of before makes a slow engine
-    # seem a fast one.
+    # Prices divide by the learnt factor. If the forecast still had the earlier speed, a slow engine
+    # would seem fast.
     load = EndpointLoad(0)
     first = load_ledger.reserve(load, ask(4000).request, 0, 100.0)
     load_ledger.reserve(load, ask(8000).request, 0, 100.1)
@@ -94,7 +94,7 @@ def test_idle_time_before_an_answer_that_comes_early_is_no_work() -> None:
 
 
 def test_a_step_that_tells_more_than_is_known_is_learnt_while_prompts_wait() -> None:
-    # A burst may be over within a second: a slow engine must not look like the others until then.
+    # A burst may last less than a second, so a slow engine must be noticed before the burst ends.
     load = EndpointLoad(0)
     first = load_ledger.reserve(load, ask(4000).request, 0, 0.0)
     load_ledger.reserve(load, ask(4000).request, 0, 0.1)

@@ -16,7 +16,7 @@ PART_S = 2000 * SHAPE.token_s + 2000 * SHAPE.wire_s
 
 
 def queued(prompts: int) -> tuple[EndpointLoad, list[LoadReservation]]:
-    # An engine in a step of one prompt, behind which others of 2,000 tokens wait.
+    # Return an engine that computes one prompt of 2,000 tokens while equal ones wait.
     load = EndpointLoad(0, SpeedBelief(SHAPE))
     first = load_ledger.reserve(load, ask(2000).request, 0, 0.0)
     others = [load_ledger.reserve(load, ask(2000).request, 0, 0.01) for _ in range(prompts)]

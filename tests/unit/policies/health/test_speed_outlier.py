@@ -125,7 +125,8 @@ def test_two_of_four_slow_endpoints_are_both_detected() -> None:
     "kinds", [("h100", "h100", "l40s", "l40s"), ("h100", "h100", "h100", "l40s")]
 )
 def test_endpoints_with_different_declarations_are_no_outliers(kinds: tuple[str, ...]) -> None:
-    # The last one has no other endpoint of its kind, so its ratio to the pool is no fault.
+    # In the second case, the l40s has no peer of its kind, so being slower than the pool is no
+    # fault.
     engines = [Engine(*((6.0, 6.0) if kind == "l40s" else (1.0, 1.0)), kind) for kind in kinds]
     rng = Random(11)
     for now in range(120):
@@ -197,7 +198,8 @@ def test_prompts_in_between_do_not_make_streams_slow() -> None:
 
 @pytest.mark.parametrize("cancelled_s", [0.5, 1.5, 2.5])
 def test_prompts_cancelled_while_they_wait_do_not_make_streams_slow(cancelled_s: float) -> None:
-    # Every fourth second one engine gets a prompt, which is cancelled; its streams pause meanwhile.
+    # Every four seconds one engine gets a prompt that is then cancelled. While the engine computes
+    # it, the engine's streams pause.
     engines = [Engine(), Engine(), Engine()]
     for now in range(40):
         phase = now % 4
@@ -215,8 +217,8 @@ def test_prompts_cancelled_while_they_wait_do_not_make_streams_slow(cancelled_s:
 
 @pytest.mark.parametrize("is_overtaken", [False, True])
 def test_steps_that_go_on_after_their_prompt_has_left_are_no_slowness(is_overtaken: bool) -> None:
-    # Every other second a prompt leaves one engine after 0.1 s. Its step takes 0.5 s; the streams
-    # pause until then, and so does the prompt that is sent next.
+    # Every other second, a prompt at one engine is cancelled after 0.1 s. The engine's step still
+    # takes 0.5 s, for which its streams and the next prompt have to wait.
     engines = [Engine(), Engine(), Engine()]
     for now in range(40):
         for engine in engines:
@@ -236,8 +238,8 @@ def test_steps_that_go_on_after_their_prompt_has_left_are_no_slowness(is_overtak
 
 
 def test_streams_are_no_sample_while_a_step_of_unknown_begin_may_run() -> None:
-    # The second prompt waits for the abandoned step of the first one. It leaves 0.1 s after its own
-    # step has begun, which takes 0.6 s.
+    # The first prompt is cancelled, and the second one waits for its step to end. The second prompt
+    # is cancelled 0.1 s after the start of its own step, which takes 0.6 s.
     record = SpeedRecord()
     record.record_streams(4, 200, 1.0, 0.0)
     record.on_sent(8000, 0.1)
@@ -265,7 +267,7 @@ def test_a_prompt_that_left_a_shared_step_counts_as_work_of_the_step() -> None:
 
 
 def test_a_step_whose_work_is_unknown_is_no_sample() -> None:
-    # The long prompt came within the time in which it may have been part of the first one's step.
+    # The long prompt arrived so soon that it may have been part of the first prompt's step.
     record = SpeedRecord()
     record.on_sent(500, 0.0)
     record.on_sent(8000, 0.02)
@@ -306,12 +308,13 @@ def test_a_latency_that_every_prompt_has_does_not_hide_slow_prompts() -> None:
         review([engine.member() for engine in engines], now + 1.0, LIMITS)
     assert engines[0].record.verdict is SpeedVerdict.SLOW
     assert engines[0].record.slowness is not None
-    # Seen whole, the times differ by a factor of 2.4 only.
+    # Over all samples, the times differ by a factor of 2.4 only.
     assert engines[0].record.slowness.ratio >= LIMITS.factor
 
 
 def test_short_prompts_of_an_engine_that_is_slow_at_prompts_alone_are_evidence() -> None:
-    # The latency is 43 % of the time of a short prompt. With it, that takes 2.14 times as long.
+    # Of a short prompt's time, 43 % are latency. With the latency included, a short prompt takes
+    # 2.14 times as long at the slow engine.
     engines = [Engine(), Engine(), Engine(), Engine()]
     for now in range(20):
         for number, engine in enumerate(engines):
@@ -328,7 +331,8 @@ def test_short_prompts_of_an_engine_that_is_slow_at_prompts_alone_are_evidence()
 
 
 def sparse_second(engines: list[Engine], rng: Random, now: int, sigma: float, gap_s: int) -> None:
-    # The first engine gets a prompt every `gap_s` seconds, the others four per second.
+    # Simulate one second. The first engine gets a prompt every `gap_s` seconds, the others four per
+    # second.
     for engine in engines:
         for place in range(4 if engine is not engines[0] else not now % gap_s):
             tokens, sent_at = prompts(rng), now + 0.25 * place
@@ -340,7 +344,7 @@ def sparse_second(engines: list[Engine], rng: Random, now: int, sigma: float, ga
 
 
 def test_an_endpoint_with_few_prompts_is_slow_as_soon_as_it_has_enough_samples() -> None:
-    # Reviews count from the first slow prompt on, not only from the fifth, which is enough.
+    # Five samples are enough for a verdict, but reviews count from the first slow prompt on.
     engines, rng = [Engine(3.2), Engine(), Engine(), Engine()], Random(1)
     verdicts = []
     for now in range(20):

@@ -32,7 +32,7 @@ def member(record: SpeedRecord, kind: str = "h200") -> ReviewedEndpoint:
 def speed_record(times: int = 1, seconds: float = STEP_S) -> SpeedRecord:
     # Return the speed record of an endpoint that completed `times` prompts of 1,500 tokens.
     #
-    # The last one was sent 2 s before time 0.
+    # The last prompt was sent 2 s before time 0.
     record = SpeedRecord()
     for number in range(times):
         record.on_sent(1500, (number - times) * 2.0)
@@ -149,7 +149,7 @@ def test_requests_behind_a_stalled_prompt_are_late_with_it() -> None:
 
 
 def test_a_prompt_is_behind_if_the_step_under_way_began_long_before_it() -> None:
-    # The step goes on in the engine when the prompt that it was measured by is given up.
+    # The step continues in the engine even after the prompt that measured it was cancelled.
     record = SpeedRecord()
     for sent_at in (0.0, 0.01, 0.2):
         record.on_sent(1500, sent_at)
@@ -203,7 +203,8 @@ def test_an_endpoint_that_usually_takes_twice_as_long_is_no_stall_at_twice_the_t
 
 
 def test_overtaken_prompts_are_evidence_once() -> None:
-    # The first prompt shows how long the step took; those behind it show nothing.
+    # The first prompt shows how long the step took. The prompts that waited behind it are no
+    # further evidence.
     record = waiting(SpeedRecord(), prompts=3)
     for _ in range(3):
         record.on_overtaken(1500, 1500, 0.4, late_s=0.4, step_s=0.6)
@@ -240,7 +241,7 @@ def test_an_overtaken_prompt_behind_others_leaves_the_step_under_way() -> None:
 
 
 def test_an_endpoint_that_answers_by_itself_is_expected_to_take_its_own_time() -> None:
-    # In a pool of two, the mean of both would be a wrong measure of the faster one.
+    # With two endpoints, the mean of their times would expect too long a time from the faster one.
     slow, fast = speed_record(3, 0.8), speed_record(3)
     expectations = Expectations()
     members = [member(slow), member(fast)]

@@ -84,9 +84,7 @@ def test_an_endpoint_unlike_its_prior_is_known_within_twenty_requests(slowness: 
 def test_attention_is_known_apart_so_that_long_prompts_are_foreseen_as_well_as_short_ones(
     attention: float,
 ) -> None:
-    # The model has an unexpected depth or width, or 8-bit weights.
-    #
-    # These do not speed up attention.
+    # The model has an unexpected depth or width, or 8-bit weights, which do not speed up attention.
     load, now, off = load_of(), 0.0, list[float]()
     for number in range(60):
         for prompt in (2000, 60_000, 8000, 24_000):

@@ -205,7 +205,7 @@ def test_a_prompt_that_lacks_less_kv_than_the_models_error_does_not_wait() -> No
 
 def test_a_first_token_despite_full_modelled_kv_corrects_kv_and_steps() -> None:
     load, now = load_of(50_000), 0.0
-    for _ in range(6):  # all share one prefix, which no scrape has shown yet
+    for _ in range(6):  # all prompts share one prefix, which no scrape has shown yet
         load_ledger.reserve(load, request(8000), 7500, now).on_first_token(now + 0.1)
         now += 0.1
     entry = load_ledger.reserve(load, request(8000), 7500, now)

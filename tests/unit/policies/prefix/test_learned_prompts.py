@@ -12,7 +12,7 @@ SIZE, BYTES = 4, 64
 
 
 def text(*parts: tuple[int, int]) -> tuple[list[int], int]:
-    # Tokens of (value, count) parts; each token takes four bytes.
+    # Return the tokens of parts (value, count), as bytes: four per token.
     tokens = [value for value, count in parts for _ in range(count)]
     return tokens, 4 * len(tokens)
 

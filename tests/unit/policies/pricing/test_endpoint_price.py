@@ -29,7 +29,7 @@ PRICES = PriceScorer(PricedPolicy())
 def outlook(slot: int, **numbers: object) -> Candidate:
     # Return a candidate with about 20 ms per step and 60 us per prompt token.
     #
-    # Keywords set more of its numbers.
+    # Keyword arguments set further numbers of its load.
     usual: dict[str, object] = {
         "prefill_done_at": 0.0,
         "prefill_s_per_token": 6e-5,
@@ -185,7 +185,7 @@ def test_a_prefill_costs_what_the_next_request_in_the_queue_loses_by_it() -> Non
 def test_engine_time_costs_more_where_prompts_keep_the_engine_busy() -> None:
     question, idle = ask(1000, 100), outlook(0)
     busy = outlook(0, decode_s_per_context_token=2 * idle.load.belief.context_s)
-    own = term(question, idle, "work") ** (1 / 3)  # its prefill as a share of the budget
+    own = term(question, idle, "work") ** (1 / 3)  # the prefill as a share of the TTFT budget
     more = term(question, busy, "work") - term(question, idle, "work")
     assert more == pytest.approx(0.5 * own)
 
@@ -200,7 +200,8 @@ def test_a_queue_in_which_all_are_late_makes_no_prefill_cheap() -> None:
 
 
 def test_a_burst_after_one_prefix_spreads_over_idle_endpoints() -> None:
-    # A copy costs a prefill of a third of the budget, the queue at the only copy half of it.
+    # Computing the prefix again takes a third of the TTFT budget. Waiting at the only endpoint that
+    # has it cached takes half of the budget.
     question = ask(4000, 50, cached=[3900, 0])
     holder = outlook(0, prefill_done_at=102.5, prefill_s_per_token=4e-4, attention_s_per_pair=0.0)
     idle = outlook(1, prefill_s_per_token=4e-4, attention_s_per_pair=0.0)
@@ -487,10 +488,9 @@ def test_weights_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None
 def test_equal_endpoints_price_a_long_prompt_equally_after_learning_from_different_prompts() -> (
     None
 ):
-    # One learned from short prompts that all its work is slower.
-    #
-    # Others learned from long prompts that attention is slower. Both are right about what they
-    # observed, and equalizing one factor alone would separate them.
+    # One endpoint learned from short prompts that all its work is slower. The others learned from
+    # long prompts that attention is slower. Each has observed the truth, and equalizing a single
+    # factor would make them differ.
     fleet = [outlook(slot) for slot in range(3)]
     for item, (prefill, pairs) in zip(
         fleet, ((1.02, 1.88), (1.6, 1.02), (1.68, 0.99)), strict=True

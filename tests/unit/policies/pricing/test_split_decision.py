@@ -177,7 +177,7 @@ def test_a_rule_that_makes_no_sense_is_refused(rule: dict[str, float]) -> None:
 def busy(slot: int, **load: object) -> Candidate:
     # Return a candidate with about 15 ms per step and 60 us per prompt token.
     #
-    # Keywords set more of its numbers.
+    # Keyword arguments set further numbers of its load.
     usual: dict[str, object] = {
         "prefill_done_at": 0.0,
         "prefill_s_per_token": 6e-5,
@@ -297,9 +297,8 @@ def test_what_cannot_or_need_not_be_split_is_not_priced(
 
 
 def test_endpoints_that_answer_go_on_answering_and_the_others_go_on_prefilling() -> None:
-    # Four endpoints may do both, and the next pair follows their present use.
-    #
-    # Roles thus form by themselves.
+    # Four endpoints may prefill and decode. The next pair uses them as they are used already, so
+    # that roles form by themselves.
     fleet = [busy(0, **ANSWERING), busy(1, **ANSWERING), busy(2), busy(3)]
     tight = msgspec.structs.replace(ask(20_000, 300).request, slo=Slo("tight", 5.0, 0.03))
     pair = PRICED.choose_pair(
@@ -370,7 +369,7 @@ def test_only_one_transfer_per_link_tests_the_speed_of_a_fleet_without_handoffs(
     assert transfer_s(rule, ask(8000, 300), pair.prefill.candidate, pair.decode, transfers) < 0.1
     assert begin_transfer(transfers, rule, pair, 8000, 0.0) is not None
     assert transfer_s(rule, ask(8000, 300), pair.prefill.candidate, pair.decode, transfers) == inf
-    # Where nothing can serve a request whole, it is split nevertheless.
+    # If no endpoint can serve the request whole, it is split nevertheless.
     assert PRICED.choose_pair(pools(prefills, decodes, alone=[]), ask(8000, 300), transfers)
 
 

@@ -45,7 +45,7 @@ def test_pairs_with_handoffs_of_their_own_differ() -> None:
 
 
 def test_a_new_pair_is_expected_to_be_like_those_with_the_same_prefill_or_decode_engine() -> None:
-    # Two racks with a slow link: p0, d0 and p1, d1 are near each other. p2 and d2 are new.
+    # A slow link connects two racks: one has p0 and d0, the other p1 and d1. p2 and d2 are new.
     times = TransferTimes()
     for number in range(40):
         for names, token_s in (
@@ -62,7 +62,7 @@ def test_a_new_pair_is_expected_to_be_like_those_with_the_same_prefill_or_decode
     assert near_s < 0.2 * usual_s
     assert near_s < far_s
     assert times.speed(("p9", "d2"), EXPECTED_S, 40.0).token_s > 1.5 * usual_s
-    # also for a pair whose own handoffs are long ago
+    # The same holds for a pair whose own handoffs were long ago.
     times.record(("p9", "d2"), 8_000, 0.0, 40.0)
     later_s = 40.0 + 3.0 * MEMORY_S
     for number in range(20):
@@ -212,7 +212,8 @@ def test_kv_that_is_not_computed_is_not_moved_and_an_overdue_transfer_has_ended_
 
 
 def test_transfers_that_wait_take_as_long_as_their_link_is_known_to_need_now() -> None:
-    # In a burst all are chosen before the first handoff shows that the link is ten times slower.
+    # All transfers of the burst begin before the first handoff shows that the link is ten times
+    # slower than forecast.
     times = new_times()
     burst = [times.begin(PAIR, 100_000, TOKEN_S, 0.0) for _ in range(4)]
     other = times.begin(("p9", "d9"), 100_000, TOKEN_S, 0.0)
@@ -225,7 +226,7 @@ def test_transfers_that_wait_take_as_long_as_their_link_is_known_to_need_now() -
     assert known_s > 8.0 * TOKEN_S
     assert times.backlog_s(PAIR, 1000.0) == pytest.approx(3.0 * 100_000 * known_s)
     assert times.backlog_s(PAIR, 1500.0) == pytest.approx(3.0 * 100_000 * known_s - 500.0)
-    # a link without a handoff keeps its forecast until the next one is chosen for it
+    # A link without a completed handoff keeps its forecast until its next transfer begins.
     assert times.backlog_s(("p9", "d9"), 0.0) == pytest.approx(100.0)
     for transfer in burst[1:]:
         transfer.cancel()
@@ -255,7 +256,7 @@ def test_the_wait_for_a_link_is_not_learnt_as_its_rate() -> None:
 
 
 def test_transfers_that_share_a_link_at_a_time_teach_its_rate_in_the_mean() -> None:
-    # Eight transfers at an eighth of the rate each end at once.
+    # Eight transfers share the link, each at an eighth of its rate, and end together.
     times, now = new_times(), 0.0
     for _ in range(40):
         for transfer in [begin_ready(times, now) for _ in range(8)]:

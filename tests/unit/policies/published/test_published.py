@@ -147,7 +147,8 @@ def test_dynamo_draws_at_a_temperature_and_prefers_the_cheaper() -> None:
 
 def test_llmd_blend_gives_a_whole_hit_more_than_an_empty_queue() -> None:
     fleet = [candidate(0), candidate(1, in_flight=5)]
-    assert chosen("llmd_blend", fleet, cached=[0, 1000]) == "tp1"  # 3 of prefix against 2 of queue
+    # The prefix scores 3, and the shorter queue 2.
+    assert chosen("llmd_blend", fleet, cached=[0, 1000]) == "tp1"
     assert chosen("llmd_blend", fleet, cached=[0, 600]) == "tp0"  # 1.8
 
 
@@ -216,7 +217,7 @@ def asked(
 def test_llmd_predictor_breaks_with_the_warm_beyond_five_seconds() -> None:
     cold, warm = candidate(0, **PACE), candidate(1, prefill_done_at=104.9, **PACE)
     assert answer("llmd_predictor", asked(cached=(0, 900)), [cold, warm]) == "tp1"
-    warm.load.prefill_done_at = 105.2  # 5.2 + 0.01 s against 0.1 s
+    warm.load.prefill_done_at = 105.2  # TTFT 5.2 + 0.01 s here, and 0.1 s at the other endpoint
     assert answer("llmd_predictor", asked(cached=(0, 900)), [cold, warm]) == "tp0"
 
 
@@ -268,7 +269,7 @@ def test_preble_exploits_a_prefix_longer_than_the_rest_of_the_prompt() -> None:
     policy = policy_registry.build("preble", {})
     for number in range(5):
         assert answer(policy, asked(id=f"{number}", cached=(0, 501)), fleet) == "tp1"
-        # tp1 has got much work by now
+        # By the end of the loop, tp1 has received much work.
     assert answer(policy, asked(id="half", cached=(0, 500)), fleet) == "tp0"
 
 
@@ -286,7 +287,7 @@ def test_preble_explores_by_what_was_given_in_the_last_three_minutes() -> None:
     small = Request("later", "model", "tenant", 1000, 0)
     assert (
         answer(policy, RoutingQuery(small, 280.5, Random(1)), fleet) == first
-    )  # the big one is 180.5 s ago, the small 179.5
+    )  # the large request was sent 180.5 s ago, the small one 179.5 s ago
 
 
 def test_preble_counts_what_a_prefill_would_evict_by_how_often_it_is_hit() -> None:
@@ -294,7 +295,7 @@ def test_preble_counts_what_a_prefill_would_evict_by_how_often_it_is_hit() -> No
         policy_registry.build("preble", {}),
         [candidate(0, **PACE), candidate(1, **PACE)],
     )
-    for number in range(20):  # both get the same load; all of it hits
+    for number in range(20):  # both endpoints get equal loads, and every prompt is cached
         slot = number % 2
         warm = tuple(1000 if index == slot else 0 for index in range(2))
         assert answer(policy, asked(id=f"{number}", cached=warm), fleet) == f"tp{slot}"
@@ -391,7 +392,7 @@ def test_llumnix_counts_what_is_left_of_a_queue_by_now() -> None:
         candidate(1, prefill_tokens=1000, **PACE),
     ]
     fleet[1].load.prefill_done_at = 100.1
-    assert chosen("llumnix", fleet) == "tp0"  # 500 tokens left of 5000
+    assert chosen("llumnix", fleet) == "tp0"  # only 500 of its 5000 tokens are left to compute
 
     # DualMap
 

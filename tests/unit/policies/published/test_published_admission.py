@@ -173,7 +173,7 @@ def test_a_new_session_enters_only_where_its_context_fits() -> None:
     agents.turn("a", 6000, 1.0, slot=0)
     agents.turn("b", 6000, 1.0, slot=1)
     assert refused(agents.comes("c", 3801, 1.0)).reason == "session_paused"
-    # not before one that was refused
+    # A small new session is not admitted before the one that was refused.
     assert refused(agents.comes("d", 10, 1.0)).reason == "session_paused"
     assert Agents().comes("large", 9900, 1.0) == Admit()
 
@@ -218,7 +218,7 @@ def test_a_paused_session_resumes_when_others_have_been_silent_for_some_seconds(
     agents = Agents()
     agents.turn("a", 4000, 1.0)
     assert agents.comes("b", 5800, 1.0) == Admit()
-    agents.tick(2.0)  # 10,000: a pauses, b is being answered
+    agents.tick(2.0)  # 10,000 tokens are in use: a is paused, and b is being answered
     assert isinstance(agents.comes("a", 4000, 3.0), Shed)
     agents.tick(7.0)
     assert isinstance(agents.comes("a", 4000, 8.0), Shed)  # 5900 + 4100 are above 8500

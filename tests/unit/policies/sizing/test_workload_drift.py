@@ -127,7 +127,8 @@ def test_windows_end_at_full_ten_minutes_and_hours_are_those_of_the_day() -> Non
 
 @given(st.lists(st.lists(st.integers(0, (1 << 64) - 1), max_size=8, unique=True), max_size=40))
 def test_a_new_block_is_never_taken_for_one_that_was_seen(prompts: list[list[int]]) -> None:
-    # Two blocks may have one place, then the older one is forgotten; only the opposite is wrong.
+    # If two blocks map to one place, the older block is forgotten, which is permitted. Only taking
+    # a new block for a known one is an error.
     memory, seen = ShapeMemory(1 << 10), set[int]()
     for blocks in prompts:
         known = {(block ^ (1 << 64) - 1) or 1 for block in blocks}

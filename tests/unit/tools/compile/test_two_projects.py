@@ -24,7 +24,7 @@ import pytest
 from tools.compile.wheel import build_pure_wheel, build_sdist, copy_tracked_files
 
 ROOT = Path(__file__).parents[4]
-OF_AN_ENGINE = {"msgspec", "numpy"}  # what vLLM 0.32 requires
+OF_AN_ENGINE = {"msgspec", "numpy"}  # packages that vLLM 0.32 requires itself
 
 
 class Wheel(NamedTuple):
@@ -59,7 +59,7 @@ def kv(sdist_of_kv: Path, tmp_path_factory: pytest.TempPathFactory) -> Wheel:
 
 @pytest.fixture(scope="module")
 def penstock(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
-    # From the sources: their sdist takes several times as long.
+    # Install from the sources, because building an sdist first takes several times as long.
     source = tmp_path_factory.mktemp("source")
     copy_tracked_files(ROOT, source)
     return Wheel(build_pure_wheel(source, tmp_path_factory.mktemp("penstock")))

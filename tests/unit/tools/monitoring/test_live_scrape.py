@@ -99,7 +99,7 @@ async def test_every_series_of_a_query_is_in_a_scrape() -> None:
     async with gateway_fleet(2, concurrency=2, pool=queue) as fleet:
         await cause_every_event(fleet)
         watch_a_window_of_drift(fleet)
-        fleet.app.metrics.mirror_metrics.worse.labels("engines").set(0.0)  # a block has ended
+        fleet.app.metrics.mirror_metrics.worse.labels("engines").set(0.0)  # as after one block
         fleet.app.metrics.batches.labels("behind").set(0.0)  # with a section `batch`
         await scrape(fleet, seen)
     async with split_fleet("vllm_nixl", groups=(1, 1)) as halves:
@@ -135,6 +135,7 @@ async def test_every_series_of_a_query_is_in_a_scrape() -> None:
 def handwritten_queries() -> set[str]:
     # Return the handwritten queries of dashboards and rules.
     #
-    # The others are generated from the catalogue, and their events need not have occurred yet.
+    # All other queries are generated from the catalogue, and the events that they count may not
+    # have occurred yet.
     panels = (panel for board in BOARDS for row in board.rows.values() for panel in row)
     return {*rules.queries().values(), *(query.expr for panel in panels for query in panel.queries)}

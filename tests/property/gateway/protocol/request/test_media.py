@@ -135,8 +135,8 @@ def call_of(api: Api, body: dict[str, Any]) -> Call:
 def test_a_part_counts_the_same_whatever_its_size_in_bytes(
     kind: str, small: int, large: int, seed: int
 ) -> None:
-    # Admission and quotas read nothing of a prompt but its number of tokens. Only what a call needs
-    # at least is compared with an engine's context.
+    # Admission and quotas use only a prompt's number of tokens. Only the minimum number that a
+    # request needs is compared with an engine's context length.
     calls = [parsed(kind, size, seed) for size in (small, large)]
     counts = [call.request.prompt_tokens for call in calls]
     assert max(counts) - min(counts) <= 1

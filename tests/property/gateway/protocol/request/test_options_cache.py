@@ -19,7 +19,7 @@ from tests.property.gateway.protocol.request.test_request_body import Model
 MODELS = {"demo": Model(), "alias": Model(), "short": Model("short", 4096)}
 CONTEXT = CallContext("req_1", "", NO_PREFERENCES, 1.0)
 
-# Pieces whose concatenation is often JSON, and often JSON that means something else than it seems.
+# Pieces whose concatenation is often valid JSON, and often JSON that a naive search misreads.
 PIECES = st.sampled_from(
     [
         *('{"messages":[', '"messages":[', ',"messages":', '{"model":"demo",', ',"model":"demo"'),

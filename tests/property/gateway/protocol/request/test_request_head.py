@@ -228,7 +228,7 @@ def test_a_head_longer_than_the_limit_is_not_ordinary() -> None:
 
 
 def test_a_head_without_its_end_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The pattern would give back its values byte by byte, in half a millisecond.
+    # Matching the pattern would backtrack byte by byte, which takes half a millisecond.
     monkeypatch.delattr(request_head, "_HEAD")
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 60_000
     assert request_head.read_head(head, 0) is None

@@ -49,7 +49,7 @@ def test_an_error_later_in_the_stream_is_forwarded_and_recorded(
     if relay.failure_kind is None:
         assert read(relay.out)[1] == payload + DONE.encode()
         assert relay.failed
-    else:  # it arrived together with the first bytes
+    else:  # the error arrived together with the first bytes
         assert (relay.failure_kind, relay.out) == ("engine_error", b"")
 
 

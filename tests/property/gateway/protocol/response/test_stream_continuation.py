@@ -431,7 +431,7 @@ def test_a_response_that_breaks_with_its_first_events_has_not_begun(end: bytes) 
     with pytest.raises(UpstreamError):
         relay.feed(HEAD + encode_chunk(first) + end, 1.0)
     assert not relay.is_committed
-    assert not stream_bytes  # it releases the request's bytes, which a retry needs
+    assert not stream_bytes  # no first token was reported, so a retry still has the body
 
 
 @pytest.mark.parametrize("chat", [True, False])

@@ -53,7 +53,7 @@ def call(body: Mapping[str, Any], result: CacheSalts | None, tenant: str = "a") 
     caller = CallContext("req_1", tenant, NO_PREFERENCES, 0.0, None, result)
     return parse_call(json.dumps(body).encode(), api_table.CHAT, {"demo": Model()}, caller)
 
-    # Which requests share a salt
+    # Requests with equal salts
 
 
 @pytest.mark.parametrize("secret", [{"cache": SECRET}, {"shared": SHARED}, {}])
@@ -272,7 +272,8 @@ async def test_a_resumed_response_keeps_its_salt() -> None:
     shown, came = asyncio.Event(), list[EngineRequest]()
 
     async def breaks_first(request: EngineRequest) -> None:
-        # Script: send one token with its ids and break, the first time; succeed later.
+        # Break the first answer after one token with its ids; complete all later ones. This is a
+        # script of a test engine.
         came.append(request)
         if len(came) > 1:
             await decodes(request)

@@ -92,7 +92,7 @@ def test_a_long_whole_answer_is_translated_in_steps_of_little_output(client: str
 
 @pytest.mark.parametrize("client", NEW_TRANSLATORS)
 def test_a_long_event_is_translated_with_few_copies(client: str) -> None:
-    # The event itself, its decoded text, and some steps' output.
+    # The copies are the event itself, its decoded text, and the output of a few steps.
     text = "x" * 900_000
     relay = Relay(b"", translator=NEW_TRANSLATORS[client]())
     data = stream([("text", text)], size=len(text))

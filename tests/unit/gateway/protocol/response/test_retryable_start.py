@@ -22,7 +22,7 @@ from tests.unit.gateway.disagg.scripted_engines import (
 )
 
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-TOKEN = {  # So long that what follows does not count as the first event.
+TOKEN = {  # an event so long that the gateway does not hold back the one after it
     "id": "chatcmpl-" + "0" * MAX_FIRST_EVENT,
     "model": MODEL,
     "prompt_token_ids": [1, 2],

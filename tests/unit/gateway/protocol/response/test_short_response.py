@@ -1,6 +1,7 @@
-"""Tests of short responses, which give the same result however their bytes are split.
+"""Tests of the parser of short responses.
 
-Malformed ones are refused.
+The result does not depend on how the bytes are divided into reads, and malformed responses are
+refused.
 """
 
 from __future__ import annotations

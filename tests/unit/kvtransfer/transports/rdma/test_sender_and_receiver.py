@@ -218,7 +218,8 @@ def test_a_fence_waits_for_a_running_grant_without_blocking_the_link() -> None:
     register, calls = registry.register, list[object]()
 
     def meanwhile(address: int, length: int, *, writable_by_peer: bool) -> Key:
-        calls.extend((arrivals.fence(1), arrivals.is_granted(2)))  # both at once: no lock is held
+        # Neither call blocks, because no lock is held here.
+        calls.extend((arrivals.fence(1), arrivals.is_granted(2)))
         return register(address, length, writable_by_peer=writable_by_peer)
 
     registry.register = meanwhile  # type: ignore[method-assign]
@@ -246,7 +247,8 @@ def test_a_window_is_complete_with_its_last_write_and_its_trailer_in_either_orde
     assert arrivals.on_trailer(trailer(0)) == trailer(0)
     assert arrivals.on_trailer(trailer(1)) is None
     assert arrivals.on_written(1) == trailer(1)
-    assert arrivals.on_written(1) is None  # written again on a new pair, without effect
+    # A window that is written again, on a new pair of queues, has no effect.
+    assert arrivals.on_written(1) is None
     assert arrivals.on_trailer(trailer(2, WindowVerdict.STALE)) == trailer(2, WindowVerdict.STALE)
     assert arrivals.on_written(2) is None
     assert arrivals.on_trailer(trailer(3)) is None

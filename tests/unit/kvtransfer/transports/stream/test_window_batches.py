@@ -46,7 +46,8 @@ def pump() -> Iterator[None]:
 
 @contextlib.contextmanager
 def piped(*, checked: bool = True, sends: bool = True, expects: bool = True) -> Iterator[Pipe]:
-    # `sends`, `expects`: whether the source and the sink use batches.
+    # sends    whether the source sends windows in batches
+    # expects  whether the sink expects batches
     with pipe(checked=checked) as channel, pytest.MonkeyPatch.context() as patch:
         for calls in (channel.out.calls, channel.inn.calls):
             assert calls is not None
@@ -168,8 +169,8 @@ def _feed(channel: Pipe, sent: bytes, step: int) -> None:
 
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_a_window_is_reported_although_the_next_one_does_not_come_whole(has_begun: bool) -> None:
-    # Its layers may be computed later, or its source may wait for credit, or halt in the middle of
-    # it. The pump would wait for the rest of a batch for minutes here.
+    # The layers of the second window may be computed later; its source may wait for credit, or halt
+    # in the middle of it. In this test, the pump would wait for the rest of a batch for minutes.
     with piped() as channel:
         put(channel)
         head, *_ = channel.ear.places
