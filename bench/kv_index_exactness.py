@@ -61,7 +61,7 @@ class Predictions:
             size = endpoint.block_tokens
             if expected.least is None or not size:
                 self.unknown += 1
-            else:  # without `most` the index does not know what is cached beyond
+            else:  # without `most`, the index has no upper bound of the cached tokens
                 low, high = expected.least, prompt if expected.most is None else expected.most
                 self.errors.append(max(low - cached, cached - high, 0.0) / size)
             original(endpoint, expected, prompt, cached, now)

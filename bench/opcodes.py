@@ -217,7 +217,7 @@ async def read_answer(reader: asyncio.StreamReader) -> None:
 def main() -> None:
     """Print the number of Python instructions of each kind of request, and of one stream chunk.
 
-    The chunk's number is the difference between two streams, so it needs both of them.
+    The number for a chunk is computed from the difference between two streams of different length.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -336,10 +336,10 @@ def _build_query(
 def _current_route(
     gateway: Gateway, snapshot: Snapshot, exchange: Exchange, route: Route, call: Call
 ) -> Route:
-    # Return the route after a wait, during which a reload may have replaced it.
+    # Return the current route of a request that has waited, because a reload may have replaced it.
     #
-    # The permit is for the present endpoints. A name that leads to another model or queue by now
-    # keeps the meaning that it had when the request came.
+    # The request's permit counts the endpoints of the current route. If the model name now belongs
+    # to another model or queue, the earlier route is kept.
     current = find(gateway.snapshot.routes, call.requested_model)
     if gateway.snapshot is snapshot or current is None:
         return route

@@ -133,11 +133,10 @@ class Link(Protocol):
         ...
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """Permit writes to these blocks, and return data for the invitation. Only the sink calls
-        this.
+        """Permit the source to write to these blocks; return data to send in the invitation.
 
-        For rdma, the data are memory keys. Call this once per transfer. After the transfer's fence,
-        it permits nothing and returns b"".
+        Only the sink calls this, once per transfer. For rdma, the data are memory keys. After the
+        transfer's fence, the call permits nothing and returns b"".
         """
         ...
 
@@ -179,8 +178,8 @@ class MultiLaneLink(Protocol):
     """A connection to another agent that can share its KV with parallel connections (lanes)."""
 
     lanes: int
-    """The number of parallel links wanted, including this one. The end that opened the connection
-    decides."""
+    """The number of parallel links wanted, including this one, as decided by the end that opened
+    the connection."""
     has_carried_windows: bool
     """Whether this lane has carried windows of the link that owns it.
 

@@ -206,7 +206,7 @@ class StoreTier:
         return client.put(keys, [self._parts(block) for block in blocks])
 
     def _parts(self, block: int) -> Parts:
-        # Return the memory of one block: a part for each rank.
+        # Return the memory of one block, as one part per rank.
         return [
             region.bytes[block * region.block_bytes : (block + 1) * region.block_bytes].data
             for region in self._memory.regions

@@ -293,7 +293,7 @@ class Scheduler:
     def recompute(self, job: Job) -> None:
         """Continue a FETCHING job whose KV transfer has failed.
 
-        It computes the whole prompt here.
+        The job computes its whole prompt at this engine.
         """
         self._mark_fetched(job)
 

@@ -321,7 +321,7 @@ def restore_admission(live: PricedAdmission | SessionCap, state: AdmissionState)
         live._full_rate.per_unit = state.full_rate
     sessions, gate = live.sessions, live.sessions.gate
     if state.phi < inf:
-        # A limit on evidence may lie above `most` while it ends.
+        # While a limit that depends on evidence ends, it may be above `most`.
         most = gate.most if gate.start is not None else inf
         sessions.memory_share = min(most, max(gate.least, state.phi))
     sessions.memory_s = min(gate.longest_s, max(gate.shortest_s, state.memory_s))
@@ -419,8 +419,8 @@ def drift_state(pool: str, live: DriftWatch) -> DriftState:
 def restore_drift(live: DriftWatch, state: DriftState) -> bool:
     """Restore the unfinished window of a drift watch, and return whether it was restored.
 
-    It is not restored if the watch compares with other shares, or has other bins. Blocks of prompts
-    are not saved, so the share of uncached prompts is compared only after some time.
+    The window is not restored if the watch now compares with other shares, or has other bins.
+    Prompt blocks are not saved, so the share of uncached prompts is compared only after some time.
     """
     own = {name: list(shares) for name, shares in live._sized_for.items()}
     sizes = {name: len(counts) for name, counts in state.counts.items()}

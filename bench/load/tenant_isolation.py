@@ -165,8 +165,8 @@ async def run_probes(
     words   number of words in a prompt
     rng     random source for prompts and order
 
-    Returns the scores that tell the same prompt from a reordered and from an unrelated one. Raises
-    RuntimeError if a reordered prompt has another number of tokens.
+    Returns two scores: how well timing distinguishes the same prompt from a reordered one, and from
+    an unrelated one. Raises RuntimeError if a reordered prompt has another number of tokens.
     """
     kinds = ["same", "reordered", "unrelated"] * count
     rng.shuffle(kinds)

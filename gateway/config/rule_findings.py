@@ -64,7 +64,7 @@ def iter_tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def find_repeated(values: Iterator[tuple[Path, str]], what: str) -> Iterator[RuleFinding]:
-    """Yield an error for each value that an earlier path has already; `what` names the value."""
+    """Yield an error for each value that occurred at an earlier path; `what` names its kind."""
     seen: dict[str, Path] = {}
     for path, text in values:
         if text in seen:

@@ -295,7 +295,7 @@ class EndpointRegistry:
 
 
 def _with_ranks(specs: Iterable[EndpointSpec]) -> Iterator[tuple[EndpointSpec, int | None]]:
-    # Yield each endpoint's configuration with None, or with each of its ranks if it pins them.
+    # Yield (endpoint's configuration, rank): each of its ranks if it has pin_ranks, otherwise None.
     for spec in specs:
         if spec.pin_ranks:
             for rank in range(spec.layout.dp):

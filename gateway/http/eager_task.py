@@ -70,8 +70,8 @@ class EagerTask:
     def step(self, error: BaseException | None = None) -> None:
         """Run the task's coroutine up to its next wait; first raise `error` in it, if given.
 
-        The only exception that the coroutine may raise is CancelledError. Any other one is raised
-        to the caller.
+        If the coroutine raises CancelledError, the task has ended. Any other exception is raised to
+        the caller of step().
         """
         self._waits_for = None
         try:

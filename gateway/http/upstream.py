@@ -287,7 +287,7 @@ class UpstreamConnection:
 
     def process_deferred(self, relay: Relay, data: bytes) -> None:
         """Relay a deferred chunk, or a slice of a long read, if its response has not ended."""
-        if self._relay is not relay:  # that response has ended, so these bytes are surplus
+        if self._relay is not relay:  # the response has ended, so these bytes are surplus
             self.abort()
             return
         long_read = self._long_read

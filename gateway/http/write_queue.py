@@ -136,8 +136,8 @@ class WriteQueue:
             self.budget_spent = full
 
     def _run(self) -> None:
-        # The flags are reset before the flush, so that a write it triggers or an exception it
-        # raises leaves the queue able to schedule itself.
+        # Reset the flags before the flush. The flush may trigger another write or raise an
+        # exception, and the queue must be able to schedule itself afterwards.
         try:
             if self._deferred:
                 self._run_deferred()

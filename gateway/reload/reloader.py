@@ -338,10 +338,10 @@ class Reloader:
         )
 
     def _is_unchanged_failure(self, trigger: str) -> bool:
-        # Return whether there is no last error that loading an unchanged text would clear.
+        # Return whether a successful load of an unchanged text would clear no stored error.
         #
-        # An error of the file stays until the file is valid, whatever happens to the secrets of the
-        # text in force.
+        # An error in the file is kept until the file is valid, even if the secrets of the
+        # configuration in use have changed.
         return self.last_error is None or (
             trigger == "secret" and self.last_error.trigger != trigger
         )

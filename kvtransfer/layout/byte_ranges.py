@@ -47,7 +47,7 @@ class ByteRuns(msgspec.Struct, frozen=True):
     def cut(self, first: int, count: int) -> ByteRuns:
         """Return the byte ranges [first, first + count) as a view of the ranges of this object.
 
-        Raises IndexError if they do not exist.
+        Raises IndexError if some of these ranges do not exist.
         """
         if first < 0 or count < 1 or first + count > self.length.size:
             raise IndexError(

@@ -193,7 +193,7 @@ class TransferSource:
         self._lost_rank = None
 
     def decline(self, name: str, detail: str, now: float) -> list[Command]:
-        """Inform agents that wait for an offer of this name that it will not be made."""
+        """Inform agents that wait for the offer `name` that this agent will not make it."""
         if name not in self._names:
             self._pending_invites.mark_ended(name, EndReason.DECLINED, now)
         return self._refuse_waiting(name, EndReason.DECLINED, detail)

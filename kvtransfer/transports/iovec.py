@@ -31,7 +31,7 @@ Stretch = tuple[int, int]  # address and length
 
 NOTHING: Stretch = (0, 0)
 MOST_IOVECS = 64  # maximum per call, since the kernel copies all of them again after a short read
-# Bytes that a core's cache still holds when the digest is computed after a call.
+# Maximum bytes per call that are digested: so many are still in the core's cache afterwards.
 IN_CACHE = 512 << 10
 _WOULD_BLOCK = (errno.EAGAIN, errno.EINTR)
 
@@ -70,7 +70,7 @@ def vectors_at(address: int, count: int) -> list[memoryview]:
 def check_result(count: int) -> int | None:
     """Return the number of bytes moved by readv or writev, or None if the call would block.
 
-    Raises OSError.
+    Raises OSError if the call failed for another reason.
     """
     if count >= 0:
         return count

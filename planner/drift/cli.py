@@ -180,7 +180,9 @@ def _suggestion(
     log: Path,
     is_quiet: bool,
 ) -> tuple[dict[str, Any], list[str]]:
-    # Return the suggestion as plain values and as lines; it is imported only after drift.
+    # Return the suggested layout as plain values, and as lines of text.
+    #
+    # The modules that compute it are imported only here, because they are needed only after drift.
     from planner.drift.layout_change import SuggestionError, SuggestionInput, suggest
     from planner.plan.config_to_replay import Assumptions
 

@@ -196,7 +196,7 @@ class Fleet:
         pools = self.disagg.fitting(request)
         return bool(pools.alone or pools.groups)
 
-    # Sending to a group
+    # Methods that send requests to a group
 
     def serve(self, now: float, inflight: InflightRequest, query: RoutingQuery) -> None:
         """Pick a group for the request, reserve capacity there, and send the request.

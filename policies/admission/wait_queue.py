@@ -271,8 +271,9 @@ class WaitQueue(Generic[T]):
         """Update the capacity after endpoints were added or removed, or became available or
         unavailable.
 
-        `leaving` are the loads of removed endpoints that still finish requests. Call
-        `take_verdicts` afterwards.
+        leaving  loads of removed endpoints that still serve earlier requests
+
+        Call `take_verdicts` afterwards.
         """
         for waiter in self._tickets.values():
             if waiter.candidates is self._candidates:

@@ -1,4 +1,4 @@
-"""Those fields of an endpoint's live load that the engine model reads and writes.
+"""The fields of an endpoint's live load that the engine model reads and writes.
 
 EngineLoad is the base class of EndpointLoad (endpoint_load.py). It has its own module, so that the
 engine model does not import EndpointLoad.

@@ -106,7 +106,7 @@ class RecentLengths:
 
     def __init__(self) -> None:
         self._begun: deque[Hashable] = deque()
-        self._held: dict[Hashable, float] = {}  # ratio of each answer in _begun
+        self._held: dict[Hashable, float] = {}  # for each answer in _begun: its ratio, or RUNNING
         self._ratios, self._ordered = deque(SPREAD), list(SPREAD)
         self._quantiles: list[float] | None = None
         self._inverses: list[InverseMoments] = []

@@ -83,7 +83,8 @@ def _lettered(config: ConfigMembers, pattern: str, layers: int) -> LayerKinds:
 
 
 def _attention_places(config: ConfigMembers, layers: int) -> list[int]:
-    # Return the indices of layers with attention: all, unless others are named state-space layers.
+    # Return the indices of the layers with attention: all layers that config.json does not name as
+    # state-space layers.
     types = config.get("layer_types")
     if isinstance(types, list):
         if len(types) != layers:

@@ -80,7 +80,7 @@ async def test_a_client_that_leaves_during_prefill(
     before_d.watch()
     client = _asks(front, 3003)
     await _passes(before_p.asked)
-    await asyncio.sleep(0.02)  # the request is at the engine; its prefill takes longer
+    await asyncio.sleep(0.02)  # the engine has the request now; the prefill takes longer than this
     await _leave(client)
     assert not before_p.answered.is_set(), "the prefill was over before the client left"
     assert not before_d.answered.is_set()

@@ -35,8 +35,8 @@ async def test_prefill_dies_between_the_legs_and_decode_computes_the_prompt_itse
 ) -> None:
     # In a stream, vLLM sends a chunk with a role and no token before it reports the failure.
     #
-    # The client then has bytes already, so it may get the engine's error instead of the retry, but
-    # no token.
+    # The client has received bytes by then, so the gateway may forward the engine's error instead
+    # of a retry. The client must not receive a token.
     p, d = engines
     asked = body(prompt(400, seed=4001 + stream), stream=stream)
     whole = await ask(d.url, asked | {"cache_salt": "aggregated"})

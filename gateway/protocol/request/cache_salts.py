@@ -49,8 +49,8 @@ class CacheSalts:
     def request_salt(self, tenant: str, members: Mapping[str, msgspec.Raw]) -> bytes:
         """Return the cache salt (hex) of a request with these members; b"" if it has none.
 
-        If the client sent a salt, the result is derived from it. Raises GatewayError if that is
-        invalid.
+        If the client sent a salt, the result is derived from it. Raises GatewayError if the
+        client's salt is invalid.
         """
         client_salt = _client_salt(members)
         return (

@@ -385,7 +385,7 @@ class Relay(PayloadScan):
         if not self._is_sse:
             self.chunk_gaps = None
         if isinstance(self._body, RawBody) or (self._is_sse and not head.is_chunked):
-            self._must_reframe = True  # otherwise an error event could not be added
+            self._must_reframe = True  # without chunks, no error event could be added
         # The body of an event stream whose chunks are forwarded as they are, else None.
         self._event_chunks: ChunkedBody | None = None
         if self._is_sse and not self._must_reframe and isinstance(self._body, ChunkedBody):

@@ -22,9 +22,8 @@ EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 """The byte sequences that end an event. Engines write the first; proxies in front of them may write
 the second.
 """
-_DONE_MARKERS = tuple(
-    DONE_MARKER + end for end in EVENT_ENDS
-)  # JSON strings have no raw line breaks
+# A JSON string contains no raw line break, so these bytes never occur within one.
+_DONE_MARKERS = tuple(DONE_MARKER + end for end in EVENT_ENDS)
 MAX_FIRST_EVENT, MAX_LEADING_ERROR = 256, 1024 * 1024
 """Limits on the first bytes of a stream that are held back.
 

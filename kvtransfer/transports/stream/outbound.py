@@ -151,7 +151,7 @@ class Outbound:
     def release(self) -> None:
         """Free the send buffers of a connection that has ended.
 
-        References to it may outlive it until a garbage collection.
+        Without this, references to the connection could keep them until a garbage collection.
         """
         self._body = self._batch = None
         self._small, self._address = memoryview(bytearray()), 0

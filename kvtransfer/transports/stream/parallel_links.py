@@ -45,7 +45,7 @@ class LanedLink(StreamLink):
         self._lane_links: tuple[LanedLink, ...] = ()
         self._spread: set[int] = set()
 
-    # ---- from any thread ----
+    # ---- methods that any thread may call ----
 
     def add_lane(self, lane: Link) -> None:
         if not isinstance(lane, LanedLink):

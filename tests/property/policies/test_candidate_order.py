@@ -1,4 +1,4 @@
-"""Property tests that the best endpoint is found equally in a sorted list and by a full scan."""
+"""Property tests that the best endpoint of a sorted list is the one that a full scan finds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Property test of choosing the cheapest endpoint without computing all prices completely.
 
-The choice is that of a complete comparison, whatever happened to the endpoints before.
+The same endpoint must be chosen as by a complete comparison, after any history of the endpoints.
 """
 
 from __future__ import annotations

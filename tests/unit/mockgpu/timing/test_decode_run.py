@@ -47,9 +47,8 @@ def test_a_run_in_closed_form_takes_as_long_as_its_steps(
         seconds = step_s(step)
         real += seconds
         assert run.step_s(step) == pytest.approx(seconds, rel=5e-3)
-        assert run.end_of(step + 1) == pytest.approx(
-            real, rel=2.5e-3
-        )  # 1.8e-3 is the largest of 20,000
+        # The largest relative error of 20,000 runs is 1.8e-3.
+        assert run.end_of(step + 1) == pytest.approx(real, rel=2.5e-3)
 
 
 @given(steps=st.integers(1, 500), part=st.floats(0.0, 1.2))

@@ -230,7 +230,8 @@ def test_a_driver_does_not_wait_until_the_links_sleeping_thread_is_awake(pair: P
 def test_after_a_drive_through_a_large_window_a_short_message_arrives(
     stranger: tuple[socket.socket, Owner, Region],
 ) -> None:
-    # The driver waited for many bytes at once, and kept the switch interval of Python short.
+    # For the large window, the driver waits for many bytes at once and shortens Python's switch
+    # interval. Both must be undone before the short message.
     sock, owner, _ = stranger
     link, size, usual_s = driven(link_of(owner)), 1 << 20, sys.getswitchinterval()
     region = Region.over(np.zeros(size, np.uint8), 64 << 10, name="large")
