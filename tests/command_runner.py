@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -49,6 +50,18 @@ def program(command: Callable[..., Any], **given: object) -> Program:
     return lambda words: run_command(command, words, "penstock", os.environ, **given)
 
 
+@contextmanager
+def kept_signal_handlers() -> Iterator[None]:
+    """Restore the handlers of signals that commands of the gateway replace."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR2)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
 class CommandRunner:
     """Runs programs such as gateway.cli.main.run()."""
 
@@ -63,6 +76,7 @@ class CommandRunner:
         out, err = _Copied(both), _Copied(both)
         code, caught = 0, None
         with (
+            kept_signal_handlers(),
             redirect_stdout(out),
             redirect_stderr(err),
             mock.patch.dict(os.environ, env or {}),

@@ -65,6 +65,9 @@ def serve(
         raise UsageError("with --config, the policy, host and ports must be set in the file")
     worker_count = None if workers is None else _parse_workers(workers)
     check_engine_key(config, engine_key)
+    # Ignore these signals until this process serves: their default action would end it.
+    for number in (signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     from gateway.config import ConfigError, load_with_warnings
 
     try:
@@ -122,8 +125,6 @@ def _serve(loaded: LoadedConfig, file: Path | None, workers: int) -> int:
     from gateway.telemetry import operator_log
     from policies.prefix import fingerprint
 
-    # Ignore the restart signal until this process serves: the signal's default action would end it.
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     config = loaded.config
     predecessor, sockets = _inherit_sockets(config)
     activated = frozenset(sockets) if predecessor is None else predecessor.activated_listeners

@@ -311,3 +311,22 @@ def test_serve_warns_when_neither_a_compiled_module_nor_numpy_hashes_prompts() -
         check=True,
     )
     assert ("pip install 'penstock[demo]'" in result.stderr) is not is_loop_compiled()
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR2"])
+def test_a_signal_to_reload_or_restart_does_not_end_a_gateway_that_starts(name: str) -> None:
+    program = (
+        "import gateway.cli.main as cli, gateway.process_lifecycle as life, os, signal; "
+        f"interrupt = lambda: os.kill(os.getpid(), signal.{name}); "
+        "import gateway.workers.worker_count as count; resolve = count.resolve_worker_count; "
+        "count.resolve_worker_count = lambda workers: interrupt() or resolve(workers); "
+        "life.run_gateway = lambda *_, **__: interrupt() or 0; cli.main()"
+    )
+    options = ["serve", "--engine", "http://127.0.0.1:1", "--port", "0", "--admin-port", "0"]
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", program, *options],
+        env=os.environ | {"PYTHONPATH": os.environ.get("PENSTOCK_HOME", str(ROOT))},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
