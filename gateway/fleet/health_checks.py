@@ -396,7 +396,9 @@ class HealthChecker:
         names: tuple[str, ...] = ()
         if status == 200:
             try:
-                names = tuple(str(entry["id"]) for entry in json.loads(text)["data"])
+                cards = json.loads(text)["data"]
+                # Ollama writes null for an empty list.
+                names = tuple(str(card["id"]) for card in (() if cards is None else cards))
             except (ValueError, KeyError, TypeError, RecursionError):
                 return
         elif status not in NO_PAGE:

@@ -170,6 +170,22 @@ async def test_apis_are_tried_once_on_an_engine_that_does_not_list_them(page: st
         assert not lacks("/v1/chat/completions")
 
 
+async def test_an_engine_without_models_may_list_null_as_ollama_does() -> None:
+    lists = ['{"data": [{"id": "m"}]}', '{"object": "list", "data": null}']
+
+    async def list_next(request: web.Request) -> web.Response:
+        return web.Response(text=lists.pop(0), content_type="application/json")
+
+    engine = web.Application()
+    engine.router.add_get("/v1/models", list_next)
+    engine.router.add_get("/health", _in_pieces(b"ok"))
+    async with _polled(engine) as (watcher, table, _):
+        (live,) = table.all()
+        assert (live.models, live.has_list) == (("m",), True)
+        await watcher._list_models(live, limit_s=5.0)
+        assert (live.models, live.has_list) == ((), True)
+
+
 @pytest.mark.parametrize("kind", EngineKind)
 async def test_an_engine_that_lets_a_test_token_wait_is_not_found_stalled_by_its_silence(
     kind: EngineKind,
