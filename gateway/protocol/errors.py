@@ -14,6 +14,8 @@ from types import MappingProxyType
 
 import msgspec
 
+MAX_PLAIN_ERROR = 2048  # characters of an error in plain text that are kept
+
 # The longest Retry-After that SDKs obey is one to two minutes; some retry a longer one at once.
 MAX_RETRY_AFTER_S = 60.0
 
@@ -222,12 +224,13 @@ def openai_error_body(status: int, body: bytes) -> bytes:
     """Convert the error body of an engine to OpenAI's format. The message is kept.
 
     Engines send the error as an object `error`, as the members of such an object, or as a string.
+    Web frameworks in front of them may send plain text.
     An integer `code` is dropped, because OpenAI's error codes are strings.
     """
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        decoded = None
+        decoded = _plain_text(body)
     error = decoded.get("error", decoded) if isinstance(decoded, dict) else decoded
     if isinstance(error, str):
         error = {"message": error}
@@ -235,11 +238,21 @@ def openai_error_body(status: int, body: bytes) -> bytes:
         error = {}
     message = error.get("message") or error.get("detail") or reason_phrase(status)
     return _encode(
-        str(message),
+        message if isinstance(message, str) else msgspec.json.encode(message).decode(),
         _openai_type(status),
         _str_or_none(error.get("param")),
         _openai_code(error, status),
     )
+
+
+def _plain_text(body: bytes) -> str | None:
+    # Return the text of an error body that is not JSON; None for a web page or anything unreadable.
+    try:
+        text = body.decode().strip()
+    except UnicodeDecodeError:
+        return None
+    is_text = text[:1] not in ("<", "{", "[") and "".join(text.split()).isprintable()
+    return text[:MAX_PLAIN_ERROR] if is_text and text else None
 
 
 def _encode(message: str, error_type: str, param: str | None, code: str | None) -> bytes:
