@@ -325,6 +325,11 @@ class UpstreamConnection:
         self._relay_what_was_read()
         self.transport = None
         self._pool.discard(self)
+        relay = self._relay
+        if relay is not None and self._downstream is not None and relay.lacks_only_its_end:
+            self._downstream.write(relay.eof())
+            self._finish(None)
+            return
         message = f"the connection to the engine was lost: {exc or 'closed'}"
         self._finish(UpstreamError("reset", message))
 

@@ -71,6 +71,10 @@ class HeldAnswer:
         self._may_begin_blank = may_begin_blank
         self.data, self.payload = bytearray(), bytearray()
 
+    def is_overdue(self, now: float) -> bool:
+        """Return False: the client cannot use a part of the answer."""
+        return False
+
     @property
     def is_complete(self) -> bool:
         return self._body.is_complete

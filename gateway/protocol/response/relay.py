@@ -209,6 +209,9 @@ class Relay(PayloadScan):
         Raises UpstreamError if the response is incomplete.
         """
         if self.head is None or not isinstance(self._body, RawBody):
+            if self.lacks_only_its_end:
+                self.state = DONE
+                return self._frame_end(b"")
             kind = "truncated" if self.head else "no_answer"
             raise UpstreamError(kind, "the engine closed the connection before its response ended")
         earlier = b""
@@ -252,9 +255,16 @@ class Relay(PayloadScan):
         """
         if not self.is_at_boundary:
             return b""
-        event = b"" if self._is_done_sent else self._error_event(failure, message)
+        return self._frame_end(b"" if self._is_done_sent else self._error_event(failure, message))
+
+    def _frame_end(self, event: bytes) -> bytes:
         event = self._last_event(event)
         return event if self.is_http_1_0 else encode_chunk(event) + LAST_CHUNK
+
+    @property
+    def lacks_only_its_end(self) -> bool:
+        """Return whether a whole stream has arrived, up to [DONE], but not the end of its body."""
+        return self.state is FLOWING and self.is_at_boundary and self._is_done_sent
 
     @property
     def _is_done_sent(self) -> bool:
@@ -321,7 +331,7 @@ class Relay(PayloadScan):
         return self._commit(data, now)
 
     def _hold_or_commit(self, held: RetryableStart | HeldAnswer, data: bytes, now: float) -> bytes:
-        if held.is_undecided(data):
+        if held.is_undecided(data) and not held.is_overdue(now):
             self._held_start, self.last_data_at = held, now
             return b""
         if isinstance(held, HeldAnswer) and held.is_complete:
@@ -375,9 +385,8 @@ class Relay(PayloadScan):
         self._is_torn = False
         self._unprocessed: deque[bytes] | None = None  # pieces of a long held start, in BEHIND
         self._refusal, self._refusal_bytes = bytearray(), 0
-        self._held_size_line: bytes = (
-            b""  # a partial chunk size line that has not been forwarded yet
-        )
+        # A partial chunk size line that has not been forwarded yet.
+        self._held_size_line: bytes = b""
         self._must_reframe: bool = (
             self.is_http_1_0 or self.rewriter is not None or self.translator is not None
         )
@@ -573,11 +582,9 @@ class Relay(PayloadScan):
         if not self._must_reframe and self._body.has_trailers:
             # Trailers are dropped: only the gateway's own header fields reach the client.
             out = out[: self._body.last_chunk_offset] + LAST_CHUNK
-        if (
-            not self._is_sse
-            or self._has_done_marker
-            or self._last_payload.rstrip().endswith(DONE_MARKER)
-        ):
+        if not self._is_sse or self._has_done_marker:
+            return out
+        if self._last_payload.rstrip().endswith(DONE_MARKER):
             return out
         event = self._missing_done_event()
         if event is None:

@@ -6,16 +6,19 @@ earlier ones, and each byte is searched once.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 
 from gateway.protocol.response.event_grammar import EventGrammar
-from gateway.protocol.response.http_framing import HEAD_END, LAST_CHUNK, MAX_HEAD_BYTES
+from gateway.protocol.response.http_framing import HEAD_END, MAX_HEAD_BYTES
 from gateway.protocol.response.usage_and_error_search import (
+    DATA_LINE,
     DONE_MARKER,
     ERROR_EVENT_PATTERN,
     EVENT_ENDS,
     HELD_IDS_BYTES,
     LONGEST_MATCH,
+    MAX_COMMENTS_S,
     MAX_FIRST_EVENT,
     MAX_HELD_BYTES,
     MAX_HELD_EVENTS,
@@ -23,10 +26,18 @@ from gateway.protocol.response.usage_and_error_search import (
     PROMPT_IDS,
     QUOTED_FINISH_REASON,
     TOKEN_PATTERN,
+    leading_error_end,
 )
 from gateway.protocol.upstream_error import UpstreamError
 
 _EVENT_MARKER, _LONGEST_END = b"\ndata:", max(map(len, EVENT_ENDS))
+# The last chunk, with its trailer fields. Comments that end in the time may look similar.
+_LAST_CHUNK = re.compile(
+    rb"(?:\A|\n)0{1,15}(?:;[^\r\n]{0,256})?\r\n(?:[^\r\n]{1,1024}\r\n){0,32}\r\n\Z"
+)
+_MAX_LAST_CHUNK = 4096
+# The line with the size of a chunk, and the beginning of a comment.
+_FIRST_COMMENT = re.compile(rb"[0-9a-fA-F]{1,15}[^\r\n]{0,288}\r\n[\r\n]{0,4}:")
 
 
 class PartialHead:
@@ -74,9 +85,18 @@ class RetryableStart(ABC):
         is_whole = any(self.data.find(end, start) >= 0 for end in EVENT_ENDS)
         return len(self.data) < MAX_LEADING_ERROR and not (is_whole or self._has_ended)
 
+    def is_overdue(self, now: float) -> bool:
+        """Return whether the client must get what is held back, because it has waited too long.
+
+        `now` is in monotonic seconds.
+        """
+        return False
+
     @property
     def _has_ended(self) -> bool:
-        return self.data.endswith(LAST_CHUNK)
+        data = self.data
+        start = max(0, len(data) - _MAX_LAST_CHUNK)
+        return data.endswith(HEAD_END) and _LAST_CHUNK.search(data, start) is not None
 
     @abstractmethod
     def _find_error(self, start: int) -> int:
@@ -97,31 +117,62 @@ class HeldChunks(RetryableStart):
     """The beginning of a stream of chat or completion chunks.
 
     It is held back until the first event. With `hold_until_token`, it is held back until the first
-    token.
+    token. Comments are no events: engines send them while the prompt waits or is computed.
     """
 
-    __slots__ = ("_event_count", "_hold_until_token", "_limit")
+    __slots__ = (
+        *("_begins_with_comment", "_data_at", "_event_count", "_hold_until_token", "_limit"),
+        "_since",
+    )
 
     def __init__(self, hold_until_token: bool) -> None:
         super().__init__()
         self._hold_until_token = hold_until_token
+        self._begins_with_comment = False
+        self._data_at = -1  # where the first line with data begins
+        self._since: float | None = None
         self._event_count = 0
         self._limit = MAX_HELD_BYTES
 
+    def is_overdue(self, now: float) -> bool:
+        # Comments that come for a long time must keep the client's connection alive.
+        if not self._begins_with_comment or self._data_at >= 0:
+            return False
+        if self._since is None:
+            self._since = now
+        return now - self._since >= MAX_COMMENTS_S
+
     def _find_error(self, start: int) -> int:
-        end = len(self.data) if self._hold_until_token else MAX_FIRST_EVENT
+        end = len(self.data) if self._hold_until_token else leading_error_end(self.data)
         error = ERROR_EVENT_PATTERN.search(self.data, start, end)
         return -1 if error is None else error.end()
 
     def _is_held_longer(self, searched: int) -> bool:
         data = self.data
         if not self._hold_until_token:
-            return len(data) < MAX_FIRST_EVENT and not any(end in data for end in EVENT_ENDS)
+            return self._is_first_event_incomplete(searched)
         self._event_count += data.count(_EVENT_MARKER, max(0, searched - len(_EVENT_MARKER) + 1))
         if data.find(PROMPT_IDS, max(0, searched - len(PROMPT_IDS) + 1)) >= 0:
             self._limit = HELD_IDS_BYTES
         is_short = len(data) < self._limit and self._event_count <= MAX_HELD_EVENTS
         return is_short and not self._is_decisive(max(0, searched - LONGEST_MATCH))
+
+    def _is_first_event_incomplete(self, searched: int) -> bool:
+        data = self.data
+        if not self._begins_with_comment:
+            self._begins_with_comment = _FIRST_COMMENT.match(data) is not None
+        if not self._begins_with_comment:
+            return len(data) < MAX_FIRST_EVENT and not any(end in data for end in EVENT_ENDS)
+        if self._data_at < 0:
+            self._data_at = data.find(DATA_LINE, max(0, searched - len(DATA_LINE) + 1))
+        start = self._data_at
+        if start >= 0:
+            is_short = len(data) - start < MAX_FIRST_EVENT
+            return is_short and not any(data.find(end, start) >= 0 for end in EVENT_ENDS)
+        if self._has_ended:
+            message = "the engine ended its stream before it began an answer"
+            raise UpstreamError("truncated", message)
+        return len(data) < MAX_HELD_BYTES
 
     def _is_decisive(self, start: int) -> bool:
         data = self.data

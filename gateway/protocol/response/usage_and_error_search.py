@@ -12,6 +12,7 @@ import msgspec
 
 from gateway.protocol.byte_scan import IS_C_FORM, finish_reason, has_error_name, usage_counts
 from gateway.protocol.python_byte_scan import DONE_MARKER as DONE_MARKER
+from gateway.protocol.python_byte_scan import ERROR_NAME
 from gateway.protocol.python_byte_scan import USAGE as USAGE
 
 _FINISH_NAME = b'"finish_reason":'
@@ -30,6 +31,13 @@ MAX_FIRST_EVENT, MAX_LEADING_ERROR = 256, 1024 * 1024
 MAX_FIRST_EVENT    bytes until the stream must show whether it begins with an error
 MAX_LEADING_ERROR  bytes of such an error; larger because engines repeat a bad request in it
 """
+MAX_COMMENTS_S = 20.0
+"""How many seconds a stream is held back that has sent only comments, such as `: ping`.
+
+Another engine can serve the request until then. Afterwards the comments are passed on, because
+proxies close connections on which nothing is sent for a minute.
+"""
+DATA_LINE = b"data:"
 MAX_REFUSAL_BYTES = 64 * 1024
 """Maximum number of bytes of an engine's error response that are kept."""
 MAX_HELD_BYTES, MAX_HELD_EVENTS = 64 * 1024, 3
@@ -174,16 +182,24 @@ def find_finished_choices(events: bytes) -> frozenset[int]:
     return frozenset(indices)
 
 
+def leading_error_end(stream: bytes | bytearray) -> int:
+    """Return the offset up to which a stream is searched for an error as its first event.
+
+    Comments in front of the event are skipped.
+    """
+    return MAX_FIRST_EVENT + max(0, stream.find(DATA_LINE))
+
+
 def find_leading_error(stream: bytes, hold_until_token: bool) -> re.Match[bytes] | None:
     """Return the match of an error event at the start of a stream; None if there is none.
 
     With `hold_until_token`, the event may be anywhere in `stream`, which then ends before the first
     token.
     """
-    end = len(stream) if hold_until_token else MAX_FIRST_EVENT
     # This search is much faster than the pattern, and suffices for nearly every stream.
-    if stream.find(b'"error"', 0, end) < 0:
+    if stream.find(ERROR_NAME) < 0:
         return None
+    end = len(stream) if hold_until_token else leading_error_end(stream)
     return ERROR_EVENT_PATTERN.search(stream, 0, end)
 
 

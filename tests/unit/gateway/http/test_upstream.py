@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from time import monotonic
@@ -317,6 +318,31 @@ async def test_silence_is_measured_from_the_last_body_byte_of_any_response() -> 
         await asking
         assert fake.upstream.last_body_at > 0
         assert fake.upstream.silence_duration_s(monotonic() + 60) == 0.0
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+async def test_a_stream_whose_engine_closes_the_connection_after_done_is_whole(
+    is_reset: bool,
+) -> None:
+    async with engines() as fake:
+        head = (
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
+        )
+        events = encode_chunk(b'data: {"n": 1}\n\n') + encode_chunk(b"data: [DONE]\n\n")
+
+        def close_early(engine: FakeEngine) -> None:
+            engine.transport.write(head + events)
+            sock = engine.transport.get_extra_info("socket")
+            if is_reset:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            engine.transport.close()
+
+        fake.react = close_early
+        client = FakeClient()
+        relay = await fake.ask(client)
+        assert client.text.endswith(events + b"0\r\n\r\n")
+        assert not relay.has_error_event
 
 
 async def test_a_slow_client_pauses_the_engine_and_does_not_count_as_its_silence() -> None:

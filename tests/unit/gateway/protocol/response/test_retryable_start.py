@@ -10,7 +10,8 @@ import json
 
 import pytest
 
-from gateway.protocol.response.usage_and_error_search import MAX_FIRST_EVENT
+from gateway.protocol.response.relay import Relay
+from gateway.protocol.response.usage_and_error_search import MAX_COMMENTS_S, MAX_FIRST_EVENT
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
@@ -126,3 +127,68 @@ async def test_a_chat_that_breaks_after_its_role_is_retried_and_the_client_sees_
             assert b"dead" not in (reply.body or b"")
         assert running.error_count(running.decode[0]) > 0
         await running.at_rest()
+
+
+PING = b"8\r\n: ping\n\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        None,
+        b"0\r\n\r\n",
+        b"0\r\nx-trailer: 1\r\n\r\n",
+        PING * 40 + events({"error": {"message": "dead", "code": 500}}),
+    ],
+)
+async def test_a_stream_that_breaks_after_comments_is_retried_on_another_engine(
+    end: bytes | None,
+) -> None:
+    async def dies(request: EngineRequest) -> None:
+        request.writer.write(EVENTS + PING)
+        await request.writer.drain()
+        await asyncio.sleep(0.1)
+        if end is None:
+            request.writer.transport.abort()
+        else:
+            request.writer.write(PING + end)
+
+    sides = {"decode_role": "both", "policy": "round_robin"}
+    models = [{"name": MODEL, "pool": "main"}]
+    async with split_gateway("vllm_nixl", [], [dies, decodes], models=models, **sides) as running:
+        for _ in range(2):  # at least one of them goes to the first engine
+            reply = await running.ask(words=3, stream=True)
+            assert (reply.status, reply.text) == (200, "".join(TEXT))
+        assert running.error_count(running.decode[0]) > 0
+        await running.at_rest()
+
+
+async def test_an_error_of_the_request_after_comments_has_a_status_of_its_own() -> None:
+    error = events({"error": {"message": "too long", "code": 400}})
+    raw = EVENTS + PING * 40 + error + b"0\r\n\r\n"
+    models = [{"name": MODEL, "pool": "main"}]
+    sides = {"decode_role": "both", "models": models}
+    async with split_gateway("vllm_nixl", [], [responds(raw)], **sides) as running:
+        reply = await running.ask(words=3, stream=True)
+        assert reply.status == 400
+        await running.at_rest()
+
+
+def test_comments_are_passed_on_after_a_while_to_keep_the_client_connected() -> None:
+    relay = Relay(b"x-request-id: req_1\r\n")
+    assert relay.feed(EVENTS + PING, 100.0) == b""
+    assert relay.feed(PING, 100.0 + MAX_COMMENTS_S - 1.0) == b""
+    assert not relay.is_committed
+    begun = relay.feed(PING, 100.0 + MAX_COMMENTS_S)
+    assert begun.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert begun.endswith(3 * PING)
+    assert relay.feed(PING, 130.0) == PING
+
+
+def test_a_comment_that_ends_in_a_time_does_not_look_like_the_end_of_the_stream() -> None:
+    comment = b": ping - 2026-11-29 16:50:10.123456+00:00\r\n\r\n"
+    relay = Relay(b"")
+    for piece in (EVENTS, b"%x\r\n" % len(comment), comment, b"\r\n"):
+        assert relay.feed(piece, 1.0) == b""
+    begun = relay.feed(events(TOKEN), 2.0)
+    assert begun.endswith(b"\r\n\r\n" + b"%x\r\n%b\r\n" % (len(comment), comment) + events(TOKEN))
