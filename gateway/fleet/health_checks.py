@@ -479,7 +479,9 @@ class HealthChecker:
                 return await self._post(live, path, timeout_s, limit, json_body)
             client = self._clients.get(live)
             if client is None:
-                client = self._clients[live] = PollClient(live.endpoint.url)
+                client = self._clients[live] = PollClient(
+                    live.endpoint.url, live.upstream.addresses
+                )
             client.configure(live.key_header, live.encryption)
             return await client.get(path, timeout_s, limit)
         except PROBE_ERRORS as error:

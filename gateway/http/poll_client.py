@@ -12,6 +12,7 @@ from time import monotonic
 from typing import cast
 from urllib.parse import urlsplit
 
+from gateway.http.engine_addresses import EngineAddresses
 from gateway.protocol.response.http_framing import FramingError
 from gateway.protocol.response.short_response import ShortResponse
 from gateway.util.tls_contexts import Encryption
@@ -105,12 +106,16 @@ class _PollConnection(asyncio.Protocol):
 class PollClient:
     """A client for short HTTP requests to one engine, with a small pool of connections."""
 
-    __slots__ = ("_encryption", "_head", "_host", "_idle", "_key_header", "_path", "_port")
+    __slots__ = ("_addresses", "_encryption", "_head", "_idle", "_key_header", "_path")
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, addresses: EngineAddresses | None = None) -> None:
+        """Create a client without connecting.
+
+        addresses  the addresses of the engine's host, if others connect to it as well
+        """
         parts = urlsplit(url)
-        self._host = parts.hostname or ""
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._addresses = addresses or EngineAddresses(parts.hostname or "", port)
         self._path = parts.path.rstrip("/")
         self._head = f" HTTP/1.1\r\nhost: {parts.netloc}\r\naccept: */*\r\nuser-agent: penstock\r\n"
         self._encryption: Encryption | None = None
@@ -157,7 +162,7 @@ class PollClient:
                 except ConnectionLostError:
                     if response.has_begun:
                         raise
-            return await self._exchange(await self._open(), request, ShortResponse(limit))
+            return await self._exchange(await self._open(timeout_s), request, ShortResponse(limit))
 
     async def _exchange(
         self, connection: _PollConnection, request: bytes, response: ShortResponse
@@ -179,17 +184,18 @@ class PollClient:
             connection.close()
         return None
 
-    async def _open(self) -> _PollConnection:
-        loop, encryption = asyncio.get_running_loop(), self._encryption
-        name = None if encryption is None else encryption.server_name or self._host
+    async def _open(self, within_s: float) -> _PollConnection:
+        encryption, addresses = self._encryption, self._addresses
+        name = None if encryption is None else encryption.server_name or addresses.host
         try:
-            _, connection = await loop.create_connection(
+            _, connection = await addresses.connect(
                 _PollConnection,
-                self._host,
-                self._port,
+                within_s,
                 ssl=None if encryption is None else encryption.context,
                 server_hostname=name,
             )
+        except TimeoutError:
+            raise
         except OSError as error:
             raise ConnectError(error) from None
         return connection

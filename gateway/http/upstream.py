@@ -20,6 +20,7 @@ from gateway.http.ack_delay import delay_acks
 from gateway.http.client_read_turns import LONG_READ
 from gateway.http.connect_errors import is_local_error
 from gateway.http.eager_task import EagerFuture, new_future, timeout_after
+from gateway.http.engine_addresses import EngineAddresses
 from gateway.http.socket_send import descriptor_of
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.response.relay import Relay, UpstreamError
@@ -365,6 +366,7 @@ class ConnectionPool:
 
     The newest idle connection is reused first, so that unneeded ones expire.
 
+    addresses     the addresses of the engine's host
     last_body_at  monotonic time at which the engine last sent part of any response body
     """
 
@@ -372,11 +374,10 @@ class ConnectionPool:
         "_encryption",
         "_headers",
         "_heads",
-        "_host",
         "_idle",
         "_netloc",
-        "_port",
         "_request_line",
+        "addresses",
         "connections",
         "last_body_at",
         "outbox",
@@ -397,7 +398,8 @@ class ConnectionPool:
         """
         parts = urlsplit(url)
         is_https = parts.scheme == "https"
-        self._host, self._port = parts.hostname or "", parts.port or (443 if is_https else 80)
+        port = parts.port or (443 if is_https else 80)
+        self.addresses = EngineAddresses(parts.hostname or "", port)
         self._netloc = parts.netloc.removesuffix(":443") if is_https else parts.netloc
         self._request_line = b"POST " + parts.path.rstrip("/").encode()
         self.outbox = outbox
@@ -519,17 +521,16 @@ class ConnectionPool:
         return connection
 
     async def _open(self, protocol: asyncio.Protocol) -> None:
-        encryption, loop = self._encryption, self.outbox.loop
+        encryption, addresses, within_s = self._encryption, self.addresses, self.timeouts.connect_s
         if encryption is None:
-            await loop.create_connection(lambda: protocol, self._host, self._port)
+            await addresses.connect(lambda: protocol, within_s)
             return
-        transport, _ = await loop.create_connection(
+        transport, _ = await addresses.connect(
             lambda: protocol,
-            self._host,
-            self._port,
+            within_s,
             ssl=encryption.context,
-            server_hostname=encryption.server_name or self._host,
-            ssl_handshake_timeout=self.timeouts.connect_s,
+            server_hostname=encryption.server_name or addresses.host,
+            ssl_handshake_timeout=within_s,
             ssl_shutdown_timeout=TLS_SHUTDOWN_S,
         )
         transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)

@@ -1,0 +1,170 @@
+"""Opens connections to the host of an engine. Host names are looked up; their addresses are kept.
+
+A name is looked up for each new connection, because it leads elsewhere when an engine moves. A
+resolver that is slow or out of order shows nothing about the engine, so the addresses of the last
+lookup are used then. They are forgotten if the resolver says that the name does not exist: another
+server may have them by now. If a name has several addresses, a silent one must not use up the
+time of the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import ip_address
+from time import monotonic
+from typing import Any, TypeVar
+
+from gateway.http.eager_task import timeout_after
+
+log = logging.getLogger("penstock")
+
+PATIENCE_S = 0.1
+"""Seconds from the start of a lookup after which the addresses of the last one are used."""
+
+LOOKUP_SHARE = 0.9
+"""Share of the time to connect that the first lookup of a name may take."""
+
+AVOID_S = 30.0
+"""Seconds for which an address that accepted no connection is tried after all others."""
+
+_NO_SUCH_NAME = frozenset(
+    getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)
+)
+
+Address = tuple[socket.AddressFamily, Any]
+"""The family of an address, and the address with its port as sockets take it."""
+
+Lookup = Callable[[str, int], Awaitable[Sequence[Address]]]
+"""A function that returns the addresses of a host name. It raises OSError if there are none."""
+
+ProtocolT = TypeVar("ProtocolT", bound=asyncio.BaseProtocol)
+
+
+async def look_up(host: str, port: int) -> Sequence[Address]:
+    """Return the addresses of a host name, looked up with the system's resolver.
+
+    Raises OSError if the name has no address or no DNS server responds.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, address) for family, _, _, _, address in found]
+
+
+class EngineAddresses:
+    """The addresses of one engine's host, given by an address or by a name."""
+
+    __slots__ = (
+        *("_failed_at", "_known", "_look_up", "_lookup", "_problem", "_started_at"),
+        *("host", "is_literal", "port"),
+    )
+
+    def __init__(self, host: str, port: int, look_up: Lookup = look_up) -> None:
+        self.host, self.port = host, port
+        self.is_literal = _is_address(host)
+        self._look_up = look_up
+        self._known: Sequence[Address] = ()
+        self._problem: OSError | None = None  # of the last lookup
+        self._lookup: asyncio.Task[None] | None = None  # the one that is running
+        self._started_at = 0.0
+        self._failed_at: dict[Any, float] = {}
+
+    async def connect(
+        self, factory: Callable[[], ProtocolT], within_s: float, **settings: Any
+    ) -> tuple[asyncio.Transport, ProtocolT]:
+        """Open a connection, as the event loop's create_connection() does with `settings`.
+
+        The caller limits the time to `within_s` seconds. Raises OSError, which is a gaierror if the
+        name could not be resolved and no earlier address of it is known.
+        """
+        loop = asyncio.get_running_loop()
+        if self.is_literal:
+            return await loop.create_connection(factory, self.host, self.port, **settings)
+        sock = await self._open_socket(monotonic() + within_s, within_s)
+        try:
+            return await loop.create_connection(factory, sock=sock, **settings)
+        except BaseException:
+            sock.close()
+            raise
+
+    async def _open_socket(self, until: float, within_s: float) -> socket.socket:
+        # Return a socket that is connected to the first address that accepts it.
+        addresses = await self._find(within_s)
+        avoided = monotonic() - AVOID_S
+        ordered = sorted(
+            addresses, key=lambda found: self._failed_at.get(found[1], avoided) > avoided
+        )
+        problem = OSError(f"the host name {self.host} has no address")
+        for index, (family, address) in enumerate(ordered):
+            limit_s = (until - monotonic()) / (len(ordered) - index)
+            try:
+                async with timeout_after(limit_s):
+                    return await _connected_socket(family, address)
+            except OSError as error:  # includes TimeoutError
+                self._failed_at[address] = monotonic()
+                problem = error
+        raise problem
+
+    async def _find(self, within_s: float) -> Sequence[Address]:
+        now = monotonic()
+        if self._lookup is None:
+            self._started_at = now
+            name = f"look up {self.host}"
+            self._lookup = asyncio.create_task(self._refresh(), name=name)
+        lookup, wait_s = self._lookup, LOOKUP_SHARE * within_s
+        if self._known:
+            wait_s = min(wait_s, max(0.0, self._started_at + PATIENCE_S - now))
+        await asyncio.wait([lookup], timeout=wait_s)
+        if self._known:
+            return self._known
+        if self._problem is not None and lookup.done():
+            raise self._problem
+        message = f"the resolver did not answer within {wait_s:.2g} s"
+        raise socket.gaierror(socket.EAI_AGAIN, message)
+
+    async def _refresh(self) -> None:
+        # Look the name up, and keep its addresses, or the problem if there are none.
+        try:
+            found = await self._look_up(self.host, self.port)
+        except (OSError, UnicodeError) as failure:  # UnicodeError: no valid host name
+            error = failure if isinstance(failure, OSError) else _no_such_name(failure)
+            if error.errno in _NO_SUCH_NAME:
+                self._known = ()
+            elif self._known and self._problem is None:
+                log.warning(
+                    "the host name %s cannot be resolved, so its last known addresses are used: %s",
+                    self.host,
+                    error,
+                )
+            self._problem = error.with_traceback(None)
+        else:
+            self._known, self._problem = found, None
+            kept = {address for _, address in found}
+            self._failed_at = {at: when for at, when in self._failed_at.items() if at in kept}
+        finally:
+            self._lookup = None
+
+
+async def _connected_socket(family: socket.AddressFamily, address: Any) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _no_such_name(error: UnicodeError) -> OSError:
+    return socket.gaierror(socket.EAI_NONAME, str(error))
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True

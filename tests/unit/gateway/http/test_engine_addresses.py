@@ -1,0 +1,170 @@
+"""Tests of connections to engines by host name: slow or failing lookups, and silent addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+
+import pytest
+
+from gateway.http import engine_addresses
+from gateway.http.engine_addresses import AVOID_S, Address, EngineAddresses
+from gateway.http.poll_client import ConnectError, PollClient
+from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
+from gateway.http.write_queue import WriteQueue
+from gateway.protocol.upstream_error import UpstreamError
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
+
+FIRST, SECOND = ("192.0.2.1", 8000), ("192.0.2.2", 8000)
+AGAIN = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+NO_NAME = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+class FakeNetwork:
+    """A resolver and the hosts behind its addresses.
+
+    addresses  what the resolver answers, or the error that it raises
+    lookup_s   seconds that a lookup takes
+    silent     addresses that do not answer
+    tried      addresses to which a connection was attempted, in order
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.addresses: Sequence[tuple[str, int]] | Exception = (FIRST, SECOND)
+        self.lookup_s = 0.0
+        self.silent: set[tuple[str, int]] = set()
+        self.tried: list[tuple[str, int]] = []
+        monkeypatch.setattr(engine_addresses, "_connected_socket", self._connected_socket)
+
+    async def look_up(self, host: str, port: int) -> Sequence[Address]:
+        await asyncio.sleep(self.lookup_s)
+        if isinstance(self.addresses, Exception):
+            raise self.addresses
+        return [(socket.AF_INET, address) for address in self.addresses]
+
+    async def _connected_socket(
+        self, family: socket.AddressFamily, address: tuple[str, int]
+    ) -> socket.socket:
+        self.tried.append(address)
+        if address in self.silent:
+            await asyncio.Event().wait()
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        ours.setblocking(False)
+        return ours
+
+
+async def _connect(addresses: EngineAddresses, within_s: float = 1.0) -> None:
+    async with asyncio.timeout(within_s):
+        transport, _ = await addresses.connect(asyncio.Protocol, within_s)
+    transport.close()
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> FakeNetwork:
+    return FakeNetwork(monkeypatch)
+
+
+@pytest.fixture
+def addresses(network: FakeNetwork) -> EngineAddresses:
+    return EngineAddresses("engine.test", 8000, network.look_up)
+
+
+async def test_a_silent_address_does_not_use_up_the_time_of_the_next_one(
+    network: FakeNetwork, addresses: EngineAddresses
+) -> None:
+    network.silent = {FIRST}
+    await _connect(addresses)
+    assert network.tried == [FIRST, SECOND]
+    await _connect(addresses)
+    assert network.tried[2:] == [SECOND]
+    await asyncio.sleep(AVOID_S + 1.0)
+    network.silent = set()
+    await _connect(addresses)
+    assert network.tried[3:] == [FIRST]
+
+
+async def test_a_name_is_looked_up_for_each_connection(
+    network: FakeNetwork, addresses: EngineAddresses
+) -> None:
+    network.addresses = (FIRST,)
+    await _connect(addresses)
+    network.addresses = (SECOND,)
+    await _connect(addresses)
+    assert network.tried == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize("lookup_s", [0.0, 3.0])
+async def test_while_the_resolver_fails_or_is_slow_the_last_addresses_are_used(
+    network: FakeNetwork,
+    addresses: EngineAddresses,
+    lookup_s: float,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await _connect(addresses)
+    network.addresses, network.lookup_s = AGAIN, lookup_s
+    with caplog.at_level(logging.WARNING, "penstock"):
+        for _ in range(5):
+            await _connect(addresses)
+        await asyncio.sleep(2 * lookup_s)
+    assert network.tried == [FIRST] * 6
+    assert [record.getMessage() for record in caplog.records] == [
+        "the host name engine.test cannot be resolved, so its last known addresses are used: "
+        f"{AGAIN}"
+    ]
+
+
+async def test_a_name_that_does_not_exist_any_more_has_no_address(
+    network: FakeNetwork, addresses: EngineAddresses
+) -> None:
+    await _connect(addresses)
+    network.addresses = NO_NAME
+    for _ in range(2):
+        with pytest.raises(socket.gaierror, match="not known"):
+            await _connect(addresses)
+    network.addresses = (SECOND,)
+    await _connect(addresses)
+    assert network.tried == [FIRST, SECOND]
+
+
+async def test_an_invalid_name_does_not_exist(
+    network: FakeNetwork, addresses: EngineAddresses
+) -> None:
+    network.addresses = UnicodeError("label empty or too long")
+    with pytest.raises(socket.gaierror, match="label empty"):
+        await _connect(addresses)
+
+
+async def test_a_slow_first_lookup_is_no_fault_of_the_engine(
+    network: FakeNetwork, addresses: EngineAddresses
+) -> None:
+    network.lookup_s = 3.0
+    timeouts = UpstreamTimeouts(connect_s=1.0, first_byte_s=5.0, stall_s=1.0)
+    outbox = WriteQueue(asyncio.get_running_loop())
+    pool = ConnectionPool("http://engine.test:8000", None, timeouts, outbox)
+    pool.addresses = addresses
+    polls = PollClient("http://engine.test:8000", addresses)
+    with pytest.raises(UpstreamError, match="the resolver did not answer") as raised:
+        await pool.connect()
+    assert raised.value.kind == "connect_error"
+    with pytest.raises(ConnectError) as unresolved:
+        await polls.get("/health", 1.0, 100)
+    assert isinstance(unresolved.value.os_error, socket.gaierror)
+    await asyncio.sleep(3.0)
+    await pool.connect()
+    assert network.tried == [FIRST]
+    pool.close()
+
+
+async def test_an_address_needs_no_lookup() -> None:
+    async def fail(host: str, port: int) -> Sequence[Address]:
+        raise AssertionError
+
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        await _connect(EngineAddresses("127.0.0.1", port, fail))
