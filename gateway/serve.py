@@ -244,13 +244,24 @@ def _parse(
         snapshot.salts,
         tracker.prompt_lengths,
     )
-    call = exchange.call = parse_call(
-        body, exchange.api, models.routes, caller, models.unlisted, models.shapes
-    )
+    try:
+        call = exchange.call = parse_call(
+            body, exchange.api, models.routes, caller, models.unlisted, models.shapes
+        )
+    except GatewayError as error:
+        raise _with_reason(error, snapshot) from None
     route = models.routes[call.requested_model]
     if not call.api.is_plain or route.unserved or not call.api.takes_salt:
         call = exchange.call = call_for_engines(gateway, exchange, route, call, caller)
     return route, call
+
+
+def _with_reason(error: GatewayError, snapshot: Snapshot) -> GatewayError:
+    # Return the error for the client: while no model is known at all, any name may become known.
+    if error.failure is not Failure.MODEL_NOT_FOUND or snapshot.routes or snapshot.unlisted:
+        return error
+    message = "No engine has listed a model yet."
+    return GatewayError(Failure.NO_CAPACITY, message, retry_after_s=1.0)
 
 
 def _set_fingerprint(gateway: Gateway, exchange: Exchange, route: Route, call: Call) -> None:

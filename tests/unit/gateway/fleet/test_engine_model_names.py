@@ -417,3 +417,14 @@ async def test_doctor_shows_what_to_write_until_every_model_is_served() -> None:
         assert (first.verdict, second.verdict) == (CheckVerdict.PASS, CheckVerdict.PASS)
         assert f"other endpoints serve {ADAPTER}" in second.seen
         assert await gateway.ask("chat") == (200, "chat")
+
+
+async def test_no_name_is_unknown_before_an_engine_has_listed_a_model() -> None:
+    engine = Engine()
+    async with running([engine], []) as gateway:
+        status, message = await gateway.ask(BASE)
+        assert (status, message) == (503, "No engine has listed a model yet.")
+        engine.models = [BASE]
+        await gateway.reread(0)
+        assert (await gateway.ask(BASE))[0] == 200
+        assert (await gateway.ask(OTHER))[0] == 404
