@@ -36,6 +36,7 @@ from gateway.fleet.silence_limits import Silences
 from gateway.fleet.speed_recovery import SpeedRecovery, is_ejected_as_slow
 from gateway.http.poll_client import PollClient
 from gateway.protocol.api_table import RESPONSES, api_paths
+from gateway.protocol.response.http_framing import FramingError
 from gateway.protocol.response_store_probe import shows_store, store_request
 from gateway.protocol.translate.translation_table import TRANSLATIONS
 from kvtransfer.dialects import standalone_members
@@ -392,18 +393,27 @@ class HealthChecker:
 
     async def _list_models(self, live: LiveEndpoint, *, limit_s: float) -> None:
         # Read which models the engine lists; without a response, the last list stays valid.
-        status, text = await self._get(live, MODELS_PATH, limit_s)
+        try:
+            status, text = await self._fetch(live, MODELS_PATH, limit_s, METRICS_LIMIT)
+        except FramingError as error:
+            _report_unreadable_list(live, str(error))
+            return
+        except PROBE_ERRORS:
+            return
         names: tuple[str, ...] = ()
         if status == 200:
             try:
                 cards = json.loads(text)["data"]
                 # Ollama writes null for an empty list.
                 names = tuple(str(card["id"]) for card in (() if cards is None else cards))
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                _report_unreadable_list(live, f"not a list of models: {error!r}")
                 return
         elif status not in NO_PAGE:
+            if 400 <= status < 500 and status != RATE_LIMITED:
+                _report_unreadable_list(live, f"the engine answered {status}")
             return
-        live.models_at = monotonic()
+        live.models_at, live.has_bad_list = monotonic(), False
         if (names, status == 200) != (live.models, live.has_list):
             live.models, live.has_list = names, status == 200
             self._model_lists.on_changed()
@@ -510,6 +520,19 @@ class HealthChecker:
                 if len(body) >= limit:
                     break
             return response.status, bytes(body[:limit])
+
+
+def _report_unreadable_list(live: LiveEndpoint, reason: str) -> None:
+    # Log once that an engine's list of models cannot be read.
+    if not live.has_bad_list:
+        live.has_bad_list = True
+        log.warning(
+            "the list of models of endpoint %s cannot be read (%s%s): %.200s",
+            live.endpoint.name,
+            live.endpoint.url,
+            MODELS_PATH,
+            reason,
+        )
 
 
 def _model_of(live: LiveEndpoint) -> str | None:

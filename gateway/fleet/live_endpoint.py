@@ -30,6 +30,7 @@ class LiveEndpoint:
                        that it has none
     answers_whole      whether its engine answered the last request for a stream with whole JSON
     has_list           whether its engine has sent a list of models
+    has_bad_list       whether its last answer to a request for that list could not be read
     lacks_health       whether its engine has no page at `health.path`; then its list of models is
                        requested as the health check
     api_paths          paths of the APIs that its engine lists at /openapi.json; empty if unknown
@@ -66,6 +67,7 @@ class LiveEndpoint:
             "is_drained",
             "encryption",
             "endpoint",
+            "has_bad_list",
             "has_list",
             "has_tried_apis",
         ),
@@ -107,7 +109,8 @@ class LiveEndpoint:
         self.reconfigure(endpoint, spec, timeouts, encryption)
         self.health = INITIAL_HEALTH
         self.models: tuple[str, ...] = ()
-        self.has_list = self.lacks_health = self.has_tried_apis = False
+        self.has_bad_list = self.has_list = False
+        self.lacks_health = self.has_tried_apis = False
         self.api_paths: frozenset[str] = frozenset()
         self.missing_paths: frozenset[str] = frozenset()
         self.keeps_responses: bool | None = None

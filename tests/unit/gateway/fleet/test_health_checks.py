@@ -252,3 +252,36 @@ async def test_a_host_name_that_cannot_be_resolved_is_logged_once_and_is_the_cau
 
 def _unresolved() -> ConnectError:
     return ConnectError(socket.gaierror(-2, "Name or service not known"))
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "encoding", "reason"),
+    [
+        (200, b"<html>chat</html>", None, "not a list of models: JSONDecodeError"),
+        (200, b'{"models": []}', None, "not a list of models: KeyError('data')"),
+        (200, b"\x1f\x8b", "gzip", "a Content-Encoding that was not requested"),
+        (401, b"", None, "the engine answered 401"),
+    ],
+)
+async def test_a_list_of_models_that_cannot_be_read_is_logged_once(
+    status: int,
+    body: bytes,
+    encoding: str | None,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def lists(request: web.Request) -> web.Response:
+        headers = {} if encoding is None else {"content-encoding": encoding}
+        return web.Response(status=status, body=body, headers=headers)
+
+    engine = web.Application()
+    engine.router.add_get("/v1/models", lists)
+    engine.router.add_get("/health", _in_pieces(b"ok"))
+    with caplog.at_level("WARNING", "penstock"):
+        async with _polled(engine) as (watcher, table, _):
+            (live,) = table.all()
+            await watcher._list_models(live, limit_s=5.0)
+            assert not live.has_list
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"the list of models of endpoint {live.endpoint.name} cannot be read")
+    assert reason in message
