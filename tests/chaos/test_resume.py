@@ -109,7 +109,7 @@ async def test_usage_covers_the_whole_answer_and_is_sent_once() -> None:
         async with undisturbed as other:
             _, expected = await read(other, body)
         fleet.groups[1].faults.apply("")
-        for _ in range(2):  # at least one of them starts on the failing group
+        for _ in range(2):  # at least one of the two requests starts on the failing group
             fate, events = await read(fleet, body)
             assert fate == "whole"
             assert [event["usage"] for event in events if event["usage"]] == [expected[-1]["usage"]]

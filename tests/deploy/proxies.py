@@ -73,7 +73,8 @@ def nginx(folder: Path, port: int, api: int, admin: int) -> list[str]:
 
 def haproxy(folder: Path, port: int, api: int, admin: int) -> list[str]:
     places = {
-        "maxconn 20000": "maxconn 200",  # two file descriptors each, and here may be few
+        # A connection takes two file descriptors, of which there may be few here.
+        "maxconn 20000": "maxconn 200",
         "bind 127.0.0.1:8443": f"bind 127.0.0.1:{port}",
         "gateway-1 127.0.0.1:8080": f"gateway-1 127.0.0.1:{api}",
         "check port 8081": f"check port {admin}",

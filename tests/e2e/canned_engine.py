@@ -75,7 +75,8 @@ class Connection(asyncio.Protocol):
         self._sending: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        # uvloop's transport is no subclass of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._sending is not None:

@@ -66,7 +66,8 @@ class Engine:
         if self._server is not None and mode is Mode.REFUSES:
             self._server.close()
             self._server = None
-            self._socket = _bind(self.port)  # bound and not listening: connections are refused
+            # A bound socket that does not listen refuses connections.
+            self._socket = _bind(self.port)
         elif self._server is None and mode is not Mode.REFUSES:
             self._server = await asyncio.start_server(
                 self._serve_connection, sock=self._socket, backlog=512

@@ -76,7 +76,7 @@ def _tcp_sockets() -> list[tuple[int, int, int]]:
     sockets = []
     for family in (socket.AF_INET, socket.AF_INET6):
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, 4) as netlink:
-            states = 0xFFFFFFFF & ~(1 << 10)  # all except listening sockets
+            states = 0xFFFFFFFF & ~(1 << 10)  # bit mask of all TCP states except listening
             fields = (family, socket.IPPROTO_TCP, 1 << (_SKMEMINFO - 1), 0, states, b"")
             netlink.send(_REQUEST.pack(_REQUEST.size, _SOCK_DIAG_BY_FAMILY, _ALL, 1, 0, *fields))
             sockets += _read_dump(netlink)

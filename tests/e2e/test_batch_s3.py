@@ -150,7 +150,8 @@ def test_tokens_kept_in_the_journal_outlive_a_killed_owner(fleet: Fleet) -> None
         owner, other = owner_and_other(fleet)
         until(lambda: total(page(owner.admin_url), "penstock_batch_running") == 8)
         until(lambda: generated(fleet.engine) > before + 8 * 60)
-        live = burst(owner, 0)  # pre-empts requests of the batch, whose parts are stored
+        # These requests pre-empt requests of the batch, whose parts are stored.
+        live = burst(owner, 0)
         kept = "penstock_batch_preemptions_total"
         until(lambda: total(page(owner.admin_url), kept, result="kept") >= 4)
         tokens = total(page(owner.admin_url), "penstock_batch_kept_tokens_total")

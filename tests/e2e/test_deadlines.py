@@ -33,7 +33,8 @@ from tests.fair_time import PATIENCE_S, Stopwatch, once_within, pace
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 SWEEP_S = 0.25
-SLACK_S = SWEEP_S + 0.45 * pace()  # one sweep, and its delay on a busy machine
+# time between two sweeps, and the delay of a sweep on a busy machine
+SLACK_S = SWEEP_S + 0.45 * pace()
 LIMITS = {
     "headers_timeout": "300ms",
     "body_timeout": "1900ms",
@@ -157,7 +158,7 @@ def test_a_body_below_the_minimum_rate_is_refused_before_the_body_deadline(setup
         assert answer.headers["x-request-id"].startswith("req_")
         return fair_s
 
-    once_within(1.8, refused_after_s)  # which is before body_timeout
+    once_within(1.8, refused_after_s)  # the refusal comes before body_timeout
 
 
 def test_a_partial_body_is_refused_at_the_body_deadline(setup: Setup) -> None:

@@ -24,7 +24,7 @@ from tests.fair_time import TRIES
 
 MODEL = ("--model", "llama-3.1-70b-fp8", "--gpu", "h200", "--tp", "4", "--kv-tokens", "400000")
 MOST_REQUESTS, AT_ONCE = 400, 6
-LONG, SHORT = 8000, 300  # numbers of words in a prompt
+LONG, SHORT = 8000, 300  # number of words in a long and in a short prompt
 
 
 @contextmanager

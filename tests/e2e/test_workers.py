@@ -286,7 +286,7 @@ def test_new_workers_keep_the_version_number_when_the_state_folder_has_only_an_o
                 == 200
             )
         wait_until(lambda: len(list(state.glob("v*.json"))) == 3)
-        for number in (2, 3):  # records are missing, as after a full disk
+        for number in (2, 3):  # records are missing, as happens on a full disk
             (state / f"v{number:08d}.json").unlink()
         os.kill(running.pid, signal.SIGUSR2)
         wait_until(lambda: "worker processes have been replaced" in running.stderr_text)

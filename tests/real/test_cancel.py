@@ -18,9 +18,8 @@ from tests.real.engines import Engine, troubles
 from tests.real.fronts import config, gateway
 from tests.real.tap import Tap
 
-FREE_WITHIN_S = (
-    10.0  # an engine's step and its page of metrics, on a busy machine; a third of a lease
-)
+# Time for a step of the engine and its metrics page on a busy machine: a third of a lease.
+FREE_WITHIN_S = 10.0
 WAIT_S = 30.0
 
 

@@ -173,7 +173,8 @@ async def test_a_greeting_that_is_replayed_keeps_one_connection_and_not_many() -
 
 @pytest.fixture
 def flood() -> Iterator[list[int]]:
-    stop, ports = threading.Event(), [0, 0]  # the port, and how many connections were opened
+    # `ports`: the port, and the number of connections opened
+    stop, ports = threading.Event(), [0, 0]
 
     def run() -> None:
         socks: list[socket.socket] = []

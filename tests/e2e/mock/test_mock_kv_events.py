@@ -65,7 +65,8 @@ async def test_a_subscriber_receives_topic_number_and_payload() -> None:
             subscriber.connect(source["endpoint"].replace("*", "127.0.0.1"))
             received = asyncio.ensure_future(subscriber.recv_multipart())
             async with asyncio.timeout(PATIENCE_S):
-                while not received.done():  # until the subscription has arrived
+                # Repeat, because events from before the subscription are lost.
+                while not received.done():
                     prompt = {
                         "model": "demo-8b",
                         "prompt": f"{group.member.group.metrics.steps} " * 99,

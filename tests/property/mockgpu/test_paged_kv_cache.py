@@ -110,7 +110,8 @@ def test_blocks_are_allocated_all_or_none_with_the_content_that_each_evicts() ->
         pool.allocate_blocks(2)
     assert pool.free == 1
     pool.release([0, 1, 2])
-    assert pool.allocate_blocks(4) == [2, 3, 1, 0]  # without content first, then the prompt's end
+    # The block without content is reused first, then the end of the prompt.
+    assert pool.allocate_blocks(4) == [2, 3, 1, 0]
     assert evicted == [2, 1]
 
 

@@ -39,9 +39,8 @@ def test_an_ejection_lasts_between_its_first_and_its_longest_length(
     for (_, passed), before, health in zip(events, healths, healths[1:], strict=False):
         now += passed
         if health.state in (HealthState.EJECTED, HealthState.DEAD):
-            if (
-                health.until != before.until
-            ):  # out, or out again: `since` is when it left, the length counts from now
+            # If the endpoint is out, its time counts from now; `since` is when it left.
+            if health.until != before.until:
                 assert LIMITS.first_s * (1 - LIMITS.jitter) <= health.until - now + 1e-6
                 assert health.until - now <= LIMITS.longest_s + 1e-6
             assert health.since <= now

@@ -61,7 +61,8 @@ def identifiers(page: str) -> set[str]:
         for code in re.findall(r"`([^`\n]+)`", text)
         if not COUNTER.match(code)
         for word in WORD.findall(code)
-        if not word.endswith("_") and f"-k {word}" not in code  # the beginning of several names
+        # `-k word` selects tests by the beginning of their names.
+        if not word.endswith("_") and f"-k {word}" not in code
         if re.search(r"[a-z0-9]_[a-z0-9]|[a-z][A-Z]", word)
     }
 

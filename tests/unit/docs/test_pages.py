@@ -149,7 +149,8 @@ def test_the_architecture_page_names_every_gateway_module_or_its_folder() -> Non
         path.relative_to(ROOT / "gateway") for path in sorted((ROOT / "gateway").rglob("[!_]*.py"))
     ]
     mentioned = set(re.findall(r"\b\w+\.py\b", page))
-    folders = set(re.findall(r"`(\w+)/`(?!:)", page))  # with a colon its files follow
+    # A folder followed by a colon is followed by its files.
+    folders = set(re.findall(r"`(\w+)/`(?!:)", page))
     assert [
         str(path) for path in below if path.name not in mentioned and path.parts[0] not in folders
     ] == []

@@ -22,7 +22,8 @@ def keeps_interpreter_lock(call: Callable[[], object], times: int = 3000) -> boo
     interval_s = sys.getswitchinterval()
     thread = threading.Thread(target=take_turns)
     gc.collect()
-    gc.disable()  # what other tests have left might give the lock up as it is freed
+    # Objects that other tests have left may release the interpreter lock as they are freed.
+    gc.disable()
     sys.setswitchinterval(1000.0)
     try:
         thread.start()

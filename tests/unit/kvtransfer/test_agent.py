@@ -437,7 +437,7 @@ async def test_the_event_loop_is_woken_only_for_what_a_coroutine_waits_for() -> 
 
 
 async def test_the_event_loop_is_woken_after_the_agents_lock_is_released() -> None:
-    # It would else wait for the lock with its next call.
+    # Woken earlier, the loop would wait for the lock with its next call to the agent.
     lock, woken = AgentLock(), asyncio.Event()
     waker = LoopWaker(asyncio.get_running_loop(), lock.defer)
     landing = Landing(Mock(), 1, "r")
@@ -501,7 +501,7 @@ async def test_an_agent_that_closes_waits_for_the_last_copy_into_its_blocks(
         landing = sink.agent.fetch(source.agent.address, "r", [1], 16)
         assert await asyncio.to_thread(begun.wait, 20)
         closing = asyncio.create_task(sink.agent.close())
-        await asyncio.wait({closing}, timeout=2.4)  # longer than any thread takes to end
+        await asyncio.wait({closing}, timeout=2.4)  # threads end in less time than this
         assert landing.outcome is None
         go_on.set()
         await asyncio.wait_for(closing, 20)

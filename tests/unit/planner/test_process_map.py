@@ -97,7 +97,7 @@ def test_ctrl_c_ends_every_process_without_a_word_from_them(tmp_path: Path) -> N
         text=True,
     ) as process:
         pids = [_pid_in(tmp_path / name) for name in ("a", "b")]
-        os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+        os.killpg(process.pid, signal.SIGINT)  # on Ctrl-C, the terminal signals the whole group too
         _, said = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
     assert said.count("Traceback") == 1, "that of the calling process"

@@ -62,9 +62,8 @@ def test_an_endpoint_is_compared_with_peers_of_the_same_role() -> None:
     ]
     fleet[3]["role"] = "decode"
     assert diagnosed(*fleet) == []
-    assert (
-        diagnosed(endpoint("a"), endpoint("d", tpot_p50_s=0.041)) == []
-    )  # of two, neither is known to be slow
+    # Of two endpoints, it is unknown which one is slow.
+    assert diagnosed(endpoint("a"), endpoint("d", tpot_p50_s=0.041)) == []
 
 
 def test_findings_are_sorted_by_grade() -> None:

@@ -75,8 +75,9 @@ async def test_a_cancelled_request_on_a_reserved_place_leaves_its_permit_to_the_
     tasks = [asyncio.create_task(queue.enter_first()) for _ in range(3)]
     await turns()
     tasks[0].cancel()
-    queue.__exit__()  # before the cancelled one has left
-    tasks[1].cancel()  # in the turn in which it gets the permit
+    queue.__exit__()  # release a permit before the cancelled task has left the queue
+    # Cancel the next task in the event loop iteration in which it gets the permit.
+    tasks[1].cancel()
     await turns()
     assert [task.cancelled() for task in tasks] == [True, True, False]
     assert tasks[2].done()

@@ -82,7 +82,7 @@ async def test_a_shrinking_budget_grants_all_waiting_retries_in_the_end() -> Non
     waiting = asyncio.create_task(retries.acquire())
     await turns()
     active.count = 0
-    retries.release()  # one of two retries, and only one is allowed now
+    retries.release()  # one of the two retries ends, but only one is allowed now
     await turns()
     assert not waiting.done()
     retries.release()

@@ -157,7 +157,8 @@ def test_a_write_that_fails_in_part_damages_no_other_entry(
 def test_a_closed_journal_writes_to_no_other_file(tmp_path: Path) -> None:
     journal = JournalFile(tmp_path / "journal", 0, call)
     journal.close()
-    other = (tmp_path / "other").open("wb")  # gets the descriptor that the journal had
+    # The other file gets the descriptor that the journal had.
+    other = (tmp_path / "other").open("wb")
     with pytest.raises(OSError, match="closed"):
         journal.append(b"one\n")
     other.close()

@@ -16,13 +16,14 @@ from gateway.batch.window_schedule import (
 )
 from policies.admission.batch_reserve import WindowDemand
 
-TIGHT = WindowDemand("batch_1", 100.0, 280.0, 10.0)  # needs three places to end in time at all
+# a batch that needs three places to end in time
+TIGHT = WindowDemand("batch_1", 100.0, 280.0, 10.0)
 LOOSE = WindowDemand("batch_1", 1000.0, 280.0, 10.0)
 
 
 def test_the_places_of_the_last_half_minute_decide_whether_a_batch_is_behind() -> None:
     schedule, now = PoolSchedule(), 0.0
-    while now < 5.0:  # free places are enough from the start
+    while now < 5.0:  # the free places are enough from the start
         now += 0.02
         schedule.update([TIGHT], 2, 6, now)
         assert schedule.schedule_of("batch_1") is Schedule.HURRIED

@@ -205,7 +205,7 @@ def test_serve_names_the_key_of_an_address_it_cannot_bind(
     listener: str,
     workers: str,
 ) -> None:
-    port = free_port()  # and an address that is kept for documents
+    port = free_port()  # the text combines this port with an address reserved for documentation
     text = ENGINES.replace(
         f"{listener}: {{port: 0}}", f"{listener}: {{host: 192.0.2.1, port: {port}}}"
     )

@@ -30,7 +30,7 @@ async def printed(gateway: Running, *words: str) -> str:
 
 @contextmanager
 def dead_redis() -> Iterator[tuple[str, str]]:
-    with socket.socket() as refusing:  # bound and not listening
+    with socket.socket() as refusing:  # a bound socket that does not listen refuses connections
         refusing.bind(("127.0.0.1", 0))
         yield f"redis://127.0.0.1:{refusing.getsockname()[1]}", "no server listens there"
 

@@ -110,7 +110,8 @@ async def test_short_requests_are_split_if_no_endpoint_serves_whole_requests() -
 
 
 async def test_a_retry_uses_a_pair_after_the_only_whole_endpoint_failed() -> None:
-    decoder = in_turn(refuses(500), decodes)  # whichever of the two is chosen first
+    # The script applies to whichever decoder is chosen first.
+    decoder = in_turn(refuses(500), decodes)
     roles = ["decode", "decode", "both"]
     async with sglang(
         [never_answers] * 2, [decoder, decoder, resets], decode_role=roles, retries={"attempts": 5}
@@ -374,9 +375,8 @@ async def test_an_error_event_in_the_prefills_answer_is_its_failure() -> None:
     async def errs(request: EngineRequest) -> None:
         request.open_stream()
         token = {"model": "demo", "choices": [{"index": 0, "delta": {"content": TEXT[0]}}]}
-        request.event(
-            token | {"pad": "x" * 400}
-        )  # in one read as well, the error is not what the answer begins with
+        # Even if both events are read at once, the answer does not begin with the error.
+        request.event(token | {"pad": "x" * 400})
         request.event(
             {"error": {"message": "as asked", "type": "InternalServerError", "code": 500}}
         )
@@ -448,9 +448,8 @@ async def test_a_prefiller_in_pull_mode_is_not_paired_for_pushes() -> None:
 async def test_a_push_whose_prefill_broke_is_closed_and_the_engine_is_identified_again() -> None:
     reborn = PUSHED | {"remote_engine_id": "engine-reborn"}
     gate = asyncio.Event()
-    prefill = in_turn(
-        prefills(PUSHED), when_open(gate, resets), resets, prefills(reborn)
-    )  # a pooled connection is retried
+    # The gateway retries a request that failed on a pooled connection.
+    prefill = in_turn(prefills(PUSHED), when_open(gate, resets), resets, prefills(reborn))
     async with split_gateway(
         "vllm_push", [prefill], [in_turn(decodes, never_answers, decodes)]
     ) as f:

@@ -42,7 +42,7 @@ async def test_kv_handed_to_a_dead_decoder_is_freed_by_another_under_a_salt_of_i
     # The cache salt keeps later requests from using them.
     async with split_gateway(NIXL, [prefills()], [first, decodes]) as f:
         f.assume_fast_pairs()
-        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the other is chosen first
+        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the other decoder is chosen first
         assert (await f.ask(stream=True, cache_salt="mine")).text == WHOLE
         f.app.gateway.endpoints.all()[2].load.in_flight -= 1
         (request,) = f.decode[0].requests
@@ -74,7 +74,7 @@ async def test_release_requests_after_a_dead_decoder_go_to_the_least_busy_surviv
         busy, *idle = (live.load for live in f.app.gateway.endpoints.all()[2:])
         busy.in_flight += 100
         for load in idle:
-            load.in_flight += 40  # the dead one is chosen first
+            load.in_flight += 40  # the dead decoder is chosen first
         answers = [asyncio.ensure_future(f.ask()) for _ in range(4)]
         await f.decode[0].wait_for_request(4)
         crash.set()

@@ -88,9 +88,8 @@ async def test_events_raised_during_an_action_are_handled_in_order(
                 raise RuntimeError("as asked")
             return start(self, head, payload, *to)
 
-        while not all(
-            half.requests for half in f.decode
-        ):  # from now on either has an idle connection
+        # Ask until the gateway has an idle connection to each decoder.
+        while not all(half.requests for half in f.decode):
             assert (await f.ask()).text == WHOLE
         replace_method(monkeypatch, UpstreamConnection, "start", fails_once)
         assert (await f.ask()).text == WHOLE

@@ -270,7 +270,7 @@ async def test_the_handoff_of_an_unreachable_decoder_goes_to_another(
     replace_method(monkeypatch, Accounting, "add_ended", lambda _, x, *__: ended.append(x))
     async with split_gateway(NIXL, [prefills()], [decodes, decodes]) as f:
         f.decode[0].stop()
-        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the other is chosen first
+        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the stopped decoder is chosen first
         assert (await f.ask()).text == WHOLE
         f.app.gateway.endpoints.all()[2].load.in_flight -= 1
         assert len(f.prefill[0].requests) == 1, "nothing was prefilled twice"
@@ -287,7 +287,7 @@ async def test_a_decoder_that_refuses_connections_uses_no_retry_budget() -> None
         gate = f.app.gateway.gate
         assert gate.retries.try_acquire(), "another request's"
         f.decode[0].stop()
-        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the other is chosen first
+        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the stopped decoder is chosen first
         assert (await f.ask()).text == WHOLE
         f.app.gateway.endpoints.all()[2].load.in_flight -= 1
         gate.retries.release()

@@ -279,7 +279,8 @@ async def test_an_adapter_is_served_while_the_newest_list_has_it() -> None:
         engine.models = (BASE, ADAPTER)
         await gateway.reread(0)
         assert await gateway.ask(ADAPTER) == (200, ADAPTER)
-        engine.models = (BASE, ADAPTER, OTHER)  # no configured model: no rebuild
+        # OTHER is not a configured model, so the snapshot is not rebuilt.
+        engine.models = (BASE, ADAPTER, OTHER)
         await gateway.reread(0)
         assert gateway.app.gateway.snapshot.generation == generation + 1
         engine.models = (BASE,)

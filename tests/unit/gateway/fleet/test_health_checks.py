@@ -163,7 +163,7 @@ async def test_apis_are_tried_once_on_an_engine_that_does_not_list_them(page: st
         if page is None:
             assert tried == [("/v1/responses", b"{}")]
             assert not lacks("/v1/responses")
-        else:  # what it lists counts
+        else:  # an engine that lists its routes serves no others
             assert not tried
             assert lacks("/v1/responses")
         assert lacks("/v1/messages")

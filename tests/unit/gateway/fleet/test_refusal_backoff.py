@@ -45,7 +45,7 @@ async def test_an_endpoint_that_refuses_requests_is_held_back_as_long_as_it_asks
     table.on_failure(live, UpstreamError(kind, "no", wait_s=7.0))
     for s in (0.1, 1.0, 6.0):
         table.sweep(began + s)
-        table.speed_monitor.reviewed = [live]  # a review ends other doubts
+        table.speed_monitor.reviewed = [live]  # a review of its speed ends other suspicions
         table.sweep(began + s)
         assert (live.load.soft_cap, live.health.state) == (0, HealthState.UP)
     assert other.load.soft_cap == NO_SOFT_CAP
@@ -73,7 +73,7 @@ async def test_a_full_engine_that_names_no_time_keeps_as_many_requests_as_it_run
     table, _, _ = table_of(TWO)
     live = table.all()[0]
     began = monotonic()
-    live.load.in_flight = 9  # eight and the refused one
+    live.load.in_flight = 9  # eight accepted requests and the refused one
     table.on_failure(live, UpstreamError(kind, "no"))
     assert live.load.soft_cap == 8
     table.sweep(began + 0.9)

@@ -52,8 +52,9 @@ async def pool(
     script = in_turn(first, second)
     usual = {
         "models": [{"name": MODEL, "pool": "main"}],
+        # With slow_factor 0, no endpoint is suspected of being slow.
         "health": {"slow_factor": 0.0},
-    }  # no endpoint is suspected
+    }
     options = usual | {"decode_role": "both", "policy": "round_robin"} | options
     both = split_gateway("vllm_nixl", [], [script] * 2, **options)
     async with both as running:
@@ -129,7 +130,8 @@ async def test_a_late_request_stays_where_no_other_endpoint_is_expected_to_be_mu
         async def later() -> None:
             first, _ = await engines_asked(running, 1)
             live = running.app.gateway.endpoints.all()[1 - running.decode.index(first)]
-            live.load.prefill_tokens += 10_000_000  # prompts that other requests wait for
+            # Add prompts of other requests, behind which a hedge would wait.
+            live.load.prefill_tokens += 10_000_000
             await asyncio.sleep(1.5)
 
         await running.ask_and_leave(later, stream=True)
@@ -215,7 +217,7 @@ async def test_no_request_is_late_after_a_pause_of_the_gateway_itself() -> None:
 
     async with pool(answers_before_a_pause, decodes) as running:
         for _ in range(4):
-            await asyncio.sleep(0.07)  # at another moment between two sweeps
+            await asyncio.sleep(0.07)  # each request arrives at another moment between two sweeps
             assert (await running.ask(stream=True)).text == WHOLE
             assert counted(running)[0] == 0
         assert {len(half.requests) for half in running.decode} == {2}

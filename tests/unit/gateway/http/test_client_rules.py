@@ -86,7 +86,7 @@ async def test_cleartext_http2_is_refused_in_its_own_frames(cut: int) -> None:
     sent = PREFACE + b"SM\r\n\r\n" + bytes.fromhex("000000040000000000")
     async with gateway() as client:
         answer = await client.raw(sent[:cut], sent[cut:])
-    assert answer[:9] == bytes.fromhex("000000040000000000")  # SETTINGS, empty, stream 0
+    assert answer[:9] == bytes.fromhex("000000040000000000")  # an empty SETTINGS frame of stream 0
     goaway = answer[9:]
     assert int.from_bytes(goaway[:3], "big") == len(goaway) - 9
     assert goaway[3:9] == bytes([7, 0, 0, 0, 0, 0])

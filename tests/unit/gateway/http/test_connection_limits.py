@@ -319,7 +319,7 @@ async def test_the_rest_of_a_dropped_request_is_never_served_as_a_request(
     protocol.drop_unread()
     for _ in range(5):
         await turns()
-    protocol.data_received(hidden)  # what the kernel held
+    protocol.data_received(hidden)  # these bytes were in the kernel's buffer
     for _ in range(2000):
         if transport.aborted:
             break

@@ -42,7 +42,7 @@ async def test_a_failed_future_raises_where_it_is_awaited() -> None:
 
     log.run(steps())
     awaited.resolve(ValueError("no"))
-    awaited.resolve()  # no-op: it has been resolved
+    awaited.resolve()  # this call has no effect: `awaited` has been resolved
     assert log == ["caught", "ended"]
 
 
@@ -69,7 +69,7 @@ async def test_any_other_wait_turns_it_into_a_regular_task(wait_s: float) -> Non
     ours = asyncio.current_task()
 
     async def steps() -> None:
-        assert asyncio.current_task() is ours  # the task that steps it
+        assert asyncio.current_task() is ours  # the first step runs in the task that calls step()
         await asyncio.sleep(wait_s)
         assert asyncio.current_task() is not ours
         await awaited

@@ -118,7 +118,7 @@ async def test_a_joined_body_is_never_in_memory_twice() -> None:
     finally:
         tracemalloc.stop()
     assert len(body) == size
-    assert peak < 1.2 * size  # what was there before is not traced
+    assert peak < 1.2 * size  # memory allocated before tracing began does not count
 
 
 async def test_bodies_that_wait_for_their_turn_are_not_joined(cpu_s: list[float]) -> None:

@@ -182,7 +182,8 @@ async def test_connections_that_wait_begin_when_the_server_stops() -> None:
         listening.close()
         assert server.new.begin_all()
         assert not server.new.begin_all()
-        assert len(server.connections) == MANY  # none is forgotten until its protocol counts
+        # Each connection counts until its protocol counts it.
+        assert len(server.connections) == MANY
         for client in crowd:
             assert await answer(client) == b"x"
 

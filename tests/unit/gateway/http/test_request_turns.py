@@ -67,7 +67,7 @@ async def test_clients_that_have_left_use_no_turns() -> None:
     for _ in range(BEGINNINGS):
         waiting.wait(Client(begun, "present"), "192.0.2.1")
     await asyncio.sleep(0)
-    assert not begun  # to look at many takes time too
+    assert not begun  # looking at many clients that have left takes a turn too
     await asyncio.sleep(0)
     assert begun == ["present"] * BEGINNINGS
 

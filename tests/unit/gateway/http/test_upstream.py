@@ -504,7 +504,7 @@ async def test_a_running_stream_uses_delayed_acks_until_the_next_request() -> No
             engine.transport.write(b"transfer-encoding: chunked\r\n\r\n" + event)
             for number in range(4):
                 await until_read(client, event)
-                if not number:  # as the kernel does after a silence
+                if not number:  # the kernel also does this after a silence
                     sock_of(client).setsockopt(socket.IPPROTO_TCP, QUICKACK, 1)
                 quick.append(sock_of(client).getsockopt(socket.IPPROTO_TCP, QUICKACK))
                 client.text.clear()

@@ -86,7 +86,7 @@ async def test_a_request_with_a_permit_is_served_when_a_second_attempt_took_the_
 ):
     async with whole([decodes], max_concurrency=1) as running:
         load = next(iter(running.app.gateway.endpoints.all())).load
-        load.in_flight += 1  # as a hedge does, which has no permit of its own
+        load.in_flight += 1  # a hedge counts in the load too, but has no permit of its own
         load.mark_changed()
         reply = await running.ask(words=3)
         load.in_flight -= 1
@@ -129,9 +129,8 @@ async def test_an_image_goes_to_the_longest_context_and_its_engine_decides(
 
 async def test_text_that_may_fit_by_its_tokenizer_is_sent_and_what_cannot_is_refused() -> None:
     async with whole([decodes], contexts=[SHORT]) as running:
-        assert (
-            await running.ask(words=4 * SHORT // 5)
-        ).status == 200  # four times its estimate would fit
+        # A prompt of four times its estimate would fit.
+        assert (await running.ask(words=4 * SHORT // 5)).status == 200
         assert (await running.ask(words=4 * SHORT)).status == 400
         assert (await running.ask(words=3, max_tokens=SHORT)).status == 400
         members: dict[str, Any] = {"path": "/v1/completions", "max_tokens": 8}

@@ -34,10 +34,8 @@ async def test_a_change_to_endpoints_that_all_refuse_connections_is_refused_with
         status, answer = await harness.put(with_urls(harness, closed_url(), closed_url()))
         assert (status, answer["result"]) == (400, "rejected")
         (problem,) = answer["problems"]
-        assert (problem["path"], problem["line"]) == (
-            "pools.chat",
-            10,
-        )  # the first line of the pool
+        # Line 10 is the first line of the pool.
+        assert (problem["path"], problem["line"]) == ("pools.chat", 10)
         assert "none of its endpoints accepts a connection" in problem["message"]
         assert harness.app.gateway.snapshot is before
         assert await harness.ask() == "ok"

@@ -185,9 +185,8 @@ async def test_a_pick_is_evaluated_in_a_later_turn_after_its_request_was_sent() 
     score = shadows._evaluate
     shadows._evaluate = lambda note: (order.append("scored"), score(note))[1]  # type: ignore[method-assign,func-returns-value]
     picked(shadows, Route(), asked())
-    asyncio.get_running_loop().call_soon(
-        order.append, "sent"
-    )  # as the write queue does, after the pick
+    # The write queue also sends after the pick.
+    asyncio.get_running_loop().call_soon(order.append, "sent")
     assert order == []
     await turns()
     assert order == ["sent", "scored"]

@@ -60,7 +60,7 @@ def test_grants_run_without_the_lock_and_are_sent_in_order() -> None:
     clock = ThreadClock()
     host = Host(clock)
     for transfer in (1, 2, 3, 4):
-        host.put(transfer)  # would wait for ever if the lock were held
+        host.put(transfer)  # this call would wait for ever if the lock were held
     host.link.go.set()
     assert host.all.wait(20)
     assert host.said == [(1, b"1"), (2, "what is this"), (3, "no"), (4, b"4")]

@@ -249,7 +249,8 @@ def test_a_thread_on_a_contended_core_sleeps_instead_of_yielding_to_it_again_and
 ) -> None:
     # A yield to a process that computes is an involuntary switch, and costs a turn of that process.
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})  # of this thread, and of the process started next
+    # Bind this thread, and the process started next, to one core.
+    os.sched_setaffinity(0, {min(cores)})
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         before = _switches()

@@ -145,7 +145,7 @@ def test_many_silent_clients_cost_no_thread_each() -> None:
         dialler.dial(address).send(GREETING)
         owner.wait("message")
         links = [event for event in owner.heard if event.kind == "linked"]
-        # One per period of silence, so few before a patient member's greeting.
+        # Each period of silence opens one link, so few are open before a patient member's greeting.
         assert len(links) < 100
         assert threading.active_count() < 100 + len(links)
 

@@ -113,7 +113,8 @@ def test_sessions_share_tools_and_system_prompt_alone() -> None:
     assert request.blocks[:2] == other.blocks[:2]
     assert request.blocks[2] != other.blocks[2]
     assert set(request.blocks) & set(third.blocks) == set()
-    assert requests[1].blocks[:3] == requests[0].blocks  # the next turn begins with this one
+    # The next turn's prompt begins with this one.
+    assert requests[1].blocks[:3] == requests[0].blocks
 
 
 def test_a_session_ends_where_its_context_grows_too_large() -> None:

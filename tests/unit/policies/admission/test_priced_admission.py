@@ -428,7 +428,7 @@ def test_the_fast_path_is_open_only_while_the_admission_is_calm() -> None:
     assert not priced.is_calm
     priced.on_ended(asking(session="s").request, RequestOutcome(NOW + 1, 0.1, 0.01, 100, 0))
     priced.tick(NOW + 61, idle)
-    assert not priced.is_calm  # the session may return
+    assert not priced.is_calm  # the client of session s may return
     priced.tick(NOW + 400, idle)
     assert priced.is_calm
 

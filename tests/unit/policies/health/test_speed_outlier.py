@@ -400,7 +400,7 @@ def test_an_endpoint_that_has_become_fast_again_is_normal() -> None:
         began += 1
     engines[0].prefill = engines[0].decode = 1.0
     engines[0].record.accept()
-    for now_s, tokens in engines[0].due:  # what was sent before the return ends first
+    for now_s, tokens in engines[0].due:  # requests sent before the return end first
         engines[0].record.on_dropped(abs(tokens), now_s)
     engines[0].due, engines[0].free_at = [], 0.0
     for now in range(began, began + 20):

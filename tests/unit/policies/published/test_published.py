@@ -76,7 +76,8 @@ def test_sglang_follows_the_longest_prefix_above_its_share_of_the_prompt() -> No
 
 def test_sglang_levels_loads_that_are_far_apart_by_both_measures() -> None:
     fleet, warm = [candidate(0, in_flight=35), candidate(1, in_flight=100)], [0, 1000]
-    assert chosen("sglang_cache_aware", fleet, cached=warm) == "tp0"  # 65 apart, and 2.9 times
+    # The loads differ by 65, and by a factor of 2.9.
+    assert chosen("sglang_cache_aware", fleet, cached=warm) == "tp0"
     fleet[1].load.in_flight = 99
     assert chosen("sglang_cache_aware", fleet, cached=warm) == "tp1"  # 64 apart
     fleet[0].load.in_flight, fleet[1].load.in_flight = 200, 300
@@ -139,7 +140,8 @@ def test_dynamo_draws_at_a_temperature_and_prefers_the_cheaper() -> None:
     fleet = [candidate(0), candidate(1, decode_tokens=500), candidate(2, decode_tokens=1000)]
     drawn = Counter(chosen(policy, fleet, seed) for seed in range(600))
     assert drawn["tp0"] > drawn["tp1"] > drawn["tp2"] > 0
-    assert drawn["tp2"] / drawn["tp0"] == pytest.approx(0.135, abs=0.06)  # e to the minus two
+    # expected ratio: e to the minus two
+    assert drawn["tp2"] / drawn["tp0"] == pytest.approx(0.135, abs=0.06)
     assert choices("dynamo_kv", fleet) == {"tp0"}
 
     # llm-d's blend
@@ -377,7 +379,8 @@ def test_predictors_made_offline_ignore_what_was_learnt_of_one_of_equals() -> No
 def test_lmetric_multiplies_what_llumnix_adds() -> None:
     few_long = candidate(0, prefill_tokens=2000, in_flight=1, prefill_done_at=100.2, **PACE)
     many_short = candidate(1, in_flight=9, **PACE)
-    assert chosen("lmetric", [few_long, many_short]) == "tp0"  # 3000 x 2 against 1000 x 10
+    # prompt tokens x requests: 3000 x 2 against 1000 x 10
+    assert chosen("lmetric", [few_long, many_short]) == "tp0"
     assert chosen("llumnix", [few_long, many_short]) == "tp1"
 
 

@@ -58,7 +58,8 @@ def test_early_rejection_refuses_requests_with_a_late_first_token() -> None:
         build_admission("early_rejection", {}),
         [candidate(0, prefill_done_at=104.8, **PACE)],
     )
-    assert judge(admission, fleet) == Admit()  # 4.8 + 0.1 s of 5
+    # The prompt ends after 4.8 + 0.1 s, within the budget of 5 s.
+    assert judge(admission, fleet) == Admit()
     fleet[0].load.prefill_done_at = 105.4
     late = refused(judge(admission, fleet))
     assert late.reason == "ttft"

@@ -48,7 +48,7 @@ def test_a_model_of_another_name_is_not_known(name: str) -> None:
     ("shape", "tp", "starts"),
     [
         (ModelFacts(64, 8), 8, True),
-        (ModelFacts(64, 8), 16, True),  # each KV head on two ranks
+        (ModelFacts(64, 8), 16, True),  # two ranks share each KV head
         (ModelFacts(64, 8), 7, False),
         (ModelFacts(28, 4), 4, True),
         (ModelFacts(28, 4), 8, False),

@@ -99,8 +99,10 @@ async def test_every_series_of_a_query_is_in_a_scrape() -> None:
     async with gateway_fleet(2, concurrency=2, pool=queue) as fleet:
         await cause_every_event(fleet)
         watch_a_window_of_drift(fleet)
-        fleet.app.metrics.mirror_metrics.worse.labels("engines").set(0.0)  # as after one block
-        fleet.app.metrics.batches.labels("behind").set(0.0)  # with a section `batch`
+        # The mirror sets this gauge after its first block of copies.
+        fleet.app.metrics.mirror_metrics.worse.labels("engines").set(0.0)
+        # A configuration with the section `batch` sets this gauge.
+        fleet.app.metrics.batches.labels("behind").set(0.0)
         await scrape(fleet, seen)
     async with split_fleet("vllm_nixl", groups=(1, 1)) as halves:
         await halves.assert_right_answer({"prompt": SENTENCE * 30, "max_tokens": 8, "stream": True})

@@ -38,7 +38,8 @@ TEXTS = st.lists(PIECES, max_size=14).map(b"".join)
 @example(b'"stop"')
 @example(b'"finish_reason":"finish_reason":"stop"')
 def test_the_last_finish_reason_is_found(text: bytes) -> None:
-    reasons = re.findall(rb'(?="finish_reason": ?"(\w+)")', text)  # also those that overlap
+    # A lookahead also finds overlapping matches.
+    reasons = re.findall(rb'(?="finish_reason": ?"(\w+)")', text)
     assert find_finish_reason(text) == (reasons[-1].decode() if reasons else None)
 
 

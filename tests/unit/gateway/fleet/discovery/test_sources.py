@@ -41,7 +41,7 @@ async def first(source: Source, count: int) -> list[list[str]]:
     listings = []
     async with asyncio.timeout(PATIENCE_S):
         async for listing in source.watch():
-            listings.append(urls(listing))  # what was said before the end counts
+            listings.append(urls(listing))  # listings before the end of the source count
             if len(listings) == count:
                 break
     return listings

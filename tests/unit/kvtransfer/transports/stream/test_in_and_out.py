@@ -182,7 +182,7 @@ def test_a_sealed_window_that_was_touched_breaks_the_link_before_anything_is_wri
         seal(channel)
         channel.put(scattered(3, 5, 3000))
         data = wire(channel)
-        if where == "header":  # with a valid checksum: only the seal detects it
+        if where == "header":  # the checksum is valid, so only the seal detects the forgery
             forged = WindowHead(1, 0, 0, 1, 5, channel.ear.places.popitem()[0].n_bytes)
             channel.ear.places[forged] = WindowSlice(scattered(4, 5, 3000), channel.sink, 0, 0)
             size = forged.n_bytes

@@ -200,7 +200,7 @@ def test_items_that_are_queued_while_the_event_is_cleared_are_not_lost(pair: Pai
             others.append(threading.Thread(target=link._queue, args=(item,)))
             others[0].start()
             eventually(lambda: bool(link._out._queue))
-            # It waits for its turn to ring now, or has already rung, or need not.
+            # The other thread waits for its turn to ring, has rung, or need not ring.
             others[0].join(0.02)
         result = clear(fd)
         has_cleared.set()

@@ -26,7 +26,7 @@ from kvtransfer.transport_interface import WindowHead, WindowSlice, WindowVerdic
 from tests.contract.kvtransfer.links import BLOCK_BYTES, Pair, expected, linked_pair, until, window
 from tests.unit.kvtransfer.transports.stream.lane_access import laned, lanes_of, standing
 
-A_MOMENT_S = 0.1  # wait for events that must not happen
+A_MOMENT_S = 0.1  # time in which events that must not happen would happen
 
 
 @pytest.fixture
@@ -65,9 +65,8 @@ def test_windows_go_by_the_lanes_while_the_first_link_is_busy(pair: Pair) -> Non
             pair.put(*event)
         pair.sink_owner.wait("landed", 9)
         time.sleep(A_MOMENT_S)
-        assert (
-            len(pair.sink_owner.all("landed")) == 9
-        )  # all but the window that the link sends next
+        # All windows have landed but the one that the link sends next.
+        assert len(pair.sink_owner.all("landed")) == 9
     heard = pair.sink_owner.wait("landed", 10)
     assert {verdict for _, verdict in heard} == {WindowVerdict.OK}  # type: ignore[misc]
     assert {
@@ -270,7 +269,7 @@ def test_a_lane_that_has_ended_keeps_no_fence_waiting_and_needs_no_thread_for_it
     for lane in lanes:
         lane.close()
         lane.join()
-    laned(pair.sink)._lane_links = lanes  # as for a fence that began before
+    laned(pair.sink)._lane_links = lanes  # the lanes are those that a fence saw when it began
 
     def no_more(thread: threading.Thread) -> NoReturn:
         raise RuntimeError("can't start new thread")

@@ -296,7 +296,8 @@ def test_the_last_window_of_a_batch_leaves_with_its_trailer() -> None:
         used: list[str] = []
         calls.pump = _noting(calls.pump, used)
         data = wire(channel)
-        assert used == ["send", "send_windows"]  # the header, then all that follows it
+        # `send` takes the header, `send_windows` all that follows.
+        assert used == ["send", "send_windows"]
         assert len(data) == FRAME_BYTES + 2000 + TRAILER_BYTES
 
 
