@@ -336,7 +336,8 @@ class Exchange:
 
         Times, outcome and pick are kept, to explain the request later.
         """
-        if self.ttft_s is None and self.call is not None:  # otherwise released at the first token
+        # After a first token, the request has been released already.
+        if self.ttft_s is None and self.call is not None:
             self.call.release()
         self.sent_request = self.reservation = self.relay = self.pool_queue = None
         self.fingerprint = self.ledger = self.hedge = None

@@ -226,7 +226,7 @@ class Gateway:
         self.gate = gate
         self.accounts = accounts
         self.handoffs = handoffs
-        self.mirrors: Mirrors | None = None  # None while no pool has one
+        self.mirrors: Mirrors | None = None  # None while no pool has a mirror
         self.hedger = Hedger(endpoints, gate, accounts, snapshot.config.retries.hedge)
 
     def count_unsent(self, exchange: Exchange, problem: UpstreamError) -> bool:

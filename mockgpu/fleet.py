@@ -51,7 +51,7 @@ class GroupListener:
         self.port = listening.sockets[0].getsockname()[1]
         if self._is_open:
             self._listening = listening
-        else:  # closed again before it was open
+        else:  # close() was called before the listener was open
             listening.close()
 
     def shut(self) -> None:

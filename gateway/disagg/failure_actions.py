@@ -89,7 +89,8 @@ def reserve_other_decode(attempt: AttemptState) -> bool:
     """
     context, exchange, problem = attempt.context, attempt.exchange, attempt.problem
     assert problem is not None
-    exchange.retries += attempt.suspects  # these have failed, even if another decoder succeeds
+    # These endpoints have failed, even if another decoder succeeds.
+    exchange.retries += attempt.suspects
     attempt.suspects = []
     endpoints, request, pair = context.gateway.endpoints, context.call.request, attempt.pair
     decodes = _group_of(attempt).decodes

@@ -138,7 +138,7 @@ class PairAttempt(AttemptState):
                 if leg is self.prefill
                 else self._on_decode_ended(leg, problem)
             )
-        except Exception as bug:  # handled as in post()
+        except Exception as bug:  # an error here is handled as in post()
             self._bug, self.state = bug, State.FAILED
             if not self._is_acting:
                 self._end_wait()
@@ -158,7 +158,8 @@ class PairAttempt(AttemptState):
     def on_overdue(self) -> None:
         """Fail this attempt: its KV transfer takes too long. Handoffs.sweep() calls it once."""
         if self.exchange.is_committed:
-            return  # bytes of the answer arrive, in which the relay may not recognise a token
+            # Bytes of the answer arrive, though the relay may not have recognised a token in them.
+            return
         self.problem = UpstreamError("transfer_timeout", f"{self.state} for too long")
         self.post(Event.OVERDUE)
 
@@ -269,7 +270,8 @@ class PairAttempt(AttemptState):
         handover = self.handover
         if handover is None:
             result = self.dialect.decode(self.words.terms, None)
-            assert isinstance(result, DecodeRequest), result  # what it needs was learned before
+            # The prefill engine's identity, if the dialect needs it, was learned before.
+            assert isinstance(result, DecodeRequest), result
             handover = self.handover = result
         self._decode_with(handover)
 

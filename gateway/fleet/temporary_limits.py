@@ -30,7 +30,8 @@ def hold_back(live: LiveEndpoint, wait_s: float | None, now: float) -> None:
     wait_s  the seconds in the response's Retry-After; None if it had none
     """
     until = now + min(MOST_WAIT_S, max(LEAST_WAIT_S, wait_s or 0.0))
-    accepted = live.load.in_flight - 1 if wait_s is None else 0  # without the refused request
+    # The refused request does not count.
+    accepted = live.load.in_flight - 1 if wait_s is None else 0
     live.refused_until = max(live.refused_until, until)
     live.slow_start_at, live.throttled_until = None, live.refused_until
     live.load.soft_cap = max(0, min(live.load.soft_cap, accepted))

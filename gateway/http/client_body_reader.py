@@ -17,7 +17,7 @@ from gateway.http import head_errors
 from gateway.http.client_connection import add_piece
 from gateway.protocol.errors import Failure, GatewayError
 
-CONTINUE = "100-continue"  # the only expectation that the gateway meets
+CONTINUE = "100-continue"  # the only value of `Expect` that the gateway supports
 CHUNKS_PER_ITERATION = 32  # chunks that are read in one event loop iteration
 
 

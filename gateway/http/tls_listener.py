@@ -139,7 +139,7 @@ class TlsListener:
     ) -> asyncio.Transport | None:
         """Perform the TLS handshake; return the encrypted transport, or None if it fails."""
         loop = asyncio.get_running_loop()
-        address = _address(raw)  # a closed transport no longer has it
+        address = _address(raw)  # read the address now, because a closed transport no longer has it
         try:
             return await loop.start_tls(
                 raw,

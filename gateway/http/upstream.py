@@ -466,7 +466,7 @@ class ConnectionPool:
                     raise
                 pooled, is_retry = None, True
             except asyncio.CancelledError:
-                # Otherwise the connection may already carry another request's response.
+                # Once `done` has a result, the connection may carry another request's response.
                 if not done.done() or done.cancelled():
                     connection.abort()
                 raise

@@ -155,7 +155,7 @@ class RestPlan:
             try:
                 result = await self._send(reservation)
             except UpstreamError as broke:
-                if broke.kind == DIVERGED:  # no fault of this engine
+                if broke.kind == DIVERGED:  # the engine that continued the answer is not at fault
                     self._end("ambiguous_ids")
                     return None
                 reservation.on_failed(broke)

@@ -117,7 +117,8 @@ class SplitPlan:
             return problem
         self._whole.query = self._query
         problem = await self._whole.attempt(choice)
-        self._recompute = False  # that was done; a pair of other endpoints may still succeed
+        # The prompt was recomputed; a pair of other endpoints may still succeed.
+        self._recompute = False
         if problem is not None:
             exchange.retries.append(choice.candidate.endpoint.name)
         return problem

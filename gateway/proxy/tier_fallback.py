@@ -47,8 +47,8 @@ def _can_serve(route: Route, call: Call) -> bool:
     #
     # Estimates of tokens that exceed the context by up to 15 % do not exclude the model: its engine
     # counts the tokens. Token ids and a limit of the answer's length are exact.
-    if call.api.path in route.translated:  # the request was parsed for engines with this API
-        return False
+    if call.api.path in route.translated:
+        return False  # the request was parsed for engines with this API, which these lack
     if route.context_tokens is None:
         return True
     request = call.request

@@ -196,7 +196,7 @@ class Accounting:
         line = access_line(exchange, relay, usage, now, unix_offset) if log.is_enabled else None
         call = exchange.call
         has_ids = exchange.fingerprint is not None or (call is not None and call.request.session)
-        if is_recorded or (has_ids and log.has_blocks):  # otherwise the line has no ids
+        if is_recorded or (has_ids and log.has_blocks):  # other lines contain no ids
             blocks, session = self._ids(exchange)
             if is_recorded:
                 self.shapes.add(exchange, relay, usage, unix_offset + now, blocks, session)

@@ -99,10 +99,9 @@ class LogFile:
         rotation = self._rotation
         if rotation is None or not self._is_full(rotation, length):
             return
+        # If the file is not current, another process has rotated it.
         with self._locked():
-            if self._is_current() and self._is_full(
-                rotation, length
-            ):  # else another process has rotated it
+            if self._is_current() and self._is_full(rotation, length):
                 self._shift(rotation.keep)
         self.reopen()
 

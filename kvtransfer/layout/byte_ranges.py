@@ -232,7 +232,7 @@ def _runs_in_block(
     if max_runs(src, dst, share, place.tokens, most_run_bytes) > _MOST_CACHED_RUNS:
         return None
     runs = build_runs(src, dst, place.segment((0, 0)), share, most_run_bytes)
-    runs.length.flags.writeable = False  # shared by all plans
+    runs.length.flags.writeable = False  # all plans share these arrays
     src_steps, dst_steps = _steps(src, share.pair.src_rank), _steps(dst, share.pair.dst_rank)
     return runs, src_steps.block, dst_steps.block
 

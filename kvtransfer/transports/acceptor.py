@@ -102,7 +102,7 @@ class LinkAcceptor(Generic[L]):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
         if self._waiting is not None:
-            self._waiting.wake()  # closing the listener would leave the thread asleep
+            self._waiting.wake()  # closing the listener alone would not wake the thread
         with self._lock:
             links = list(self._links)
         for link in links:

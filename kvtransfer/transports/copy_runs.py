@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from kvtransfer.layout.byte_ranges import ByteRuns, Offsets
 from kvtransfer.layout.memory_regions import Region
 
-_LARGE = 16 << 10  # from here on the copy costs more than the interpreter step
+_LARGE = 16 << 10  # size from which a copy takes longer than an interpreter step
 # Copies below this size keep the interpreter lock: they end before another thread could use it.
 _SHORT = 256 << 10
-_AT_ONCE = 256 << 10  # gathered and scattered while still in the cache
+_AT_ONCE = 256 << 10  # bytes gathered and scattered together, while still in the cache
 _MANY = 65
 _FINE = 2 << 10
 _LEAST_CELL = 8

@@ -44,7 +44,7 @@ class AnswerBlocks:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._next_id = 1 << 64  # beyond the ids of prompts
+        self._next_id = 1 << 64  # above all ids of prompt blocks
 
     def append_to(self, keys: tuple[int, ...], request: TraceRequest) -> tuple[int, ...]:
         """Return the ids of all complete blocks of a prompt and its answer.

@@ -142,7 +142,7 @@ class StepClock:
 
     def _step_s(self, plans: Plans, step: int = 0) -> float:
         # Return the duration of a step that comes `step` decode-only steps after the planned one.
-        if len(plans) == 1:  # nearly all engines, and this is called for every step
+        if len(plans) == 1:  # nearly all engines have one rank, and every step calls this function
             (plan,), (rank,) = plans, self._ranks
             assert plan is not None
             slowness = rank.slow_prefill if plan.chunks else rank.slow_decode

@@ -189,7 +189,8 @@ class WorkingSet:
         self._expired: dict[SessionKey, float] = {}
         self._key_of: Callable[[str], SessionKey] | None = None
         self._updates: dict[SessionKey, None] = {}
-        self._ended: dict[SessionKey, None] = {}  # ended since the last updates were taken
+        # sessions that have ended since the last updates were taken
+        self._ended: dict[SessionKey, None] = {}
         self._due: list[tuple[float, int, SessionKey]] = []  # heap of ends of `keep_s`
         self.tokens = 0
         self.memory_share = inf if self.gate.start is None else self.gate.start

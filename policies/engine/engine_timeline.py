@@ -197,7 +197,8 @@ class EngineTimeline(EngineModel):
             + sum(prompt.prompt_tokens for prompt in self.completing)
         )
         if self.queue and self.queue[0].has_kv:
-            modelled += self.queue[0].computed_tokens  # engines allocate blocks chunk by chunk
+            # Engines allocate a prompt's blocks chunk by chunk.
+            modelled += self.queue[0].computed_tokens
         prefixes = self.prefixes
         prefixes.distinct = max(0.0, kv_usage * load.kv_tokens - (modelled - prefixes.tokens))
         if modelled > LEAST_KV * load.kv_tokens:

@@ -61,7 +61,7 @@ class FileSource:
         try:
             with self._path.open("rb") as file:
                 content = file.read(FILE_CAP_BYTES + 1)
-        except (OSError, ValueError) as error:  # ValueError: not a valid path
+        except (OSError, ValueError) as error:  # open() raises ValueError if the path is not valid
             if not self._is_failing:
                 log.warning(
                     "service discovery: the file %s cannot be read, so its last known "

@@ -260,7 +260,8 @@ class EventSource:
             if self._has_replay and self._replays < MAX_REPLAYS:
                 self._replays += 1
                 self._hold(number, payload)
-                self._request_replay(self._next or 0, now)  # None: the message was too long to keep
+                # `_next` is None if the message was too long to keep.
+                self._request_replay(self._next or 0, now)
                 return
             self._forget()
         self._apply(number, batch)

@@ -62,12 +62,15 @@ def read_size(data: bytes) -> Size | None:
 def _webp_size(data: bytes) -> Size:
     # Return the width and height in the first chunk of a WebP file, or zeros if it has none.
     kind = data[12:16]
-    if kind == b"VP8X":  # with animation, alpha or metadata: 24 bits each, minus 1
+    # With animation, alpha or metadata, each length has 24 bits, and is stored minus 1.
+    if kind == b"VP8X":
         return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
-    if kind == b"VP8L" and data[20] == 0x2F:  # lossless: 14 bits each, minus 1
+    # A lossless image stores each length in 14 bits, minus 1.
+    if kind == b"VP8L" and data[20] == 0x2F:
         bits = int.from_bytes(data[21:25], "little")
         return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    if kind == b"VP8 " and data[23:26] == b"\x9d\x01\x2a":  # 14 bits each, and 2 for scaling
+    # A lossy image stores each length in 14 bits, and 2 bits for scaling.
+    if kind == b"VP8 " and data[23:26] == b"\x9d\x01\x2a":
         width, height = data[26:28], data[28:30]
         return int.from_bytes(width, "little") & 0x3FFF, int.from_bytes(height, "little") & 0x3FFF
     return 0, 0

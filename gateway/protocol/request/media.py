@@ -35,7 +35,8 @@ _MEMBER = (
     rb'\w{1,64}":[ \t\r\n]{0,8}'
 )
 _DATA_URL = re.compile(rb'data:[^",]{0,200},')
-_PARAMETERS = rb'(?:data:[^",]{0,200},)?'  # of a data URL; they may contain blanks
+# beginning of a data URL, whose parameters may contain blanks
+_PARAMETERS = rb'(?:data:[^",]{0,200},)?'
 _BASE64 = b"A-Za-z0-9+/=_:;,.%%\\\\-"
 _START = rb"%b[%b]{%d}" % (_PARAMETERS, _BASE64, MIN_MEDIUM_BYTES)
 _MEDIUM = re.compile(rb'(%b")%b' % (_MEMBER, _START))

@@ -74,8 +74,8 @@ class OptionsCache(Generic[ShapeT]):
         name = prefix.index(_NAME)
         if prefix[name - 1 : name] not in (b"{", b",") or prefix[-1:] != b"[":
             return
-        if prefix.count(b"{") != 1 or prefix.count(b"[") != 1:  # nested, or within a string
-            return
+        if prefix.count(b"{") != 1 or prefix.count(b"[") != 1:
+            return  # the list is nested, or within a string
         start = len(prefix) - 1
         value = members[CONVERSATION]
         if not body.startswith(bytes(value), start) or body[start + len(value)] not in b",}":

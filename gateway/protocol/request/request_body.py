@@ -308,7 +308,8 @@ def _separate_media(
     if len(body) <= MIN_MEDIUM_BYTES or not may_contain_media(body):
         return prompt, NO_MEDIA
     last = memoryview(prompt[-1])
-    start = body.find(last[:MIN_MEDIUM_BYTES])  # equal bytes elsewhere serve as well
+    # If equal bytes occur earlier in the body, they serve as well.
+    start = body.find(last[:MIN_MEDIUM_BYTES])
     end = start + len(last)
     # Hashes of views are compared in a fortieth of the time of the views.
     if xxh3_128_digest(memoryview(body)[start:end]) != xxh3_128_digest(last):

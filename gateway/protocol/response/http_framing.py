@@ -245,7 +245,7 @@ class ChunkedBody:
         self.was_at_boundary = True
         self.surplus_bytes = 0
         self.last_chunk_offset = -1
-        self.expects_size = True  # none of the following three is pending
+        self.expects_size = True  # true if none of the following three is pending
         self._missing = 0  # payload bytes missing from the current chunk
         self._expects_crlf = False
         self.partial = b""

@@ -31,7 +31,7 @@ MAX_RESCAN = 1024  # bytes of a partial event that are scanned again at every re
 TAIL_BYTES = 16 * 1024  # bytes of a plain response that are kept for scanning
 
 
-_NOTHING = bytearray()  # an empty value that is never changed
+_NOTHING = bytearray()  # stands for "no bytes"; never changed
 
 
 class PayloadScan:

@@ -275,7 +275,7 @@ class Relay(PayloadScan):
         is_start = self.head is None and self._partial_head is None
         is_copied = self.rewriter is None and self.translator is None and self.event_writer is None
         if is_start and is_copied:
-            whole = read_whole(data)  # the usual answer that is not streamed
+            whole = read_whole(data)  # usually, an answer that is not streamed arrives in one read
             if whole is not None:
                 head, payload = whole
                 if find_error_body(payload) is None:

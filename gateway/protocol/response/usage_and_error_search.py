@@ -124,7 +124,7 @@ def find_usage(text: bytes) -> TokenUsage:
     if not found:
         return TokenUsage()
     members, end, _ = rest.partition(b"}")
-    if members.find(b"{", 1) < 0:  # no details: decoding it takes half as long
+    if members.find(b"{", 1) < 0:  # without details, decoding takes half as long
         try:  # suppress() would take as long as the decoding
             return _read_usage(members + end)
         except msgspec.DecodeError:
@@ -151,7 +151,8 @@ def find_finish_reason(text: bytes) -> str | None:
         match = _FINISH.match(text, start)
         if match is not None:
             return match[1].decode()
-        start = text.rfind(_FINISH_NAME, 0, start)  # that one is null
+        # This finish reason is null, so look for an earlier one.
+        start = text.rfind(_FINISH_NAME, 0, start)
     return None
 
 

@@ -227,7 +227,7 @@ class RdmaLink:
                 os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
-        reason = "the transport failed"  # if the reason is not an error of the link
+        reason = "the transport failed"  # the reason if the end is not an error of the link
         try:
             self._sock.setblocking(False)
             if not self._dialled:
@@ -299,7 +299,8 @@ class RdmaLink:
         answered = False
         for _ in range(len(self._fences)):
             transfer = self._fences[0]
-            if not self._receiver.fence(transfer):  # another thread grants access, and wakes this
+            if not self._receiver.fence(transfer):
+                # Another thread grants access, and then wakes this one.
                 self._fences.rotate(-1)
                 continue
             self._fences.popleft()

@@ -113,7 +113,7 @@ class Rdma:
             link.join()
         with self._gate:
             self._gate.wait_for(lambda: not self._dials)
-        with ExitStack() as ends:  # close all, whatever fails
+        with ExitStack() as ends:  # close all parts, whatever fails
             ends.callback(self._device.close)
             if self._domain is not None:
                 ends.callback(self._domain.close)

@@ -49,7 +49,7 @@ from kvtransfer.transports.stream.window_batch import (
     WindowBatch,
 )
 
-_STAGE_BYTES = 8 << 10  # holds a whole window of 4 KiB
+_STAGE_BYTES = 8 << 10  # room for a whole window of 4 KiB
 _READS = 8  # reads of one payload before other work gets a turn
 _SCRATCH_BYTES = 64 << 10
 # Bytes to read beyond the end of a window: its trailer and the next window's header, no payload.
@@ -145,7 +145,7 @@ class Inbound:
         stage = np.empty(_STAGE_BYTES, np.uint8)
         self._stage, self._address = stage.data, address_of(stage)
         self._begin = self._end = 0
-        self._received_bytes = 0  # without those of batches, which the pump counts
+        self._received_bytes = 0  # bytes outside batches; the pump counts those of batches
         self._iovecs = Iovecs()
         self._scratch: NDArray[np.uint8] | None = None  # allocated for the first discarded payload
         self._bounce = np.empty(0, np.uint8)

@@ -240,7 +240,8 @@ class StreamLink:
                     return False
             try:
                 if self._was_rung and not self._has_closed_socket:
-                    self._clear_wake_fd()  # else it would end the first call of the pump
+                    # A set wake descriptor would end the first call of the pump.
+                    self._clear_wake_fd()
                 while not done():
                     if self._broken is not None or self._closing or self._ended:
                         raise TransportError(self._broken or "the link is closed")

@@ -45,7 +45,7 @@ _STAGED_BYTES = 64 << 10
 _STAGED_PIECES = 64
 _SMALL_BYTES = _FULL_BYTES + _STAGED_BYTES + (4 << 10)
 _AHEAD_BYTES = 256 << 10
-_ZEROS = np.zeros(64 << 10, np.uint8)  # read by all links, written by none
+_ZEROS = np.zeros(64 << 10, np.uint8)  # all links read these zeros, and none writes them
 _ZEROS.flags.writeable = False
 # Limit of the search for a spare window: the caller holds the agent's lock.
 _MOST_LOOKS = 64
@@ -258,7 +258,8 @@ class Outbound:
         # Return whether there is anything to write.
         while self._body is None and self._queue and self._end < _FULL_BYTES:
             with self._gate:
-                item = self._queue.popleft() if self._queue else b""  # a lane may have taken it
+                # A lane may have taken the last item.
+                item = self._queue.popleft() if self._queue else b""
             if isinstance(item, tuple):
                 self._begin_window(*item)
             else:

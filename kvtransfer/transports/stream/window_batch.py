@@ -23,7 +23,7 @@ LEAST_BYTES = 256 << 10
 _PATIENCE_FACTOR = 20
 FRAME_BYTES = PREAMBLE_BYTES + WINDOW_HEADER_BYTES
 
-_ROW_WORDS = 10  # struct window of _pump.c
+_ROW_WORDS = 10  # number of words in `struct window` of _pump.c
 
 
 class WindowBatch:
