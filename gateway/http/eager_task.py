@@ -88,9 +88,8 @@ class EagerTask:
         elif awaited is _ENDED:
             self._on_done()
         else:
-            remainder = _Remainder(self._steps, awaited)
+            remainder = _Remainder(self._steps, awaited, self._on_done)
             self._task = asyncio.get_running_loop().create_task(remainder)
-            self._task.add_done_callback(lambda _: self._on_done())
 
     def cancel(self) -> None:
         """Cancel the task like asyncio.Task.cancel().
@@ -114,17 +113,28 @@ class _Remainder(Coroutine[Any, Any, None]):
     #
     # This class is no generator, because a Task may be cancelled before its first step, and a
     # generator that has not started does not pass the cancellation on to the code inside it.
+    #
+    # `on_done` is called when the coroutine ends. A done callback of the Task would run an event
+    # loop iteration later. The client, which has its response by then, may have sent its next
+    # request, which would count as pipelined.
 
-    __slots__ = ("_awaited", "_is_started", "_steps")
+    __slots__ = ("_awaited", "_is_started", "_on_done", "_steps")
 
-    def __init__(self, steps: Generator[Any, None, None], awaited: Any) -> None:
+    def __init__(
+        self, steps: Generator[Any, None, None], awaited: Any, on_done: Callable[[], None]
+    ) -> None:
         self._steps = steps
         self._awaited = awaited
+        self._on_done = on_done
         self._is_started = False
 
     def send(self, value: Any) -> Any:
         if self._is_started:
-            return self._steps.send(value)
+            try:
+                return self._steps.send(value)
+            except BaseException:
+                self._on_done()
+                raise
         self._is_started = True
         awaited, self._awaited = self._awaited, None
         return awaited
@@ -137,6 +147,9 @@ class _Remainder(Coroutine[Any, Any, None]):
             awaited.cancel()
         try:
             return self._steps.throw(*error)
+        except BaseException:
+            self._on_done()
+            raise
         finally:
             del error  # the traceback refers to this frame, a cycle that would keep the request
 

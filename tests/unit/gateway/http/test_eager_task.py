@@ -82,6 +82,25 @@ async def test_any_other_wait_turns_it_into_a_regular_task(wait_s: float) -> Non
     assert log == ["there"]
 
 
+@pytest.mark.parametrize("error", [None, ValueError("no")])
+async def test_a_task_that_became_a_regular_one_is_done_in_the_iteration_in_which_it_ends(
+    error: Exception | None,
+) -> None:
+    log, loop = Log(), asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: None)
+
+    async def steps() -> None:
+        await asyncio.sleep(0)
+        loop.call_soon(log.append, "next iteration")
+        if error is not None:
+            raise error
+
+    log.run(steps())
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert log == ["ended", "next iteration"]
+
+
 async def test_a_failed_future_raises_in_the_task_that_it_became() -> None:
     log, ended, future = Log(), asyncio.Event(), asyncio.get_running_loop().create_future()
 
