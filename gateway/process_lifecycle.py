@@ -26,6 +26,7 @@ from gateway.restart import systemd_notify
 from gateway.restart.learned_state import collect_state, remaining_work
 from gateway.restart.start_options import StartOptions
 from gateway.restart.successor import HandoverError, Successor
+from gateway.util.file_descriptors import reserve_descriptors
 
 log = logging.getLogger("penstock")
 
@@ -40,6 +41,7 @@ def run_gateway(
     hangup_reloads  whether SIGHUP reloads the configuration. If False, SIGHUP ends the process, as
                     usual for a program in a terminal; in a worker, it only reopens the access log
     """
+    reserve_descriptors()
     return uvloop.run(_run(origin, ready, hangup_reloads=hangup_reloads))
 
 
