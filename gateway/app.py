@@ -139,6 +139,7 @@ class App:
         self._new_connections = NewConnections(self._write_queue, self.connections, self._limits)
         self._batches = self._create_batches(config)
         self._gc_schedule = GcSchedule(monotonic())
+        self.connections.on_begun = self._gc_schedule.count_connection
         self._sweep_task: asyncio.Task[None] | None = None
         self._attach_gauges()
 

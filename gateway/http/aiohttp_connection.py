@@ -351,15 +351,16 @@ class AiohttpConnection(ClientConnection, RequestHandler):
 
     async def start(self) -> None:
         """Serve the client's requests one after another until either side closes the connection."""
-        keep = True
+        keep, turns = True, self._outbox.request_turns
         while keep and not self._force_close:
             if not self._messages:
                 self._feed(b"")  # bytes that the parser buffered behind the previous request
                 self._parse()
+            may_begin = self._request_count <= 1  # a pipelined one may not
             if not self._messages:
                 await self._wait_for_message()
-            elif self._request_count > 1:
-                # A pipelined request: other connections have their turn first.
+                may_begin = self._request_count <= 1 or turns.may_begin_later(self.address, 0)
+            if not may_begin:  # other connections have their turn first
                 await self._wait_for_turn()
                 if bool(self._force_close):
                     break

@@ -67,8 +67,9 @@ class CountedConnection(Protocol):
 class ClientConnections:
     """The open client connections and the number of unread bytes of each.
 
-    clock       supplies the Date header line of responses
-    on_refused  called with the name of the limit when a connection or its unread bytes are refused
+    clock        supplies the Date header line of responses
+    on_refused   called with the name of the limit when a connection or its unread bytes are refused
+    on_begun     called by each new connection
     """
 
     __slots__ = (
@@ -80,6 +81,7 @@ class ClientConnections:
         "_trusted",
         "_unread",
         "clock",
+        "on_begun",
         "on_refused",
         "unread_bytes",
     )
@@ -95,6 +97,7 @@ class ClientConnections:
         self._budget = budget
         self._trusted = trusted
         self.on_refused = on_refused
+        self.on_begun: Callable[[], None] = _do_nothing
         self._connections: dict[CountedConnection, str] = {}
         self._per_client: dict[str, int] = {}
         self._unread: OrderedDict[CountedConnection, int] = OrderedDict()
@@ -224,6 +227,10 @@ class ClientConnections:
         self._release(connection)
         self.on_refused("unread_budget")
         connection.drop_unread()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def unread_budget_error() -> GatewayError:

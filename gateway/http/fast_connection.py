@@ -45,7 +45,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     _unread_counted  number of such bytes that count against the memory budget of all connections
     _kernel_bytes    bytes that the kernel may buffer while reading is paused
     _is_turn_due     whether the first request in `_unread` waits for its turn to begin
-    _held_phase      phase that goes on when the turn comes, if it is the client's first request
+    _held_phase      phase that goes on when the turn comes, unless the request was pipelined
     _head            the newest request head; the next one usually differs only in its length
     _pieces          the body received so far; `_missing` bytes are still to come
     _reserve         function that reserves memory for the body while it is being received
@@ -169,6 +169,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         if not self._connections.admit(self, self.address, self._limits):
             self._enter(CLOSING)
             transport.close()
+        self._connections.on_begun()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
@@ -194,7 +195,11 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             body = head.whole_body(data)
             # The usual case: exactly one whole request.
             if body is not None and len(body) <= self._limits.body:
-                self._begin(head, body, len(body))
+                if self._outbox.request_turns.may_begin_later(self.address, len(data)):
+                    self._begin(head, body, len(body))
+                else:
+                    self._unread = data
+                    self._wait_for_turn()
                 return
         if phase is BODY:
             self._receive_body(data)
@@ -209,8 +214,10 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             self._wait_after(data)
         else:
             self._unread = self._unread + data if self._unread else data
-            if head is not None or self._may_begin():
+            if self._may_begin():
                 self._serve_first()
+            else:
+                self._wait_for_turn()
 
     def eof_received(self) -> bool:
         """Treat a half-close by the client as a disconnect.
@@ -248,17 +255,23 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         self._count_unread()
 
     def _may_begin(self) -> bool:
-        # Return whether the client's first request may begin now; if not, begin() continues.
+        # Return whether the request whose first bytes were read may begin now.
+        turns, size = self._outbox.request_turns, len(self._unread)
+        if self.transport is None:
+            return True
+        if self._head is None:
+            return turns.may_begin(self.address, size)
+        return turns.may_begin_later(self.address, size)
+
+    def _wait_for_turn(self) -> None:
+        # Let the request in `_unread` wait until begin() is called.
         #
         # Until then nothing more is read, so that the rest of the request stays in the kernel.
-        turns, size = self._outbox.request_turns, len(self._unread)
-        if self.transport is None or turns.may_begin(self.address, size):
-            return True
+        assert self.transport is not None
         self.transport.pause_reading()
-        turns.wait(self, self.address, size)
+        self._outbox.request_turns.wait(self, self.address, len(self._unread))
         self._held_phase, self.phase = self.phase, SERVING
         self._is_turn_due = True
-        return False
 
     def begin(self) -> bool:
         """Serve the request that waits for its turn; return whether there still is one.

@@ -48,7 +48,7 @@ class WriteQueue:
     read_turns     client connections that wait to read again after a long read
     long_reads     the long reads from engines, which are relayed in slices
     piece_turns    client connections that wait to read the next part of a request
-    request_turns  new client connections, and pipelined requests, that wait to begin
+    request_turns  new client connections, and requests of a crowd, that wait to begin
     close_queue    closes the connections of disconnected clients
     """
 
@@ -143,6 +143,7 @@ class WriteQueue:
                 self._run_deferred()
             else:
                 self._is_scheduled = self.budget_spent = False
+                self.request_turns.later_begun = 0
                 self.flush()
         finally:
             if self._callbacks:

@@ -18,7 +18,7 @@ MAX_CALM_REQUESTS = (
 INTERVAL_S = 60.0
 MAX_INTERVAL_S = 600.0  # collect after this time even under load
 
-THRESHOLDS = 2000, 2, 1_000_000
+THRESHOLDS = 500, 2, 1_000_000
 """The thresholds for gc.set_threshold(), by generation of objects.
 
 1. Allocations (less deallocations) until the youngest objects are collected.
@@ -29,8 +29,14 @@ Most objects of connections, pages and configurations survive a collection. The 
 collection within a few milliseconds.
 """
 
-MIDDLE_EVERY = 4
+MIDDLE_EVERY = 2
 """Number of calls of collect_young() after which one collects the middle generation too."""
+
+YOUNG_CONNECTIONS = 16
+"""Number of new client connections after which young objects are collected.
+
+A connection has up to a hundred objects.
+"""
 
 # Bytes: the allocator maps larger blocks on their own, and keeps this much free memory at most.
 MMAP_THRESHOLD, TRIM_THRESHOLD = 256 * 1024, 4 * 1024 * 1024
@@ -62,7 +68,7 @@ class GcSchedule:
     def __init__(self, now: float, collect: Callable[[], object] = collect_and_trim) -> None:
         self._collected_at = now
         self._collect = collect
-        self._calls = 0
+        self._calls = self._new_connections = 0
 
     def freeze(self) -> None:
         """Exempt all existing objects from garbage collection, and make automatic collections rare.
@@ -76,12 +82,20 @@ class GcSchedule:
     def collect_young(self) -> None:
         """Collect garbage among the objects that were created since the last calls.
 
-        Call this a few times per second. Python itself would collect after a number of allocations
-        minus deallocations. While clients come and go, a hundred thousand young objects would
-        gather until then, and their collection would stop all streams for tens of milliseconds.
+        Call this a few times per second, and count_connection() for each new client. Python itself
+        would collect after a number of allocations minus deallocations. While clients come and go,
+        a hundred thousand young objects would gather until then, and their collection would stop
+        all streams for tens of milliseconds.
         """
         self._calls += 1
         gc.collect(0 if self._calls % MIDDLE_EVERY else 1)
+
+    def count_connection(self) -> None:
+        """Count a new client connection; collect young garbage after YOUNG_CONNECTIONS of them."""
+        self._new_connections += 1
+        if self._new_connections >= YOUNG_CONNECTIONS:
+            self._new_connections = 0
+            self.collect_young()
 
     def collect_if_due(self, now: float, in_progress: int) -> None:
         """Collect garbage after INTERVAL_S if load is low, and after MAX_INTERVAL_S in any case.

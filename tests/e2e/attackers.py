@@ -34,6 +34,7 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 BUFFER, LEAST_BUFFER = 32 * 1024, 4096
 FEW, LARGE_BUFFER = 8, 512 * 1024  # up to 8 connections have large buffers and send at full speed
 DRIP_S = 0.05
+BURST_S = 1.0
 ATTACKER = "127.0.0.9"
 """The address of the attacker, who is on another host than the regular clients."""
 IP_BIND_ADDRESS_NO_PORT = 24  # from linux/in.h; the socket module of Python 3.11 lacks it
@@ -48,6 +49,7 @@ class Script:
     sent         bytes to send
     once         True to send them once, False to repeat them
     drip         bytes to send afterwards, 20 times a second on each connection
+    burst        whether all connections send `drip` at the same moment, once a second
     piece        maximum number of bytes per send()
     reads        whether the client reads the responses
     leaves       whether the client closes the connection after it has sent everything
@@ -58,6 +60,7 @@ class Script:
     sent: bytes
     once: bool = False
     drip: bytes = b""
+    burst: bool = False
     piece: int = 1 << 20
     reads: bool = True
     leaves: bool = False
@@ -133,7 +136,11 @@ class Crowd:
                 self._open()
             for number, ready in self._epoll.poll(0.002, 256):
                 self._step(number, ready)
-            if self._script.drip:
+            if self._script.burst and monotonic() >= due:
+                due += BURST_S
+                for client in self._clients.values():
+                    client.drip()
+            elif self._script.drip and not self._script.burst:
                 dripping = dripping or list(self._clients.values())
                 while dripping and monotonic() >= due:
                     due += DRIP_S / len(self._clients)
@@ -237,10 +244,12 @@ CHUNKED = "Transfer-Encoding: chunked"
 LONG = 30_000_000
 GUESS = "Authorization: Bearer sk-guess"
 
+MODELS = head(start="GET /v1/models HTTP/1.1")
+
 CLIENT_ATTACKS = [
     CostlyAttack("pipelined refusals", lambda: Script(4, body(b"{}") * 200)),
     CostlyAttack("pipelined requests", lambda: Script(4, call() * 200)),
-    CostlyAttack("pipelined GETs", lambda: Script(4, head(start="GET /v1/models HTTP/1.1") * 200)),
+    CostlyAttack("pipelined GETs", lambda: Script(4, MODELS * 200)),
     CostlyAttack(
         "requests behind one that waits",
         lambda: Script(256, call(user="hold") + call() * 2000, once=True),
@@ -269,6 +278,14 @@ CLIENT_ATTACKS = [
     CostlyAttack(
         "chunks that drip",
         lambda: Script(1000, head(CHUNKED) + b"1\r\n{\r\n", once=True, drip=b"1\r\n \r\n"),
+    ),
+    CostlyAttack(
+        "requests at once on open connections",
+        lambda: Script(1000, call(), once=True, drip=call(), burst=True),
+    ),
+    CostlyAttack(
+        "GETs at once on open connections",
+        lambda: Script(1000, MODELS, once=True, drip=MODELS, burst=True),
     ),
     CostlyAttack(
         "bodies that are never whole",

@@ -1,4 +1,4 @@
-"""Tests that first and pipelined requests begin in turn, and that none is lost meanwhile."""
+"""Tests that the requests of crowds begin in turn, and that none is lost meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from gateway.config import Limits
 from gateway.http import request_turns
 from gateway.http.connection_phase import HEAD
 from gateway.http.fast_connection import MAX_UNREAD, FastConnection
-from gateway.http.request_turns import BEGINNINGS, MAX_HELD_BYTES, MAX_SKIPPED, RequestTurns
+from gateway.http.request_turns import (
+    BEGINNINGS,
+    LATER_BEGINNINGS,
+    MAX_HELD_BYTES,
+    MAX_SKIPPED,
+    RequestTurns,
+)
 from tests.unit.gateway.http.connection_harness import FakeTransport, Harness, request, turns
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: test\r\n\r\n"
@@ -129,6 +135,40 @@ def hold_one(harness: Harness, data: bytes) -> tuple[FakeTransport, list[FakeTra
     return held, others
 
 
+async def hold_later(harness: Harness, data: bytes) -> tuple[FakeTransport, list[FakeTransport]]:
+    # Return a connection whose second request, `data`, waits, and those that are before it.
+    held, *others = await connect_served(harness, LATER_BEGINNINGS + 1)
+    for transport in others:
+        transport.protocol.data_received(request())
+    held.protocol.data_received(data)
+    assert len(harness.served) == len(others)
+    return held, others
+
+
+async def connect_served(harness: Harness, number: int) -> list[FakeTransport]:
+    # Return connections that have served a request each; the texts of these are forgotten.
+    transports = connect(harness, number)
+    for transport in transports:
+        await transport.deliver(request())
+        assert transport.text.count(b"HTTP/1.1 200") == 1
+        transport.text = b""
+    harness.served.clear()
+    return transports
+
+
+async def hold(
+    kind: str, harness: Harness, data: bytes
+) -> tuple[FakeTransport, list[FakeTransport]]:
+    # Return a connection with a request that waits, and the others.
+    if kind == "first":
+        return hold_one(harness, data)
+    if kind == "later":
+        return await hold_later(harness, data)
+    (waiting,) = connect(harness, 1)
+    waiting.protocol.data_received(request() + data)
+    return waiting, []
+
+
 async def end(harness: Harness, *transports: FakeTransport) -> None:
     for transport in transports:
         transport.close()
@@ -153,6 +193,57 @@ async def test_the_first_requests_of_a_crowd_are_all_answered_in_turn() -> None:
     await end(harness, *transports)
 
 
+async def test_the_later_requests_of_a_crowd_are_all_answered_in_turn() -> None:
+    harness = Harness()
+    transports = await connect_served(harness, LATER_BEGINNINGS + 21)
+    last = transports.pop()
+    last.protocol.address = "192.0.2.9"  # type: ignore[attr-defined]
+    for transport in transports:
+        transport.protocol.data_received(request())
+    assert len(harness.served) == LATER_BEGINNINGS
+    assert sum(transport.paused for transport in transports) == 20
+    await asyncio.sleep(0)
+    last.protocol.data_received(request())  # another client, in the next iteration
+    assert len(harness.served) == LATER_BEGINNINGS + BEGINNINGS + 1
+    await turns()
+    for transport in (last, *transports):
+        assert transport.text.count(b"HTTP/1.1 200") == 1
+        assert not transport.paused
+    await end(harness, last, *transports)
+
+
+async def test_a_client_whose_requests_wait_begins_none_before_them() -> None:
+    harness = Harness()
+    transports = await connect_served(harness, LATER_BEGINNINGS + 9)
+    for number, transport in enumerate(transports[:-1]):
+        transport.protocol.data_received(request(b"a" * (number + 1)))
+    await asyncio.sleep(0)
+    transports[-1].protocol.data_received(request(b"last"))
+    await turns()
+    bodies = [body for _, body, _ in harness.served]
+    assert bodies == [*(b"a" * (number + 1) for number in range(len(bodies) - 1)), b"last"]
+    await end(harness, *transports)
+
+
+async def test_later_requests_that_aiohttp_serves_begin_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = Harness()
+    transports = await connect_served(harness, LATER_BEGINNINGS + 10)
+    for _ in range(2):  # FastConnection receives the first GET
+        monkeypatch.setattr(request_turns, "BEGINNINGS", 0)
+        for transport in transports:
+            transport.text = b""
+            transport.protocol.data_received(GET)
+        await turns()
+        answered = sum(b"HTTP/1.1 404" in transport.text for transport in transports)
+        assert answered == LATER_BEGINNINGS
+        monkeypatch.undo()
+        await turns()
+        assert all(transport.text.count(b"HTTP/1.1 404") == 1 for transport in transports)
+    await end(harness, *transports)
+
+
 async def test_requests_that_wait_do_not_count_as_unread_bytes() -> None:
     harness = Harness()
     harness.limits = Limits(unread_budget="1MiB")
@@ -164,6 +255,24 @@ async def test_requests_that_wait_do_not_count_as_unread_bytes() -> None:
         await turns()
     assert not harness.refused
     assert all(transport.text.count(b"HTTP/1.1 200") == 1 for transport in transports)
+    await end(harness, *transports)
+
+
+async def test_a_request_right_after_the_response_does_not_count_as_unread_bytes() -> None:
+    harness = Harness(slow=True)
+    harness.limits = Limits(unread_budget="1MiB")
+    transports = connect(harness, 20)
+    for transport in transports:
+        transport.protocol.data_received(request(b"a" * 100_000))
+    sent = Counter(transports)
+    while min(transport.text.count(b"HTTP/1.1 200") for transport in transports) < 3:
+        await asyncio.sleep(0)
+        for transport in transports:
+            if transport.text.count(b"HTTP/1.1 200") == sent[transport] < 3:
+                sent[transport] += 1
+                transport.protocol.data_received(request(b"a" * 100_000))
+                assert harness.connections.unread_bytes == 0
+        assert not harness.refused
     await end(harness, *transports)
 
 
@@ -234,44 +343,36 @@ async def test_a_client_that_leaves_while_its_request_waits_is_not_served() -> N
     await end(harness, *others)
 
 
-@pytest.mark.parametrize("kind", ["first", "pipelined"])
+@pytest.mark.parametrize("kind", ["first", "later", "pipelined"])
 @pytest.mark.parametrize("data", [request(b"a"), GET, request(b"a") + request(b"b")])
 async def test_a_request_that_waits_is_answered_when_the_gateway_drains(
     kind: str, data: bytes
 ) -> None:
     harness = Harness()
-    if kind == "first":
-        waiting, others = hold_one(harness, data)
-    else:
-        (waiting, *others) = connect(harness, 1)
-        waiting.protocol.data_received(request() + data)
+    waiting, others = await hold(kind, harness, data)
     connection = waiting.protocol
     assert isinstance(connection, FastConnection)
     connection.drain()
     await turns()
     answers = waiting.text.count(b"HTTP/1.1 ")
-    assert answers == (1 if kind == "first" else 2)
+    assert answers == (2 if kind == "pipelined" else 1)
     assert waiting.text.lower().count(b"connection: close") == 1
     assert waiting.closed
     await end(harness, *others)
 
 
-@pytest.mark.parametrize("kind", ["first", "pipelined"])
+@pytest.mark.parametrize("kind", ["first", "later", "pipelined"])
 @pytest.mark.parametrize("data", [request(b"a"), GET])
 async def test_a_request_that_waits_is_answered_when_the_gateway_stops(
     kind: str, data: bytes
 ) -> None:
     harness = Harness()
-    if kind == "first":
-        waiting, others = hold_one(harness, data)
-    else:
-        (waiting, *others) = connect(harness, 1)
-        waiting.protocol.data_received(request() + data)
+    waiting, others = await hold(kind, harness, data)
     connection = waiting.protocol
     assert isinstance(connection, FastConnection)
     closed = connection.close_when_idle()
     await turns()
-    assert waiting.text.count(b"HTTP/1.1 ") == (1 if kind == "first" else 2)
+    assert waiting.text.count(b"HTTP/1.1 ") == (2 if kind == "pipelined" else 1)
     assert closed.done()
     assert waiting.closed
     await end(harness, *others)

@@ -14,6 +14,7 @@ from gateway.util.gc_control import (
     MAX_CALM_REQUESTS,
     MAX_INTERVAL_S,
     MIDDLE_EVERY,
+    YOUNG_CONNECTIONS,
     GcSchedule,
 )
 
@@ -59,5 +60,18 @@ def test_young_objects_become_old_within_a_few_calls_however_many_old_ones_are_f
             schedule.collect_young()
         assert sum(len(gc.get_objects(generation)) for generation in (0, 1)) < 100
         assert len(kept) == 1000
+    finally:
+        gc.enable()
+
+
+def test_young_objects_are_collected_after_some_new_connections() -> None:
+    schedule, cycle = GcSchedule(0.0), weakref.ref(Cycle())
+    gc.disable()
+    try:
+        for _ in range(YOUNG_CONNECTIONS - 1):
+            schedule.count_connection()
+        assert cycle() is not None
+        schedule.count_connection()
+        assert cycle() is None
     finally:
         gc.enable()
