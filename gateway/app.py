@@ -330,7 +330,7 @@ class App:
             await self._batches.stop()
         for server in self._servers.get(API, ()):
             server.close()
-        if self._new_connections.begin_all() or self._local is not None:
+        if self._write_queue.request_turns.begin_all() or self._local is not None:
             # A connection that was accepted a moment ago is about to send its request.
             await asyncio.sleep(SETTLE_S)
         self._tls.close()
@@ -361,6 +361,7 @@ class App:
             self._admission.active_requests,
             shutdown_s,
         )
+        self._write_queue.request_turns.begin_all()
         closing = [connection.close_when_idle() for connection in self._fast_connections()]
         await self._wait_until_idle(closing, ends)
         if monotonic() >= ends:

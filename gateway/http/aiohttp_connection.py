@@ -67,6 +67,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         "_descriptor",
         "_head_bytes",
         "_is_chunked",
+        "_is_held",
         "_kernel_bytes",
         "_limits",
         "_message",
@@ -126,7 +127,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         self._payload: StreamReader | None = None
         self._body_read = False
         self._newest_body: StreamReader | None = None
-        self._is_chunked = False
+        self._is_chunked = self._is_held = False
         self._turn: asyncio.Future[None] | None = None
         self._unread = b""
         self._offset = self._head_bytes = self._unread_counted = self._kernel_bytes = 0
@@ -200,7 +201,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
 
     def take_turn(self) -> None:
         """Parse the bytes read last. Resume reading, unless it is paused for another reason."""
-        if self.transport is None:
+        if self.transport is None or self._is_held:
             return
         if self._unread:
             self._parse()
@@ -246,6 +247,8 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             return
         if data:
             self._unread, self._offset = self._unread[self._offset :] + data, 0
+            if self._is_held or self._must_wait():
+                return
             if (
                 self._in_body()
                 and self.transport is not None
@@ -257,6 +260,22 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         self._parse()
         if self.phase is Phase.IDLE and not self._messages:
             self._enter(Phase.HEAD)
+
+    def _must_wait(self) -> bool:
+        # Return whether a later request waits until begin() parses it. Nothing more is read then.
+        turns, size = self._outbox.request_turns, len(self._unread)
+        if (
+            self.phase is not Phase.IDLE
+            or not self._request_count
+            or self.transport is None
+            or turns.may_begin_later(self.address, size)
+        ):
+            return False
+        self.transport.pause_reading()
+        turns.wait(self, self.address, size)
+        self.phase = Phase.SERVING
+        self._is_held = True
+        return True
 
     def _parse(self) -> None:
         # Feed buffered bytes to the parser, up to the end of one request.
@@ -351,16 +370,15 @@ class AiohttpConnection(ClientConnection, RequestHandler):
 
     async def start(self) -> None:
         """Serve the client's requests one after another until either side closes the connection."""
-        keep, turns = True, self._outbox.request_turns
+        keep = True
         while keep and not self._force_close:
             if not self._messages:
                 self._feed(b"")  # bytes that the parser buffered behind the previous request
                 self._parse()
-            may_begin = self._request_count <= 1  # a pipelined one may not
             if not self._messages:
                 await self._wait_for_message()
-                may_begin = self._request_count <= 1 or turns.may_begin_later(self.address, 0)
-            if not may_begin:  # other connections have their turn first
+            elif self._request_count > 1:
+                # A pipelined request: other connections have their turn first.
                 await self._wait_for_turn()
                 if bool(self._force_close):
                     break
@@ -390,10 +408,22 @@ class AiohttpConnection(ClientConnection, RequestHandler):
 
     def begin(self) -> bool:
         """Serve the request that waits for its turn; return whether there still is one."""
+        if self._is_held:
+            self._is_held = False
+            return self._begin_held()
         turn, self._turn = self._turn, None
         if turn is None or turn.done():
             return False
         turn.set_result(None)
+        return True
+
+    def _begin_held(self) -> bool:
+        if self.transport is None or self.phase is Phase.CLOSING:
+            return False
+        self.phase = Phase.IDLE
+        self.take_turn()
+        if self.phase is Phase.IDLE and not self._messages:
+            self._enter(Phase.HEAD)
         return True
 
     async def _wait_for_message(self) -> None:

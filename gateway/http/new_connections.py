@@ -41,7 +41,7 @@ class NewConnections:
              part of a crowd
     """
 
-    __slots__ = ("_connections", "_limits", "_loop", "_recent", "_turns", "_waiting")
+    __slots__ = ("_connections", "_limits", "_loop", "_recent", "_turns")
 
     def __init__(
         self,
@@ -54,7 +54,6 @@ class NewConnections:
         self._connections = connections
         self._limits = limits
         self._recent = 0
-        self._waiting: set[WaitingClient] = set()
 
     def wrap_factory(
         self, new_protocol: ProtocolFactory, listening: socket.socket
@@ -77,13 +76,6 @@ class NewConnections:
 
         return create
 
-    def begin_all(self) -> bool:
-        """Begin the connections that wait, because the gateway stops; return whether any waited."""
-        some = tuple(self._waiting)
-        for client in some:
-            client.begin()
-        return bool(some)
-
     def _calm_down(self) -> None:
         self._recent -= 1
         if self._recent:
@@ -101,7 +93,6 @@ class NewConnections:
                 return
             client = WaitingClient(self, accepted, new_protocol)
             if self._connections.admit(client, peer[0], self._limits()):
-                self._waiting.add(client)
                 self._turns.wait(client, peer[0])
             else:
                 accepted.close()
@@ -110,14 +101,12 @@ class NewConnections:
         self, client: WaitingClient, accepted: socket.socket, new_protocol: ProtocolFactory
     ) -> None:
         """Create the transport and the protocol of a connection whose turn has come."""
-        self._waiting.discard(client)
         # Right before its connection_made(), which counts it as the protocol's.
         self._loop.call_soon(self._connections.remove, client)
         EagerTask(self._connect(accepted, new_protocol), _do_nothing).step()
 
     def remove(self, client: WaitingClient) -> None:
         """Stop counting a connection that ended while it waited."""
-        self._waiting.discard(client)
         self._connections.remove(client)
 
     async def _connect(self, accepted: socket.socket, new_protocol: ProtocolFactory) -> None:

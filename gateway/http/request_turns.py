@@ -97,6 +97,13 @@ class RequestTurns:
         self._held_bytes += held_bytes
         self._schedule()
 
+    def begin_all(self) -> bool:
+        """Begin all that wait now, because the gateway stops; return whether any waited."""
+        number = sum(map(len, self._waiting.values()))
+        for _ in range(number):
+            self._next().begin()
+        return bool(number)
+
     def _schedule(self) -> None:
         if not self._is_scheduled:
             self._is_scheduled = True

@@ -114,6 +114,7 @@ class Harness:
     def __init__(self, slow: bool = False) -> None:
         self._slow = slow
         self._outbox = WriteQueue(asyncio.get_running_loop())
+        self.turns = self._outbox.request_turns
         self._manager = web.Server(self._serve_other, handler_cancellation=True)
         self.served: list[tuple[str, bytes, str | None]] = []
         self.limits = Limits()

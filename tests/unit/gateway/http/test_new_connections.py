@@ -55,9 +55,14 @@ class Server:
         self.refused: list[str] = []
         self.connections = ClientConnections(FakeBudget(), Networks(()), self.refused.append)
         outbox = WriteQueue(asyncio.get_running_loop())
+        self.turns = outbox.request_turns
         self.new = NewConnections(outbox, self.connections, lambda: self.limits)
         (self.listening,) = bind("127.0.0.1", 0)
         self.clients: list[socket.socket] = []
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self.turns._waiting.values()))
 
     def connect(self, address: str, number: int = 1, data: bytes = b"x") -> list[socket.socket]:
         # Connect clients, which send `data`. The kernel accepts them before the server does.
@@ -134,7 +139,7 @@ async def test_a_client_that_comes_alone_begins_at_once() -> None:
             (client,) = server.connect(OTHER)
             assert await answer(client) == b"x"
             assert len(server.begun) == number
-            assert not server.new._waiting
+            assert not server.waiting
         listening.close()
 
 
@@ -145,7 +150,7 @@ async def test_clients_that_wait_count_against_the_limits() -> None:
         (other,) = server.connect(OTHER)
         listening = await server.start()
         assert await answer(other) == b"x"
-        await until(lambda: len(server.connections) == 51 and not server.new._waiting)
+        await until(lambda: len(server.connections) == 51 and not server.waiting)
         assert set(server.refused) == {"connections_per_address"}
         assert len(server.refused) == MANY - 50
         ended = 0
@@ -163,11 +168,11 @@ async def test_a_client_that_leaves_while_it_waits_gets_no_protocol() -> None:
     async with new_server() as server:
         crowd = server.connect(CROWD, MANY)
         listening = await server.start()
-        await until(lambda: len(server.new._waiting) > MANY / 2)
+        await until(lambda: server.waiting > MANY / 2)
         begun = len(server.begun)
         for client in crowd:
             client.close()
-        await until(lambda: not server.new._waiting)
+        await until(lambda: not server.waiting)
         assert len(server.begun) < begun + MANY / 4
         listening.close()
 
@@ -178,10 +183,10 @@ async def test_connections_that_wait_begin_when_the_server_stops() -> None:
         crowd = server.connect(CROWD, MANY)
         listening = await server.start()
         await until(lambda: len(server.connections) == MANY)
-        assert server.new._waiting
+        assert server.waiting
         listening.close()
-        assert server.new.begin_all()
-        assert not server.new.begin_all()
+        assert server.turns.begin_all()
+        assert not server.turns.begin_all()
         # Each connection counts until its protocol counts it.
         assert len(server.connections) == MANY
         for client in crowd:
@@ -208,9 +213,9 @@ async def test_a_protocol_that_cannot_be_created_ends_its_own_connection_only() 
 
         crowd = server.connect(CROWD, MANY)
         listening = await server.start()
-        await until(lambda: len(server.new._waiting) > MANY / 2)
-        next(iter(server.new._waiting))._new_protocol = fail
-        await until(lambda: not server.new._waiting)
+        await until(lambda: server.waiting > MANY / 2)
+        server.turns._waiting[CROWD][0][0]._new_protocol = fail  # type: ignore[attr-defined]
+        await until(lambda: not server.waiting)
         await until(lambda: len(server.connections) == MANY - 1)
         answers = []
         for client in crowd:

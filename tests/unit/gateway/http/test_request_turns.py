@@ -11,6 +11,7 @@ import pytest
 
 from gateway.config import Limits
 from gateway.http import request_turns
+from gateway.http.aiohttp_connection import AiohttpConnection
 from gateway.http.connection_phase import HEAD
 from gateway.http.fast_connection import MAX_UNREAD, FastConnection
 from gateway.http.request_turns import (
@@ -76,6 +77,16 @@ async def test_clients_that_have_left_use_no_turns() -> None:
     assert not begun  # looking at many clients that have left takes a turn too
     await asyncio.sleep(0)
     assert begun == ["present"] * BEGINNINGS
+
+
+async def test_all_that_wait_begin_when_the_gateway_stops() -> None:
+    waiting, begun = new_turns(), list[str]()
+    for number in range(100):
+        waiting.wait(Client(begun, f"{number}"), f"192.0.2.{number % 3}", 10)
+    assert waiting.begin_all()
+    assert Counter(begun) == Counter(f"{number}" for number in range(100))
+    assert not waiting.begin_all()
+    assert waiting.may_begin("192.0.2.1", MAX_HELD_BYTES)
 
 
 async def test_one_that_cannot_begin_does_not_stop_the_others() -> None:
@@ -241,6 +252,50 @@ async def test_later_requests_that_aiohttp_serves_begin_in_turn(
         monkeypatch.undo()
         await turns()
         assert all(transport.text.count(b"HTTP/1.1 404") == 1 for transport in transports)
+    await end(harness, *transports)
+
+
+@pytest.mark.parametrize("part", [5, len(GET) - 1])
+async def test_a_later_request_to_aiohttp_that_waits_may_arrive_in_parts(part: int) -> None:
+    harness = Harness()
+    transports = await connect_served(harness, LATER_BEGINNINGS + 1)
+    held = transports[-1]
+    await held.deliver(GET)
+    held.text = b""
+    for transport in transports[:-1]:
+        transport.protocol.data_received(request())
+    held.protocol.data_received(GET[:part])
+    assert held.paused
+    held.protocol.data_received(GET[part:])  # a TLS transport may have read it before the pause
+    await turns()
+    assert held.text.count(b"HTTP/1.1 404") == 1
+    assert not held.paused
+    await end(harness, *transports)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_later_request_to_aiohttp_that_waits_is_answered_when_the_gateway_stops(
+    leaves: bool,
+) -> None:
+    harness = Harness()
+    transports = await connect_served(harness, LATER_BEGINNINGS + 1)
+    held = transports[-1]
+    await held.deliver(GET)
+    held.text = b""
+    for transport in transports[:-1]:
+        transport.protocol.data_received(request())
+    held.protocol.data_received(GET)
+    connection = held.protocol
+    assert isinstance(connection, AiohttpConnection)
+    assert not connection.sweep(connection.phase_since + 1000.0)  # it waits for the gateway
+    if leaves:
+        held.close()
+        await asyncio.sleep(0)
+    connection.drain()
+    harness.turns.begin_all()
+    await turns()
+    assert held.text.count(b"HTTP/1.1 404") == (0 if leaves else 1)
+    assert held.closed
     await end(harness, *transports)
 
 
