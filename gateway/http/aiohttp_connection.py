@@ -65,6 +65,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         "_body_read",
         "_connections",
         "_descriptor",
+        "_has_turn",
         "_head_bytes",
         "_is_chunked",
         "_is_held",
@@ -127,7 +128,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         self._payload: StreamReader | None = None
         self._body_read = False
         self._newest_body: StreamReader | None = None
-        self._is_chunked = self._is_held = False
+        self._is_chunked = self._is_held = self._has_turn = False
         self._turn: asyncio.Future[None] | None = None
         self._unread = b""
         self._offset = self._head_bytes = self._unread_counted = self._kernel_bytes = 0
@@ -258,18 +259,24 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         else:
             self._feed(data)
         self._parse()
-        if self.phase is Phase.IDLE and not self._messages:
-            self._enter(Phase.HEAD)
+        if not self._messages:  # a part of a head has no turn
+            self._has_turn = False
+            if self.phase is Phase.IDLE:
+                self._enter(Phase.HEAD)
 
     def _must_wait(self) -> bool:
         # Return whether a later request waits until begin() parses it. Nothing more is read then.
-        turns, size = self._outbox.request_turns, len(self._unread)
         if (
             self.phase is not Phase.IDLE
             or not self._request_count
+            or self._messages  # its head has been parsed
+            or self._request_in_progress
             or self.transport is None
-            or turns.may_begin_later(self.address, size)
         ):
+            return False
+        turns, size = self._outbox.request_turns, len(self._unread)
+        self._has_turn = turns.may_begin_later(self.address, size)
+        if self._has_turn:
             return False
         self.transport.pause_reading()
         turns.wait(self, self.address, size)
@@ -370,15 +377,21 @@ class AiohttpConnection(ClientConnection, RequestHandler):
 
     async def start(self) -> None:
         """Serve the client's requests one after another until either side closes the connection."""
-        keep = True
+        keep, turns = True, self._outbox.request_turns
         while keep and not self._force_close:
             if not self._messages:
                 self._feed(b"")  # bytes that the parser buffered behind the previous request
                 self._parse()
+            may_begin = self._request_count <= 1  # a pipelined request may not
             if not self._messages:
                 await self._wait_for_message()
-            elif self._request_count > 1:
-                # A pipelined request: other connections have their turn first.
+                may_begin = (
+                    self._has_turn
+                    or self._request_count <= 1
+                    or turns.may_begin_later(self.address, 0)
+                )
+            self._has_turn = False
+            if not may_begin:  # other connections have their turn first
                 await self._wait_for_turn()
                 if bool(self._force_close):
                     break
@@ -391,6 +404,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
                 keep = await self._serve_one(message, payload)
             finally:
                 self._request_in_progress = False
+                self._payload = None  # it refers to the connection: a cycle
                 if self._handler_waiter is not None and not self._handler_waiter.done():
                     self._handler_waiter.set_result(None)
             # Responses that the client does not read must not pile up.
@@ -420,9 +434,15 @@ class AiohttpConnection(ClientConnection, RequestHandler):
     def _begin_held(self) -> bool:
         if self.transport is None or self.phase is Phase.CLOSING:
             return False
+        has_left = self._has_hung_up
+        if has_left:
+            self._unread, self._offset = b"", 0
         self.phase = Phase.IDLE
         self.take_turn()
-        if self.phase is Phase.IDLE and not self._messages:
+        if has_left:  # the event loop ends the connection
+            return False
+        self._has_turn = bool(self._messages)
+        if not self._messages and self.phase is Phase.IDLE:
             self._enter(Phase.HEAD)
         return True
 
@@ -468,7 +488,6 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         if api is None:
             return await self._serve_with_aiohttp(message, payload)
         await self._serve(self, api)
-        self._payload = None
         return not (self._must_close or message.should_close or self.is_http_1_0)
 
     async def _serve_with_aiohttp(self, message: RawRequestMessage, payload: StreamReader) -> bool:
@@ -499,6 +518,8 @@ class AiohttpConnection(ClientConnection, RequestHandler):
 
     def _refuse_unparsed(self, problem: BaseException | None) -> None:
         self._must_close = True
+        if problem is not None:
+            problem.__traceback__ = None  # its frames refer to the connection: a cycle
         self.send_error(head_errors.invalid_head(problem, MAX_URI_BYTES), new_request_id())
 
     # What ClientConnection requires

@@ -293,6 +293,10 @@ class FastConnection(ClientConnection, asyncio.Protocol):
             else:
                 self.phase, self._held_phase = self._held_phase, None
                 self.take_turn()
+                if self._has_hung_up:
+                    self._unread, self._offset = b"", 0
+                    self._count_unread()
+                    return False
             self._serve_first()
             if self._missing and self._reading_paused and self.transport is not None:
                 # The last request of a connection that drains: its body must arrive.

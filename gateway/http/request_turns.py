@@ -8,16 +8,21 @@ another address begins after a few of them.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
+from itertools import chain
+from time import monotonic
 from typing import Protocol
 
 from gateway.util.client_networks import client_group
 
-BEGINNINGS = 2
-"""Number of connections and requests that begin per event loop iteration.
+log = logging.getLogger("penstock")
 
-They take about half a millisecond.
-"""
+BEGINNINGS = 2
+"""Least number of waiting connections and requests that begin per event loop iteration."""
+
+BEGINNING_S = 0.0005
+"""Time in seconds per event loop iteration in which more of them begin."""
 
 LATER_BEGINNINGS = 32
 """Number of later requests of open connections that begin at once per event loop iteration.
@@ -99,10 +104,13 @@ class RequestTurns:
 
     def begin_all(self) -> bool:
         """Begin all that wait now, because the gateway stops; return whether any waited."""
-        number = sum(map(len, self._waiting.values()))
-        for _ in range(number):
-            self._next().begin()
-        return bool(number)
+        queues, self._waiting, self._held_bytes = self._waiting, {}, 0
+        for waiting, _ in chain.from_iterable(queues.values()):
+            try:
+                waiting.begin()
+            except Exception:  # it must not keep the gateway from stopping
+                log.exception("a connection or request could not begin")
+        return bool(queues)
 
     def _schedule(self) -> None:
         if not self._is_scheduled:
@@ -111,8 +119,13 @@ class RequestTurns:
 
     def _run(self) -> None:
         self._begun = self.later_begun = skipped = 0
+        ends = monotonic() + BEGINNING_S
         try:
-            while self._waiting and self._begun < BEGINNINGS and skipped < MAX_SKIPPED:
+            while (
+                self._waiting
+                and skipped < MAX_SKIPPED
+                and (self._begun < BEGINNINGS or monotonic() < ends)
+            ):
                 if self._next().begin():
                     self._begun += 1
                 else:

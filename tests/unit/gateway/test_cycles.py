@@ -17,6 +17,7 @@ import pytest
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.e2e.split_fleet import MODEL, SENTENCE, SplitFleet, split_fleet
 from tests.fair_time import pace
+from tests.unit.gateway.http.connection_harness import FakeTransport, Harness, request, turns
 from tests.virtual_time import VIRTUAL_TIME
 
 pytestmark = VIRTUAL_TIME
@@ -123,6 +124,23 @@ async def test_a_request_leaves_no_reference_cycle_however_it_ends(
             await running.at_rest()
 
 
+CHUNKED = request(b"", length="Transfer-Encoding: chunked") + b"400\r\nabc"
+
+
+@pytest.mark.parametrize("sent", [CHUNKED, CHUNKED + b"x", b"GET / HTTP/9.9\r\nA b\r\n\r\n"])
+async def test_a_client_that_leaves_inside_its_request_leaves_no_reference_cycle(
+    sent: bytes,
+) -> None:
+    harness = Harness(slow=True)
+    with assert_no_garbage("aiohttp."):
+        transport = FakeTransport(harness.fast_connection())
+        transport.protocol.connection_made(transport)
+        await transport.deliver(sent)
+        transport.close()
+        await turns()
+        transport.protocol = asyncio.Protocol()
+
+
 async def split_disconnects(running: SplitFleet, body: dict[str, object]) -> None:
     for after_s in (0.01, 0.2):
         with suppress(TimeoutError):
@@ -158,7 +176,7 @@ async def test_a_split_request_leaves_no_reference_cycle_however_it_ends(
     dialect: str, way: Callable[[SplitFleet, dict[str, object]], Awaitable[None]]
 ) -> None:
     body = {"prompt": SENTENCE * 20, "max_tokens": 12}
-    soon_s = 0.5 * pace()
+    soon_s = 3.0 * pace()
     async with split_fleet(dialect, kv={"wait_s": soon_s, "lease_s": soon_s}, speed=2.0) as running:
         await running.assert_right_answer(body)
         with assert_no_garbage():

@@ -26,6 +26,12 @@ from tests.unit.gateway.http.connection_harness import FakeTransport, Harness, r
 GET = b"GET /v1/models HTTP/1.1\r\nHost: test\r\n\r\n"
 
 
+@pytest.fixture(autouse=True)
+def no_time_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As if BEGINNINGS connections took all of the time, so that the tests can count them.
+    monkeypatch.setattr(request_turns, "BEGINNING_S", 0.0)
+
+
 class Client:
     def __init__(self, begun: list[str], name: str = "", *, has_left: bool = False) -> None:
         self._begun, self._name, self._has_left = begun, name, has_left
@@ -83,6 +89,7 @@ async def test_all_that_wait_begin_when_the_gateway_stops() -> None:
     waiting, begun = new_turns(), list[str]()
     for number in range(100):
         waiting.wait(Client(begun, f"{number}"), f"192.0.2.{number % 3}", 10)
+    waiting.wait(BrokenClient(), "192.0.2.3")
     assert waiting.begin_all()
     assert Counter(begun) == Counter(f"{number}" for number in range(100))
     assert not waiting.begin_all()
@@ -249,7 +256,7 @@ async def test_later_requests_that_aiohttp_serves_begin_in_turn(
         await turns()
         answered = sum(b"HTTP/1.1 404" in transport.text for transport in transports)
         assert answered == LATER_BEGINNINGS
-        monkeypatch.undo()
+        monkeypatch.setattr(request_turns, "BEGINNINGS", BEGINNINGS)
         await turns()
         assert all(transport.text.count(b"HTTP/1.1 404") == 1 for transport in transports)
     await end(harness, *transports)
@@ -271,6 +278,67 @@ async def test_a_later_request_to_aiohttp_that_waits_may_arrive_in_parts(part: i
     assert held.text.count(b"HTTP/1.1 404") == 1
     assert not held.paused
     await end(harness, *transports)
+
+
+async def served_by_aiohttp(harness: Harness, number: int) -> list[FakeTransport]:
+    # Return connections on which aiohttp's parser has served a request each.
+    transports = connect(harness, number)
+    for transport in transports:
+        await transport.deliver(GET)
+        transport.text = b""
+    return transports
+
+
+async def test_the_body_of_a_request_whose_head_was_parsed_does_not_wait() -> None:
+    harness = Harness()
+    transports = await served_by_aiohttp(harness, LATER_BEGINNINGS + 20)
+    head = request(b"", length="Transfer-Encoding: chunked")
+    for transport in transports:
+        transport.protocol.data_received(head + b"5\r\nhello\r\n")
+    for _ in range(3):
+        for transport in transports:  # a TLS transport may have read it before a pause
+            transport.protocol.data_received(b"5\r\nhello\r\n")
+        await asyncio.sleep(0)
+    for transport in transports:
+        transport.protocol.data_received(b"0\r\n\r\n")
+    for _ in range(5):
+        await turns()
+    assert [body for _, body, _ in harness.served] == [b"hello" * 4] * len(transports)
+    assert all(transport.text.count(b"HTTP/1.1 200") == 1 for transport in transports)
+    await end(harness, *transports)
+
+
+async def test_later_requests_to_aiohttp_whose_heads_arrive_in_parts_begin_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = Harness()
+    transports = await served_by_aiohttp(harness, LATER_BEGINNINGS + 10)
+    for transport in transports:
+        await transport.deliver(GET[:3])
+    monkeypatch.setattr(request_turns, "BEGINNINGS", 0)
+    for transport in transports:
+        transport.protocol.data_received(GET[3:])
+    await turns()
+    answered = sum(b"HTTP/1.1 404" in transport.text for transport in transports)
+    assert 0 < answered <= LATER_BEGINNINGS  # the first parts counted too
+    monkeypatch.setattr(request_turns, "BEGINNINGS", BEGINNINGS)
+    await turns()
+    assert all(b"HTTP/1.1 404" in transport.text for transport in transports)
+    await end(harness, *transports)
+
+
+@pytest.mark.parametrize("kind", ["first", "later"])
+async def test_a_request_that_waits_is_not_served_if_its_client_has_left_meanwhile(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness()
+    held, others = await hold(kind, harness, request())
+    monkeypatch.setattr(FastConnection, "_has_hung_up", True)
+    served = len(harness.served)
+    await turns()
+    assert len(harness.served) == served
+    assert not held.paused  # so that the event loop ends the connection
+    await end(harness, held, *others)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
