@@ -82,11 +82,9 @@ from gateway.util.urls import http_url
 
 log = logging.getLogger("penstock")
 
-SWEEP_S = 0.25
-TICK_S = 0.1
+SWEEP_S, TICK_S, SETTLE_S = 0.25, 0.1, 0.3
 IDLE_CHECK_S = 0.02  # interval of checks whether all requests have ended
 FAIL_S = 1.0  # time in which remaining requests are failed when the gateway stops
-SETTLE_S = 0.3
 FLUSH_S, MEMORY_BYTES = 0.05, 16 << 20  # state exchange between workers of one machine
 
 
