@@ -18,6 +18,8 @@ from tests.unit.gateway.disagg.scripted_engines import (
     TEXT,
     EngineRequest,
     Script,
+    ScriptedEngine,
+    SplitGateway,
     decodes,
     split_gateway,
 )
@@ -42,6 +44,18 @@ def responds(raw: bytes) -> Script:
 def events(*chunks: object) -> bytes:
     raw = b"".join(b"data: " + json.dumps(item).encode() + b"\n\n" for item in chunks)
     return b"%x\r\n%b\r\n" % (len(raw), raw)
+
+
+async def until_read(running: SplitGateway, engine: ScriptedEngine) -> None:
+    # Wait until the gateway has read the first bytes of a response of this engine.
+    (live,) = [
+        live for live in running.app.gateway.endpoints.all() if live.endpoint.name == engine.name
+    ]
+    async with asyncio.timeout(PATIENCE_S):
+        while all(
+            link._relay is None or link._relay.is_untouched for link in live.upstream.connections
+        ):
+            await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -102,17 +116,7 @@ async def test_a_chat_that_breaks_after_its_role_is_retried_and_the_client_sees_
 
     async def dies(request: EngineRequest) -> None:
         request.writer.write(EVENTS + events(role | {"prompt_token_ids": [1, 2], "usage": usage}))
-        (dead,) = [
-            live
-            for live in running.app.gateway.endpoints.all()
-            if live.endpoint.name == running.decode[0].name
-        ]
-        async with asyncio.timeout(PATIENCE_S):
-            while all(
-                link._relay is None or link._relay.is_untouched
-                for link in dead.upstream.connections
-            ):
-                await asyncio.sleep(0)
+        await until_read(running, running.decode[0])
         if end is None:
             request.writer.transport.abort()
         else:
@@ -146,14 +150,13 @@ async def test_a_stream_that_breaks_after_comments_is_retried_on_another_engine(
 ) -> None:
     async def dies(request: EngineRequest) -> None:
         request.writer.write(EVENTS + PING)
-        await request.writer.drain()
-        await asyncio.sleep(0.1)
+        await until_read(running, running.decode[0])
         if end is None:
             request.writer.transport.abort()
         else:
             request.writer.write(PING + end)
 
-    sides = {"decode_role": "both", "policy": "round_robin"}
+    sides = {"decode_role": "both", "policy": "round_robin", "retries": {"hedge": 0}}
     models = [{"name": MODEL, "pool": "main"}]
     async with split_gateway("vllm_nixl", [], [dies, decodes], models=models, **sides) as running:
         for _ in range(2):  # at least one of them goes to the first engine
