@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from ipaddress import ip_address
@@ -148,14 +149,31 @@ class EngineAddresses:
 
 
 async def _connected_socket(family: socket.AddressFamily, address: Any) -> socket.socket:
+    # uvloop's sock_connect() is not used: it needs a thread of those that look names up.
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, address)
+        try:
+            sock.connect(address)
+        except BlockingIOError:
+            await _until_writable(sock)
+            error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                raise OSError(error, os.strerror(error)) from None
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+async def _until_writable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    is_writable = asyncio.Event()
+    loop.add_writer(sock, is_writable.set)
+    try:
+        await is_writable.wait()
+    finally:
+        loop.remove_writer(sock)
 
 
 def _no_such_name(error: UnicodeError) -> OSError:

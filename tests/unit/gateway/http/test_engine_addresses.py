@@ -6,8 +6,10 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import uvloop
 
 from gateway.http import engine_addresses
 from gateway.http.engine_addresses import AVOID_S, Address, EngineAddresses
@@ -15,6 +17,7 @@ from gateway.http.poll_client import ConnectError, PollClient
 from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.upstream_error import UpstreamError
+from tests.fair_time import PATIENCE_S
 from tests.virtual_time import VIRTUAL_TIME
 
 pytestmark = VIRTUAL_TIME
@@ -168,3 +171,32 @@ async def test_an_address_needs_no_lookup() -> None:
     async with server:
         port = server.sockets[0].getsockname()[1]
         await _connect(EngineAddresses("127.0.0.1", port, fail))
+
+
+class LoopWithoutResolver(uvloop.Loop):
+    def getaddrinfo(self, *_: object, **__: object) -> Any:
+        raise AssertionError("all threads of the resolver may be busy")
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_known_address_needs_no_thread_of_the_resolver(is_open: bool) -> None:
+    async def connect(port: int) -> None:
+        async def look_up(host: str, port: int) -> Sequence[Address]:
+            return [(socket.AF_INET, ("127.0.0.1", port))]
+
+        await _connect(EngineAddresses("engine.test", port, look_up), PATIENCE_S)
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if is_open:
+            listener.listen()
+        port = listener.getsockname()[1]
+        loop = LoopWithoutResolver()
+        try:
+            if is_open:
+                loop.run_until_complete(connect(port))
+            else:
+                with pytest.raises(ConnectionRefusedError):
+                    loop.run_until_complete(connect(port))
+        finally:
+            loop.close()
