@@ -16,6 +16,7 @@ from policies.routing_types import Candidate, Pick, RoutingQuery
 if TYPE_CHECKING:
     from gateway.admission.body_budget import BodyBudget
     from gateway.admission.pool_queue import PoolQueue
+    from gateway.admission.quotas import QuotaCharge
     from gateway.admission.retry_turns import RetryTurns
     from gateway.fleet.reservation import Reservation
     from gateway.metrics.metric_types import Histogram
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from gateway.protocol.stored_response_ids import ResponseIds
     from gateway.protocol.trace_context import Trace
     from gateway.protocol.translate.translation_table import NewTranslator
-    from policies.admission.quota import Quota
     from policies.prefix.fingerprint import Fingerprint
 
 
@@ -158,7 +158,7 @@ class Exchange:
     trace               the request's place in a distributed trace; None if it is not traced
     gaps                histogram of the times between the answer's chunks; None for most requests,
                         which are not sampled
-    quota               the tenant's quota that was charged; None for a tenant without limits
+    quota               what was charged to the tenant's quota; None for a tenant without limits
     canary_arm          the policy of a canary trial that counts the request; None in a pool without
                         a canary
     hedge               the request's second attempt in parallel; None if there was none
@@ -253,7 +253,7 @@ class Exchange:
         self.gaps: Histogram | None = None
         self.canary_arm: Countable | None = None
         self.mirrored: Mirrored | None = None
-        self.quota: Quota | None = None
+        self.quota: QuotaCharge | None = None
         self.ledger: Ledger | None = None
         self.hedge: SecondAttempt | None = None
         self.response_ids: ResponseIds | None = None

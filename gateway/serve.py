@@ -193,7 +193,8 @@ async def _handle(gateway: Gateway, exchange: Exchange, client: Client) -> None:
     route, call = _parse(gateway, snapshot, models, exchange, body, preferences, received_at)
     del body  # the call owns the bytes, and releases them when no retry can need them
     if gate.quotas.by_tenant:
-        exchange.quota = gate.quotas.take(call.request)
+        is_live = exchange.api.is_admitted and not preferences.is_batch
+        exchange.quota = gate.quotas.take(call.request, is_concurrent=is_live)
     if route.canary is not None:
         route = route.canary.choose(exchange, call.request, route)
     exchange.model = route.name

@@ -9,15 +9,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import monotonic
 
+import msgspec
+
 from gateway.config import Tenant
 from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.protocol.errors import Failure, GatewayError
+from policies.admission.concurrency_limit import ConcurrencyLimit
 from policies.admission.quota import Quota, QuotaLimits, QuotaRefusal
 from policies.routing_types import Request
 
 
+class QuotaCharge(msgspec.Struct, frozen=True):
+    """What a request has taken from its tenant's quota, until it is settled.
+
+    requests     number of requests that it counts as
+    concurrency  the limit among whose requests in progress it counts; None: it counts in none
+    began_at     monotonic time at which it was charged
+    """
+
+    quota: Quota
+    requests: int
+    concurrency: ConcurrencyLimit | None
+    began_at: float
+
+
 class Quotas:
-    """The per-minute quotas of all tenants that have configured limits.
+    """The quotas of all tenants that have configured limits.
 
     A reload keeps the quota of a tenant whose limits did not change. `updates` collects what is
     used at this gateway, to be sent to other gateways; it is None if gateways share no state.
@@ -30,61 +47,71 @@ class Quotas:
         self.updates: OutgoingUpdates | None = None
 
     def configure(self, tenants: Sequence[Tenant]) -> None:
-        """Apply new limits on these tenants' requests and tokens per minute.
+        """Apply new limits on these tenants' requests and tokens.
 
-        A tenant whose limits changed starts with a full minute's quota.
+        A limit per minute that changed starts with a full minute's quota.
         """
-        limits = {
-            tenant.name: QuotaLimits(
-                tenant.limits.requests_per_minute, tenant.limits.tokens_per_minute
+        by_tenant: dict[str, Quota] = {}
+        for tenant in tenants:
+            section = tenant.limits
+            limits = QuotaLimits(
+                section.requests_per_minute, section.tokens_per_minute, section.concurrent_requests
             )
-            for tenant in tenants
-        }
-        unchanged = {
-            name: quota
-            for name, quota in self.by_tenant.items()
-            if quota.limits == limits.get(name)
-        }
-        new = {
-            name: Quota(limit)
-            for name, limit in limits.items()
-            if name not in unchanged and limit != QuotaLimits()
-        }
-        self.by_tenant = unchanged | new
+            if limits != QuotaLimits():
+                quota = self.by_tenant.get(tenant.name)
+                by_tenant[tenant.name] = (
+                    Quota(limits) if quota is None else quota.with_limits(limits)
+                )
+        self.by_tenant = by_tenant
 
-    def take(self, request: Request) -> Quota | None:
-        """Charge a request to its tenant's quota, and return that quota.
+    def take(self, request: Request, *, is_concurrent: bool = True) -> QuotaCharge | None:
+        """Charge a request to its tenant's quota, and return the charge.
 
         Returns None if the tenant has no limits. Raises GatewayError when the quota is used up.
+
+        is_concurrent  whether it counts among the tenant's requests in progress. Requests of
+                       batches do not, because their number has a limit of its own
         """
         quota = self.by_tenant.get(request.tenant)
-        if quota is not None:
+        if quota is None:
+            return None
+        now, requests = monotonic(), _charged_requests(request)
+        concurrency = quota.concurrency if is_concurrent else None
+        if concurrency is not None and not concurrency.has_place(requests):
+            raise concurrency_error(concurrency, requests)
+        if quota.has_rate:
             tokens = request.prompt_tokens + request.output_tokens
-            requests = _charged_requests(request)
-            refused = quota.take(tokens, monotonic(), requests)
+            refused = quota.take(tokens, now, requests)
             if refused is not None:
                 raise rate_limit_error(refused)
             if self.updates is not None:
                 self.updates.add_quota_use(request.tenant, requests, tokens)
-        return quota
+        if concurrency is not None:
+            concurrency.take(requests)
+        return QuotaCharge(quota, requests, concurrency, now)
 
     def settle(
         self,
-        quota: Quota,
+        charge: QuotaCharge,
         request: Request,
         output_tokens: int | None,
         prompt_tokens: int | None = None,
     ) -> None:
-        """Correct the quota charge of a request that has ended.
+        """Correct the quota charge of a request that has ended. Call it once per charge.
 
         output_tokens  number of tokens that the engine generated; None if the request was refused,
                        in which case its whole charge is refunded
         prompt_tokens  number of prompt tokens that the engine counted; None if it reported none
         """
+        quota = charge.quota
+        if charge.concurrency is not None:
+            charge.concurrency.release(charge.requests, monotonic() - charge.began_at)
+        if not quota.has_rate:
+            return
         if output_tokens is None:
-            charged = _charged_requests(request)
-            requests, tokens = -charged, -(request.prompt_tokens + request.output_tokens)
-            quota.refund(-tokens, charged)
+            requests = -charge.requests
+            tokens = -(request.prompt_tokens + request.output_tokens)
+            quota.refund(-tokens, charge.requests)
         else:
             requests, tokens = 0, output_tokens - request.output_tokens
             if prompt_tokens is not None:
@@ -117,4 +144,19 @@ def rate_limit_error(refused: QuotaRefusal) -> GatewayError:
             (f"x-ratelimit-remaining-{what}", str(refused.remaining)),
             (f"x-ratelimit-reset-{what}", f"{refused.reset_s:.3f}s"),
         ),
+    )
+
+
+def concurrency_error(concurrency: ConcurrencyLimit, requests: int) -> GatewayError:
+    """Return the error (status 429) for a request above its tenant's limit of concurrent requests.
+
+    `requests` is the number of requests that it counts as.
+    """
+    wait_s = concurrency.wait_s(requests)
+    asked = "" if requests == 1 else f"The request counts as {requests}, one per prompt. "
+    return GatewayError(
+        Failure.TENANT_CONCURRENCY_LIMITED,
+        f"This key is limited to {concurrency.limit} concurrent requests; "
+        f"{concurrency.in_progress} are in progress. {asked}Retry in {wait_s:.1f} s.",
+        retry_after_s=wait_s,
     )

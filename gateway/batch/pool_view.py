@@ -44,10 +44,9 @@ def line_headers(section: BatchApi, snapshot: Snapshot, *, is_reserved: bool) ->
     """
     name, levels = batch_class(section, snapshot.config), snapshot.service_classes
     fields = HeaderFields([(CLASS_HEADER, name), (PRIORITY_HEADER, str(-MAX_PRIORITY))])
-    if is_reserved:
-        read = levels.read_preferences(fields, "")
-        skips = msgspec.structs.replace(read, skips_queue=True)
-        fields.cached_preferences = levels, skips
+    read = levels.read_preferences(fields, "")
+    own = msgspec.structs.replace(read, skips_queue=is_reserved, is_batch=True)
+    fields.cached_preferences = levels, own
     return fields
 
 

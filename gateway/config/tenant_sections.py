@@ -13,7 +13,7 @@ MIN_SECRET_CHARS = 16
 
 
 class TenantLimits(Section):
-    """Rate limits of a tenant. A request above them gets status 429.
+    """Limits on the requests of a tenant. A request above them gets status 429.
 
     They apply to all gateways that share state together, not to each of them.
     """
@@ -25,6 +25,12 @@ class TenantLimits(Section):
         None,
         "Maximum number of the tenant's prompt and response tokens per minute. While a response "
         "is in progress, its expected length counts. Unlimited by default.",
+    )
+    concurrent_requests: Count | None = setting(
+        None,
+        "Maximum number of the tenant's requests in progress, from the parsed body to the end of "
+        "the response. Requests of batches, and those that compute no tokens, do not count. "
+        "Unlimited by default.",
     )
 
 
@@ -75,7 +81,7 @@ class Tenant(Section):
     ] = setting(
         0, "Highest priority that the tenant's requests may have; a higher one is lowered to this."
     )
-    limits: TenantLimits = setting({}, "Rate limits of the tenant; none by default.")
+    limits: TenantLimits = setting({}, "Limits on the tenant's requests; none by default.")
     mirror: Annotated[bool, Field(strict=True)] = setting(
         True,
         "Whether a mirror may compare answers to the tenant's requests. Never with cache.isolate: "

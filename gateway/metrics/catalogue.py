@@ -311,6 +311,11 @@ class Metrics:
             POOL,
             merge=Merge.MIN,
         )
+        self.tenant_inflight: MetricFamily[Gauge] = factory.gauge(
+            "penstock_tenant_inflight",
+            "Requests in progress of a tenant with limits.concurrent_requests, at this gateway.",
+            TENANT,
+        )
 
     def _endpoints(self, factory: FamilyFactory) -> None:
         self.inflight: MetricFamily[Gauge] = factory.gauge(

@@ -76,11 +76,14 @@ class PeerLoads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
 
     is_warm  whether the sender can send the shared state to gateways that have just started
     shares   (endpoint, the sender's reservations there)
+    tenants  (tenant with a limit on concurrent requests, its requests in progress at the sender);
+             tenants without such requests are left out
     """
 
     uptime_s: Seconds
     is_warm: bool
     shares: list[tuple[NameDigest, PeerShare]]
+    tenants: list[tuple[NameDigest, Amount]] = []
 
 
 class HealthChanges(msgspec.Struct, frozen=True, array_like=True, tag="moved"):

@@ -78,7 +78,7 @@ class PeerView:
         self._block_bytes = block_bytes
         self._digests: dict[tuple[str, str], tuple[int, ...]] = {}
         self._live: dict[int, LiveEndpoint] = {}
-        self._sent_shares: dict[int, PeerShare] = {}
+        self._sent_state: tuple[dict[int, PeerShare], list[tuple[int, int]]] = ({}, [])
         self._sent_at = float("-inf")
 
     def start(self, now: float) -> None:
@@ -106,11 +106,13 @@ class PeerView:
         is_due = self._sent_at + HEARTBEAT_S <= now
         if is_due:
             self._update_names()
-        shares = self._shares()
-        if shares != self._sent_shares or is_due:
-            self._sent_shares, self._sent_at = shares, now
+        state = self._shares(), self._use.requests_in_progress()
+        if state != self._sent_state or is_due:
+            self._sent_state, self._sent_at = state, now
+            shares, tenants = state
             uptime_s = now - self._started_at
-            loads = peer_messages.PeerLoads(uptime_s, self.warm_up.is_warm, list(shares.items()))
+            is_warm = self.warm_up.is_warm
+            loads = peer_messages.PeerLoads(uptime_s, is_warm, list(shares.items()), tenants)
             frames.append(self._frame(loads))
         attempt = self.warm_up.next_hello(now, has_no_peers=not self.peers.has_warm_peer)
         if attempt is not None:
@@ -357,6 +359,7 @@ class PeerView:
             if (live := self._live.get(digest)) is not None
         ]
         peer.shares = frozenset(shares)
+        self._use.on_requests_in_progress(sender, loads.tenants)
         if any(changes):
             self._admission.refresh()
 
@@ -369,6 +372,7 @@ class PeerView:
 
     def _remove_peer(self, sender: bytes, now: float) -> None:
         if self.peers.remove(sender) is not None:
+            self._use.on_requests_in_progress(sender, ())
             for live in self._endpoints.all():
                 set_peer_load(live.load, sender, None, now)
             self._admission.refresh()

@@ -98,6 +98,18 @@ class UsageSync:
         for part in batches(members):
             yield peer_messages.ActiveSessions(self._digest(pool), part)
 
+    def requests_in_progress(self) -> list[tuple[int, int]]:
+        """Return (tenant, requests in progress here) for tenants with a limit on their number.
+
+        Tenants without requests are left out.
+        """
+        quotas = self._admission.quotas.by_tenant
+        return [
+            (self._digest(tenant), quota.concurrency.own)
+            for tenant, quota in quotas.items()
+            if quota.concurrency is not None and quota.concurrency.own
+        ]
+
     # Incoming
 
     def on_charges(self, message: peer_messages.TenantCharges) -> None:
@@ -123,6 +135,16 @@ class UsageSync:
             if quota is not None:
                 own = self._updates.quota_use.get(name, (0, 0))
                 apply_peer_usage(quota, spent, quota_usage(quota, *own, now))
+
+    def on_requests_in_progress(self, sender: bytes, rows: Sequence[tuple[int, int]]) -> None:
+        """Set how many requests of each tenant are in progress at another gateway.
+
+        Tenants that are not in `rows` have none there.
+        """
+        counts = {self._tenants.get(tenant, ""): requests for tenant, requests in rows}
+        for name, quota in self._admission.quotas.by_tenant.items():
+            if quota.concurrency is not None:
+                quota.concurrency.set_peer(sender, counts.get(name, 0))
 
     def on_sessions(self, message: peer_messages.ActiveSessions, age_s: float, now: float) -> None:
         """Add sessions that another gateway has reported to the sessions of their pool.

@@ -58,6 +58,9 @@ class Failure(Enum):
     TENANT_RATE_LIMITED = ErrorRow(
         429, "rate_limit_error", "tenant_rate_limited", should_retry=None
     )
+    TENANT_CONCURRENCY_LIMITED = ErrorRow(
+        429, "rate_limit_error", "tenant_concurrency_limited", should_retry=None
+    )
     OVERLOADED = ErrorRow(429, "overloaded_error", "overloaded", should_retry=None)
     SHED = ErrorRow(429, "overloaded_error", "slo_shed", should_retry=None)
     DEADLINE_UNREACHABLE = ErrorRow(429, "overloaded_error", "deadline_unreachable")

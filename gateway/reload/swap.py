@@ -14,16 +14,18 @@ from random import Random
 from time import monotonic
 
 from gateway.admission.pool_queue import PoolQueue
+from gateway.admission.quotas import Quotas
 from gateway.config import Config
 from gateway.config.problems import Path
 from gateway.fleet.health_checks import HealthChecker
 from gateway.fleet.live_endpoint import LiveEndpoint
-from gateway.metrics.catalogue import Metrics
+from gateway.metrics.catalogue import TENANT, Metrics
 from gateway.reload.reachability import find_unreachable_pool
 from gateway.reload.snapshot import SnapshotPlan, build_plan
 from gateway.reload.snapshot_gc import SnapshotGc
 from gateway.route import Gateway, Snapshot
 from policies import routing_algorithm
+from policies.admission.concurrency_limit import ConcurrencyLimit
 from policies.routing_types import Request, RoutingQuery
 
 log = logging.getLogger("penstock")
@@ -225,11 +227,26 @@ def attach_metrics(gateway: Gateway, plan: SnapshotPlan, metrics: Metrics) -> No
         finishing = tuple(live.load for live in leaving if live.endpoint.pool == pool)
         queue.configure(config.pools[pool].waiting_room, admission_plan.serving, finishing)
         _attach_gauges(queue, metrics)
+    _attach_tenants(gateway.gate.quotas, metrics)
     _attach_trials(gateway.snapshot, plan.snapshot, metrics)
     models = {route.name for route in plan.snapshot.routes.values()}
     splitting = gateway.handoffs.splitting
     for model in splitting.keys() - models:
         del splitting[model]
+
+
+def _attach_tenants(quotas: Quotas, metrics: Metrics) -> None:
+    # Show the requests in progress of each tenant whose number is limited.
+    family = metrics.tenant_inflight
+    family.clear()
+    limited = {tenant: quota.concurrency for tenant, quota in quotas.by_tenant.items()}
+    shown = [(tenant, limit) for tenant, limit in limited.items() if limit is not None]
+    for tenant, limit in shown[: TENANT.max_values]:
+        family.labels(tenant).set_function(partial(_own_requests, limit))
+
+
+def _own_requests(limit: ConcurrencyLimit) -> float:
+    return float(limit.own)
 
 
 def _attach_gauges(queue: PoolQueue, metrics: Metrics) -> None:

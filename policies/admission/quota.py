@@ -1,9 +1,10 @@
-"""The quota of one tenant: token buckets that limit requests and tokens per minute. No I/O.
+"""The quota of one tenant: requests and tokens per minute, and concurrent requests. No I/O.
 
-A Quota has two token buckets (Turner 1986, as in most API rate limits). A bucket starts full, holds
-at most the amount of one minute, and is refilled evenly. Each gateway has its own buckets, and
-subtracts the usage that other gateways report (quota_exchange.py). Fair shares of a full pool are
-in fairness.py. The gateway sends refusals to clients.
+A Quota has two token buckets (Turner 1986, as in most API rate limits), and a limit on requests in
+progress (concurrency_limit.py). A bucket starts full, holds at most the amount of one minute, and
+is refilled evenly. Each gateway has its own buckets, and subtracts the usage that other gateways
+report (quota_exchange.py). Fair shares of a full pool are in fairness.py. The gateway sends
+refusals to clients.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ from math import inf
 
 import msgspec
 
+from policies.admission.concurrency_limit import ConcurrencyLimit
+
 MINUTE_S = 60.0
 NOTHING_MISSING = 1e-9  # shortages below this share of a limit are rounding errors
 
 
 class QuotaLimits(msgspec.Struct, frozen=True):
-    """The limits of a tenant's usage per minute; None: no limit.
+    """The limits of a tenant's usage; None: no limit.
 
     requests_per_minute  number of requests
     tokens_per_minute    number of tokens, prompts plus answers
+    concurrent_requests  number of requests in progress
     """
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
 
 
 class QuotaRefusal(msgspec.Struct, frozen=True):
@@ -92,9 +97,12 @@ class TokenBucket:
 
 
 class Quota:
-    """The quota of one tenant at one gateway: a token bucket for requests, and one for tokens."""
+    """The quota of one tenant at one gateway: a token bucket for requests, and one for tokens.
 
-    __slots__ = ("_requests", "_tokens", "limits")
+    concurrency  the limit on the tenant's requests in progress; None: no limit
+    """
+
+    __slots__ = ("_requests", "_tokens", "concurrency", "limits")
 
     def __init__(self, limits: QuotaLimits) -> None:
         self.limits = limits
@@ -104,6 +112,30 @@ class Quota:
         self._tokens = (
             None if limits.tokens_per_minute is None else TokenBucket(limits.tokens_per_minute)
         )
+        most = limits.concurrent_requests
+        self.concurrency = None if most is None else ConcurrencyLimit(most)
+
+    def with_limits(self, limits: QuotaLimits) -> Quota:
+        """Return this quota with other limits; the quota itself if they are the same.
+
+        A limit per minute that did not change keeps its level. Requests in progress still count.
+        """
+        if limits == self.limits:
+            return self
+        quota = Quota(limits)
+        if limits.requests_per_minute == self.limits.requests_per_minute:
+            quota._requests = self._requests
+        if limits.tokens_per_minute == self.limits.tokens_per_minute:
+            quota._tokens = self._tokens
+        if limits.concurrent_requests is not None and self.concurrency is not None:
+            quota.concurrency = self.concurrency
+            quota.concurrency.limit = limits.concurrent_requests
+        return quota
+
+    @property
+    def has_rate(self) -> bool:
+        """Return whether a limit per minute applies."""
+        return self._requests is not None or self._tokens is not None
 
     def take(self, tokens: int, now: float, requests: int = 1) -> QuotaRefusal | None:
         """Take requests and tokens (prompt plus expected answer) from the quota.

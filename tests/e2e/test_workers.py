@@ -396,3 +396,40 @@ def call_admin_status(running: GatewayProcess, path: str) -> int:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
+
+
+TENANT = "tenants: [{name: a, key: '${TENANT_KEY}', limits: {concurrent_requests: 2}}]\n"
+
+
+async def test_a_limit_on_a_tenants_concurrent_requests_holds_over_all_workers(
+    tmp_path: Path,
+) -> None:
+    key = "sk-of-a-tenant-with-two-workers"
+    headers = {"Authorization": f"Bearer {key}"}
+
+    async def status(url: str) -> int:
+        # Send a short request over a new connection, so that the kernel chooses the worker.
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(f"{url}/v1/completions", json=BODY | {"prompt": "short"}) as answer,
+        ):
+            await answer.read()
+            return answer.status
+
+    with (
+        mock_fleet("--speed", "0.1") as slow,
+        gateway_process(tmp_path, config(slow, 2) + TENANT, TENANT_KEY=key) as running,
+    ):
+        long = BODY | {"prompt": "long", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            streams = [await http.post(f"{running.url}/v1/completions", json=long) for _ in "ab"]
+            for stream in streams:
+                await stream.content.readany()
+            refused = 0
+            while refused < 12:  # until both workers know of both streams
+                refused = refused + 1 if await status(running.url) == 429 else 0
+            assert metric(running, "penstock_tenant_inflight", tenant="a") == 2.0
+            for stream in streams:
+                stream.close()
+        while await status(running.url) == 429:
+            await asyncio.sleep(0.05)

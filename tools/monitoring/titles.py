@@ -21,6 +21,7 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "penstock_shed_seconds": "Time until a refusal",
         "penstock_admission_price": "Admission price by pool",
         "penstock_admission_session_share": "KV cache open to running sessions, by pool",
+        "penstock_tenant_inflight": "Requests in progress by tenant with a limit",
         "penstock_endpoint_cache_exact": "Prefix caches known exactly by KV events",
         "penstock_kv_event_messages_total": "Messages of KV events by kind",
         "penstock_kv_event_audits_total": "Answers compared with the exact index, by result",

@@ -70,6 +70,7 @@ class RequestPreferences(msgspec.Struct, frozen=True):
     patience_s          seconds that the client waits for the first byte
     has_short_deadline  whether patience_s is so short that it is checked even without overload
     is_default          whether neither a class nor a target is given
+    is_batch            whether the request belongs to a batch of the Batch API
     skips_queue         whether the request enters its pool before all that wait. No header sets it:
                         only the gateway's own batch runner does
     """
@@ -88,6 +89,7 @@ class RequestPreferences(msgspec.Struct, frozen=True):
     session_hints: SessionHints | None = None
     client_request_id: str = ""
     skips_queue: bool = False
+    is_batch: bool = False
 
     def resolve_slo(self, model_slo: Slo) -> Slo:
         """Return the latency targets of a request; `model_slo` has the model's default ones."""

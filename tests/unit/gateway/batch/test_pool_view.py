@@ -61,5 +61,5 @@ def test_only_a_request_with_a_reserved_place_enters_before_all_that_wait() -> N
     for is_reserved in (True, False):
         headers = line_headers(BatchApi(dir="x"), current, is_reserved=is_reserved)
         read = current.service_classes.read_preferences(headers, "acme")
-        assert read.skips_queue is is_reserved
+        assert (read.is_batch, read.skips_queue) == (True, is_reserved)
         assert (read.effective_priority(0), read.slo and read.slo.name) == (-MAX_PRIORITY, "batch")

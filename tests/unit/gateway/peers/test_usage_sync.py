@@ -80,12 +80,12 @@ async def test_quota_is_agreed_on_while_the_gateways_change_their_key() -> None:
 async def test_quota_refunded_at_one_gateway_is_available_at_another() -> None:
     one, two = gateways()
     now = warm(one, two, now=monotonic())
-    quota = one.gate.quotas.take(REQUEST)
-    assert quota is not None
+    charge = one.gate.quotas.take(REQUEST)
+    assert charge is not None
     assert send_requests(one, 9) == 9
     now = run([one, two], now, 0.2)
     assert send_requests(two) == 0
-    one.gate.quotas.settle(quota, REQUEST, None)
+    one.gate.quotas.settle(charge, REQUEST, None)
     run([one, two], now, 0.2)
     assert send_requests(two) == 1
 
@@ -182,3 +182,34 @@ async def test_no_name_of_a_tenant_or_session_is_sent_in_clear_text() -> None:
     assert b"inside" in frames
     assert b"canary-session" not in frames
     assert b"sk-a" not in frames
+
+
+def limited(most: int, count: int = 2) -> list[Gateway]:
+    limits = {"concurrent_requests": most}
+    tenants = [{"name": "a", "key": "sk-a-of-the-fleet", "limits": limits}, TENANTS[1]]
+    return [Gateway(number + 1, tenants=tenants) for number in range(count)]
+
+
+async def test_requests_in_progress_at_one_gateway_count_at_all_until_they_end() -> None:
+    one, two = limited(5)
+    now = warm(one, two, now=monotonic())
+    charges = [one.gate.quotas.take(REQUEST) for _ in range(3)]
+    now = run([one, two], now, 0.2)
+    assert send_requests(two, 5) == 2
+    now = run([one, two], now, 0.2)
+    assert send_requests(one) == 0
+    for charge in charges:
+        assert charge is not None
+        one.gate.quotas.settle(charge, REQUEST, 10)
+    run([one, two], now, 0.2)
+    assert (send_requests(two, 5), send_requests(one, 5)) == (3, 3)
+
+
+async def test_requests_in_progress_at_a_gateway_that_is_gone_are_forgotten() -> None:
+    one, two = limited(5)
+    now = warm(one, two, now=monotonic())
+    assert send_requests(one, 5) == 5
+    now = run([one, two], now, 0.2)
+    assert send_requests(two) == 0
+    two.view.expire_peers(now + EXPIRY_S + 0.5)
+    assert send_requests(two, 9) == 5
