@@ -7,18 +7,27 @@ mockgpu/http/openai_format.py, the text of prompts and answers in mock_tokenizer
 from __future__ import annotations
 
 import re
+from base64 import b64decode
 from collections.abc import Mapping
+from hashlib import shake_128
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from mockgpu.mock_tokenizer import pad_to_tokens, render_chat, token_bytes, token_count
+from mockgpu.mock_tokenizer import (
+    TOKEN_BYTES,
+    pad_to_tokens,
+    render_chat,
+    token_bytes,
+    token_count,
+)
 from mockgpu.requested_tool_or_schema import FREE_TEXT, RequestedForm, requested_form
 from mockgpu.split_legs import DecodeLeg, PrefillLeg
 
 MAX_PROMPTS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
+EMBEDDING_BYTES = 8192  # of one token: 4,096 numbers of 16 bits
 # Maximum number of tokens of an answer. All tokens are generated before the first one is sent,
 # which takes about 1 us each, and a longer answer would block every group of the process for
 # seconds.
@@ -120,6 +129,7 @@ class RequestBody(msgspec.Struct, frozen=True):
     model: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt: str | list[Any] | None = None
+    prompt_embeds: str | list[str] | None = None
     max_tokens: Natural | msgspec.UnsetType | None = msgspec.UNSET
     max_completion_tokens: Positive | None = None
     min_tokens: Natural = 0
@@ -354,7 +364,7 @@ def _check_limit(body: RequestBody, limit: int, leg: PrefillLeg | DecodeLeg | No
 
 
 def _all_prompts(body: RequestBody, chat: bool) -> list[bytes]:
-    return [render_chat(_chat_parts(body))] if chat else _prompts(body.prompt)
+    return [render_chat(_chat_parts(body))] if chat else _completion_prompts(body)
 
 
 def chat_prompt(body: RequestBody) -> bytes:
@@ -380,6 +390,8 @@ def _check_combinations(body: RequestBody) -> None:
         raise ApiError(
             400, "Stream options can only be defined when `stream=True`.", "stream_options"
         )
+    if body.tool_choice not in (None, "none") and body.tools is None:
+        raise ApiError(400, "When using `tool_choice`, `tools` must be set.", "tool_choice")
     if body.tools is not None and not body.tools:
         raise ApiError(400, "`tools` must not be an empty list.", "tools")
     if body.priority:
@@ -417,6 +429,22 @@ def _chat_parts(body: RequestBody) -> dict[str, Any]:
         "add_generation_prompt": body.add_generation_prompt,
         "continue_final_message": body.continue_final_message,
     }
+
+
+def _completion_prompts(body: RequestBody) -> list[bytes]:
+    # Return a completion's prompts as tokens: its texts or token ids, and its embeddings.
+    embeds = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
+    prompts = _prompts(body.prompt) if body.prompt or not embeds else []
+    return [*prompts, *map(_embedded, embeds or ())]
+
+
+def _embedded(text: str) -> bytes:
+    # Return tokens for the embeddings of a prompt, a tensor in base64. Equal ones get equal tokens.
+    try:
+        tensor = b64decode(text, validate=True)
+    except ValueError:
+        raise ApiError(400, "prompt_embeds must be base64", "prompt_embeds") from None
+    return shake_128(tensor).digest(TOKEN_BYTES * max(1, len(tensor) // EMBEDDING_BYTES))
 
 
 def _prompts(prompt: str | list[Any] | None) -> list[bytes]:

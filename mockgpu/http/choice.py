@@ -69,6 +69,10 @@ class Choice(msgspec.Struct, eq=False):
         before = self.frame.before if number == 0 else ""
         return before + piece + (self.frame.after if number == self.output_tokens - 1 else "")
 
+    def token(self, number: int) -> bytes:
+        """Return token `number` of the answer; the first token is 0."""
+        return self.tokens[number * TOKEN_BYTES : (number + 1) * TOKEN_BYTES]
+
     @property
     def output_tokens(self) -> int:
         """Return the number of generated tokens, including the tokens of a stop string."""

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -31,6 +31,12 @@ from mockgpu.fault_grammar import (
 )
 from mockgpu.group_faults import GroupFaults
 from mockgpu.http import audio_format, messages_format, openai_format, pooling
+from mockgpu.http.background_responses import (
+    EVENT_STREAM,
+    BackgroundRun,
+    RecordingSink,
+    send_events,
+)
 from mockgpu.http.chat_conversion import read_members
 from mockgpu.http.choice import Choice, build_choices
 from mockgpu.http.handler_helpers import (
@@ -69,8 +75,6 @@ from mockgpu.tp_group import TokenSink, TpGroup
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
     from mockgpu.pd_role import PdRole
-
-EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
 class GenerationHandlers:
@@ -133,6 +137,8 @@ class GenerationHandlers:
         parsed = self._parse(raw, form.read(members), request, request_id, True)
         _raise_injected(fault)
         (choice,) = build_choices(parsed)
+        if isinstance(form, ResponsesFormat) and members.get("background"):
+            return await self._begin(request, form, parsed, choice, members)
         if parsed.is_stream:
             chunks = form.chunks(parsed, choice, int(time.time()), members)
             return await self._stream_events(request, form, chunks, choice, fault)
@@ -145,6 +151,41 @@ class GenerationHandlers:
         if fault is not None and fault.kind in BREAKING_FAULTS:
             await break_whole(request, msgspec.json.encode(body), fault.kind)
         return json_answer(body)
+
+    async def _begin(
+        self,
+        request: web.Request,
+        form: ResponsesFormat,
+        parsed: ParsedRequest,
+        choice: Choice,
+        members: dict[str, Any],
+    ) -> web.StreamResponse:
+        # Begin a response in the background, and answer with its present state or its events.
+        created = int(time.time())
+        run = form.begin(parsed, created, members)
+        chunks = form.chunks(parsed, choice, created, members)
+        run.start(self._run(run, form, chunks, choice))
+        if parsed.is_stream:
+            return await send_events(request, run, 0)
+        return json_answer(run.response)
+
+    async def _run(
+        self, run: BackgroundRun, form: ResponsesFormat, chunks: EventChunks, choice: Choice
+    ) -> None:
+        answer = PendingResponse(1, asyncio.get_running_loop())
+        details = self.group.spec.cached_details
+        run.update({"status": "in_progress"})
+        run.add(chunks.begin())
+        sink = RecordingSink(answer, chunks, choice.job, run, details)
+        with self._submitted([choice], [sink], None):
+            error = await answer.done
+        if error is None:
+            run.add(chunks.end(max(0, choice.job.cached) if details else None))
+            run.update(form.stored(run.response["id"]))
+        else:
+            failure = {"code": "server_error", "message": error.message}
+            run.add(form.failure(error))
+            run.update({"status": "failed", "error": failure})
 
     async def listen(self, request: web.Request) -> web.StreamResponse:
         """Serve POST /v1/audio/transcriptions and POST /v1/audio/translations."""

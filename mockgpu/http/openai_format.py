@@ -63,13 +63,18 @@ def _token_logprob(token: bytes) -> dict[str, Any]:
 
 
 def _chat_logprobs(parsed: ParsedRequest, tokens: bytes) -> dict[str, Any] | None:
+    return {"content": token_logprobs(parsed, tokens)} if parsed.wants_logprobs else None
+
+
+def token_logprobs(parsed: ParsedRequest, tokens: bytes) -> list[dict[str, Any]]:
+    """Return the log probabilities of tokens; they are empty if the client requests none."""
+    content: list[dict[str, Any]] = []
     if not parsed.wants_logprobs:
-        return None
-    content = []
+        return content
     for i in range(0, len(tokens), TOKEN_BYTES):
         entry = _token_logprob(tokens[i : i + TOKEN_BYTES])
         content.append(entry | {"top_logprobs": [entry] * min(1, parsed.body.top_logprobs or 0)})
-    return {"content": content}
+    return content
 
 
 def _completion_logprobs(

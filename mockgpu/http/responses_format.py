@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
+from mockgpu.http.background_responses import BackgroundRun
 from mockgpu.http.chat_conversion import chat_body, chat_call, chat_tool, flat_text, join_calls
 from mockgpu.http.choice import Choice
 from mockgpu.http.named_events import named_event
-from mockgpu.http.openai_format import http_chunk
+from mockgpu.http.openai_format import http_chunk, token_logprobs
 from mockgpu.http.responses_store import ResponsesStore, StoredResponse
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
 
 _PASSED = ("model", "stream", "temperature", "top_p", "cache_salt", "kv_transfer_params", "seed")
 _ECHOED = ("instructions", "metadata", "tools", "tool_choice", "max_output_tokens", "temperature")
 _TEXTS = ("input_text", "output_text", "text")
+LOGPROBS = "message.output_text.logprobs"
+_INPUT = {"input": {"type": "string"}}
+_CUSTOM_INPUT = {"type": "object", "properties": _INPUT, "required": ["input"]}
+"""The arguments of a custom tool as those of a function: a model writes JSON for every tool."""
 
 
 class ResponsesFormat:
@@ -32,6 +39,8 @@ class ResponsesFormat:
         chat["messages"] = _with_one_system_message(system + messages)
         chat["max_completion_tokens"] = members.get("max_output_tokens")
         chat["response_format"] = _response_format(members)
+        if LOGPROBS in (members.get("include") or ()):
+            chat |= {"logprobs": True, "top_logprobs": members.get("top_logprobs")}
         functions = functions_of(members)
         if functions:
             chat["tools"] = [chat_tool(tool, "parameters") for tool in functions]
@@ -65,6 +74,19 @@ class ResponsesFormat:
         answer = _answer(response["output"][0])
         self._store.keep(members, StoredResponse(response, [*messages, answer]))
 
+    def begin(
+        self, parsed: ParsedRequest, created: int, members: Mapping[str, Any]
+    ) -> BackgroundRun:
+        """Store a response that is about to be generated in the background; return its run."""
+        run = BackgroundRun(_response(parsed, created, members) | {"status": "queued"})
+        _, messages = self._messages(members)
+        self._store.begin(members, StoredResponse(run.response, messages), run)
+        return run
+
+    def stored(self, response_id: str) -> dict[str, Any]:
+        """Return the stored response with this id. Raises ApiError 404 if it is unknown."""
+        return self._store.find(response_id).response
+
     def _messages(
         self, members: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -91,7 +113,10 @@ class ResponsesChunks:
     A response has one output item. Each token is one delta event.
     """
 
-    __slots__ = ("_choice", "_created", "_finish", "_made", "_members", "_number", "_parsed")
+    __slots__ = (
+        *("_choice", "_created", "_finish", "_id", "_is_custom", "_made", "_members", "_number"),
+        "_parsed",
+    )
 
     def __init__(
         self,
@@ -105,6 +130,7 @@ class ResponsesChunks:
         self._finish = finish
         self._parsed, self._choice, self._created, self._members = parsed, choice, created, members
         self._made = self._number = 0
+        self._id, self._is_custom = item_id(parsed, members), parsed.tool in custom_names(members)
 
     def begin(self) -> bytes:
         """Return the events that precede the first token: the response was created and is in
@@ -129,11 +155,16 @@ class ResponsesChunks:
     def end(self, cached: int | None) -> bytes:
         """Return the last events of a stream, which end the output item and the response."""
         parsed, choice = self._parsed, self._choice
-        item = output_item(parsed, choice)
+        item = output_item(parsed, choice, self._members)
         if parsed.tool is None:
             part = item["content"][0]
-            closing = self._part("response.output_text.done", text=choice.whole_text, logprobs=[])
+            text, logprobs = choice.whole_text, part["logprobs"]
+            closing = self._part("response.output_text.done", text=text, logprobs=logprobs)
             closing += self._part("response.content_part.done", part=part)
+        elif self._is_custom:
+            name, text = "response.custom_tool_call_input", item["input"]
+            closing = self._item(f"{name}.delta", delta=text)
+            closing += self._item(f"{name}.done", input=text)
         else:
             name = "response.function_call_arguments"
             closing = self._item(f"{name}.done", arguments=item["arguments"], name=parsed.tool)
@@ -145,7 +176,7 @@ class ResponsesChunks:
         )
 
     def _opening(self) -> bytes:
-        opened = output_item(self._parsed, None)
+        opened = output_item(self._parsed, None, self._members)
         opening = self._event("response.output_item.added", output_index=0, item=opened)
         if self._parsed.tool is not None:
             return opening
@@ -153,15 +184,18 @@ class ResponsesChunks:
         return opening + self._part("response.content_part.added", part=part)
 
     def _delta(self, piece: str) -> bytes:
+        if self._is_custom:
+            return b""  # the input is known when its JSON is complete
         if self._parsed.tool is not None:
             return self._item("response.function_call_arguments.delta", delta=piece)
-        return self._part("response.output_text.delta", delta=piece, logprobs=[])
+        logprobs = token_logprobs(self._parsed, self._choice.token(self._made - 1))
+        return self._part("response.output_text.delta", delta=piece, logprobs=logprobs)
 
     def _part(self, name: str, /, **data: Any) -> bytes:
         return self._item(name, content_index=0, **data)
 
     def _item(self, name: str, /, **data: Any) -> bytes:
-        return self._event(name, output_index=0, item_id=item_id(self._parsed), **data)
+        return self._event(name, output_index=0, item_id=self._id, **data)
 
     def _event(self, name: str, /, **data: Any) -> bytes:
         number, self._number = self._number, self._number + 1
@@ -198,13 +232,11 @@ def _message(item: object) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise ApiError(400, "1 validation error: input: each item must be an object", "input")
     kind = item.get("type", "message")
-    if kind == "function_call_output":
+    if kind in ("function_call_output", "custom_tool_call_output"):
         call_id, output = item.get("call_id"), flat_text(item.get("output"), _TEXTS)
         return {"role": "tool", "tool_call_id": call_id, "content": output}
-    if kind == "function_call":
-        name = "__".join(filter(None, (item.get("namespace"), item.get("name"))))
-        call = chat_call(item.get("call_id"), name, item.get("arguments"))
-        return {"role": "assistant", "content": None, "tool_calls": [call]}
+    if kind in ("function_call", "custom_tool_call"):
+        return {"role": "assistant", "content": None, "tool_calls": [_call(item)]}
     if kind == "item_reference":
         raise ApiError(
             400,
@@ -217,6 +249,15 @@ def _message(item: object) -> dict[str, Any]:
     # Chat templates of open models do not know the role developer.
     role = "system" if item.get("role") == "developer" else item.get("role")
     return {"role": role, "content": flat_text(item.get("content"), _TEXTS)}
+
+
+def _call(item: Mapping[str, Any]) -> dict[str, Any]:
+    # Return a call of a function or custom tool as a tool call of a chat.
+    name = "__".join(filter(None, (item.get("namespace"), item.get("name"))))
+    arguments = item.get("arguments")
+    if item.get("type") == "custom_tool_call":
+        arguments = msgspec.json.encode({"input": item.get("input")}).decode()
+    return chat_call(item.get("call_id"), name, arguments)
 
 
 def _answer(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,12 +281,15 @@ def _tool_choice(choice: object) -> Any:
 def functions_of(members: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the function definitions among a request's tools.
 
-    A function `f` in a namespace `ns` gets the name `ns__f`. Other kinds of tools are skipped.
+    A function `f` in a namespace `ns` gets the name `ns__f`. A custom tool is a function with one
+    text. Other kinds of tools are skipped.
     """
     functions: list[dict[str, Any]] = []
     for tool in members.get("tools") or ():
         if tool.get("type") == "function":
             functions.append(tool)
+        elif tool.get("type") == "custom":
+            functions.append({"name": tool["name"], "parameters": _CUSTOM_INPUT})
         elif tool.get("type") == "namespace":
             functions += [
                 inner | {"name": f"{tool['name']}__{inner['name']}"} for inner in tool["tools"]
@@ -253,29 +297,44 @@ def functions_of(members: Mapping[str, Any]) -> list[dict[str, Any]]:
     return functions
 
 
-def item_id(parsed: ParsedRequest) -> str:
+def custom_names(members: Mapping[str, Any]) -> list[str]:
+    """Return the names of the custom tools among a request's tools."""
+    return [tool["name"] for tool in members.get("tools") or () if tool.get("type") == "custom"]
+
+
+def item_id(parsed: ParsedRequest, members: Mapping[str, Any]) -> str:
     """Return the id of the only output item of a response."""
-    return f"{'msg' if parsed.tool is None else 'fc'}_{parsed.id.removeprefix('resp_')}"
+    kind = "msg" if parsed.tool is None else "ctc" if parsed.tool in custom_names(members) else "fc"
+    return f"{kind}_{parsed.id.removeprefix('resp_')}"
 
 
-def output_item(parsed: ParsedRequest, choice: Choice | None) -> dict[str, Any]:
+def output_item(
+    parsed: ParsedRequest, choice: Choice | None, members: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the only output item of a response.
 
     `choice` is the finished answer; None: the item is returned as it is before the first token.
     """
     status = "in_progress" if choice is None else "completed"
-    item: dict[str, Any] = {"id": item_id(parsed), "status": status}
+    item: dict[str, Any] = {"id": item_id(parsed, members), "status": status}
     if parsed.tool is not None:
         arguments = "" if choice is None else choice.whole_text
         call_id = f"call_{parsed.id.removeprefix('resp_')}"
+        if parsed.tool in custom_names(members):
+            text = "" if choice is None else msgspec.json.decode(arguments)["input"]
+            item |= {"type": "custom_tool_call", "call_id": call_id}
+            return item | {"name": parsed.tool, "input": text}
         return item | {
             "type": "function_call",
             "call_id": call_id,
             "name": parsed.tool,
             "arguments": arguments,
         }
-    part = {"type": "output_text", "annotations": [], "logprobs": []}
-    content = [] if choice is None else [{**part, "text": choice.whole_text}]
+    part: dict[str, Any] = {"type": "output_text", "annotations": []}
+    content = []
+    if choice is not None:
+        logprobs = token_logprobs(parsed, choice.tokens)
+        content = [{**part, "text": choice.whole_text, "logprobs": logprobs}]
     return item | {"type": "message", "role": "assistant", "content": content}
 
 
@@ -288,7 +347,7 @@ def finished(
 ) -> dict[str, Any]:
     is_cut = choice.finish_reason == "length"
     return _response(parsed, created, members) | {
-        "output": [output_item(parsed, choice)],
+        "output": [output_item(parsed, choice, members)],
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "usage": {
@@ -310,6 +369,7 @@ def _response(parsed: ParsedRequest, created: int, members: Mapping[str, Any]) -
         "tools": members.get("tools") or [],
         "tool_choice": members.get("tool_choice") or "auto",
         "parallel_tool_calls": members.get("parallel_tool_calls", True),
+        "background": bool(members.get("background")),
         "model": parsed.model,
         "object": "response",
         "output": [],

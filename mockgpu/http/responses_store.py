@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from mockgpu.http.background_responses import BackgroundRun
 from mockgpu.request_parser import ApiError
 
 MAX_RESPONSES = 4096
@@ -32,17 +33,21 @@ class StoredResponse(msgspec.Struct, frozen=True):
 class ResponsesStore:
     """The most recent responses by their id. Nothing is stored if `is_enabled` is false."""
 
-    __slots__ = ("_responses", "is_enabled")
+    __slots__ = ("_responses", "_runs", "is_enabled")
 
     def __init__(self, is_enabled: bool = False) -> None:
         self.is_enabled = is_enabled
         self._responses: dict[str, StoredResponse] = {}
+        self._runs: dict[str, BackgroundRun] = {}
 
     def check(self, members: Mapping[str, Any]) -> None:
         """Raise ApiError if the request needs a stored response, but storing is off.
 
         Only a background request needs one: clients fetch its result later.
         """
+        if members.get("background") and not members.get("store", True):
+            text = "background can only be used when `store` is true"
+            raise ApiError(400, f"1 validation error: {text}", "background")
         if members.get("background") and members.get("store", True) and not self.is_enabled:
             raise ApiError(400, _NO_STORE, "store")
 
@@ -62,8 +67,23 @@ class ResponsesStore:
         if not self.is_enabled or members.get("store", True) is False:
             return
         while len(self._responses) >= MAX_RESPONSES:
-            del self._responses[next(iter(self._responses))]
+            oldest = next(iter(self._responses))
+            del self._responses[oldest]
+            self._runs.pop(oldest, None)
         self._responses[stored.response["id"]] = stored
+
+    def begin(self, members: Mapping[str, Any], stored: StoredResponse, run: BackgroundRun) -> None:
+        """Store a response that has just begun in the background."""
+        self.keep(members, stored)
+        self._runs[stored.response["id"]] = run
+
+    def run_of(self, response_id: str) -> BackgroundRun | None:
+        """Return the run of a stored response; None if it was not generated in the background.
+
+        Raises ApiError 404 if no response with this id is stored.
+        """
+        self.find(response_id)
+        return self._runs.get(response_id)
 
     def find(self, response_id: str) -> StoredResponse:
         """Return the stored response with this id. Raises ApiError 404 if it is unknown."""
@@ -78,4 +98,5 @@ class ResponsesStore:
         """
         self.find(response_id)
         del self._responses[response_id]
+        self._runs.pop(response_id, None)
         return {"id": response_id, "object": "response", "deleted": True}

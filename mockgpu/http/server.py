@@ -20,6 +20,7 @@ from mockgpu.engine_formats import (
 )
 from mockgpu.group_faults import GroupFaults
 from mockgpu.http import messages_format, openai_format, pooling
+from mockgpu.http.background_responses import send_events
 from mockgpu.http.chat_conversion import read_members
 from mockgpu.http.control_pages import ControlPages
 from mockgpu.http.generation_handlers import GenerationHandlers
@@ -128,20 +129,28 @@ class MockServer:
             status=api_error.status, body=body, content_type=JSON, headers=api_error.headers
         )
 
-    async def stored_response(self, request: web.Request) -> web.Response:
-        """Serve GET /v1/responses/{id}: the stored response with this id."""
-        return json_answer(self._stored.find(request.match_info["id"]).response)
+    async def stored_response(self, request: web.Request) -> web.StreamResponse:
+        """Serve GET /v1/responses/{id}: the stored response with this id.
+
+        The query `stream=true` asks for the events of a response in the background, from the one
+        behind `starting_after` on.
+        """
+        response_id = request.match_info["id"]
+        run = self._stored.run_of(response_id)
+        if run is None or request.query.get("stream") != "true":
+            return json_answer(self._stored.find(response_id).response)
+        return await send_events(request, run, int(request.query.get("starting_after", -1)) + 1)
 
     async def delete_response(self, request: web.Request) -> web.Response:
         """Serve DELETE /v1/responses/{id}, a route that OpenAI's API has and vLLM lacks."""
         return json_answer(self._stored.delete(request.match_info["id"]))
 
     async def cancel_response(self, request: web.Request) -> web.Response:
-        """Serve POST /v1/responses/{id}/cancel with an error, because no response runs in
-        background.
-        """
-        self._stored.find(request.match_info["id"])
-        raise ApiError(400, "Cannot cancel a synchronous response.", "response_id")
+        """Serve POST /v1/responses/{id}/cancel: stop a response that runs in the background."""
+        run = self._stored.run_of(request.match_info["id"])
+        if run is None:
+            raise ApiError(400, "Cannot cancel a synchronous response.", "response_id")
+        return json_answer(run.cancel())
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """Serve POST /v1/messages/count_tokens: the number of prompt tokens of a Messages

@@ -213,3 +213,64 @@ def test_other_methods_and_paths_below_responses_are_refused(keeping: Fleet) -> 
     assert keeping.asked("/v1/responses/resp_1", {}, method="PUT")[0] in (404, 405)
     assert keeping.asked("/v1/responses/resp_1/input_items", method="GET")[0] == 404
     assert keeping.asked("/v1/responses/resp_1", key="sk-wrong", method="GET")[0] == 401
+
+
+RUNNING = ("queued", "in_progress")
+
+
+def test_a_response_in_the_background_is_read_and_continued_through_any_gateway(
+    keeping: Fleet,
+) -> None:
+    with keeping.sdk() as first, keeping.sdk(1) as second:
+        begun = first.responses.create(**BODY, background=True)
+        assert begun.status in RUNNING
+        read = begun
+        while read.status in RUNNING:
+            read = second.responses.retrieve(begun.id)
+        assert (read.id, read.status, read.background) == (begun.id, "incomplete", True)
+        said = [{"role": "user", "content": TEXT}]
+        assert read.output_text == expected_text({"messages": said}, 8)
+        said += [{"role": "assistant", "content": read.output_text}]
+        said += [{"role": "user", "content": NEXT}]
+        more = {**BODY, "input": NEXT, "previous_response_id": begun.id}
+        assert second.responses.create(**more).output_text == expected_text({"messages": said}, 8)
+        assert keeping.asked(f"/v1/responses/{begun.id}", key=ZETA, method="GET")[0] == 404
+
+
+def test_the_stream_of_a_response_in_the_background_is_followed_from_any_event(
+    keeping: Fleet,
+) -> None:
+    with keeping.sdk() as first, keeping.sdk(1) as second:
+        events = list(first.responses.create(**BODY, background=True, stream=True))
+        assert events[-1].type == "response.incomplete"
+        name = events[-1].response.id
+        rest = list(second.responses.retrieve(name, stream=True, starting_after=3))
+        assert [event.sequence_number for event in rest] == list(range(4, len(events)))
+        assert rest[-1].type == "response.incomplete"
+        assert rest[-1].response.output_text == events[-1].response.output_text != ""
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    yield from fleet(tmp_path_factory.mktemp("slow"), "--responses-store", "--speed", "0.1")
+
+
+def test_a_response_in_the_background_is_cancelled_through_any_gateway(slow: Fleet) -> None:
+    with slow.sdk() as first, slow.sdk(1) as second:
+        begun = first.responses.create(**{**BODY, "max_output_tokens": 4000}, background=True)
+        assert slow.asked(f"/v1/responses/{begun.id}/cancel", key=ZETA)[0] == 404
+        assert second.responses.cancel(begun.id).status == "cancelled"
+        assert first.responses.retrieve(begun.id).status == "cancelled"
+        status, answer = slow.asked(f"/v1/responses/{begun.id}/cancel")
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_where_engines_keep_nothing_the_background_is_refused_with_the_reason(
+    forgetting: Fleet, resuming: Fleet
+) -> None:
+    status, answer = forgetting.asked("/v1/responses", {**BODY, "background": True})
+    assert status == 400
+    assert "VLLM_ENABLE_RESPONSES_API_STORE" in answer["error"]["message"]
+    assert resuming.asked("/v1/responses", {**BODY, "background": True})[0] == 400
+    both = {**BODY, "background": True, "store": False}
+    assert forgetting.asked("/v1/responses", both)[0] == 400
