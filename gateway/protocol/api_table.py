@@ -86,7 +86,8 @@ COMPLETIONS = Api(
     "/v1/completions",
     "text_completion",
     "prompt",
-    ("prompt",),
+    ("prompt_embeds", "prompt"),
+    alternatives=frozenset(("prompt_embeds",)),
     generates=True,
     lists_prompts=True,
     can_split=True,
@@ -127,6 +128,16 @@ RESPONSES = Api(
     grammar=event_grammar.RESPONSES,
     is_plain=False,
     keeps_answers=True,
+)
+INPUT_TOKENS = Api(
+    "/v1/responses/input_tokens",
+    "count_tokens",
+    "input",
+    ("chat_template_kwargs", "tools", "instructions", "input"),
+    is_admitted=False,
+    errors=error_formats.RESPONSES,
+    grammar=event_grammar.RESPONSES,
+    is_plain=False,
 )
 
 
@@ -234,7 +245,7 @@ TOKENIZE = Api(
 DETOKENIZE = Api("/detokenize", "detokenize", "tokens", ("tokens",), is_admitted=False)
 
 APIS: tuple[Api, ...] = (
-    *(CHAT, COMPLETIONS, MESSAGES, COUNT_TOKENS, RESPONSES),
+    *(CHAT, COMPLETIONS, MESSAGES, COUNT_TOKENS, RESPONSES, INPUT_TOKENS),
     *(EMBEDDINGS, COHERE_EMBED, CLASSIFY, POOLING, MODERATIONS),
     *(RERANK, _rerank("/rerank"), _rerank("/v2/rerank")),
     *(SCORE, _score("/score")),

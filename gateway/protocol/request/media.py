@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
 from xxhash import xxh3_128_hexdigest
 
 from gateway.protocol.request.image_size import image_tokens
@@ -21,6 +22,9 @@ engine reports usage.
 """
 BYTES_PER_TOKEN = 4  # the usual estimate for English text and code (GIE and llm-d use the same)
 MOST_BYTES_PER_TOKEN = 16  # no tokenizer is expected to need fewer tokens for a text
+
+EMBEDDING_BYTES_PER_TOKEN = 10_923
+"""Base64 bytes assumed for the embedding of one token: 4,096 numbers of 16 bits."""
 
 MIN_MEDIUM_BYTES = MEDIA_TOKENS * BYTES_PER_TOKEN
 """Minimum length of base64 media in bytes. Shorter media are counted as text, because their text
@@ -90,6 +94,22 @@ def replace_media(body: bytes, start: int, end: int) -> tuple[bytes, MediaSize]:
         pieces += (body[copied:first], text)
         copied = last
     return b"".join([*pieces, body[copied:end]]), MediaSize(len(sizes), sum(sizes))
+
+
+def replace_embeddings(
+    prompt: tuple[msgspec.Raw, ...], embeddings: msgspec.Raw
+) -> tuple[tuple[msgspec.Raw, ...], MediaSize]:
+    """Replace the embeddings of prompts (base64 tensors) among the parts of a prompt.
+
+    Returns the new parts, and the size of the embeddings. The placeholder has as many bytes as text
+    with their number of tokens.
+    """
+    digest = xxh3_128_hexdigest(memoryview(embeddings)).encode()
+    tokens = len(embeddings) // EMBEDDING_BYTES_PER_TOKEN
+    repeats = max(1, tokens * BYTES_PER_TOKEN // len(digest))
+    stand_in = msgspec.Raw(digest * repeats)
+    size = MediaSize(1, len(stand_in) // BYTES_PER_TOKEN)
+    return tuple(stand_in if part is embeddings else part for part in prompt), size
 
 
 def _media(body: bytes, start: int, end: int) -> Iterator[tuple[int, int]]:

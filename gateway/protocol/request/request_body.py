@@ -16,6 +16,11 @@ from xxhash import xxh3_128_digest
 
 from gateway.protocol.api_table import CHAT, PREAMBLE, Api
 from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.request.allowed_tools import (
+    TOOL_CHOICE,
+    names_allowed_tools,
+    narrow_tools,
+)
 from gateway.protocol.request.cache_salts import CacheSalts
 from gateway.protocol.request.call import ENGINE_INTERNAL, EXTRA_ARGS, Call, engine_body
 from gateway.protocol.request.json_members import (
@@ -34,11 +39,13 @@ from gateway.protocol.request.media import (
     NO_MEDIA,
     MediaSize,
     may_contain_media,
+    replace_embeddings,
     replace_media,
 )
 from gateway.protocol.request.member_limits import MAX_NUMBERS, LaxNumberError, read_numbers
 from gateway.protocol.request.options_cache import CONVERSATION, OptionsCache, ShapeKey, shape_key
 from gateway.protocol.request.sequence_count import (
+    EMBEDS_MEMBER,
     SEQUENCE_MEMBERS,
     count_sequences,
     read_inputs,
@@ -154,6 +161,9 @@ def parse_call(
         reject_ambiguous(body, members)
     else:
         members = api.read(body)
+    if TOOL_CHOICE in members and names_allowed_tools(members[TOOL_CHOICE]):
+        members = narrow_tools(members)
+        body, key = join_members(members), None
     try:
         requested = string_member(members, "model")
         model = models[requested]  # models.get() would not follow patterns of names
@@ -268,6 +278,8 @@ def _read_prompt(
         prompts, ids, longest = count(members, name, api.max_prompts or model.sequences)
         if prompts > 1:
             numbers["prompt"] = prompts
+        if EMBEDS_MEMBER in members and api.generates:
+            return *replace_embeddings(prompt, members[EMBEDS_MEMBER]), ids, longest
         if api.generates or ids is not None:
             return prompt, NO_MEDIA, ids, longest
         return *_separate_each(body, prompt), None, 0

@@ -21,6 +21,7 @@ SEQUENCE_MEMBERS = frozenset((PROMPT_MEMBER, "n", "best_of"))
 SLICE = 64 * 1024  # bytes of JSON that are searched at once
 _ESCAPED = re.compile(rb"\\*.?", re.DOTALL)
 _LIST = ord("[")
+_NULL = b"null"
 _OBJECTS = re.compile(rb"\[?[ \t\r\n]*\{")
 MAX_OBJECTS = 256 * 1024
 """Maximum number of braces in a value whose objects are counted by decoding, which takes about 20
@@ -61,16 +62,16 @@ ONE_PROMPT = Prompts()
 def read_prompts(members: Mapping[str, msgspec.Raw], name: str, most: int) -> Prompts:
     """Count the prompts in the member `name` of a request.
 
-    Raises GatewayError if there are more than `most` prompts.
+    Embeddings of prompts may stand beside it, or instead of it. Raises GatewayError if there are
+    more than `most` prompts.
     """
-    prompts = _read(members[name], name, most)
-    embeds = members.get(EMBEDS_MEMBER)
-    if embeds is not None and memoryview(embeds)[0] == _LIST:
-        number = _checked(EMBEDS_MEMBER, _count_strings(bytes(embeds), most), most)
-        return Prompts(
-            prompts.prompt_count + number, prompts.token_id_count, prompts.longest_token_ids
-        )
-    return prompts
+    prompts, embeds = _read(members[name], name, most), members.get(EMBEDS_MEMBER)
+    if name == EMBEDS_MEMBER or embeds is None or memoryview(embeds)[0] != _LIST:
+        return prompts
+    number = _checked(EMBEDS_MEMBER, _count_strings(bytes(embeds), most), most)
+    if bytes(members[name]) == _NULL:
+        return Prompts(number)
+    return Prompts(prompts.prompt_count + number, prompts.token_id_count, prompts.longest_token_ids)
 
 
 def read_inputs(members: Mapping[str, msgspec.Raw], name: str, most: int) -> Prompts:

@@ -19,7 +19,9 @@ _any = msgspec.json.Decoder().decode
 _LIST_OF_PROMPTS = re.compile(rb'\[[ \t\r\n]*+["\[]')
 _OFF = frozenset((b"null", b"false"))
 # The members, besides limits, that can make a request unfit to be split.
-_SHAPING = frozenset(("n", "best_of", "prompt", "prompt_logprobs", "echo"))
+_SHAPING = frozenset(("n", "best_of", "prompt", "prompt_embeds", "prompt_logprobs", "echo"))
+# Members that need the whole prompt at one endpoint: no handoff of them is known.
+_UNSPLIT = ("prompt_logprobs", "echo", "prompt_embeds")
 _NOT_BY_THIS_API = SplitShape(can_hand_over=False)
 _UNSPLITTABLE = (
     SplitReason.API,
@@ -60,7 +62,7 @@ def read_shape(members: Members) -> SplitShape:
     return SplitShape(
         max(_number(members.get("n")) or 1, _number(members.get("best_of")) or 1),
         1 if prompt is None else _count_prompts(prompt),
-        any(bytes(members.get(name, b"null")) not in _OFF for name in ("prompt_logprobs", "echo")),
+        any(bytes(members.get(name, b"null")) not in _OFF for name in _UNSPLIT),
         limit,
     )
 

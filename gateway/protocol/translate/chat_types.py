@@ -42,6 +42,12 @@ class ChatMessage(msgspec.Struct, frozen=True):
         return self.reasoning or self.reasoning_content or ""
 
 
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """The log probabilities of the tokens of a choice, or of a piece of it, as raw JSON."""
+
+    content: tuple[msgspec.Raw, ...] | None = None
+
+
 class ChatChoice(msgspec.Struct, frozen=True):
     """One choice of a chat completion: `message` in an answer, `delta` in a stream.
 
@@ -54,6 +60,12 @@ class ChatChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     matched_stop: str | int | None = None
+    logprobs: ChatLogprobs | None = None
+
+    @property
+    def token_logprobs(self) -> tuple[msgspec.Raw, ...]:
+        """Return the log probabilities of the tokens; they are empty if none were requested."""
+        return (self.logprobs.content or ()) if self.logprobs is not None else ()
 
     @property
     def stop_string(self) -> str | None:

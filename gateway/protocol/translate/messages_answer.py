@@ -138,18 +138,25 @@ def _arguments(call: ChatToolCall) -> object:
 
 
 class MessagesStream(StreamTranslator):
-    """Translates the chunks of a chat stream to the events of an Anthropic message stream."""
+    """Translates the chunks of a chat stream to the events of an Anthropic message stream.
 
-    __slots__ = ("_index", "_kind", "_model")
+    The first event has the number of prompt tokens, which most engines report only at the end. It
+    has the expected number until then, because some clients read it nowhere else.
+    """
 
-    def __init__(self, model: str) -> None:
+    __slots__ = ("_expected", "_index", "_kind", "_model")
+
+    def __init__(self, model: str, prompt_tokens: int = 0) -> None:
+        """Create a translator for one stream; `prompt_tokens` is the expected number of them."""
         super().__init__()
         self._model = model
+        self._expected = ChatUsage(prompt_tokens)
         self._index = -1
         self._kind: str | tuple[str, int] | None = None
 
     def _start(self, answer: ChatAnswer) -> Iterator[bytes]:
-        message = _message(answer.id, self._model, [], self.usage)
+        usage = self.usage if self.usage.prompt_tokens else self._expected
+        message = _message(answer.id, self._model, [], usage)
         yield from format_event("message_start", {"type": "message_start", "message": message})
 
     def _delta(self, choice: ChatChoice) -> Iterator[bytes]:

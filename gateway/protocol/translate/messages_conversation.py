@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.protocol.translate.request_reader import (
+    assistant_reasoning,
     encode,
     list_of,
     mapping_of,
@@ -17,6 +18,13 @@ from gateway.protocol.translate.request_reader import (
 # A line that Claude Code puts into its system prompt. It has a hash of each request, which would
 # make every prompt new to the engines' caches; vLLM's own Messages API removes it too.
 BILLING_LINE = "x-anthropic-billing-header"
+
+_ROLES: Mapping[str, str] = {
+    **{role: role for role in ("user", "assistant", "system")},
+    **dict.fromkeys(("ctx", "msg"), "user"),
+}
+"""The role of each message. Claude Code sends `ctx` and `msg` for texts of its own, as vLLM's own
+Messages API knows."""
 
 
 def system_text(system: Any, messages: Sequence[Any]) -> str:
@@ -61,7 +69,7 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
     conversation = _Conversation()
     for index, message in enumerate(list_of(messages, "messages")):
         path = f"messages[{index}]"
-        role = mapping_of(message, path).get("role")
+        role = _ROLES.get(str(mapping_of(message, path).get("role")))
         content, path = message.get("content"), f"{path}.content"
         if role == "user":
             conversation.add_user(_user(content, path))
@@ -192,6 +200,10 @@ def _part(block: Mapping[str, Any], path: str) -> dict[str, Any]:
         return {"type": "image_url", "image_url": {"url": _image_url(source, f"{path}.source")}}
     if kind == "document":
         return {"type": "text", "text": _document(block, path)}
+    if kind == "search_result":
+        return {"type": "text", "text": _search_result(block, path)}
+    if kind == "tool_reference":
+        return {"type": "text", "text": text_of(block.get("tool_name"), f"{path}.tool_name")}
     raise untranslatable(f"{path}.type", str(kind))
 
 
@@ -215,6 +227,12 @@ def _document(block: Mapping[str, Any], path: str) -> str:
     return "\n".join(_texts(source.get("content"), f"{path}.source.content"))
 
 
+def _search_result(block: Mapping[str, Any], path: str) -> str:
+    # Return the text of a search result, below its title and source.
+    heads = [text_of(block.get(name) or "", f"{path}.{name}") for name in ("title", "source")]
+    return "\n".join(filter(None, [*heads, *_texts(block.get("content"), f"{path}.content")]))
+
+
 def _assistant(content: Any, path: str) -> dict[str, Any]:
     # Return an assistant message as a chat message with its reasoning and tool calls.
     parts: list[dict[str, Any]] = []
@@ -230,7 +248,7 @@ def _assistant(content: Any, path: str) -> dict[str, Any]:
             parts.append(_part(block, where))
     message: dict[str, Any] = {"role": "assistant"}
     if reasoning:
-        message["reasoning_content"] = "".join(reasoning)
+        message |= assistant_reasoning("".join(reasoning))
     message["content"] = _compact(parts) if parts else None if calls else ""
     if calls:
         message["tool_calls"] = calls

@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
-from gateway.protocol.translate.chat_types import TranslationError
 from gateway.protocol.translate.messages_conversation import chat_messages, system_text
 from gateway.protocol.translate.request_reader import (
     SAMPLING,
@@ -23,16 +20,13 @@ from gateway.protocol.translate.request_reader import (
     refuse_member,
     request_stream,
     require,
+    settle_tool_choice,
     skip_member,
     text_of,
     translate_members,
     untranslatable,
 )
-
-
-class _Tokenized(msgspec.Struct, frozen=True):
-    count: int
-
+from gateway.protocol.translate.token_counts import read_count, tokenize_body
 
 _TOOL_MEMBERS = frozenset(
     {
@@ -58,7 +52,8 @@ def lost_member(body: bytes) -> str:
     """Return the name of a member that a translation would change or lose; "" if there is none.
 
     Members that engines ignore do not count. System messages within the conversation count, because
-    the translation moves their text.
+    the translation moves their text. So does the beginning of an answer, which vLLM's own Messages
+    API does not continue.
     """
     members = read_object(body)
     thinking = members.get("thinking")
@@ -67,8 +62,8 @@ def lost_member(body: bytes) -> str:
     if members.get("context_management"):
         return "context_management"
     messages = list_of(members.get("messages"), "messages")
-    roles = (message.get("role") for message in messages if isinstance(message, dict))
-    return "messages" if "system" in roles else ""
+    roles = [message.get("role") for message in messages if isinstance(message, dict)]
+    return "messages" if "system" in roles or roles[-1:] == ["assistant"] else ""
 
 
 def to_tokenize(body: bytes) -> bytes:
@@ -78,9 +73,7 @@ def to_tokenize(body: bytes) -> bytes:
     """
     members = read_object(body)
     require(members, "model", "messages")
-    chat = _chat(members)
-    names = ("model", "messages", "tools", "chat_template", "chat_template_kwargs")
-    return encode({name: chat[name] for name in names if name in chat})
+    return tokenize_body(_chat(members))
 
 
 def count_of(answer: bytes | bytearray) -> bytes:
@@ -88,13 +81,7 @@ def count_of(answer: bytes | bytearray) -> bytes:
 
     Raises TranslationError if the answer is malformed.
     """
-    try:
-        count = msgspec.json.decode(answer, type=_Tokenized).count
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise TranslationError(
-            f"The engine's answer to a token count is invalid: {error}."
-        ) from None
-    return encode({"input_tokens": count})
+    return encode({"input_tokens": read_count(answer)})
 
 
 def _chat(members: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,9 +89,18 @@ def _chat(members: Mapping[str, Any]) -> dict[str, Any]:
     chat = translate_members(members, _HANDLERS)
     if system:
         chat["messages"].insert(0, {"role": "system", "content": system})
-    if chat.get("tools"):
+    if _is_begun(chat["messages"]):
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    settle_tool_choice(chat)
+    if "tools" in chat:
         chat.setdefault("tool_choice", "auto")
     return chat
+
+
+def _is_begun(messages: list[dict[str, Any]]) -> bool:
+    # Return whether the client has written the beginning of the answer, which the model continues.
+    last = messages[-1] if messages else {}
+    return last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
 def _messages(value: Any, name: str, chat: dict[str, Any]) -> None:
@@ -155,7 +151,7 @@ def _tool_choice(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 def _output_config(value: Any, name: str, chat: dict[str, Any]) -> None:
     config = mapping_of(value, name)
-    check_members(config, frozenset({"format", "effort"}), name)
+    check_members(config, frozenset({"format", "effort", "task_budget"}), name)
     if config.get("format") is not None:
         _output_format(config["format"], f"{name}.format", chat)
     if config.get("effort") is not None:
@@ -180,7 +176,7 @@ _HANDLERS: Mapping[str, MemberHandler] = MappingProxyType(
         **dict.fromkeys(
             (
                 *("betas", "cache_control", "context_management", "diagnostics", "inference_geo"),
-                *("metadata", "service_tier", "speed", "system", "thinking"),
+                *("metadata", "service_tier", "speed", "system", "thinking", "user_profile_id"),
             ),
             skip_member,
         ),

@@ -147,6 +147,27 @@ def limit_output(value: Any, name: str, chat: dict[str, Any]) -> None:
     chat["max_tokens"] = value
 
 
+def assistant_reasoning(text: str) -> dict[str, str]:
+    """Return the members of an assistant message that contain its reasoning.
+
+    vLLM reads only `reasoning`, other engines only `reasoning_content`.
+    """
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def settle_tool_choice(chat: dict[str, Any]) -> None:
+    """Remove what says how to call tools from a chat request without tools.
+
+    Engines refuse it there. Raises GatewayError if it names a tool.
+    """
+    if "tools" in chat:
+        return
+    chat.pop("parallel_tool_calls", None)
+    if isinstance(chat.pop("tool_choice", None), dict):
+        message = "'tool_choice' names a tool, but the request has no tools that can be called."
+        raise GatewayError(Failure.BAD_REQUEST, message, param="tool_choice")
+
+
 def translate_members(
     members: Mapping[str, Any], handlers: Mapping[str, MemberHandler]
 ) -> dict[str, Any]:
@@ -170,7 +191,9 @@ SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos"),
     *("chat_template", "chat_template_kwargs", "structured_outputs", "vllm_xargs", "cache_salt"),
-    *("priority", "extra_key", "skip_special_tokens", "session_params"),
+    *("priority", "extra_key", "skip_special_tokens", "session_params", "logit_bias"),
+    *("include_stop_str_in_output", "mm_processor_kwargs", "min_tokens", "bad_words"),
+    *("allowed_token_ids", "thinking_token_budget"),
 )
 """Members of Messages and Responses requests that are copied unchanged to the chat request.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from gateway.protocol.translate.chat_types import (
     ChatToolCall,
@@ -11,6 +13,7 @@ from gateway.protocol.translate.chat_types import (
     TranslationError,
     read_answer,
 )
+from gateway.protocol.translate.custom_tools import custom_input, custom_names
 from gateway.protocol.translate.json_pieces import Text, encode_in_pieces, to_text
 from gateway.protocol.translate.request_reader import read_object
 from gateway.protocol.translate.responses_input import flat_name
@@ -68,13 +71,17 @@ def from_chat(body: bytes | bytearray, model: str, echoed: Mapping[str, Any]) ->
     if message.thought:
         output.append(reasoning_item(f"rs_{key}_{len(output)}", to_text([message.thought])))
     if text := message.content or message.refusal:
-        make_part = text_part if message.content else refusal_part
-        part = make_part(to_text([text]))
+        whole = to_text([text])
+        part = text_part(whole, choice.token_logprobs) if message.content else refusal_part(whole)
         output.append(message_item(f"msg_{key}_{len(output)}", part, "completed"))
-    names = function_names(echoed)
+    names, custom = function_names(echoed), custom_names(echoed["tools"])
     for call in message.tool_calls or ():
-        arguments = to_text([call.function.arguments or ""])
-        output.append(call_item(f"fc_{key}_{len(output)}", call, "completed", names, arguments))
+        number, arguments = f"{key}_{len(output)}", call.function.arguments or ""
+        if call.function.name in custom:
+            item = custom_item(f"ctc_{number}", call, to_text([custom_input(arguments)]))
+        else:
+            item = call_item(f"fc_{number}", call, "completed", names, to_text([arguments]))
+        output.append(item)
     head = response_head(key, model, answer.created, echoed)
     return encode_in_pieces(
         head
@@ -131,9 +138,9 @@ def usage_of(usage: ChatUsage) -> dict[str, Any]:
     }
 
 
-def text_part(text: Text) -> dict[str, Any]:
-    """Return a content part of the Responses API that contains this text."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def text_part(text: Text, logprobs: Sequence[msgspec.Raw] = ()) -> dict[str, Any]:
+    """Return a content part of the Responses API with this text and its log probabilities."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def refusal_part(text: Text) -> dict[str, Any]:
@@ -192,4 +199,15 @@ def call_item(
         "call_id": call.id or "",
         **names.get(name, {"name": name}),
         "arguments": arguments,
+    }
+
+
+def custom_item(item_id: str, call: ChatToolCall, text: Text) -> dict[str, Any]:
+    """Return the call of a custom tool as an output item, with its input."""
+    return {
+        "id": item_id,
+        "type": "custom_tool_call",
+        "call_id": call.id or "",
+        "name": call.function.name or "",
+        "input": text,
     }

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.protocol.translate.custom_tools import custom_arguments
 from gateway.protocol.translate.request_reader import (
+    assistant_reasoning,
     list_of,
     mapping_of,
     mistyped,
@@ -18,6 +20,11 @@ _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develop
 `developer`."""
 
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+_CALLS = ("function_call", "custom_tool_call")
+_RESULTS = ("function_call_output", "custom_tool_call_output")
+_WITHOUT_TEXT = ("web_search_call",)
+"""Items that are left out: what a service did by itself, without a text for the model."""
+_UNFINISHED = ("in_progress", "incomplete")
 
 
 def flat_name(namespace: str, name: str) -> str:
@@ -60,7 +67,7 @@ class _Conversation:
 
     def _attach_thoughts(self, message: dict[str, Any]) -> None:
         if self._reasoning:
-            message["reasoning_content"] = "\n".join(self._reasoning)
+            message |= assistant_reasoning("\n".join(self._reasoning))
             self._reasoning = []
 
 
@@ -75,6 +82,18 @@ def input_messages(value: Any) -> list[dict[str, Any]]:
     for index, item in enumerate(list_of(value, "input")):
         _add_item(mapping_of(item, f"input[{index}]"), f"input[{index}]", conversation)
     return conversation.messages
+
+
+def is_unfinished(value: Any) -> bool:
+    """Return whether the model has to continue the last message of `input`.
+
+    It has to if that is an answer whose status says that it is incomplete.
+    """
+    if not isinstance(value, list) or not value or not isinstance(value[-1], dict):
+        return False
+    last = value[-1]
+    is_answer = (last.get("type") or "message") == "message" and last.get("role") == "assistant"
+    return is_answer and last.get("status") in _UNFINISHED
 
 
 def join_system_messages(messages: list[dict[str, Any]]) -> None:
@@ -106,14 +125,14 @@ def _add_item(item: Mapping[str, Any], path: str, conversation: _Conversation) -
     kind = item.get("type") or "message"
     if kind == "message":
         conversation.add(_message(item, path))
-    elif kind == "function_call":
+    elif kind in _CALLS:
         conversation.call(_call(item, path))
-    elif kind == "function_call_output":
+    elif kind in _RESULTS:
         _add_result(item, path, conversation)
     elif kind == "reasoning":
         if text := _reasoning(item, path):
             conversation.think(text)
-    else:
+    elif kind not in _WITHOUT_TEXT:
         raise untranslatable(f"{path}.type", str(kind))
 
 
@@ -163,7 +182,10 @@ def _compact(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 def _call(item: Mapping[str, Any], path: str) -> dict[str, Any]:
     namespace = text_of(item.get("namespace") or "", f"{path}.namespace")
     name = flat_name(namespace, text_of(item.get("name"), f"{path}.name"))
-    arguments = text_of(item.get("arguments"), f"{path}.arguments")
+    if item.get("type") == "custom_tool_call":
+        arguments = custom_arguments(text_of(item.get("input"), f"{path}.input"))
+    else:
+        arguments = text_of(item.get("arguments"), f"{path}.arguments")
     return {
         "id": text_of(item.get("call_id"), f"{path}.call_id"),
         "type": "function",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from gateway.protocol.translate.custom_tools import custom_function
 from gateway.protocol.translate.request_reader import (
     SAMPLING,
     MemberHandler,
@@ -19,6 +20,7 @@ from gateway.protocol.translate.request_reader import (
     refuse_member,
     request_stream,
     require,
+    settle_tool_choice,
     skip_member,
     text_of,
     translate_members,
@@ -27,17 +29,18 @@ from gateway.protocol.translate.request_reader import (
 from gateway.protocol.translate.responses_input import (
     flat_name,
     input_messages,
+    is_unfinished,
     join_system_messages,
 )
+from gateway.protocol.translate.token_counts import read_count, tokenize_body
 
 _TOOL_MEMBERS = frozenset(
     {"type", "name", "description", "parameters", "strict", "defer_loading", "allowed_callers"}
 )
 _NAMESPACE_MEMBERS = frozenset({"type", "name", "description", "tools"})
-_LEFT_OUT = frozenset({"web_search", "web_search_preview"})
-"""Tools that a service runs by itself and that agents offer with every request; they are left
-out.
-"""
+_LEFT_OUT = "web_search"
+"""The beginning of the types of a tool that a service runs by itself, such as
+`web_search_2025_08_26`. Agents offer it with every request; it is left out."""
 _FORMAT_MEMBERS = ("name", "description", "schema", "strict")
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -49,14 +52,36 @@ def to_chat(body: bytes) -> bytes:
     reasoning.summary. Raises GatewayError (400) with the name of a member that cannot be
     translated.
     """
-    members = read_object(body)
+    return encode(_chat(read_object(body)))
+
+
+def to_tokenize(body: bytes) -> bytes:
+    """Translate the body of /v1/responses/input_tokens to a body for vLLM's /tokenize.
+
+    Raises GatewayError (400) with the name of a member that cannot be translated.
+    """
+    return tokenize_body(_chat(read_object(body)))
+
+
+def count_of(answer: bytes | bytearray) -> bytes:
+    """Translate an engine's answer to /tokenize to that of a request for the input tokens.
+
+    Raises TranslationError if the answer is malformed.
+    """
+    return encode({"object": "response.input_tokens", "input_tokens": read_count(answer)})
+
+
+def _chat(members: Mapping[str, Any]) -> dict[str, Any]:
     require(members, "model", "input")
     chat = translate_members(members, _HANDLERS)
     if members.get("instructions"):
         instructions = text_of(members["instructions"], "instructions")
         chat["messages"].insert(0, {"role": "system", "content": instructions})
     join_system_messages(chat["messages"])
-    return encode(chat)
+    settle_tool_choice(chat)
+    if not chat.get("logprobs"):
+        chat.pop("top_logprobs", None)
+    return chat
 
 
 def lost_member(body: bytes) -> str:
@@ -64,12 +89,15 @@ def lost_member(body: bytes) -> str:
 
     - Members that engines ignore do not count.
     - `store` counts unless it is false, because the engine of a translated request stores nothing.
+    - Custom tools count, because an engine may enforce their grammar.
+    - `truncation` counts unless it is off, because only vLLM has a member for it.
     - The role `developer` counts, because engines may render it differently.
     - Several system messages count, because the translation joins them.
     """
     members = read_object(body)
     tools = list_of(members.get("tools") or [], "tools")
-    if any(isinstance(tool, dict) and str(tool.get("type")) in _LEFT_OUT for tool in tools):
+    kinds = [tool.get("type") for tool in tools if isinstance(tool, dict)]
+    if "custom" in kinds or any(map(_is_left_out, kinds)):
         return "tools"
     value = members.get("input") or []
     items = [] if isinstance(value, str) else list_of(value, "input")
@@ -78,11 +106,15 @@ def lost_member(body: bytes) -> str:
         return "input"
     if members.get("moderation"):
         return "moderation"
+    if members.get("truncation") not in (None, "disabled"):
+        return "truncation"
     return "" if members.get("store") is False else "store"
 
 
 def _input(value: Any, name: str, chat: dict[str, Any]) -> None:
     chat["messages"] = input_messages(value)
+    if is_unfinished(value):
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
 
 
 def _tools(value: Any, name: str, chat: dict[str, Any]) -> None:
@@ -94,10 +126,16 @@ def _tools(value: Any, name: str, chat: dict[str, Any]) -> None:
             tools += _namespace(tool, path)
         elif kind == "function":
             tools.append(_function(tool, path))
-        elif str(kind) not in _LEFT_OUT:
+        elif kind == "custom":
+            tools.append(custom_function(tool, path, text_of(tool.get("name"), f"{path}.name")))
+        elif not _is_left_out(kind):
             raise untranslatable(f"{path}.type", str(kind))
     if tools:
         chat["tools"] = tools
+
+
+def _is_left_out(kind: Any) -> bool:
+    return str(kind).startswith(_LEFT_OUT)
 
 
 def _namespace(group: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
@@ -127,7 +165,7 @@ def _tool_choice(value: Any, name: str, chat: dict[str, Any]) -> None:
         chat[name] = value
         return
     choice = mapping_of(value, name)
-    if choice.get("type") != "function":
+    if choice.get("type") not in ("function", "custom"):
         raise untranslatable(f"{name}.type", str(choice.get("type")))
     chosen = text_of(choice.get("name"), f"{name}.name")
     chat[name] = {"type": "function", "function": {"name": chosen}}
@@ -154,14 +192,16 @@ def _reasoning(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 
 def _include(value: Any, name: str, chat: dict[str, Any]) -> None:
-    # Check `include`: reject log probabilities, and accept items that need no counterpart.
-    for index, item in enumerate(list_of(value, name)):
-        if item == _LOGPROBS:
-            raise untranslatable(f"{name}[{index}]", _LOGPROBS)
+    # Request log probabilities if they are included; other items need no counterpart.
+    if _LOGPROBS in list_of(value, name):
+        chat["logprobs"] = True
 
 
 def _truncation(value: Any, name: str, chat: dict[str, Any]) -> None:
-    if value != "disabled":
+    # -1: vLLM cuts the beginning of a prompt that is too long; other engines refuse it as before.
+    if value == "auto":
+        chat["truncate_prompt_tokens"] = -1
+    elif value != "disabled":
         raise untranslatable(name, str(value))
 
 
@@ -171,7 +211,7 @@ _HANDLERS: Mapping[str, MemberHandler] = MappingProxyType(
         **dict.fromkeys(
             (
                 *("background", "context_management", "conversation", "modalities"),
-                *("previous_response_id", "prompt", "top_logprobs"),
+                *("previous_response_id", "prompt"),
             ),
             refuse_member,
         ),
@@ -195,6 +235,7 @@ _HANDLERS: Mapping[str, MemberHandler] = MappingProxyType(
         "text": _text,
         "tool_choice": _tool_choice,
         "tools": _tools,
+        "top_logprobs": copy_member,
         "truncation": _truncation,
     }
 )

@@ -14,9 +14,11 @@ from gateway.protocol.translate.chat_types import (
     ErrorDetail,
     TranslationError,
 )
+from gateway.protocol.translate.custom_tools import custom_input, custom_names
 from gateway.protocol.translate.json_pieces import Text, to_text
 from gateway.protocol.translate.responses_answer import (
     call_item,
+    custom_item,
     ended,
     function_names,
     message_item,
@@ -40,11 +42,14 @@ class OpenItem(msgspec.Struct):
     item_id: str
     call: ChatToolCall | None = None
     pieces: list[str] = []
+    logprobs: list[msgspec.Raw] = []
 
     @property
     def text(self) -> Text:
         """Return the text of the output item so far."""
-        return to_text(self.pieces)
+        return to_text(
+            [custom_input("".join(self.pieces))] if self.kind == "custom" else self.pieces
+        )
 
 
 class ResponsesStream(StreamTranslator):
@@ -54,8 +59,8 @@ class ResponsesStream(StreamTranslator):
     """
 
     __slots__ = (
-        *("_echoed", "_head", "_item", "_key", "_model", "_names", "_output", "_sequence"),
-        "_size",
+        *("_custom", "_echoed", "_head", "_item", "_key", "_model", "_names", "_output"),
+        *("_sequence", "_size"),
     )
 
     def __init__(self, model: str, echoed: Mapping[str, Any]) -> None:
@@ -63,6 +68,7 @@ class ResponsesStream(StreamTranslator):
         self._model = model
         self._echoed = echoed
         self._names = function_names(echoed)
+        self._custom = custom_names(echoed["tools"])
         self._head: dict[str, Any] = {}
         self._item: OpenItem | None = None
         self._output: list[dict[str, Any]] = []
@@ -82,34 +88,46 @@ class ResponsesStream(StreamTranslator):
             yield from self._piece("response.reasoning_text.delta", delta.thought)
         if delta.content:
             yield from self._open("text")
-            yield from self._piece("response.output_text.delta", delta.content, logprobs=[])
+            yield from self._text(delta.content, choice.token_logprobs)
         if delta.refusal:
             yield from self._open("refusal")
             yield from self._piece("response.refusal.delta", delta.refusal)
         for call in delta.tool_calls or ():
             yield from self._call(call)
 
+    def _text(self, text: str, logprobs: tuple[msgspec.Raw, ...]) -> Iterator[bytes]:
+        assert self._item is not None
+        self._item.logprobs += logprobs
+        self._size += sum(map(len, logprobs))
+        return self._piece("response.output_text.delta", text, logprobs=list(logprobs))
+
     def _call(self, call: ChatToolCall) -> Iterator[bytes]:
         current = self._item.call if self._item is not None else None
         if current is None or current.index != call.index:
             self.note_call(call.index)
             yield from self._close()
-            yield from self._open("call", call)
+            kind = "custom" if call.function.name in self._custom else "call"
+            yield from self._open(kind, call)
         if call.function.arguments:
-            yield from self._piece(
-                "response.function_call_arguments.delta", call.function.arguments
-            )
+            yield from self._arguments(call.function.arguments)
+
+    def _arguments(self, text: str) -> Iterator[bytes]:
+        # The input of a custom tool is known only when its arguments, which are JSON, are complete.
+        if self._item is not None and self._item.kind == "custom":
+            self._keep(text)
+            return iter(())
+        return self._piece("response.function_call_arguments.delta", text)
 
     def _open(self, kind: str, call: ChatToolCall | None = None) -> Iterator[bytes]:
         # Start an output item, and end the current one if it is of another kind.
         if self._item is not None and self._item.kind == kind:
             return
         yield from self._close()
-        prefix = {"reasoning": "rs", "call": "fc"}.get(kind, "msg")
+        prefix = {"reasoning": "rs", "call": "fc", "custom": "ctc"}.get(kind, "msg")
         self._item = OpenItem(kind, f"{prefix}_{self._key}_{len(self._output)}", call)
         event = {"output_index": len(self._output), "item": self._item_now("in_progress", None)}
         yield from self._emit("response.output_item.added", event)
-        if kind != "call":
+        if call is None:
             yield from self._emit(
                 "response.content_part.added", self._locate_part(part=self._part(""))
             )
@@ -119,9 +137,12 @@ class ResponsesStream(StreamTranslator):
         item = self._item
         if item is None:
             return
-        text = item.text
-        if item.kind == "call":
-            position = {"item_id": item.item_id, "output_index": len(self._output)}
+        text, position = item.text, {"item_id": item.item_id, "output_index": len(self._output)}
+        if item.kind == "custom":
+            name = "response.custom_tool_call_input"
+            yield from self._emit(f"{name}.delta", {**position, "delta": text})
+            yield from self._emit(f"{name}.done", {**position, "input": text})
+        elif item.kind == "call":
             name = self._item_now("completed", text)["name"]
             done = {**position, "name": name, "arguments": text}
             yield from self._emit("response.function_call_arguments.done", done)
@@ -141,7 +162,8 @@ class ResponsesStream(StreamTranslator):
             return "response.reasoning_text.done", self._locate_part(text=text)
         if kind == "refusal":
             return "response.refusal.done", self._locate_part(refusal=text)
-        return "response.output_text.done", self._locate_part(text=text, logprobs=[])
+        logprobs = [] if self._item is None else self._item.logprobs
+        return "response.output_text.done", self._locate_part(text=text, logprobs=logprobs)
 
     def _item_now(self, status: str, text: Text | None) -> dict[str, Any]:
         # Return the current output item in the form that an event contains.
@@ -152,6 +174,8 @@ class ResponsesStream(StreamTranslator):
         assert item is not None
         if item.kind == "reasoning":
             return reasoning_item(item.item_id, text)
+        if item.kind == "custom" and item.call is not None:
+            return custom_item(item.item_id, item.call, text or "")
         if item.call is not None:
             return call_item(item.item_id, item.call, status, self._names, text or "")
         part = None if text is None else self._part(text)
@@ -161,7 +185,9 @@ class ResponsesStream(StreamTranslator):
         kind = self._item.kind if self._item is not None else "text"
         if kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return refusal_part(text) if kind == "refusal" else text_part(text)
+        if kind == "refusal":
+            return refusal_part(text)
+        return text_part(text, [] if self._item is None else self._item.logprobs)
 
     def _locate_part(self, **members: Any) -> dict[str, Any]:
         # Return `members` with those that locate the current content part: the item's id, the
@@ -171,16 +197,21 @@ class ResponsesStream(StreamTranslator):
         return position | members
 
     def _piece(self, name: str, text: str, **members: Any) -> Iterator[bytes]:
+        item = self._keep(text)
+        event = self._locate_part(delta=to_text([text]), **members)
+        if item.kind == "call":
+            del event["content_index"]
+        return self._emit(name, event)
+
+    def _keep(self, text: str) -> OpenItem:
+        # Add text to the current item. Raises TranslationError if the answer gets too long.
         item = self._item
         assert item is not None
         self._size += len(text)
         if self._size > MAX_ANSWER_CHARS:
             raise TranslationError("The engine's answer is too long to be translated.")
         item.pieces.append(text)
-        event = self._locate_part(delta=to_text([text]), **members)
-        if item.kind == "call":
-            del event["content_index"]
-        return self._emit(name, event)
+        return item
 
     def _emit(self, name: str, members: dict[str, Any]) -> Iterator[bytes]:
         event = {"type": name, "sequence_number": self._sequence, **members}

@@ -9,7 +9,15 @@ from types import MappingProxyType
 import msgspec
 from msgspec.structs import replace
 
-from gateway.protocol.api_table import CHAT, TOKENIZE, Api
+from gateway.protocol.api_table import (
+    CHAT,
+    COUNT_TOKENS,
+    INPUT_TOKENS,
+    MESSAGES,
+    RESPONSES,
+    TOKENIZE,
+    Api,
+)
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.call import Call
 from gateway.protocol.request.request_body import CallContext, ModelInfo, parse_call
@@ -32,41 +40,48 @@ class Translation(msgspec.Struct, frozen=True):
 
     target       the API by which engines are called
     request      translates the body; raises GatewayError (400) with the name of a member
-    answers      called with a request body and the client's name of the model; returns a factory
-                 that creates one translator per attempt
+    answers      called with a request body, the client's name of the model and the expected number
+                 of prompt tokens; returns a factory that creates one translator per attempt
     lost_member  returns the member of a body that is lost in translation, "" if there is none;
                  raises GatewayError for an invalid body
     """
 
     target: Api
     request: Callable[[bytes], bytes]
-    answers: Callable[[bytes, str], NewTranslator]
+    answers: Callable[[bytes, str, int], NewTranslator]
     lost_member: Callable[[bytes], str] = lambda body: ""
 
 
-def _messages(body: bytes, model: str) -> NewTranslator:
+def _messages(body: bytes, model: str, prompt_tokens: int) -> NewTranslator:
     whole = partial(messages_answer.from_chat, model=model)
-    return lambda: AnswerTranslator(whole, MessagesStream(model))
+    return lambda: AnswerTranslator(whole, MessagesStream(model, prompt_tokens))
 
 
-def _responses(body: bytes, model: str) -> NewTranslator:
+def _responses(body: bytes, model: str, prompt_tokens: int) -> NewTranslator:
     echoed = responses_answer.echo(body)
     whole = partial(responses_answer.from_chat, model=model, echoed=echoed)
     return lambda: AnswerTranslator(whole, ResponsesStream(model, echoed))
 
 
-def _count(body: bytes, model: str) -> NewTranslator:
-    return lambda: AnswerTranslator(lambda answer: iter((messages_request.count_of(answer),)))
+def _count(
+    count_of: Callable[[bytearray], bytes], body: bytes, model: str, prompt_tokens: int
+) -> NewTranslator:
+    return lambda: AnswerTranslator(lambda answer: iter((count_of(answer),)))
 
 
 TRANSLATIONS: Mapping[str, Translation] = MappingProxyType(
     {
-        "/v1/messages": Translation(
+        MESSAGES.path: Translation(
             CHAT, messages_request.to_chat, _messages, messages_request.lost_member
         ),
-        "/v1/messages/count_tokens": Translation(TOKENIZE, messages_request.to_tokenize, _count),
-        "/v1/responses": Translation(
+        COUNT_TOKENS.path: Translation(
+            TOKENIZE, messages_request.to_tokenize, partial(_count, messages_request.count_of)
+        ),
+        RESPONSES.path: Translation(
             CHAT, responses_request.to_chat, _responses, responses_request.lost_member
+        ),
+        INPUT_TOKENS.path: Translation(
+            TOKENIZE, responses_request.to_tokenize, partial(_count, responses_request.count_of)
         ),
     }
 )
@@ -75,11 +90,11 @@ TRANSLATIONS: Mapping[str, Translation] = MappingProxyType(
 
 NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "messages": ("/v1/messages", "/v1/messages/count_tokens"),
-        "responses": ("/v1/responses",),
+        "messages": (MESSAGES.path, COUNT_TOKENS.path),
+        "responses": (RESPONSES.path,),
     }
 )
-"""The names of translated APIs in the configuration, with their paths."""
+"""The names of translated APIs in the configuration, with the paths that engines have or lack."""
 
 
 def is_translated(call: Call, lacking: Set[str]) -> bool:
@@ -116,7 +131,8 @@ def translated(call: Call, model: ModelInfo, context: CallContext) -> tuple[Call
     # The body has the model's own name by now, which the client's key need not be valid for.
     other = parse_call(body, translation.target, {request.model: model}, context)
     other.requested_model = call.requested_model
-    return other, translation.answers(call.body, call.requested_model)
+    expected = other.request.prompt_tokens
+    return other, translation.answers(call.body, call.requested_model, expected)
 
 
 def translated_losslessly(
@@ -145,9 +161,12 @@ def translated_paths(
     native      configured names of the APIs that the engines serve; None: not configured
     is_lacking  function that returns whether an engine of the pool is known not to serve a path
     """
-    return frozenset(
+    lacking = {
         path
         for name, paths in NAMES.items()
         if (name not in native if native is not None else any(map(is_lacking, paths)))
         for path in paths
-    )
+    }
+    if RESPONSES.path in lacking or is_lacking(INPUT_TOKENS.path):
+        lacking.add(INPUT_TOKENS.path)  # hardly any engine has it
+    return frozenset(lacking)

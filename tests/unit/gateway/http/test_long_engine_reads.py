@@ -145,7 +145,7 @@ def one_step_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def new_translated() -> tuple[UpstreamConnection, FakeTransport, FakeClient]:
-    translator = translation_table._responses(REQUEST, "m")()
+    translator = translation_table._responses(REQUEST, "m", 9)()
     connection, transport, client = new_upstream(HEAD, translator)
     connection._examined = upstream.STEPS  # the fake transport has no socket whose option to set
     return connection, transport, client

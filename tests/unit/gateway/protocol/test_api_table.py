@@ -27,6 +27,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": [{"role": "user", "content": TEXT}]},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": TEXT}]},
     "/v1/responses": {"input": TEXT},
+    "/v1/responses/input_tokens": {"input": TEXT},
     "/v1/embeddings": {"input": TEXT},
     "/v2/embed": {"texts": [TEXT]},
     "/classify": {"input": TEXT},

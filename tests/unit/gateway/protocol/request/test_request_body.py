@@ -300,3 +300,96 @@ def test_a_response_without_a_bound_is_expected_to_be_as_long_as_earlier_ones() 
     for _ in range(2000):
         lengths.record("demo", "acme", STANDARD.name, 10**6)
     assert expected() == MAX_EXPECTED_TOKENS
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("run", "stop", "walk")
+]
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_become_the_tools_and_their_mode_the_choice(mode: str) -> None:
+    call = parsed({**CHAT, "tools": TOOLS, "tool_choice": allowed(mode, "walk", "run", "other")})
+    sent = json.loads(call.body)
+    assert (sent["tools"], sent["tool_choice"]) == ([TOOLS[0], TOOLS[2]], mode)
+    assert sent["messages"] == CHAT["messages"]
+    assert json.loads(bytes(call.prompt[0])) == sent["tools"]
+
+
+def test_allowed_tools_of_the_responses_api_are_flat() -> None:
+    tools = [
+        {"type": "function", "name": "run"},
+        {"type": "custom", "name": "run"},
+        {"type": "mcp", "server_label": "a"},
+        {"type": "mcp", "server_label": "b"},
+    ]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [tools[1], tools[3]]}
+    body = {"model": "demo", "input": "x", "tools": tools, "tool_choice": choice}
+    sent = json.loads(parsed(body, api_table.RESPONSES).body)
+    assert (sent["tools"], sent["tool_choice"]) == ([tools[1], tools[3]], "auto")
+
+
+@pytest.mark.parametrize(
+    ("members", "param"),
+    [
+        ({"tool_choice": allowed("auto", "run")}, "tools"),
+        ({"tools": 1, "tool_choice": allowed("auto", "run")}, "tools"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", "other")}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": allowed("none", "run")}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": 1}},
+            "tool_choice",
+        ),
+    ],
+)
+def test_allowed_tools_that_cannot_be_read_are_refused_by_name(
+    members: dict[str, Any], param: str
+) -> None:
+    error = refusal(CHAT | members)
+    assert (error.status, error.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "auto",
+        None,
+        {"type": "function", "function": {"name": "run"}},
+        {"type": "function", "function": {"name": "allowed_tools"}},
+    ],
+)
+def test_another_choice_of_tools_goes_to_the_engine_as_it_came(choice: object) -> None:
+    raw = json.dumps({**CHAT, "tools": TOOLS, "tool_choice": choice}, indent=1).encode()
+    assert parsed(raw).body == raw
+
+
+def embeds(tokens: int) -> str:
+    return "A" * (tokens * 10_924)
+
+
+@pytest.mark.parametrize("more", [{}, {"prompt": None}])
+@pytest.mark.parametrize(("value", "prompts"), [(embeds(100), 1), ([embeds(50), embeds(50)], 2)])
+def test_embeddings_may_stand_instead_of_a_prompt(
+    more: dict[str, Any], value: object, prompts: int
+) -> None:
+    body = {"model": "demo", "prompt_embeds": value, "max_tokens": 5, **more}
+    call = parsed(body, api_table.COMPLETIONS)
+    assert json.loads(call.body) == body
+    assert (call.request.prompts, call.request.output_tokens) == (prompts, 5 * prompts)
+    assert 80 <= call.request.prompt_tokens <= 120
+    assert call.media_size.parts == 1
+
+
+def test_equal_embeddings_have_equal_fingerprints() -> None:
+    def prompt(value: str) -> tuple[bytes, ...]:
+        call = parsed({"model": "demo", "prompt_embeds": value}, api_table.COMPLETIONS)
+        return tuple(map(bytes, call.prompt))
+
+    assert prompt(embeds(9)) == prompt(embeds(9)) != prompt("B" + embeds(9)[1:])

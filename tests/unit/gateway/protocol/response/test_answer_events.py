@@ -181,7 +181,7 @@ def test_a_whole_response_becomes_its_numbered_events() -> None:
 
 
 def test_a_whole_chat_is_translated_to_the_events_of_another_api() -> None:
-    new = translation_table._messages(b'{"model":"m","messages":[]}', "m")
+    new = translation_table._messages(b'{"model":"m","messages":[]}', "m", 9)
     relay = Relay(b"", translator=new())
     events = events_of(streamed(relay, write_chunks_with_usage, wire(CHAT)))
     assert [events[0]["type"], events[-1]["type"]] == ["message_start", "message_stop"]

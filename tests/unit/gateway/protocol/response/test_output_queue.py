@@ -33,8 +33,8 @@ REQUEST = b'{"model":"m","input":"hi"}'
 LONG = 'a "quoted" é\n' * 30_000
 MOST_OUTPUT = 3 * STEP_BYTES  # a step may exceed STEP_BYTES by one piece
 NEW_TRANSLATORS: dict[str, Callable[[], AnswerTranslator]] = {
-    "messages": translation_table._messages(REQUEST, "m"),
-    "responses": translation_table._responses(REQUEST, "m"),
+    "messages": translation_table._messages(REQUEST, "m", 9),
+    "responses": translation_table._responses(REQUEST, "m", 9),
 }
 ANSWERS: dict[str, tuple[list[Piece], int]] = {
     "a text in one event": ([("text", LONG)], len(LONG)),

@@ -150,6 +150,8 @@ def response_of(data: bytes) -> dict[str, Any]:
             assert event["text"] == texts[place]
         elif name == "function_call_arguments.done":
             assert event["arguments"] == texts.get(place, "")
+        elif name == "custom_tool_call_input.done":
+            assert event["input"] == texts[place]
         elif name == "output_item.added":
             assert event["output_index"] == len(done)
         elif name == "output_item.done":

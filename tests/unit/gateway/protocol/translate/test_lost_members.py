@@ -24,6 +24,7 @@ RESPONSE: dict[str, Any] = {"model": "m", "input": "Hi", "store": False}
         ({"thinking": {"type": "adaptive"}}, "thinking"),
         ({"context_management": {"edits": []}}, "context_management"),
         ({"messages": [TURN, {"role": "system", "content": "x"}]}, "messages"),
+        ({"messages": [TURN, {"role": "assistant", "content": "x"}]}, "messages"),
     ],
 )
 def test_messages(members: dict[str, Any], lost: str) -> None:
@@ -39,9 +40,12 @@ def test_messages(members: dict[str, Any], lost: str) -> None:
         ({"store": True}, "store"),
         ({"store": None}, "store"),
         ({"store": True, "tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "custom", "name": "f"}]}, "tools"),
         ({"input": [{"role": "developer", "content": "x"}]}, "input"),
         ({"input": [{"role": "system", "content": "x"}], "instructions": "y"}, "input"),
         ({"moderation": {"model": "m"}}, "moderation"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "disabled"}, ""),
     ],
 )
 def test_responses(members: dict[str, Any], lost: str) -> None:

@@ -71,6 +71,7 @@ def test_a_turn_of_an_agent_becomes_chat_messages() -> None:
         {"role": "user", "content": "List the files."},
         {
             "role": "assistant",
+            "reasoning": "A tool helps.",
             "reasoning_content": "A tool helps.",
             "content": "I look.",
             "tool_calls": [
@@ -331,3 +332,55 @@ def test_tokens_are_counted_by_the_engine() -> None:
     assert json.loads(messages_request.count_of(b'{"count": 12, "tokens": [1]}')) == {
         "input_tokens": 12
     }
+
+
+def test_texts_of_claude_code_itself_are_the_users() -> None:
+    messages = [{"role": role, "content": role} for role in ("user", "ctx", "msg")]
+    assert [message["role"] for message in chat(messages=messages)["messages"]] == ["user"] * 3
+
+
+def test_search_results_and_references_to_tools_are_texts() -> None:
+    found = {
+        "type": "search_result",
+        "source": "https://x/dam",
+        "title": "Dams",
+        "content": [{"type": "text", "text": "Deep."}, {"type": "text", "text": "Wide."}],
+        "citations": {"enabled": True},
+    }
+    text = "Dams\nhttps://x/dam\nDeep.\nWide."
+    assert content(found) == [{"role": "user", "content": text}]
+    results = [found, {"type": "tool_reference", "tool_name": "run"}]
+    assert content({"type": "tool_result", "tool_use_id": "t", "content": results}) == [
+        {"role": "tool", "tool_call_id": "t", "content": f"{text}\nrun"}
+    ]
+
+
+@pytest.mark.parametrize("tools", [{}, {"tools": []}])
+def test_without_tools_nothing_says_how_to_call_them(tools: dict[str, Any]) -> None:
+    request = chat(**tools, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert not request.keys() & {"tools", "tool_choice", "parallel_tool_calls"}
+
+
+def test_a_stream_begins_with_the_expected_tokens_and_ends_with_the_counted_ones() -> None:
+    first, *_, last, _ = events(feed(MessagesStream("m", 77), stream([("text", "a")])))
+    assert first["message"]["usage"]["input_tokens"] == 77
+    counted = {"input_tokens": 20, "cache_read_input_tokens": 100, "output_tokens": 30}
+    assert counted.items() <= last["usage"].items()
+
+
+def test_a_stream_begins_with_the_counted_tokens_where_the_engine_reports_them_at_once() -> None:
+    usage = {"prompt_tokens": 120, "completion_tokens": 1}
+    counted = b'data: {"id": "chatcmpl-7", "choices": [], "usage": %b}\n\n'
+    data = counted % json.dumps(usage).encode() + stream([("text", "a")])
+    first = events(feed(MessagesStream("m", 77), data))[0]
+    assert first["message"]["usage"]["input_tokens"] == 120
+
+
+def test_an_answer_that_the_client_has_begun_is_continued() -> None:
+    user = {"role": "user", "content": "x"}
+    begun = chat(messages=[user, {"role": "assistant", "content": "The dam is"}])
+    assert (begun["continue_final_message"], begun["add_generation_prompt"]) == (True, False)
+    call = {"type": "tool_use", "id": "t", "name": "run", "input": {}}
+    for said in ("", [call]):
+        request = chat(messages=[user, {"role": "assistant", "content": said}])
+        assert "continue_final_message" not in request

@@ -74,6 +74,7 @@ def test_a_turn_of_an_agent_becomes_chat_messages() -> None:
         {
             "role": "assistant",
             "content": "I look.",
+            "reasoning": "Hm.",
             "reasoning_content": "Hm.",
             "tool_calls": [call(1, '{"cmd": "ls"}'), call(2, "{}")],
         },
@@ -143,6 +144,7 @@ def test_members_keep_their_meaning() -> None:
             "format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}},
             "verbosity": "low",
         },
+        tools=[TOOL],
         tool_choice={"type": "function", "name": "run"},
         include=["reasoning.encrypted_content"],
         store=True,
@@ -163,7 +165,7 @@ def test_members_keep_their_meaning() -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "odd"}, "truncation"),
         ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "namespace", "name": "n", "odd": 1}]}, "tools[0].odd"),
         (
@@ -172,7 +174,8 @@ def test_members_keep_their_meaning() -> None:
         ),
         ({"tools": [{"type": "namespace", "name": "n", "tools": 1}]}, "tools[0].tools"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+        ({"tool_choice": {"type": "function", "name": "run"}}, "tool_choice"),
+        ({"tools": [{"type": "custom", "name": "run", "odd": 1}]}, "tools[0].odd"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
@@ -263,3 +266,108 @@ def test_an_error_before_anything_else_has_a_response_too() -> None:
         "response.in_progress",
         "response.failed",
     ]
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", "required"])
+def test_without_tools_nothing_says_how_to_call_them(choice: str) -> None:
+    for tools in ([], [{"type": "web_search_2025_08_26"}]):
+        request = chat(tools=tools, tool_choice=choice, parallel_tool_calls=True)
+        assert not request.keys() & {"tools", "tool_choice", "parallel_tool_calls"}
+
+
+CUSTOM = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Patch a file.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: WORD"},
+}
+PATCH = 'add "a"\nand é'
+
+
+def test_a_custom_tool_is_a_function_with_one_text() -> None:
+    items = [
+        {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": PATCH},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+    ]
+    choice = {"type": "custom", "name": "patch"}
+    request = chat(tools=[CUSTOM, TOOL], tool_choice=choice, input=items)
+    function = request["tools"][0]["function"]
+    assert function["name"] == "patch"
+    assert function["description"].startswith("Patch a file.\n\n")
+    assert function["description"].endswith("lark grammar:\nstart: WORD")
+    assert function["parameters"]["required"] == ["input"]
+    assert request["tool_choice"] == {"type": "function", "function": {"name": "patch"}}
+    called, result = request["messages"]
+    assert json.loads(called["tool_calls"][0]["function"]["arguments"]) == {"input": PATCH}
+    assert result == {"role": "tool", "tool_call_id": "c1", "content": "done"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(json.dumps({"input": PATCH}), PATCH), ("no JSON", "no JSON"), ('{"x": 1}', '{"x": 1}')],
+)
+def test_a_call_of_a_custom_tool_gets_its_input_back(arguments: str, text: str) -> None:
+    known = responses_answer.echo(json.dumps(REQUEST | {"tools": [CUSTOM, TOOL]}).encode())
+    pieces: list[Piece] = [("text", "I"), ("call", ("patch", arguments)), ("call", ("run", "{}"))]
+    whole = b"".join(responses_answer.from_chat(answer(pieces, "tool_calls"), "m", known))
+    streamed = feed(ResponsesStream("m", known), stream(pieces, "tool_calls"))
+    assert response_of(streamed)["output"] == json.loads(whole)["output"]
+    item = Response.model_validate_json(whole).output[1]
+    assert item.type == "custom_tool_call"
+    assert (item.name, item.input, item.call_id) == ("patch", text, "call_0")
+    adapter = TypeAdapter[Any](ResponseStreamEvent)
+    custom = [event for event in events(streamed) if "custom_tool_call_input" in event["type"]]
+    assert [adapter.validate_python(event).type.rpartition(".")[2] for event in custom] == [
+        "delta",
+        "done",
+    ]
+    assert [event.get("delta", event.get("input")) for event in custom] == [text, text]
+
+
+def logprob(token: str) -> dict[str, Any]:
+    alternative = {"token": token, "bytes": [97], "logprob": -0.5}
+    return {**alternative, "top_logprobs": [alternative]}
+
+
+def test_log_probabilities_are_requested_and_come_back() -> None:
+    include = ["message.output_text.logprobs"]
+    request = chat(include=include, top_logprobs=2)
+    assert (request["logprobs"], request["top_logprobs"]) == (True, 2)
+    assert not chat(top_logprobs=2).keys() & {"logprobs", "top_logprobs"}
+    listed = [logprob("a"), logprob("b")]
+    body = answer([("text", "ab")], logprobs={"content": listed})
+    whole = json.loads(b"".join(responses_answer.from_chat(body, "m", echoed())))
+    assert whole["output"][0]["content"][0]["logprobs"] == listed
+    data = b"".join(chunk({"content": p["token"]}, logprobs={"content": [p]}) for p in listed)
+    translator = ResponsesStream("m", echoed())
+    streamed = feed(translator, data + chunk({}, finish_reason="stop")) + finish(translator)
+    assert response_of(streamed)["output"][0]["content"] == whole["output"][0]["content"]
+    deltas = [e["logprobs"] for e in events(streamed) if e["type"].endswith("text.delta")]
+    assert deltas == [[listed[0]], [listed[1]]]
+
+
+def test_a_prompt_that_is_too_long_may_be_cut() -> None:
+    assert chat(truncation="auto")["truncate_prompt_tokens"] == -1
+    assert "truncate_prompt_tokens" not in chat(truncation="disabled")
+
+
+@pytest.mark.parametrize(("status", "continues"), [("incomplete", True), ("completed", False)])
+def test_an_incomplete_answer_at_the_end_is_continued(status: str, continues: bool) -> None:
+    part = {"type": "output_text", "text": "The dam is", "annotations": []}
+    answered = {"type": "message", "role": "assistant", "status": status, "content": [part]}
+    request = chat(input=[{"role": "user", "content": "x"}, answered])
+    assert request.get("continue_final_message", False) is continues
+    assert request.get("add_generation_prompt", True) is not continues
+
+
+def test_searches_that_a_service_made_are_left_out_of_the_conversation() -> None:
+    items = [{"type": "web_search_call", "id": "ws_1", "status": "completed"}]
+    assert len(chat(input=[{"role": "user", "content": "x"}, *items])["messages"]) == 1
+
+
+def test_input_tokens_are_counted_by_the_engine() -> None:
+    body = json.dumps({"model": "m", "input": "x", "instructions": "Be brief.", "tools": [TOOL]})
+    request = json.loads(responses_request.to_tokenize(body.encode()))
+    assert request.keys() == {"model", "messages", "tools"}
+    counted = json.loads(responses_request.count_of(b'{"count": 12, "tokens": []}'))
+    assert counted == {"object": "response.input_tokens", "input_tokens": 12}

@@ -1,0 +1,73 @@
+"""Custom tools of the Responses API, which take free text, as functions of a chat with one string.
+
+Chats have only functions, whose arguments are a JSON object. The text is its member `input`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.protocol.translate.request_reader import check_members, encode, mapping_of, text_of
+
+_MEMBERS = frozenset({"type", "name", "description", "format", "defer_loading", "allowed_callers"})
+_INPUT = "input"
+
+
+class _Arguments(msgspec.Struct, frozen=True):
+    input: str
+
+
+_read = msgspec.json.Decoder(_Arguments).decode
+
+
+def custom_function(tool: Mapping[str, Any], path: str, name: str) -> dict[str, Any]:
+    """Return the chat function for a custom tool, which is called `name` there.
+
+    A grammar of the text becomes part of the description, because a chat cannot enforce it. Raises
+    GatewayError for members that are not known.
+    """
+    check_members(tool, _MEMBERS, path)
+    described = [text_of(tool.get("description") or "", f"{path}.description")]
+    form = mapping_of(tool.get("format") or {"type": "text"}, f"{path}.format")
+    if form.get("type") == "grammar":
+        syntax = text_of(form.get("syntax"), f"{path}.format.syntax")
+        definition = text_of(form.get("definition"), f"{path}.format.definition")
+        described.append(f"The input must match this {syntax} grammar:\n{definition}")
+    schema = {
+        "type": "object",
+        "properties": {_INPUT: {"type": "string", "description": "The tool's input, as text."}},
+        "required": [_INPUT],
+        "additionalProperties": False,
+    }
+    function: dict[str, Any] = {"name": name}
+    if text := "\n\n".join(filter(None, described)):
+        function["description"] = text
+    return {"type": "function", "function": function | {"parameters": schema}}
+
+
+def custom_arguments(text: str) -> str:
+    """Return the arguments of the chat function, as JSON, for the input of a custom tool."""
+    return encode({_INPUT: text}).decode()
+
+
+def custom_input(arguments: str) -> str:
+    """Return the input of a custom tool from the arguments of the chat function.
+
+    Arguments in another form, which a model may write, are the input themselves.
+    """
+    try:
+        return _read(arguments).input
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+
+
+def custom_names(tools: list[Any]) -> frozenset[str]:
+    """Return the names of the custom tools among the tools of a request."""
+    return frozenset(
+        str(tool.get("name"))
+        for tool in tools
+        if isinstance(tool, dict) and tool.get("type") == "custom"
+    )
