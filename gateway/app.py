@@ -22,7 +22,7 @@ from gateway.admission.admission_controller import AdmissionController
 from gateway.auto.auto_controller import AutoPolicyController
 from gateway.auto.gateway_config_access import GatewayConfigAccess
 from gateway.batch.batch_runner import BatchRunner
-from gateway.batch.http_handlers import BatchPages
+from gateway.batch.message_batch_handlers import AllBatchPages
 from gateway.batch.storage_choice import create_storage
 from gateway.config import Config, Limits, Listener, LoadedConfig
 from gateway.disagg.handoffs import Handoffs
@@ -463,7 +463,7 @@ class App:
         server = api_application(lambda: self.gateway.snapshot, self._cors)
         if self._batches is not None:
             assert self.config.batch is not None
-            pages = BatchPages(self._batches, lambda: self.gateway.snapshot, self.config.batch)
+            pages = AllBatchPages(self._batches, lambda: self.gateway.snapshot, self.config.batch)
             pages.add_routes(server)
         runner = web.AppRunner(server, handler_cancellation=True, access_log=None)
         await runner.setup()

@@ -107,6 +107,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     output_expiry_s  seconds after which the files of results expire, if the client set a time
     usage            tokens of all answers, once the batch has ended
     request_times_s  mean and longest time of its requests in seconds; None: unknown
+    unanswered       number of requests without a result when it ended; they count as failed
     """
 
     id: str
@@ -130,6 +131,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     output_expiry_s: int | None = None
     usage: TokenUsage | None = None
     request_times_s: tuple[float, float] | None = None
+    unanswered: int = 0
 
     @property
     def is_final(self) -> bool:

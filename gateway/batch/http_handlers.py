@@ -104,12 +104,15 @@ class BatchPages:
         finally:
             self._uploads -= 1
             if upload is not None:
-                # Close the upload in a separate task: this task is cancelled, perhaps twice, if the
-                # client disconnects.
-                task = asyncio.create_task(self._close(upload))
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
-        return _ok(record.as_object())
+                self._close_later(upload)
+        return json_response(record.as_object())
+
+    def _close_later(self, upload: Upload) -> None:
+        # Close the upload in a separate task: this task is cancelled, perhaps twice, if the client
+        # disconnects.
+        task = asyncio.create_task(self._close(upload))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def _close(self, upload: Upload) -> None:
         with suppress(OSError):  # the janitor deletes remaining parts of the upload later
@@ -154,21 +157,21 @@ class BatchPages:
         files = await self._run(self._store.files, tenant)
         now = time()
         shown = [f for f in files if purpose in (None, f.purpose) and f.expires_at > now]
-        return _ok(page_of(shown, page))
+        return json_response(page_of(shown, page))
 
     async def _show_file(self, request: web.Request) -> web.StreamResponse:
-        return _ok((await self._file(request)).as_object())
+        return json_response((await self._file(request)).as_object())
 
     async def _delete_file(self, request: web.Request) -> web.StreamResponse:
         file = await self._file(request)
         await self._run(self._store.delete_file, self._tenant(request), file.id)
-        return _ok({"id": file.id, "object": "file", "deleted": True})
+        return json_response({"id": file.id, "object": "file", "deleted": True})
 
     async def _send_content(self, request: web.Request) -> web.StreamResponse:
         file, tenant = await self._file(request), self._tenant(request)
         content = await self._run(self._store.open_content, tenant, file.id)
         with content:
-            response = web.StreamResponse(headers=_headers())
+            response = web.StreamResponse(headers=response_headers())
             response.content_type = "application/octet-stream"
             response.content_length = file.size
             await response.prepare(request)
@@ -193,14 +196,18 @@ class BatchPages:
         if file is None:
             raise file_not_found(batch_request.input_file_id)
         check_purpose(file)
+        await self._check_unfinished(tenant, section)
+        record = self._new_record(batch_request, tenant, self._scope(request))
+        await self._run(self._store.create_batch, record)
+        self._runner.wake()
+        return json_response(record.as_object())
+
+    async def _check_unfinished(self, tenant: str, section: BatchApi) -> None:
+        # Raise GatewayError if the tenant has as many unfinished batches as it may have.
         batches = await self._run(self._store.batches, tenant)
         if sum(not batch.is_final for batch in batches) >= section.batches:
             message = f"The tenant has {section.batches} unfinished batches, the most it may have."
             raise GatewayError(Failure.TENANT_RATE_LIMITED, message)
-        record = self._new_record(batch_request, tenant, self._scope(request))
-        await self._run(self._store.create_batch, record)
-        self._runner.wake()
-        return _ok(record.as_object())
 
     def _new_record(self, batch_request: BatchRequest, tenant: str, scope: str) -> BatchRecord:
         now = int(time())
@@ -221,26 +228,28 @@ class BatchPages:
         tenant = self._tenant(request)
         page = read_page_query(request.query, 100, default=20)
         batches = await self._run(self._store.batches, tenant)
-        return _ok(page_of(batches, page))
+        return json_response(page_of(batches, page))
 
     async def _show_batch(self, request: web.Request) -> web.StreamResponse:
-        return _ok((await self._batch(request)).as_object())
+        return json_response((await self._batch(request)).as_object())
 
     async def _cancel_batch(self, request: web.Request) -> web.StreamResponse:
-        batch = await self._batch(request)
+        await self._cancel(await self._batch(request))
+        return json_response((await self._batch(request)).as_object())
+
+    async def _cancel(self, batch: BatchRecord) -> None:
+        # Request the cancellation of a batch. Raises GatewayError if that is too late.
         if batch.is_final or batch.state is BatchState.FINALIZING:
             message = f"Cannot cancel a batch with status '{batch.state.value}'."
             raise GatewayError(Failure.BATCH_CONFLICT, message)
         await self._run(self._store.request_cancel, batch)
         self._runner.wake()
-        return _ok((await self._batch(request)).as_object())
 
     async def _batch(self, request: web.Request) -> BatchRecord:
         tenant, batch_id = self._tenant(request), request.match_info["id"]
         batch: BatchRecord | None = await self._run(self._store.batch, tenant, batch_id)
         if batch is None:
-            message = f"No batch found with id '{batch_id[:64]}'."
-            raise GatewayError(Failure.BATCH_NOT_FOUND, message, param="batch_id")
+            raise batch_not_found(f"No batch found with id '{batch_id[:64]}'.")
         return batch
 
     # Common
@@ -278,6 +287,11 @@ def _unreachable() -> GatewayError:
     return GatewayError(Failure.STORAGE_UNREACHABLE, message, retry_after_s=REOPEN_S)
 
 
+def batch_not_found(message: str) -> GatewayError:
+    """Return the error (404) for a batch that is unknown, deleted, or of another tenant."""
+    return GatewayError(Failure.BATCH_NOT_FOUND, message, param="batch_id")
+
+
 def file_not_found(file_id: str) -> GatewayError:
     """Return the error for a file that is unknown, deleted, expired, or of another tenant."""
     message = f"No such File object: {file_id[:64]}"
@@ -297,12 +311,13 @@ async def _received(reading: Awaitable[T]) -> T:
         async with asyncio.timeout(PIECE_TIMEOUT_S):
             return await reading
     except TimeoutError:
-        raise _too_slow() from None
+        raise too_slow() from None
     except (ValueError, AssertionError, HttpProcessingError) as error:
         raise _bad(f"The body is not a valid form (multipart/form-data): {error}.", None) from None
 
 
-def _too_slow() -> GatewayError:
+def too_slow() -> GatewayError:
+    """Return the error for a request body that did not arrive in time."""
     message = "The request's body did not arrive in time."
     return GatewayError(Failure.REQUEST_TIMEOUT, message)
 
@@ -317,7 +332,7 @@ async def _read_body(request: web.Request) -> bytes:
                     message = f"The request body is larger than {MAX_BODY_BYTES} bytes."
                     raise GatewayError(Failure.TOO_LARGE, message)
     except TimeoutError:
-        raise _too_slow() from None
+        raise too_slow() from None
     return body
 
 
@@ -325,11 +340,13 @@ def _bad(message: str, param: str | None) -> GatewayError:
     return GatewayError(Failure.BAD_REQUEST, message, param=param)
 
 
-def _headers() -> dict[str, str]:
+def response_headers() -> dict[str, str]:
+    """Return the headers that every response of the Batch API has, with a new request id."""
     return {"server": "penstock", "x-request-id": new_request_id()}
 
 
-def _ok(body: dict[str, Any]) -> web.Response:
+def json_response(body: dict[str, Any]) -> web.Response:
+    """Return a response with status 200 and this JSON body."""
     return web.Response(
-        body=msgspec.json.encode(body), content_type="application/json", headers=_headers()
+        body=msgspec.json.encode(body), content_type="application/json", headers=response_headers()
     )

@@ -325,7 +325,9 @@ class OwnedBatch:
             written.append(name if size else None)
         failed = self.total - self.progress.completed
         counts = RequestCounts(self.total, self.progress.completed, failed)
+        unanswered = failed - self.progress.failed
         changes: dict[str, Any] = {"counts": counts, "usage": usage.total}
+        changes["unanswered"] = unanswered
         changes |= {"output_file_id": written[0], "error_file_id": written[1]}
         await run(self._claimed.finish, self.record.enter(state, now, **changes))
 

@@ -1,0 +1,138 @@
+"""The HTTP handlers of Anthropic's `/v1/messages/batches`, beside those of files and batches."""
+
+from __future__ import annotations
+
+import asyncio
+from io import BufferedReader
+from time import time
+
+from aiohttp import web
+from msgspec.structs import replace
+
+from gateway.batch import message_batches
+from gateway.batch.file_and_batch_objects import BatchRecord, FileRecord, RequestCounts
+from gateway.batch.http_handlers import (
+    PIECE_BYTES,
+    PIECE_TIMEOUT_S,
+    BatchPages,
+    batch_not_found,
+    json_response,
+    response_headers,
+    too_slow,
+)
+from gateway.batch.http_requests import BatchRequest
+from gateway.batch.input_lines import BATCH_APIS
+from gateway.batch.storage import StorageQuota
+from gateway.protocol.api_table import MESSAGES
+from gateway.protocol.errors import Failure, GatewayError
+
+MAX_BATCH_BYTES = 32 * 1024 * 1024
+"""Maximum size of a body that creates a batch, which is kept in memory as a whole."""
+MAX_CREATED_AT_ONCE = 2
+assert MESSAGES.path in BATCH_APIS
+
+
+class AllBatchPages(BatchPages):
+    """The HTTP handlers for files, batches and message batches."""
+
+    _creating = 0
+
+    def add_routes(self, server: web.Application) -> None:
+        """Add the routes of all handlers to the application."""
+        super().add_routes(server)
+        path, add = f"{MESSAGES.path}/batches", server.router
+        add.add_post(path, self._create_messages)
+        add.add_get(path, self._list_messages)
+        add.add_get(f"{path}/{{id}}", self._show_messages)
+        add.add_get(f"{path}/{{id}}/results", self._send_results)
+        add.add_post(f"{path}/{{id}}/cancel", self._cancel_messages)
+
+    async def _create_messages(self, request: web.Request) -> web.StreamResponse:
+        tenant = self._tenant(request)
+        if self._creating >= MAX_CREATED_AT_ONCE:
+            message = f"{MAX_CREATED_AT_ONCE} batches of messages are being created already."
+            raise GatewayError(Failure.OVERLOADED, message, retry_after_s=1.0)
+        self._creating += 1
+        try:
+            record = await self._create_from(await self._read_large(request), tenant, request)
+        finally:
+            self._creating -= 1
+        return json_response(message_batches.message_batch(record))
+
+    async def _create_from(self, raw: bytearray, tenant: str, request: web.Request) -> BatchRecord:
+        # Store the input file and the batch that a body describes.
+        section, limits = self._section, self._snapshot().config.limits
+        await self._check_unfinished(tenant, section)
+        text, count = await self._threads.run(
+            message_batches.input_file, raw, section.lines, limits.body
+        )
+        quota = StorageQuota(section.files, section.storage, section.file_size)
+        upload = await self._run(self._store.start_upload, tenant, quota)
+        try:
+            await self._run(upload.write, text)
+            now = int(time())
+            expires_at = int(now + section.expiry)
+            file = FileRecord(upload.id, "messages.jsonl", "batch", len(text), now, expires_at)
+            await self._run(self._store.commit_upload, tenant, upload, file)
+        finally:
+            self._close_later(upload)
+        window_s = min(message_batches.WINDOW_S, section.window)
+        asked = BatchRequest(file.id, MESSAGES.path, message_batches.WINDOW, None, window_s)
+        record = self._new_record(asked, tenant, self._scope(request))
+        record = replace(record, counts=RequestCounts(count))
+        await self._run(self._store.create_batch, record)
+        self._runner.wake()
+        return record
+
+    async def _read_large(self, request: web.Request) -> bytearray:
+        most, body = min(MAX_BATCH_BYTES, self._section.file_size), bytearray()
+        try:
+            while piece := await asyncio.wait_for(
+                request.content.read(PIECE_BYTES), PIECE_TIMEOUT_S
+            ):
+                body += piece
+                if len(body) > most:
+                    message = f"The batch is larger than {most} bytes."
+                    raise GatewayError(Failure.TOO_LARGE, message)
+        except TimeoutError:
+            raise too_slow() from None
+        return body
+
+    async def _list_messages(self, request: web.Request) -> web.StreamResponse:
+        batches = await self._run(self._store.batches, self._tenant(request))
+        return json_response(message_batches.page(batches, request.query))
+
+    async def _show_messages(self, request: web.Request) -> web.StreamResponse:
+        return json_response(message_batches.message_batch(await self._messages(request)))
+
+    async def _cancel_messages(self, request: web.Request) -> web.StreamResponse:
+        await self._cancel(await self._messages(request))
+        return json_response(message_batches.message_batch(await self._messages(request)))
+
+    async def _send_results(self, request: web.Request) -> web.StreamResponse:
+        batch = await self._messages(request)
+        if not batch.is_final:
+            raise batch_not_found("The batch has no results before it has ended.")
+        response = web.StreamResponse(headers=response_headers())
+        response.content_type = "application/x-jsonl"
+        await response.prepare(request)
+        for name in filter(None, (batch.output_file_id, batch.error_file_id)):
+            content = await self._run(self._store.open_content, batch.tenant, name)
+            with content:
+                while text := await self._threads.run(_results, content):
+                    await response.write(text)
+        await response.write_eof()
+        return response
+
+    async def _messages(self, request: web.Request) -> BatchRecord:
+        tenant, name = self._tenant(request), request.match_info["id"]
+        own = message_batches.own_id(name)
+        batch: BatchRecord | None = await self._run(self._store.batch, tenant, own) if own else None
+        if batch is None or batch.endpoint != MESSAGES.path:
+            raise batch_not_found(f"No batch found with id '{name[:64]}'.")
+        return batch
+
+
+def _results(content: BufferedReader) -> bytes:
+    # Return the results in the next lines of an output or error file; b"" at its end.
+    return b"".join(map(message_batches.result, content.readlines(PIECE_BYTES)))

@@ -1,0 +1,179 @@
+"""Anthropic's Message Batches in terms of batches: their requests, objects and results. No I/O.
+
+A message batch is a batch whose requests use the Messages API. Its input file is written from the
+body that creates it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import msgspec
+
+from gateway.batch.file_and_batch_objects import BATCH_ID, BatchRecord, BatchState
+from gateway.batch.input_lines import InputChecker
+from gateway.protocol.api_table import MESSAGES
+from gateway.protocol.errors import Failure, GatewayError
+
+WINDOW, WINDOW_S = "24h", 86_400.0  # as in Anthropic's API
+MAX_PAGE, PAGE = 1000, 20
+_ID, _OWN_ID = "msgbatch_", "batch_"
+
+
+class _Item(msgspec.Struct):
+    custom_id: str
+    params: msgspec.Raw
+
+
+class _Body(msgspec.Struct):
+    requests: Annotated[list[_Item], msgspec.Meta(min_length=1)]
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+    body: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Reason(msgspec.Struct):
+    code: str
+    message: str
+
+
+class _ResultLine(msgspec.Struct):
+    custom_id: str
+    response: _Response | None = None
+    error: _Reason | None = None
+
+
+_decode_body = msgspec.json.Decoder(_Body).decode
+_decode_result = msgspec.json.Decoder(_ResultLine).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def input_file(raw: bytes | bytearray, max_lines: int, max_body: int) -> tuple[bytes, int]:
+    """Return the input file of a message batch, and its number of requests.
+
+    raw        body of the request that creates the batch
+    max_lines  maximum number of requests
+    max_body   maximum bytes of one request
+
+    Raises GatewayError (400) with the first request that is invalid.
+    """
+    try:
+        items = _decode_body(raw).requests
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise _bad(f"The body is not a valid request to create a batch: {error}.", None) from None
+    checker, lines = InputChecker(MESSAGES.path, max_lines, max_body), list[bytes]()
+    for number, item in enumerate(items):
+        members = {"custom_id": item.custom_id, "method": "POST", "url": MESSAGES.path}
+        body = msgspec.Raw(msgspec.json.format(item.params, indent=-1))  # on one line
+        lines.append(_encode(members | {"body": body}) + b"\n")
+        checker.check(lines[-1])
+        if checker.problems:
+            problem = checker.problems[0]
+            param = (problem.param or "params").replace("body", "params", 1)
+            raise _bad(f"requests[{number}]: {problem.message}", f"requests[{number}].{param}")
+    return b"".join(lines), len(lines)
+
+
+def own_id(batch_id: str) -> str:
+    """Return the id of a batch for that of a message batch; an unknown one for another text."""
+    name = _OWN_ID + batch_id.removeprefix(_ID)
+    return name if batch_id.startswith(_ID) and BATCH_ID.fullmatch(name) else ""
+
+
+def message_batch(record: BatchRecord) -> dict[str, Any]:
+    """Return a batch as an object of Anthropic's API."""
+    times, name = record.state_times, _ID + record.id.removeprefix(_OWN_ID)
+    state = "ended" if record.is_final else "in_progress"
+    if record.state is BatchState.CANCELLING:
+        state = "canceling"
+    ended = times.get(record.state.value) if record.is_final else None
+    return {
+        "id": name,
+        "type": "message_batch",
+        "processing_status": state,
+        "request_counts": _counts(record),
+        "created_at": _time(record.created_at),
+        "expires_at": _time(record.expires_at),
+        "ended_at": _time(ended),
+        "cancel_initiated_at": _time(times.get(BatchState.CANCELLING.value)),
+        "archived_at": None,
+        "results_url": f"{MESSAGES.path}/batches/{name}/results" if record.is_final else None,
+    }
+
+
+def page(records: Sequence[BatchRecord], query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the requested page of a tenant's message batches, newest first.
+
+    Raises GatewayError for an invalid query, or one that names an unknown batch.
+    """
+    batches = [record for record in records if record.endpoint == MESSAGES.path]
+    limit = query.get("limit", str(PAGE))
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 5 and 0 < int(limit) <= MAX_PAGE):
+        raise _bad(f"The query parameter limit must be from 1 to {MAX_PAGE}.", "limit")
+    ids, start, end = [record.id for record in batches], 0, len(batches)
+    for name in ("after_id", "before_id"):
+        if name in query:
+            if (wanted := own_id(query[name])) not in ids:
+                raise _bad(f"The query parameter {name} names no batch.", name)
+            if name == "after_id":
+                start = ids.index(wanted) + 1
+            else:
+                end = ids.index(wanted)
+    if "before_id" in query:
+        start = max(start, end - int(limit))
+    shown = [message_batch(record) for record in batches[start : min(end, start + int(limit))]]
+    return {
+        "data": shown,
+        "has_more": start > 0 if "before_id" in query else start + int(limit) < end,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+    }
+
+
+def result(line: bytes) -> bytes:
+    """Return a line of a batch's output or error file as one of a message batch's results."""
+    read = _decode_result(line)
+    if read.response is not None:
+        kind = "succeeded" if read.response.status_code == 200 else "errored"
+        member = "message" if kind == "succeeded" else "error"
+        return _line(read.custom_id, {"type": kind, member: read.response.body})
+    code = "" if read.error is None else read.error.code
+    if code in ("batch_expired", "batch_cancelled"):
+        return _line(read.custom_id, {"type": "expired" if code == "batch_expired" else "canceled"})
+    message = "The request was not answered." if read.error is None else read.error.message
+    error = {"type": "error", "error": {"type": "api_error", "message": message}}
+    return _line(read.custom_id, {"type": "errored", "error": error})
+
+
+def _line(custom_id: str, shown: Mapping[str, Any]) -> bytes:
+    return _encode({"custom_id": custom_id, "result": shown}) + b"\n"
+
+
+def _counts(record: BatchRecord) -> dict[str, int]:
+    # Return the number of requests by outcome. All are being processed until the batch has ended.
+    counts, missing = record.counts, record.unanswered
+    if not record.is_final:
+        return _tally(processing=counts.total)
+    tally = _tally(succeeded=counts.completed, errored=counts.total - counts.completed - missing)
+    tally["canceled" if record.state is BatchState.CANCELLED else "expired"] = missing
+    return tally
+
+
+def _tally(processing: int = 0, succeeded: int = 0, errored: int = 0) -> dict[str, int]:
+    ended = {"succeeded": succeeded, "errored": errored, "canceled": 0, "expired": 0}
+    return {"processing": processing, **ended}
+
+
+def _time(seconds: int | None) -> str | None:
+    # Return a time as in RFC 3339.
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _bad(message: str, param: str | None) -> GatewayError:
+    return GatewayError(Failure.BAD_REQUEST, message, param=param)
