@@ -160,6 +160,9 @@ class PairAttempt(AttemptState):
         if self.exchange.is_committed:
             # Bytes of the answer arrive, though the relay may not have recognised a token in them.
             return
+        ready_at = self._kv_ready_at()
+        if self.transfer is not None and ready_at is not None:
+            self.handoffs.transfer_times.give_up(self.transfer, ready_at, monotonic())
         self.problem = UpstreamError("transfer_timeout", f"{self.state} for too long")
         self.post(Event.OVERDUE)
 
@@ -311,14 +314,18 @@ class PairAttempt(AttemptState):
         # The answer may take long to end, and the next requests need the link's speed now.
         # The speed is unknown if the answer comes at once after its last token, or if the prefill
         # endpoint answers after the decoder.
-        transfer, prefilled_at, now = self.transfer, self.record.prefilled_at, monotonic()
+        transfer, now = self.transfer, monotonic()
         if transfer is None:
             return
         end_transfer(transfer, self.pair, now)
-        ready_at = None
-        if prefilled_at is not None and self.decode_reservation.entry.sees_first_token:
-            ready_at = prefilled_at + self.context.split.splitter.rule.handoff_s
-        self.handoffs.transfer_times.learn(transfer, ready_at, now)
+        self.handoffs.transfer_times.learn(transfer, self._kv_ready_at(), now)
+
+    def _kv_ready_at(self) -> float | None:
+        # Return when the transfer could begin; None if that or its end cannot be known.
+        prefilled_at = self.record.prefilled_at
+        if prefilled_at is None or not self.decode_reservation.entry.sees_first_token:
+            return None
+        return prefilled_at + self.context.split.splitter.rule.handoff_s
 
     def _on_first_token(self) -> None:
         self.exchange.on_first_token()

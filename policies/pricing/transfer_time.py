@@ -14,9 +14,14 @@ The price of a split request contains the time until its KV has arrived
 A handoff teaches the rate only by the time for which it had its links to itself, because the
 transfers before it are in the forecast already.
 
-Before anything is known of a fleet, a link that has a transfer in progress is expected to be busy
-for ever: the first transfer over each link is a test of its speed. Otherwise all requests of a
-burst would be sent over links that may be a hundred times slower than assumed.
+Before anything is known of a fleet, and again when nothing has been learnt of it for MEMORY_S, a
+link that has a transfer in progress is expected to be busy for ever: the first transfer over each
+link is a test of its speed. Otherwise all requests of a burst would be sent over links that may be
+a hundred times slower than assumed.
+
+A transfer that is given up teaches as much as it has taken. While nothing is known of the fleet it
+teaches the whole fleet, else only its pair: the others have shown that their links are quicker, and
+the cause may be an engine that hangs.
 """
 
 from __future__ import annotations
@@ -102,10 +107,15 @@ class PairMeans:
         return DecayingMean(self._most)
 
     def add(self, names: Names, weight: float, total: float, now: float) -> None:
-        self.is_empty = False
+        self.add_to_pair(names, weight, total, now)
         ends = (_get_or_add(self._ends, end, self._new_mean) for end in enumerate(names))
-        for mean in (_get_or_add(self._pairs, names, self._new_mean), *ends, self._all):
+        for mean in (*ends, self._all):
             mean.add(weight, total, now)
+
+    def add_to_pair(self, names: Names, weight: float, total: float, now: float) -> None:
+        """Add a measurement that says nothing of other pairs."""
+        self.is_empty = False
+        _get_or_add(self._pairs, names, self._new_mean).add(weight, total, now)
 
     def mean(self, names: Names, expected: float, now: float) -> float:
         """Return the mean of a pair; `expected` is the one of a fleet without measurements."""
@@ -225,6 +235,11 @@ class PendingTransfer:
         self.links_free_at = 0.0
         self.ended_at: float | None = None
 
+    @property
+    def is_pending(self) -> bool:
+        """Return whether it has neither ended nor been cancelled."""
+        return bool(self._links)
+
     def on_ready(self, now: float) -> None:
         """Note that the prompt is computed, so that its KV can be moved from now on."""
         for link in self._links:
@@ -252,19 +267,18 @@ class TransferTimes:
     """
 
     # _links: by (0, prefill endpoint) and (1, decode endpoint), over all their pairs
-    # _is_tested: whether a transfer has ended whose time could not be measured
-    __slots__ = ("_fixed", "_is_tested", "_links", "_rates")
+    # _tested_at: when the last transfer ended, measured or not
+    __slots__ = ("_fixed", "_links", "_rates", "_tested_at")
 
     def __init__(self) -> None:
         self._rates = PairMeans(PRIOR_TOKENS, MEMORY_TOKENS)
         self._fixed = PairMeans(PRIOR_HANDOFFS, MEMORY_HANDOFFS)
         self._links: dict[tuple[int, str], LinkQueue] = {}
-        self._is_tested = False
+        self._tested_at = -inf
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether any transfer has ended since the start."""
-        return self._is_tested or not (self._rates.is_empty and self._fixed.is_empty)
+    def is_measured(self, now: float) -> bool:
+        """Return whether any transfer has ended in the last MEMORY_S seconds."""
+        return now - self._tested_at <= MEMORY_S
 
     def backlog_s(self, names: Names, now: float) -> float:
         """Return the seconds until the links of both endpoints have moved all KV that waits.
@@ -273,7 +287,7 @@ class TransferTimes:
         yet.
         """
         links = [self._links[end] for end in enumerate(names) if end in self._links]
-        if not self.is_measured and any(link.is_busy for link in links):
+        if not self.is_measured(now) and any(link.is_busy for link in links):
             return inf
         return max((link.backlog_s(now) for link in links), default=0.0)
 
@@ -302,10 +316,31 @@ class TransferTimes:
         if transfer.ended_at is None:
             return
         if ready_at is None:
-            self._is_tested = True
+            self._tested_at = now
             return
         seconds = transfer.ended_at - max(ready_at, transfer.links_free_at)
         self.record(transfer.names, transfer.tokens, seconds, now)
+        self._update_queues(transfer, now)
+
+    def give_up(self, transfer: PendingTransfer, ready_at: float, now: float) -> None:
+        """End a transfer that has taken too long, and learn that it takes at least so long.
+
+        Nothing happens if it has ended before.
+        """
+        if not transfer.is_pending:
+            return
+        transfer.end(now)
+        seconds = max(0.0, now - max(ready_at, transfer.links_free_at))
+        if not self.is_measured(now):
+            self.record(transfer.names, transfer.tokens, seconds, now)
+        elif transfer.tokens < LEAST_TOKENS:
+            self._fixed.add_to_pair(transfer.names, 1, seconds, now)
+        else:
+            self._rates.add_to_pair(transfer.names, transfer.tokens, seconds, now)
+        self._update_queues(transfer, now)
+
+    def _update_queues(self, transfer: PendingTransfer, now: float) -> None:
+        # Expect the transfers that wait for the same links to take as long as is known now.
         for end in enumerate(transfer.names):
             link = self._links.get(end) or LinkQueue()
             for names in link.pairs():
@@ -317,6 +352,7 @@ class TransferTimes:
         Of a large transfer, the fixed time that small ones have taught is subtracted. A negative
         time, where the decoder was quicker than expected, counts as 0.
         """
+        self._tested_at = now
         if tokens < LEAST_TOKENS:
             self._fixed.add(names, 1, max(0.0, seconds), now)
             return

@@ -95,7 +95,7 @@ async def test_the_speed_of_a_link_is_learnt_before_the_answer_ends() -> None:
 
         await f.ask_and_leave(measured, stream=True)
         assert len(f.prefill[0].requests) == 1
-        assert times.is_measured
+        assert times.is_measured(asyncio.get_running_loop().time())
         assert times.backlog_s((f.prefill[0].name, f.decode[0].name), 0.0) == 0.0
         await f.at_rest()
 
@@ -109,7 +109,7 @@ async def test_an_answer_without_a_stream_is_not_taken_for_a_slow_link() -> None
     async with split_gateway(NIXL, [prefills()], [answers_after_a_while], policy="priced") as f:
         times, names = f.app.gateway.handoffs.transfer_times, (f.prefill[0].name, f.decode[0].name)
         assert (await f.ask()).status == 200
-        assert times.is_measured
+        assert times.is_measured(asyncio.get_running_loop().time())
         assert times.speed(names, 0.0, 0.0).service_s(1000) == 0.0
         await f.at_rest()
 
@@ -386,6 +386,20 @@ async def test_an_overdue_transfer_is_abandoned_and_the_request_is_served_whole(
         assert reply.text == WHOLE
         await within(1, f.decode[0].requests[0].closed.wait())
         assert "kv_transfer_params" not in f.decode[0].requests[1].json
+        await f.at_rest()
+
+
+@pytest.mark.usefixtures("splits_always")
+async def test_an_overdue_transfer_teaches_that_its_link_is_slow() -> None:
+    script = in_turn(never_answers, decodes)
+    split = {"transfer_timeout": "5s"}
+    async with split_gateway(NIXL, [prefills()], [script], split=split, policy="priced") as f:
+        times, names = f.app.gateway.handoffs.transfer_times, (f.prefill[0].name, f.decode[0].name)
+        assert (await f.ask(stream=True)).text == WHOLE
+        now = asyncio.get_running_loop().time()
+        assert times.is_measured(now)
+        assert times.speed(names, 0.0, now).service_s(1000) > 0.1
+        assert times.backlog_s(names, now) == 0.0
         await f.at_rest()
 
 

@@ -124,7 +124,7 @@ def test_a_negative_time_counts_as_none() -> None:
 def test_the_first_transfer_over_each_link_of_an_unmeasured_fleet_is_a_test() -> None:
     times = TransferTimes()
     first = times.begin(PAIR, 1_000, EXPECTED_S, 0.0)
-    assert not times.is_measured
+    assert not times.is_measured(0.0)
     assert times.backlog_s(PAIR, 0.0) == times.backlog_s(OTHER, 0.0) == inf
     assert times.backlog_s(("p1", "d1"), 0.0) == 0.0
     second = times.begin(("p1", "d1"), 1_000, EXPECTED_S, 0.0)
@@ -132,7 +132,7 @@ def test_the_first_transfer_over_each_link_of_an_unmeasured_fleet_is_a_test() ->
     assert times.backlog_s(PAIR, 2.9) == inf  # also when it is overdue
     first.end(3.0)
     times.learn(first, 1.0, 3.0)
-    assert times.is_measured
+    assert times.is_measured(3.0)
     assert times.backlog_s(PAIR, 3.0) == 0.0
     assert 0.0 < times.backlog_s(("p1", "d1"), 3.0) < 1.0
     second.cancel()
@@ -143,12 +143,52 @@ def test_a_test_whose_time_is_unknown_ends_and_teaches_no_speed() -> None:
     cancelled, first, second = (times.begin(PAIR, 1_000, EXPECTED_S, 0.0) for _ in range(3))
     cancelled.cancel()
     times.learn(cancelled, None, 5.0)
-    assert not times.is_measured
+    assert not times.is_measured(5.0)
     first.end(5.0)
     times.learn(first, None, 5.0)
     assert times.speed(PAIR, EXPECTED_S, 5.0).service_s(1_000) == pytest.approx(1_000 * EXPECTED_S)
     assert times.backlog_s(PAIR, 5.0) == pytest.approx(1_000 * EXPECTED_S)
     second.cancel()
+
+
+def test_a_fleet_of_which_nothing_was_learnt_for_long_is_tested_again() -> None:
+    times = measured(1e-3)
+    ended_s = 39.0
+    times.begin(PAIR, 1_000, EXPECTED_S, 50.0)
+    assert times.backlog_s(PAIR, ended_s + MEMORY_S) < inf
+    assert times.backlog_s(PAIR, ended_s + MEMORY_S + 1.0) == inf
+
+
+def test_a_transfer_that_is_given_up_teaches_an_unmeasured_fleet_that_links_are_slow() -> None:
+    times = TransferTimes()
+    transfer = times.begin(PAIR, 8_000, EXPECTED_S, 0.0)
+    transfer.on_ready(1.0)
+    times.give_up(transfer, 1.0, 61.0)
+    assert times.is_measured(61.0)
+    assert times.backlog_s(PAIR, 61.0) == 0.0
+    assert times.speed(("p9", "d9"), EXPECTED_S, 61.0).service_s(8_000) > 20.0
+
+
+@pytest.mark.parametrize("tokens", [100, 8_000])
+def test_a_transfer_that_is_given_up_in_a_measured_fleet_teaches_its_pair_alone(
+    tokens: int,
+) -> None:
+    times = measured(EXPECTED_S)
+    before = times.speed(PAIR, EXPECTED_S, 61.0)
+    hanging = times.begin(("p1", "d1"), tokens, EXPECTED_S, 0.0)
+    times.give_up(hanging, 1.0, 61.0)
+    assert times.speed(("p1", "d1"), EXPECTED_S, 61.0).service_s(tokens) > 20.0
+    assert times.speed(PAIR, EXPECTED_S, 61.0) == before
+
+
+def test_a_transfer_that_has_ended_or_was_cancelled_is_not_given_up() -> None:
+    times = TransferTimes()
+    ended, cancelled = (times.begin(PAIR, 8_000, EXPECTED_S, 0.0) for _ in range(2))
+    ended.end(1.0)
+    cancelled.cancel()
+    for transfer in (ended, cancelled):
+        times.give_up(transfer, 1.0, 61.0)
+    assert not times.is_measured(61.0)
 
 
 def test_the_measurements_of_a_removed_endpoint_are_dropped() -> None:
