@@ -12,6 +12,7 @@ shortlist can serve the request, all candidates are scored.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 from math import inf
@@ -56,6 +57,9 @@ STEPS = 256
 the prompt.
 """
 
+UNTESTED_TRIED = 4
+"""Number of untested candidates (Ranking.tests) that a pick looks at to find an idle one."""
+
 MOST_FAILED = 32
 """Number of failed endpoints of a request above which its retry does not use the sorted order.
 
@@ -87,7 +91,7 @@ class CandidateOrder:
     __slots__ = (
         *("_by_slot", "_candidates", "_changes", "_conditions", "_count", "_entries", "_groups"),
         *("_numbers", "_pending", "_policy", "_prefers_proven", "_ranking", "_retry_conditions"),
-        "eligible",
+        *("_untested", "eligible"),
     )
 
     def __init__(
@@ -117,6 +121,7 @@ class CandidateOrder:
         self._groups: dict[int, list[Entry]] = {}
         self._numbers: list[int] = []
         self._pending = -1
+        self._untested: deque[int] = deque()  # slots
         self.eligible = 0
 
     def pick(self, query: RoutingQuery) -> Pick | None:
@@ -205,6 +210,9 @@ class CandidateOrder:
             entries.sort()
         self._numbers = sorted(self._groups)
         self.eligible = len(self._entries)
+        if self._ranking.tests is not None:
+            indexes = self._ranking.tests(self._candidates)
+            self._untested.extend(self._candidates[index].load.slot for index in indexes)
 
     def _entry(self, candidate: Candidate, query: RoutingQuery) -> Entry | None:
         # Return the candidate's sort key and group; None if it may receive no request.
@@ -259,6 +267,8 @@ class CandidateOrder:
             )
         if len(chosen) < SHORTLIST:
             self._fill_up(query, chosen)
+        if self._untested:
+            self._add_untested(query, chosen)
         return [by_slot[slot] for slot in chosen]
 
     def _holders(self, match: Sequence[int], query: RoutingQuery) -> list[int]:
@@ -322,6 +332,19 @@ class CandidateOrder:
                 taken[shorter] += 1
                 if taken[shorter] >= depth:
                     best[shorter] = entry[0]
+
+    def _add_untested(self, query: RoutingQuery, chosen: dict[int, None]) -> None:
+        # Add an idle candidate of which nothing but its label is known, each in turn.
+        is_tested, untested = self._ranking.is_tested, self._untested
+        for _ in range(min(UNTESTED_TRIED, len(untested))):
+            slot = untested.popleft()
+            load = self._by_slot[slot].load
+            if is_tested is not None and is_tested(load):
+                continue
+            untested.append(slot)
+            if slot not in chosen and not load.in_flight and self._may_serve(slot, query):
+                chosen[slot] = None
+                return
 
     def _may_serve(self, slot: int, query: RoutingQuery) -> bool:
         if slot not in self._entries:

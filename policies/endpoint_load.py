@@ -6,6 +6,7 @@ gateway's health checks and drains change the availability.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from policies.engine.engine_load import EngineLoad
@@ -83,6 +84,8 @@ class EndpointLoad(EngineLoad):
     unexplained_requests  how many more requests the engine had than `in_flight` at the last scrape
     is_modelled           whether any policy reads the forecast; if not, `timeline` is not updated
     timeline              the simulated engine, which makes the forecast (engine_timeline.py)
+    lockstep_ranks        the loads of all data-parallel ranks of its engine, this one included, if
+                          their steps begin and end together (join_ranks); else empty
     changes               the log of changed loads, which rankings read; None: no ranking reads it
 
     The values of the last scrape are None before the first one.
@@ -109,7 +112,7 @@ class EndpointLoad(EngineLoad):
             "scraped_at",
             "slot",
         ),
-        *("changes", "timeline", "waiting"),
+        *("changes", "lockstep_ranks", "timeline", "waiting"),
     )
 
     def __init__(
@@ -135,6 +138,7 @@ class EndpointLoad(EngineLoad):
         self.timeline = EngineTimeline(0.0, lengths)
         self.is_modelled = True
         self.changes: LoadChanges | None = None
+        self.lockstep_ranks: tuple[EndpointLoad, ...] = ()
         self.timeline.refresh_forecast(self, 0.0)
 
     def mark_changed(self) -> None:
@@ -142,6 +146,17 @@ class EndpointLoad(EngineLoad):
         self.timeline.answers_due_at = -inf
         if self.changes is not None:
             self.changes.record(self.slot)
+
+
+def join_ranks(loads: Sequence[EndpointLoad]) -> None:
+    """Declare that the data-parallel ranks with these loads begin and end their steps together.
+
+    They then share what is learned of their speed, because they take part in the same steps. A
+    single rank steps alone. What was declared for the loads before is replaced.
+    """
+    ranks = tuple(loads) if len(loads) > 1 else ()
+    for load in loads:
+        load.belief, load.lockstep_ranks = loads[0].belief, ranks
 
 
 LOAD_FIELDS = (*EngineLoad.__slots__, *EndpointLoad.__slots__)

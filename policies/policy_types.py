@@ -105,6 +105,10 @@ class Ranking(msgspec.Struct, frozen=True):
                 change, as for an engine whose first token is late. Such candidates are ranked again
                 if they are among the best. None: no key rises like that. A key that falls with time
                 needs no such function, because the candidate is only found later
+    tests       function of all candidates: the indexes of those of which nothing but a label is
+                known that keeps them from the best places. While they are idle, one of them in turn
+                is scored in addition, because the policy may test it. None: there are none
+    is_tested   function of a load: whether it needs no test any more
     """
 
     key: Callable[[Candidate, float], float]
@@ -112,6 +116,8 @@ class Ranking(msgspec.Struct, frozen=True):
     is_settled: Callable[[EndpointLoad], bool] | None = None
     depth: int = 1
     rises: Callable[[EndpointLoad, float], bool] | None = None
+    tests: Callable[[Sequence[Candidate]], list[int]] | None = None
+    is_tested: Callable[[EndpointLoad], bool] | None = None
 
 
 class WeightedScorer(msgspec.Struct, frozen=True):

@@ -116,6 +116,14 @@ class Endpoint(msgspec.Struct, frozen=True):
         return endpoint_key(self.pool, self.url, self.rank)
 
     @property
+    def is_lockstep(self) -> bool:
+        """Return whether it is a rank of an engine whose steps end with those of all other ranks.
+
+        That is so if the experts of its model are spread over the ranks: every layer waits for all.
+        """
+        return self.rank is not None and self.layout.ep > self.layout.tp
+
+    @property
     def stated_slots(self) -> float:
         """Return how many sequences the engine runs at a time, from its label max_num_seqs.
 

@@ -37,7 +37,7 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
 
 
 def _priced_ranks(data: Any) -> Iterator[RuleFinding]:
-    # Yield pools that price data-parallel ranks singly although their steps end together.
+    # Yield pools that price data-parallel ranks whose steps end together.
     for path, pool in iter_mappings(get_member(data, "pools"), ("pools",)):
         policy = get_member(pool, "policy")
         if "priced" not in (policy, get_member(policy, "name")):
@@ -46,8 +46,8 @@ def _priced_ranks(data: Any) -> Iterator[RuleFinding]:
             layout = _layout(get_member(spec, "layout"))
             if get_member(spec, "pin_ranks") is True and layout and layout.ep > layout.tp:
                 text = (
-                    "these ranks share experts, so each waits for all at every step, which the "
-                    "policy priced does not consider: prefix_aware serves more requests in time"
+                    "these ranks share experts, so each waits for all at every step: prefix_aware "
+                    "serves more requests in time there than the policy priced"
                 )
                 yield RuleFinding((*spec_path, "pin_ranks"), text)
 

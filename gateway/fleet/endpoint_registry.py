@@ -22,7 +22,7 @@ from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.http.outgoing_tls import ClientContexts
 from gateway.http.upstream import UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
-from policies.endpoint_load import EndpointLoad, LoadChanges
+from policies.endpoint_load import EndpointLoad, LoadChanges, join_ranks
 from policies.engine.output_length import RecentLengths
 from policies.engine_kinds import ENGINE_TRAITS
 from policies.health.endpoint_health import Health, HealthState
@@ -246,6 +246,7 @@ class EndpointRegistry:
                 or live.encryption != encryption
             ):
                 live.reconfigure(member.endpoint, member.spec, plan.timeouts, encryption)
+        _join_ranks(plan.members)
         staying = {id(member.live) for member in plan.members}
         removed = [live for live in self.all() if id(live) in before and id(live) not in staying]
         for live in removed:
@@ -302,6 +303,18 @@ def _with_ranks(specs: Iterable[EndpointSpec]) -> Iterator[tuple[EndpointSpec, i
                 yield spec, rank
         else:
             yield spec, None
+
+
+def _join_ranks(members: Iterable[PlannedEndpoint]) -> None:
+    # Declare which ranks begin and end their steps together. A new layout may have changed that.
+    engines: dict[tuple[str, str], list[EndpointLoad]] = {}
+    for member in members:
+        endpoint = member.endpoint
+        if endpoint.rank is not None:
+            key = (endpoint.pool, endpoint.url) if endpoint.is_lockstep else endpoint.key
+            engines.setdefault(key, []).append(member.live.load)
+    for loads in engines.values():
+        join_ranks(loads)
 
 
 def _candidates_by_pool(

@@ -18,7 +18,7 @@ from planner.replay.fleet_spec import FleetSpec, GroupKind
 from planner.replay.lockstep_clock import StepClock
 from planner.replay.rank_choice import HiddenRanks, RankChoice
 from planner.replay.results import GroupTotals
-from policies.endpoint_load import EndpointLoad
+from policies.endpoint_load import EndpointLoad, join_ranks
 from policies.engine.output_length import RecentLengths
 from policies.engine.step_time import NEUTRAL, SpeedBelief, StepCosts, shape_for
 from policies.health.speed_samples import SpeedRecord
@@ -206,6 +206,8 @@ def build_engines(
                 ReplayGroup(slot + rank, kind, clocks[rank : rank + 1], *common, rank)
                 for rank in range(count)
             ]
+            if kind.shares_experts and kind.is_lockstep:
+                join_ranks([rank.load for rank in ranks])
         engines.append(ranks)
         slot += len(ranks)
     return engines

@@ -1,57 +1,57 @@
 """The price of serving a request at an endpoint: the expected loss in SLO attainment.
 
 Contains the terms of the price, the policy `priced` that picks the cheapest endpoint, and prices of
-single phases, which splitting adds up (split_decision.py). Time estimates are in
-expected_latency.py and engine_timeline.py. docs/how-the-price-works.md explains the price without
-code.
+single phases, which splitting adds up (split_decision.py). price_loop.py computes the prices of a
+pick. Time estimates are in expected_latency.py and engine_timeline.py. docs/how-the-price-works.md
+explains the price without code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
-from math import inf
 from operator import attrgetter, neg
 
 import msgspec
 
 from policies import pickers
 from policies.endpoint_load import EndpointLoad
-from policies.engine.engine_timeline import EngineTimeline
-from policies.engine.running_answer_lengths import AgeGroup, per_token
 from policies.engine.step_time import UsualSpeeds
 from policies.latency.expected_latency import backlog_s, is_first_token_late, room_s
 from policies.param_types import Factor, NonNegative
 from policies.policy_types import WHOLE_REQUEST, PhaseShare, Policy, Ranking, WeightedScorer
 from policies.presets import DEFAULT_FILTERS, PolicyParams
+from policies.pricing.price_loop import (
+    FULLEST,
+    UNKNOWN_KV_TOKENS,
+    PriceLoop,
+    is_fresh,
+    joint_backlog_s,
+    joint_work_s,
+    patience_s,
+    prefill_share,
+    prefill_shares,
+    slot_loss,
+    slot_wait_s,
+    usual_slots,
+    waiting_external_requests,
+)
 from policies.pricing.speed_differences import (
     TEST_S,
     UNOBSERVED,
+    LateTests,
     equalize_speeds,
     slow_by_label,
+    was_observed,
 )
-from policies.routing_types import Candidate, Request, RoutingQuery
-
-LEAST_BUDGET = 0.05
-"""Smallest share of the TTFT budget (0 to 1) that prices assume to be left, however long the
-request has waited."""
-
-UNKNOWN_KV_TOKENS = 500_000.0
-"""KV capacity in tokens that is assumed for an endpoint which has not reported its own."""
-
-FULLEST = 1.5
-"""Share of KV or slots in use above which the price term `kv` does not grow, because nothing more
-fits."""
-
-USUAL_REQUEST = Request("", "", "", prompt_tokens=1000, output_tokens=256)
-"""The assumed request by whose price the candidates of a large pool are ranked."""
+from policies.routing_types import Candidate, RoutingQuery
 
 RANKED = 4
 """Number of the best-ranked candidates of a large pool that are priced for a request, besides those
 with its prefix cached."""
 
 # Every request reads these of all candidates: one call in C each, in place of a loop.
-_SPEEDS, _SLOTS = attrgetter("load.belief.speeds"), attrgetter("load.slots")
+_SPEEDS, _RANKS = attrgetter("load.belief.speeds"), attrgetter("load.lockstep_ranks")
 
 
 class PricedPolicy(PolicyParams, frozen=True):
@@ -128,17 +128,19 @@ class PricedPolicy(PolicyParams, frozen=True):
             reads_forecast=True,
             price_terms=prices.terms,
             phase_prices=prices.prices,
-            ranking=Ranking(prices.usual_price, depth=RANKED, rises=is_first_token_late),
+            ranking=Ranking(
+                prices.usual_price,
+                depth=RANKED,
+                rises=is_first_token_late,
+                tests=slow_by_label,
+                is_tested=was_observed,
+            ),
         )
 
 
 SpeedFactors = tuple[list[float], list[float], list[float]]
 """Correction factors for prefill, for its attention, and for decode steps; each a list in the order
 of the candidates."""
-
-
-_Row = tuple[Candidate, float, float, float, float]
-# A candidate, the three factors on its speed, and the seconds of a KV transfer to or from it.
 
 
 class PriceTerms(msgspec.Struct, frozen=True):
@@ -161,13 +163,22 @@ class PriceScorer:
     `prices` is called for every request.
     """
 
-    __slots__ = ("_factors", "_has_unobserved", "_learned", "_loop", "_usual", "weights")
+    __slots__ = (
+        "_factors",
+        "_has_unobserved",
+        "_late_tests",
+        "_learned",
+        "_loop",
+        "_usual",
+        "weights",
+    )
 
     def __init__(self, weights: PricedPolicy) -> None:
-        self.weights, self._loop, self._usual = weights, _PriceLoop(weights), _PriceLoop(weights)
+        self.weights, self._loop, self._usual = weights, PriceLoop(weights), PriceLoop(weights)
         self._learned: list[UsualSpeeds] = []
         self._factors: SpeedFactors = [], [], []
         self._has_unobserved = False
+        self._late_tests = LateTests()
 
     def scores(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         """Return the negative price of serving the whole request at each candidate endpoint, in
@@ -177,7 +188,11 @@ class PriceScorer:
         loop.set_request(query.request, query.now, WHOLE_REQUEST)
         rows = zip(candidates, *factors, repeat(0.0))
         usual = usual_slots(candidates)
-        scores = list(map(neg, loop.prices(rows, query.cached_by_slot, usual, is_partial=True)))
+        has_ranks = any(map(_RANKS, candidates))
+        prices = loop.prices(rows, query.cached_by_slot, usual, is_partial=not has_ranks)
+        if has_ranks:
+            self._price_ranks(query, candidates, WHOLE_REQUEST, prices)
+        scores = list(map(neg, prices))
         if self._has_unobserved:
             self._prefer_test(query, candidates, scores)
         return scores
@@ -187,21 +202,28 @@ class PriceScorer:
     ) -> None:
         # Prefer an idle endpoint that is believed to be slow only because its label says so.
         #
-        # It is tested with a request that is in time even if the label is right, and that shows the
-        # speed: its first token can be seen, and it is long enough or the first short one.
+        # It is tested with a request that is in time even if the label is right. If the label says
+        # that none is, one that is not later than most is risked once in a while. The request shows
+        # the speed if its first token can be seen, and if it is long enough or the first short one.
         request = query.request
         if not request.stream and request.output_tokens > 1:
             return
         for index in slow_by_label(candidates):
             load = candidates[index].load
+            if load.in_flight or self._reads_scrape(load, query.now):
+                self._late_tests.forget(load.slot)
+                continue
             fill_s = self._fill_s(load, request.prompt_tokens, 0, 1.0, 1.0)
-            first_s = load.fixed_ttft_s + fill_s
-            step_s = load.decode_s_per_token + load.decode_s_per_sequence
-            is_in_time = first_s <= patience_s(request, query.now) and step_s <= request.slo.tpot_s
-            is_idle = not load.in_flight and not self._reads_scrape(load, query.now)
             has_room = request.prompt_tokens <= load.free_kv_tokens
             teaches = fill_s >= TEST_S or not load.belief.was_reached
-            if is_in_time and is_idle and has_room and teaches:
+            if not (has_room and teaches):
+                continue
+            step_s = load.decode_s_per_token + load.decode_s_per_sequence
+            lateness = max(
+                (load.fixed_ttft_s + fill_s) / patience_s(request, query.now),
+                step_s / request.slo.tpot_s,
+            )
+            if lateness <= 1.0 or self._late_tests.is_due(load.slot, lateness):
                 scores[index] = 1.0  # all others are negative
                 return
 
@@ -221,7 +243,25 @@ class PriceScorer:
         loop.set_request(query.request, query.now, part)
         delays_s = part.transfers_s or [part.transfer_s] * len(candidates)
         rows = zip(candidates, *factors, delays_s, strict=True)
-        return loop.prices(rows, query.cached_by_slot, usual_slots(candidates))
+        prices = loop.prices(rows, query.cached_by_slot, usual_slots(candidates))
+        if any(map(_RANKS, candidates)):
+            self._price_ranks(query, candidates, part, prices)
+        return prices
+
+    def _price_ranks(
+        self,
+        query: RoutingQuery,
+        candidates: Sequence[Candidate],
+        part: PhaseShare,
+        prices: list[float],
+    ) -> None:
+        # Replace the prices of ranks whose steps end with those of others.
+        #
+        # The fast loop knows each endpoint alone. Engines with such ranks serve few requests per
+        # second, so that the time of a pick matters little.
+        for index, candidate in enumerate(candidates):
+            if candidate.load.lockstep_ranks:
+                prices[index] = self.explain(query, candidates, index, part).total
 
     def usual_price(self, candidate: Candidate, now: float) -> float:
         """Return the price of a usual request without cached tokens, by which the candidate is
@@ -269,11 +309,14 @@ class PriceScorer:
             ttft=self._loss(first_s / patience_s(request, query.now)),
             tpot=part.decodes * weights.tpot_weight * self._loss(own_s / slo.tpot_s),
             others=weights.others_weight
-            * self._loss_of_others(load, query.now, slo.tpot_s, pace_s, more_s, known_s, work_s),
+            * self._loss_of_all_answers(
+                load, query.now, slo.tpot_s, pace_s, more_s, known_s, work_s
+            ),
             work=weights.work_weight
             * (
                 self._loss_of_next(wait_s / slo.ttft_s, work_s / slo.ttft_s)
                 + busy * work_s / slo.ttft_s
+                + self._loss_of_other_ranks(load, query.now, known_s, work_s) / slo.ttft_s
                 + weights.regret_weight * load.eviction_regret * fill_s / slo.ttft_s
             ),
             kv=weights.kv_weight
@@ -305,6 +348,42 @@ class PriceScorer:
             share = max(share, load.kv_usage or 0.0)
         grown = grown_tokens / room
         return min(FULLEST, share + grown) ** 3 * grown * (load.answers + 1)
+
+    def _loss_of_other_ranks(
+        self, load: EndpointLoad, now: float, known_s: float, work_s: float
+    ) -> float:
+        # Return the engine time that later requests lose at the ranks which step with this one.
+        #
+        # They wait for its prefill. It counts as far as each rank has computed prompts lately.
+        if not load.lockstep_ranks:
+            return 0.0
+        ahead_s = joint_backlog_s(load.lockstep_ranks, now)
+        added_s = joint_work_s(len(load.lockstep_ranks), ahead_s, known_s, work_s)
+        return (prefill_shares(load.lockstep_ranks) - prefill_share(load)) * added_s
+
+    def _loss_of_all_answers(
+        self,
+        load: EndpointLoad,
+        now: float,
+        tpot_s: float,
+        step_s: float,
+        more_s: float,
+        wait_s: float,
+        work_s: float,
+    ) -> float:
+        # Return the loss that a request causes to the answers of the endpoint, and to those of the
+        # ranks which step with it. The arguments are those of `_loss_of_others`.
+        ranks = load.lockstep_ranks
+        if not ranks:
+            return self._loss_of_others(load, now, tpot_s, step_s, more_s, wait_s, work_s)
+        ahead_s = joint_backlog_s(ranks, now)
+        added_s = joint_work_s(len(ranks), ahead_s, wait_s, work_s)
+        return sum(
+            self._loss_of_others(
+                rank, now, tpot_s, step_s, more_s if rank is load else 0.0, ahead_s, added_s
+            )
+            for rank in ranks
+        )
 
     def _loss_of_others(
         self,
@@ -351,248 +430,3 @@ class PriceScorer:
     def _loss(self, share: float) -> float:
         capped = min(share, self.weights.late)
         return capped**3 + self.weights.overdue * (share - capped)
-
-
-class _PriceLoop:
-    # The loop over candidates that computes the prices of one request, for one set of weights.
-    #
-    # Every request runs it. Of a partial price, all terms are left out without which it is above
-    # another one already. All attributes are C doubles in the compiled module, and so are locals
-    # annotated as float (deploy/). What the loop reads more than once is a local: an attribute
-    # costs twice as much in the interpreter.
-
-    __slots__ = (
-        *("beyond", "fresh_s", "kv", "late", "lumps", "others", "overdue", "regret"),
-        *("now", "per_budget", "per_tpot", "per_ttft", "prompt"),
-        *("decoded", "later", "own", "prefills", "tpot", "work"),
-    )
-
-    def __init__(self, weights: PricedPolicy) -> None:
-        self.late, self.overdue = weights.late, weights.overdue
-        self.beyond = weights.late**3 - weights.overdue * weights.late
-        self.fresh_s, self.lumps = weights.fresh_s, weights.lumps - 1.0
-        self.tpot = weights.tpot_weight
-        self.others, self.work = weights.others_weight, weights.work_weight
-        self.regret, self.kv = weights.regret_weight, weights.kv_weight
-        self.set_request(USUAL_REQUEST, 0.0, WHOLE_REQUEST)
-
-    def set_request(self, request: Request, now: float, part: PhaseShare) -> None:
-        # Set the request that is priced from here on, as if it came at `now`.
-        slo, decodes = request.slo, part.decodes
-        self.prompt, self.now, self.prefills = float(request.prompt_tokens), now, part.prefills
-        left_s: float = slo.ttft_s
-        if request.arrived_s:
-            left_s = patience_s(request, now)
-        self.per_ttft, self.per_tpot = 1.0 / left_s, 1.0 / slo.tpot_s
-        self.later, self.own = decodes * request.output_tokens, decodes * self.tpot
-        self.decoded, self.per_budget = decodes / slo.tpot_s, 1.0 / slo.ttft_s
-
-    def prices(
-        self, rows: Iterable[_Row], cached: Sequence[int], usual: float, is_partial: bool = False
-    ) -> list[float]:
-        # Return the price at each candidate. `usual` is what usual_slots returns for them.
-        known, prices = len(cached), []
-        lowest: float = inf
-        prompt: float = self.prompt
-        late: float = self.late
-        fast: float
-        attention: float
-        slow: float
-        delay_s: float
-        for candidate, fast, attention, slow, delay_s in rows:
-            load: EndpointLoad = candidate.load
-            hit: float = cached[load.slot] if load.slot < known else 0
-            uncached = prompt - hit
-            pairs_s: float = attention * (hit + 0.5 * uncached) * load.attention_s_per_pair
-            fill_s = fast * uncached * (load.prefill_s_per_token + pairs_s)
-            work_s = self.prefills * fill_s
-            known_s: float = load.prefill_done_at - self.now
-            if known_s < 0.0 or self.now > load.next_first_token_at:
-                known_s = backlog_s(load, self.now) if self.now > load.next_first_token_at else 0.0
-            wait_s: float = known_s
-            used: float = load.kv_used_tokens + 0.5 * load.expected_tokens
-            room: float = load.kv_tokens or UNKNOWN_KV_TOKENS
-            if load.external_requests and is_fresh(load, self.now - self.fresh_s):
-                wait_s += waiting_external_requests(load) * work_s
-                used = max(used, room * (load.kv_usage or 0.0))
-            start_s = wait_s
-            if prompt > load.free_kv_tokens or usual < inf:
-                start_s = max(wait_s, room_s(load, prompt), slot_wait_s(load, usual))
-            first: float = (delay_s + start_s + load.fixed_ttft_s + work_s) * self.per_ttft
-            price: float = first * first * first if first < late else self._loss(first)
-            context_s: float = load.decode_s_per_context_token
-            busy: float = prefill_share(load)
-            work: float = self.regret * load.eviction_regret * fill_s + busy * work_s
-            later: float = work_s * self.per_budget  # below, a call only where prompts wait
-            later = self._loss_of_next(wait_s, work_s) if wait_s or later >= late else later**3
-            work = self.work * (work * self.per_budget + later)
-            answers: float = load.answers
-            if answers and self.now >= load.timeline.answers_due_at:
-                load.timeline.update_answers(load, self.now)
-            if price + work <= lowest:
-                more = self.decoded * slow * (load.decode_s_per_sequence + context_s * prompt)
-                step = slow * load.decode_s_per_token * self.per_tpot + more
-                own = step * (1.0 + self.lumps * busy)
-                price += self.own * (own * own * own if own < late else self._loss(own))
-                grown = (uncached + self.later) / room
-                full = used / room + grown
-                crowd = full * full * full if full < FULLEST else FULLEST**3
-                lack: float = grown * (answers + 1.0) * crowd
-                lack = self.kv * (lack if usual == inf else lack + slot_loss(load, usual))
-                if answers and price + lack + work <= lowest:
-                    pace = (step - more) * (1.0 - 0.5 * busy)
-                    lack += self.others * self._harm(load.timeline, pace, more, known_s, work_s)
-                price += lack
-            price += work
-            prices.append(price)
-            lowest = price if is_partial and price < lowest else lowest
-        return prices
-
-    def _loss_of_next(self, wait_s: float, work_s: float) -> float:
-        # Return what the next request loses: its queue is `ahead` without this one, else `behind`.
-        #
-        # The queue is taken as short enough that the next request can be in time. Else a prefill
-        # would cost the less, the longer the queue before it is.
-        late: float = self.late
-        behind: float = work_s * self.per_budget
-        ahead: float = late - behind if behind < late else 0.0
-        ahead = min(ahead, wait_s * self.per_budget)
-        behind += ahead
-        if behind >= late:
-            return self.beyond + self.overdue * behind - ahead * ahead * ahead
-        return behind * behind * behind - ahead * ahead * ahead
-
-    def _harm(
-        self, timeline: EngineTimeline, pace: float, more: float, wait_s: float, work_s: float
-    ) -> float:
-        # Return the loss that a request causes to the answers of an endpoint.
-        #
-        # pace and more are shares of the TPOT budget: the answers' step time, and its increase.
-        # The prefills before the request take `wait_s` seconds, its own `work_s`.
-        #
-        # An answer of 1 / q tokens loses (pace + delayed * q) cubed before, and after it
-        # (pace + more + (delayed + work) * q) cubed. Its mean over the lengths that an answer may
-        # have needs only the means of q, its square and its cube.
-        harm: float = 0.0
-        late: float = self.late
-        per_tpot: float = self.per_tpot
-        delayed_s: float = wait_s + timeline.prefill_s
-        before: float = pace
-        after: float = pace + more
-        before_1, before_2 = 3.0 * before, 3.0 * before * before
-        after_1, after_2 = 3.0 * after, 3.0 * after * after
-        step = after * after * after - before * before * before
-        work: float = work_s * per_tpot
-        count: float
-        inverse: float
-        began_s: float
-        most: float
-        first: float
-        second: float
-        third: float
-        for group in timeline.answers.age_groups:
-            count, inverse, began_s, most, first, second, third, age = group
-            delay = (delayed_s - began_s) * per_tpot * inverse
-            later = delay + work * inverse
-            if after + later * most < late:
-                harm += count * (
-                    step
-                    + later * (after_2 * first + later * (after_1 * second + later * third))
-                    - delay * (before_2 * first + delay * (before_1 * second + delay * third))
-                )
-            else:
-                ratios = timeline.answers.ratios[age:] or (1.0,)
-                harm += self._harm_of_late(group, ratios, delayed_s, before, after, work)
-        return harm
-
-    def _harm_of_late(
-        self,
-        group: AgeGroup,
-        ratios: Sequence[float],
-        delayed_s: float,
-        pace: float,
-        after_pace: float,
-        work: float,
-    ) -> float:
-        # Return the loss of answers of one age of which some may be late: theirs is no cube.
-        harm: float = 0.0
-        delay: float = (delayed_s - group[2]) * self.per_tpot
-        for ratio in ratios:
-            share: float = per_token(group[1] / ratio)
-            before: float = pace + delay * share
-            after: float = after_pace + (delay + work) * share
-            harm += self._loss(after) - self._loss(before)
-        return harm * group[0] / len(ratios)
-
-    def _loss(self, share: float) -> float:
-        if share < self.late:
-            return share * share * share
-        return self.beyond + self.overdue * share
-
-
-def prefill_share(load: EndpointLoad) -> float:
-    """Return the share of the expected step time, 0 to 1, that prefills of later requests take.
-
-    A running answer is expected to feel half of them, because half of its tokens are generated in
-    the mean.
-    """
-    context_s: float = load.decode_s_per_context_token
-    if context_s > load.belief.context_s:  # stretched by prefills
-        return 1.0 - load.belief.context_s / context_s
-    return 0.0
-
-
-def patience_s(request: Request, now: float) -> float:
-    """Return the remaining seconds of a request's TTFT budget, but at least LEAST_BUDGET of the
-    budget.
-    """
-    budget_s = request.slo.ttft_s
-    waited_s = now - request.arrived_s if request.arrived_s else 0.0
-    return max(LEAST_BUDGET * budget_s, budget_s - max(0.0, waited_s))
-
-
-def waiting_external_requests(load: EndpointLoad) -> int:
-    """Return the number of requests from outside the gateways that still waited at the last
-    scrape.
-    """
-    return min(load.external_requests, load.waiting or 0)
-
-
-def usual_slots(candidates: Sequence[Candidate]) -> float:
-    """Return the largest number of slots (concurrent sequences) that any candidate has shown; inf
-    if none has.
-
-    An endpoint whose own number is unknown is assumed to have as many.
-    """
-    shown: list[float] = list(map(_SLOTS, candidates))
-    if min(shown, default=inf) == inf:
-        return inf
-    return max(slots for slots in shown if slots < inf)
-
-
-def slot_wait_s(load: EndpointLoad, usual: float) -> float:
-    """Return the seconds that one more request would wait at an endpoint until a sequence ends.
-
-    Returns 0 if a slot is free. `usual` is the slots of an endpoint that has not shown its own.
-    """
-    slots = min(load.slots, usual)
-    missing = load.in_flight + 1 - slots
-    if missing <= 0.0:
-        return 0.0
-    answer_s = load.expected_tokens / (load.answers or 1) * load.decode_s_per_token
-    return missing * answer_s / slots
-
-
-def slot_loss(load: EndpointLoad, usual: float) -> float:
-    """Return the expected number of requests that will lack a slot: the share in use to the power
-    of 4.
-
-    `usual` is the slots of an endpoint that has not shown its own.
-    """
-    crowd: float = min(FULLEST, (load.in_flight + 1) / min(load.slots, usual))
-    return crowd * crowd * crowd * crowd
-
-
-def is_fresh(load: EndpointLoad, oldest: float) -> bool:
-    """Return whether the endpoint's metrics were scraped at the time `oldest` or later."""
-    return load.scraped_at is not None and load.scraped_at >= oldest

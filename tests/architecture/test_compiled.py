@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 PROJECT = source_tree.read(ROOT)
 WITH_DOUBLES = {
-    "policies.pricing.endpoint_price",
+    "policies.pricing.price_loop",
     *("policies.engine.scheduler_model", "policies.engine.engine_timeline"),
     "policies.engine.load_forecast",
     *("gateway.metrics.metric_types", "gateway.telemetry.access_line"),

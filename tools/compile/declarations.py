@@ -51,7 +51,7 @@ each call would cost more than the call itself.
 FLOATS: Mapping[str, Collection[str]] = {
     "gateway.metrics.metric_types.Counter": ("value",),
     "gateway.metrics.metric_types.Histogram": ("_high", "_low", "_sum"),
-    "policies.pricing.endpoint_price._PriceLoop": (),
+    "policies.pricing.price_loop.PriceLoop": (),
     "policies.engine.engine_load.EngineLoad": (
         *("attention_s_per_pair", "decode_s_per_context_token", "decode_s_per_sequence"),
         *("decode_s_per_token", "fixed_ttft_s", "free_kv_tokens", "kv_used_tokens"),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import load_ledger, scraped_load
-from policies.endpoint_load import EndpointLoad
+from policies.endpoint_load import EndpointLoad, join_ranks
 from policies.load_ledger import LoadReservation
 from policies.pricing.endpoint_price import PricedPolicy, PriceScorer
 from policies.routing_types import Request, RoutingQuery, Slo
@@ -23,9 +23,11 @@ LENGTHS = (1, 4, 60, 400, 3000)
 
 
 class Fleet:
-    def __init__(self, size: int, rng: Random) -> None:
+    def __init__(self, size: int, ranks: int, rng: Random) -> None:
+        # The steps of the first `ranks` endpoints end together.
         self.rng, self.now = rng, 100.0
         self.candidates = [candidate(slot) for slot in range(size)]
+        join_ranks([one.load for one in self.candidates[:ranks]])
         self.reservations: list[LoadReservation] = []
 
     def request(self) -> Request:
@@ -64,12 +66,12 @@ class Fleet:
         return RoutingQuery(request, self.now, self.rng, cached)
 
 
-@given(seed=st.integers(0, 1 << 32), size=st.integers(1, 8))
+@given(seed=st.integers(0, 1 << 32), size=st.integers(1, 8), ranks=st.sampled_from((0, 2, 4)))
 @settings(max_examples=60, deadline=None)
 def test_the_best_score_is_that_of_the_endpoint_with_the_lowest_explained_price(
-    seed: int, size: int
+    seed: int, size: int, ranks: int
 ) -> None:
-    fleet, by = Fleet(size, Random(seed)), PriceScorer(PricedPolicy())
+    fleet, by = Fleet(size, ranks, Random(seed)), PriceScorer(PricedPolicy())
     for _ in range(60):
         fleet.act()
         query, candidates = fleet.ask(), fleet.candidates

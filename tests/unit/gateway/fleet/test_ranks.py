@@ -12,6 +12,7 @@ from gateway.fleet.endpoint_registry import EndpointRegistry
 from gateway.fleet.engine_metrics import parse_scrape
 from gateway.fleet.kv_events.zmq_addresses import SourceAddress, SourceError, of_rank
 from gateway.http.write_queue import WriteQueue
+from policies.endpoint_load import EndpointLoad
 from policies.routing_types import EngineKind
 from tests.replaced import stand_in
 
@@ -82,3 +83,26 @@ def test_an_endpoint_with_a_rank_keeps_the_url_of_its_engine() -> None:
     spec = config().pools["main"].endpoints[0]
     endpoint = to_endpoint("main", spec, 1)
     assert (endpoint.url, endpoint.rank) == ("http://engine:8000", 1)
+
+
+def loads(registry: EndpointRegistry, **endpoint: Any) -> list[EndpointLoad]:
+    # Return the loads of the ranks after this configuration was applied.
+    plan = registry.plan(config(**endpoint))
+    registry.apply(plan)
+    return [member.live.load for member in plan.members]
+
+
+def test_ranks_that_share_experts_are_known_to_step_together_and_share_a_speed() -> None:
+    first, second = loads(_registry(), layout={"dp": 2, "ep": 2})
+    assert first.lockstep_ranks == (first, second)
+    assert second.lockstep_ranks is first.lockstep_ranks
+    assert first.belief is second.belief
+
+
+def test_ranks_with_experts_of_their_own_step_apart_also_after_a_reload() -> None:
+    registry = _registry()
+    first, second = loads(registry)
+    assert first.lockstep_ranks == second.lockstep_ranks == ()
+    assert first.belief is not second.belief
+    assert loads(registry, layout={"dp": 2, "ep": 2})[0].lockstep_ranks == (first, second)
+    assert loads(registry)[0].lockstep_ranks == ()

@@ -6,19 +6,17 @@ from collections.abc import Mapping, Sequence
 from math import exp, sqrt
 from random import Random
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from policies import policy_registry
+from policies.candidate_order import create_order
+from policies.endpoint_load import LoadChanges, join_ranks
 from policies.engine.step_time import PRIOR_VAR, SpeedBelief, SpeedFactor
 from policies.policy_types import DECODE_PHASE, WHOLE_REQUEST, PhaseShare
-from policies.pricing.endpoint_price import (
-    PricedPolicy,
-    PriceScorer,
-    _PriceLoop,
-    patience_s,
-)
-from policies.pricing.speed_differences import equalize_speeds
+from policies.pricing.endpoint_price import PricedPolicy, PriceScorer
+from policies.pricing.price_loop import PriceLoop, patience_s
+from policies.pricing.speed_differences import PASSED, LateTests, equalize_speeds
 from policies.routing_algorithm import pick
 from policies.routing_types import Candidate, Request, RoutingQuery, Slo
 from tests.unit.policies.builders import ask, candidate
@@ -78,10 +76,41 @@ def test_the_parts_of_a_price_add_up_to_it() -> None:
         assert sum(parts.values()) == pytest.approx(price)
 
 
+def test_a_prefill_at_a_rank_delays_the_answers_of_all_ranks_that_step_with_it() -> None:
+    fleet = [outlook(0), outlook(1, answers=20, expected_tokens=2_000, in_flight=20)]
+    question = ask(9000, 300)
+    alone = term(question, fleet[0], "others")
+    join_ranks([one.load for one in fleet])
+    together = term(question, fleet[0], "others")
+    assert alone == 0.0
+    assert together > 0.5 * term(question, fleet[1], "others") > 0.0
+
+
+def test_a_prefill_costs_other_ranks_less_while_one_of_them_computes_prompts_for_longer() -> None:
+    answers = {"answers": 20, "expected_tokens": 4_000, "in_flight": 20}
+    fleet = [outlook(0), outlook(1, **answers), outlook(2)]
+    join_ranks([one.load for one in fleet])
+    question = ask(9000, 300)
+    free = term(question, fleet[0], "others")
+    fleet[2].load.prefill_done_at = question.now + 1.0
+    assert 0.0 < term(question, fleet[0], "others") < free
+
+
+def test_engine_time_costs_more_where_prompts_keep_other_ranks_busy() -> None:
+    stretched = outlook(1, decode_s_per_context_token=1e-6)
+    fleet, question = [outlook(0), stretched], ask(9000, 300)
+    alone = term(question, fleet[0], "work")
+    join_ranks([one.load for one in fleet])
+    assert term(question, fleet[0], "work") > alone
+    assert PRICES.prices(question, fleet)[0] == pytest.approx(
+        sum(PRICES.terms(question, fleet)[0].values())
+    )
+
+
 def test_what_compiled_prices_declare_as_doubles_are_floats() -> None:
     # Any other value raises a TypeError in the compiled module only.
-    loop = _PriceLoop(PricedPolicy())
-    assert {type(getattr(loop, name)) for name in _PriceLoop.__slots__} == {float}
+    loop = PriceLoop(PricedPolicy())
+    assert {type(getattr(loop, name)) for name in PriceLoop.__slots__} == {float}
 
 
 def test_equalized_speeds_follow_each_observation_and_the_candidates_asked_for() -> None:
@@ -303,15 +332,15 @@ def labelled_slow(slot: int, times: float = 10.0, **numbers: object) -> Candidat
     # Return a candidate that computes prompts `times` as slowly as outlook()'s, by its label only.
     one = outlook(slot, prefill_s_per_token=6e-5 * times, **numbers)
     belief = one.load.belief
-    shape = msgspec.structs.replace(belief.shape, token_s=times * belief.shape.token_s)
+    shape = replace(belief.shape, token_s=times * belief.shape.token_s)
     one.load.belief = SpeedBelief(shape)
     return one
 
 
 def choice(fleet: Sequence[Candidate], question: RoutingQuery, stream: bool = True) -> int:
     # Return the index of the endpoint that a new scorer prefers.
-    request = msgspec.structs.replace(question.request, stream=stream)
-    question = msgspec.structs.replace(question, request=request)
+    request = replace(question.request, stream=stream)
+    question = replace(question, request=request)
     scores = PriceScorer(PricedPolicy()).scores(question, fleet)
     return scores.index(max(scores))
 
@@ -335,6 +364,48 @@ def test_an_endpoint_with_requests_from_elsewhere_or_without_room_is_not_tested(
 def test_a_label_is_not_tested_with_an_answer_that_hides_its_first_token() -> None:
     assert choice([outlook(0), labelled_slow(1)], ask(1000, 300), stream=False) == 0
     assert choice([outlook(0), labelled_slow(1)], ask(1000, 1), stream=False) == 1
+
+
+def test_a_label_that_lets_no_request_be_in_time_is_tested_by_one_of_many() -> None:
+    by, fleet = PriceScorer(PricedPolicy()), [outlook(0), labelled_slow(1, decode_s_per_token=9.0)]
+    question = ask(1000, 300)
+    question = replace(question, request=replace(question.request, stream=True))
+
+    def chosen() -> int:
+        scores = by.scores(question, fleet)
+        return scores.index(max(scores))
+
+    assert [chosen() for _ in range(PASSED)] == [0] * PASSED
+    assert [chosen(), chosen()] == [1, 1]  # a pick may be repeated for the same request
+    fleet[1].load.in_flight = 1
+    assert chosen() == 0
+    fleet[1].load.in_flight = 0  # it has ended and shown nothing
+    assert [chosen() for _ in range(PASSED + 1)] == [*[0] * PASSED, 1]
+
+
+def test_a_request_that_a_label_makes_later_than_most_is_not_risked() -> None:
+    tests = LateTests()
+    assert not any(tests.is_due(1, 2.0) for _ in range(PASSED))
+    assert not tests.is_due(1, 2.1)
+    assert tests.is_due(1, 2.0)
+    assert not tests.is_due(2, 2.0)
+
+
+def test_a_slow_label_is_tested_in_a_pool_that_is_large_enough_for_a_shortlist() -> None:
+    policy = policy_registry.build("priced", {})
+    fleet = [*(outlook(slot) for slot in range(40)), labelled_slow(40), labelled_slow(41)]
+    order, question = create_order(policy, fleet, LoadChanges()), ask(1000, 300)
+    assert order is not None
+    question = replace(question, request=replace(question.request, stream=True))
+    tested = []
+    for _ in range(4):
+        picked = order.pick(question)
+        assert picked is not None
+        tested.append(picked.candidate.load.slot)
+        load = picked.candidate.load
+        load.belief.speeds = load.belief.speeds._replace(prefill=SpeedFactor(1.0, 0.1))
+    assert tested[:2] == [40, 41]
+    assert max(tested[2:]) < 40
 
 
 def test_a_short_prompt_tests_a_label_only_once() -> None:
@@ -458,7 +529,7 @@ def test_an_interactive_request_goes_where_a_batch_request_need_not() -> None:
     usual = ask(30_000, 300, cached=[28_672])
     chosen = [
         PRICES.scores(
-            msgspec.structs.replace(usual, request=msgspec.structs.replace(usual.request, slo=slo)),
+            replace(usual, request=replace(usual.request, slo=slo)),
             fleet,
         )
         for slo in (Slo("interactive", 3.0, 0.05), Slo("batch", 60.0, 0.5))
@@ -510,7 +581,7 @@ def test_equal_endpoints_share_the_picks() -> None:
     policy, rng, counts = policy_registry.build("priced", {}), Random(3), [0] * 4
     fleet = [outlook(slot) for slot in range(4)]
     for _ in range(400):
-        picked = pick(policy, msgspec.structs.replace(ask(1000, 100), rng=rng), fleet)
+        picked = pick(policy, replace(ask(1000, 100), rng=rng), fleet)
         assert picked is not None
         counts[picked.candidate.load.slot] += 1
     assert min(counts) > 60
