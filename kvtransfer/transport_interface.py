@@ -243,10 +243,10 @@ class WindowForecaster(Protocol):
         """Return at most `most` windows that will probably follow the one with this header, in
         order.
 
-        The given window has begun; none of the returned ones has. A transport may write the bytes
-        of a window with exactly such a header before it calls `place_window` for it. If that call
-        then returns None, the remaining bytes are discarded. `on_fenced` is still called only when
-        nothing is written any more.
+        The given window has begun or landed; none of the returned ones has begun. A transport may
+        write the bytes of a window with exactly such a header before it calls `place_window` for
+        it. If that call then returns None, the remaining bytes are discarded. `on_fenced` is still
+        called only when nothing is written any more.
         """
         ...
 

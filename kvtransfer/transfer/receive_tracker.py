@@ -73,6 +73,10 @@ class ReceiveTracker:
             return None
         return self.plan.runs(group, pair).cut(first, count)
 
+    def is_arriving(self, group: int, pair: int, first: int, count: int) -> bool:
+        """Return whether a window (piece of KV) has begun, but is not verified yet."""
+        return (group, pair, first, count) in self._unverified
+
     def mark_verified(self, group: int, pair: int, first: int, count: int) -> bool:
         """Count a window (piece of KV) as verified, and return whether its group of layers is
         complete.

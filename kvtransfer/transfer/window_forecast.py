@@ -31,10 +31,11 @@ class WindowForecast:
         """Return at most `most` windows that follow the one with this header, and where they go.
 
         They belong to its layer group or the next one, and none of them has begun. All windows
-        together, including the given one, have at most `most_bytes` bytes.
+        together, including the given one while it arrives, have at most `most_bytes` bytes.
         """
         windows: list[tuple[WindowHead, ByteRuns]] = []
-        left = most_bytes - head.n_bytes
+        is_arriving = tracker.is_arriving(head.group, head.pair, head.first, head.count)
+        left = most_bytes - (head.n_bytes if is_arriving else 0)
         for after in self._behind(head):
             left -= after.n_bytes
             if left < 0 or after.group > head.group + 1 or len(windows) == most:

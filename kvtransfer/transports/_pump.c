@@ -27,9 +27,10 @@
 #define TRAILER 24                  /* protocol/frame.py: verdict u8, 7 zeros, digest u64, 8 zeros */
 #define FRAME 60                    /* a window's preamble and header */
 #define LOOK_EVERY (4 << 20)        /* bytes between two looks at the stop descriptor */
-#define MESSAGE_US 50000            /* how long a batch that is sent lets messages wait */
+#define MESSAGE_US 100000           /* how long a batch that is sent lets messages wait */
 #define IDLE_MS 200                 /* how long a call waits without a byte */
 #define NEXT_MS 1                   /* how long a verified window waits for the next to begin */
+#define FIRST_MS 200                /* how long a call waits for the first window to begin */
 #define CONTENDED_US 50             /* a longer sched_yield means that others want this core */
 #define LEAST_PAUSE_US 1000         /* then this thread does not spin for so long */
 #define MOST_PAUSE_US 512000
@@ -67,7 +68,7 @@ struct window {
     uint64_t count;                 /* iovecs */
     uint64_t size;                  /* bytes of KV that have not moved yet */
     uint64_t frame;                 /* the bytes before it: trailer of the last window, own header */
-    uint64_t frame_size;
+    uint64_t frame_size;            /* 0: a window that has begun, which only the first one may */
     /* Which generations its blocks must have at the source; live: NULL or a word that must not
      * be 0. */
     uint64_t generations, blocks, promised, block_count, live;
@@ -407,7 +408,7 @@ static PyObject *send_windows(PyObject *module, PyObject *args)
     job.is_writing = 1;
     begin_us = now_us();
     /* Credit that returns meanwhile is not needed before the windows that are here. */
-    job.deaf_until_us = count > 1 ? begin_us + MESSAGE_US : 0;
+    job.deaf_until_us = begin_us + MESSAGE_US;
     unlocked = PyEval_SaveThread();
     for (window = windows;; window++) {
         struct iovec *rows = memory_at(window->rows);
@@ -440,58 +441,81 @@ static PyObject *send_windows(PyObject *module, PyObject *args)
     return batch_result(&job, window - windows, moved, all);
 }
 
+/* Read a window's header behind the `have` bytes of it that are at `at`, and return how many are
+ * there. Stop at a byte that differs from `header`. The first byte may take `first_ms`. */
+static size_t read_header(struct job *job, unsigned char *at, size_t have,
+                          const unsigned char *header, int first_ms, PyThreadState **unlocked)
+{
+    const struct job outer = *job;
+    job->digest.update = NULL;
+    while (have < FRAME && !job->stopped && memcmp(at, header, have) == 0) {
+        struct iovec rest = {at + have, FRAME - have};
+        int most_ms = have == 0 ? first_ms : NEXT_MS;
+        job->patience_ms = outer.patience_ms < most_ms ? outer.patience_ms : most_ms;
+        job->deadline_us = 0;
+        begin(job, &rest, 1, 0, rest.iov_len, 0);
+        job->optional = rest.iov_len - 1;
+        run(job, unlocked);
+        if (job->moved == 0)
+            break;
+        have += job->moved;
+    }
+    job->digest = outer.digest;
+    job->deadline_us = outer.deadline_us, job->patience_ms = outer.patience_ms;
+    return have;
+}
+
 PyDoc_STRVAR(receive_windows_doc,
     "receive_windows(fd, stop_fd, windows, count, stage, progress, update, reset, digest, state,\n"
     "                patience_ms, spin_us) -> (index, moved, all, stopped)\n\n"
-    "Read a batch of windows. What follows a window is read into `stage`. The next window begins\n"
-    "only if that is an intact window's trailer and exactly the next header of the table.\n"
-    "`moved` is the number of bytes of window `index`, the last one begun, and behind it; all\n"
-    "windows before it are intact. `all`: bytes of all windows, which are added to the word at\n"
-    "`progress` as they arrive. A window whose successor does not begin soon ends the batch, so\n"
-    "that it is reported and its credit returns. Else like move.");
+    "Read a batch of windows. The first one has begun, or has a frame: then its header is waited\n"
+    "for. What follows a window is read into `stage`. The next window begins only if that is an\n"
+    "intact window's trailer and exactly the next header of the table. `moved` is the number of\n"
+    "bytes of window `index`, the last one begun, and behind it; all windows before it are intact.\n"
+    "If no window has begun, `index` is -1 and `stage` has `moved` bytes. `all`: all bytes that\n"
+    "were read, which are added to the word at `progress` as they arrive. A window whose successor\n"
+    "does not begin soon ends the batch, so that it is reported and its credit returns. Else like\n"
+    "move.");
 
 static PyObject *receive_windows(PyObject *module, PyObject *args)
 {
     struct job job = {0};
     struct window *windows, *window;
+    const unsigned char *header = NULL;
     unsigned char *stage, trailer[TRAILER];
-    PyThreadState *unlocked;
-    size_t moved, all = 0, size;
+    PyThreadState *unlocked = NULL;
+    size_t moved = 0, all = 0, size;
     long count;
+    int has_begun, is_next_due;
     (void)module;
     if (parse_batch(args, &job, &windows, &count, &stage) == NULL)
         return NULL;
-    unlocked = PyEval_SaveThread();
-    for (window = windows;; window++) {
-        struct iovec *rows = memory_at(window->rows), rest;
+    has_begun = windows->frame_size == 0;
+    if (!has_begun) {
+        /* If a message is there instead, the lock is kept. */
+        header = (unsigned char *)memory_at(windows->frame) + TRAILER;
+        moved = all = read_header(&job, stage, 0, header, FIRST_MS, &unlocked);
+        has_begun = moved == FRAME && memcmp(stage, header, FRAME) == 0;
+    }
+    if (has_begun && unlocked == NULL)
+        unlocked = PyEval_SaveThread();
+    for (window = windows; has_begun; window++) {
+        struct iovec *rows = memory_at(window->rows);
         rows[window->count] = (struct iovec){stage, TRAILER + FRAME};
         size = (size_t)window->size;
         begin(&job, rows, (long)window->count + 1, 0, size, TRAILER + FRAME);
         job.optional = FRAME;
         run(&job, &unlocked);
         moved = job.moved;
-        all += moved;
-        if (moved < size + TRAILER || job.stopped || window + 1 == windows + count)
-            break;
-        if (moved < size + TRAILER + FRAME) {
-            size_t have = moved - size;
-            struct digest digest = job.digest;
-            rest = (struct iovec){stage + have, TRAILER + FRAME - have};
-            int64_t deadline_us = job.deadline_us;
-            int patience_ms = job.patience_ms;
-            job.digest.update = NULL;
-            job.deadline_us = 0;
-            if (patience_ms > NEXT_MS)
-                job.patience_ms = NEXT_MS;
-            begin(&job, &rest, 1, 0, rest.iov_len, 0);
-            run(&job, &unlocked);
-            job.digest = digest, job.deadline_us = deadline_us, job.patience_ms = patience_ms;
-            moved += job.moved;
-            all += job.moved;
-            if (moved < size + TRAILER + FRAME || job.stopped)
-                break;
+        is_next_due = moved >= size + TRAILER && !job.stopped && window + 1 < windows + count;
+        if (is_next_due) {
+            header = (unsigned char *)memory_at(window[1].frame) + TRAILER;
+            moved = size + TRAILER + read_header(&job, stage + TRAILER, moved - size - TRAILER,
+                                                 header, NEXT_MS, &unlocked);
         }
-        if (memcmp(stage + TRAILER, (char *)memory_at(window[1].frame) + TRAILER, FRAME) != 0)
+        all += moved;
+        if (!is_next_due || job.stopped || moved < size + TRAILER + FRAME
+            || memcmp(stage + TRAILER, header, FRAME) != 0)
             break;
         write_trailer(&job, trailer);
         if (memcmp(stage, trailer, TRAILER) != 0)
@@ -499,8 +523,9 @@ static PyObject *receive_windows(PyObject *module, PyObject *args)
         if (job.digest.update != NULL)
             job.digest.reset(job.digest.state);
     }
-    PyEval_RestoreThread(unlocked);
-    return batch_result(&job, window - windows, moved, all);
+    if (unlocked != NULL)
+        PyEval_RestoreThread(unlocked);
+    return batch_result(&job, has_begun ? window - windows : -1, moved, all);
 }
 
 PyDoc_STRVAR(wait_doc,

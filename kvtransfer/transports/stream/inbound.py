@@ -7,7 +7,6 @@ places them. link.py decides when to read, and owns the socket.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -115,14 +114,17 @@ class _Arrival:
         self.sealed: bytearray | None = None
         self.bounce: NDArray[np.uint8] | None = None
 
+    @property
+    def is_batchable(self) -> bool:
+        # Whether it is a window that the pump may receive together with others.
+        is_plain = self.window is not None and self.bounce is None and self.sealed is None
+        return is_plain and self.pieces.size >= LEAST_BYTES
+
 
 class Inbound:
     """Reads the socket `fd`, and reports frames and received KV to its listener.
 
     `receive` works like socket.recv_into. It is not used with the native pump (C code).
-
-    is_drained  whether the last read got less than requested, and no payload has begun. It is set
-                only with the native pump. Without it, TLS may hold bytes that poll does not show
     """
 
     _readv: Any = staticmethod(readv)
@@ -153,7 +155,17 @@ class Inbound:
         # The windows that the pump has verified, until they are reported with the batch's last.
         self._intact: list[WindowHead] = []
         self._digest: Digest | None = None
-        self.is_drained = False
+        # The window that has just landed, if the pump may wait for those that follow it.
+        self._landed: _Arrival | None = None
+        self._was_short = False
+
+    @property
+    def is_drained(self) -> bool:
+        """Return whether the last read got less than requested, and no payload is expected.
+
+        Always False without the native pump, because TLS may hold bytes that poll does not show.
+        """
+        return self._was_short and self._landed is None
 
     @property
     def received_bytes(self) -> int:
@@ -194,7 +206,7 @@ class Inbound:
 
     def discard_transfer(self, transfer: int) -> None:
         """Discard all further bytes that arrive for this transfer's blocks."""
-        arrival = self._arrival
+        arrival, self._landed = self._arrival, None
         if arrival is None or arrival.head is None or arrival.head.transfer != transfer:
             return
         if arrival.sealed is None:
@@ -206,7 +218,7 @@ class Inbound:
 
         References to it may outlive it until a garbage collection.
         """
-        self._arrival = None
+        self._arrival = self._landed = None
         self._received_bytes, self._batch = self.received_bytes, None
         self._stage, self._begin, self._end = memoryview(bytearray()), 0, 0
         self._scratch, self._bounce = None, np.empty(0, np.uint8)
@@ -223,25 +235,27 @@ class Inbound:
             raise
 
     def _receive_once(self) -> bool:
-        self.is_drained = False
+        self._was_short = False
         arrival = self._arrival
-        if arrival is None or not arrival.pieces.remaining:
+        if self._receive_behind():
+            pass
+        elif arrival is None or not arrival.pieces.remaining:
             if not self._read_frames():
                 return False
             is_short = self._end < _STAGE_BYTES and self.calls is not None
             self._handle_all()
             arrival = self._arrival
             if arrival is None or not arrival.pieces.remaining:
-                self.is_drained = is_short
+                self._was_short = is_short
                 return True
             # A window's bytes arrive with its header or right after it.
             self._read_body(arrival)
         elif not self._read_body(arrival):
             return False
         if not self.is_in_payload:
-            self.is_drained = self._end < _BEHIND_WINDOW and self.calls is not None
+            is_short = self._end < _BEHIND_WINDOW and self.calls is not None
             self._handle_all()
-            self.is_drained = self.is_drained and not self.is_in_payload
+            self._was_short = is_short and not self.is_in_payload
         return True
 
     def _handle_all(self) -> None:
@@ -254,7 +268,7 @@ class Inbound:
         pieces = arrival.pieces
         behind: Stretch = (self._address, _BEHIND_WINDOW) if arrival.head is not None else NOTHING
         if self.calls is not None:
-            following = self._following(arrival)
+            following = self._following(arrival, MOST_WINDOWS - 1)
             if following:
                 return self._pump_windows(arrival, following, self.calls)
             return self._pump_body(arrival, self.calls, behind)
@@ -286,17 +300,27 @@ class Inbound:
         pieces.advance(payload_count)
         return True
 
-    def _following(self, arrival: _Arrival) -> Sequence[tuple[WindowHead, WindowSlice]]:
+    def _following(self, arrival: _Arrival, most: int) -> Sequence[tuple[WindowHead, WindowSlice]]:
         # Return the windows that the pump may receive behind this one, without Python in between.
-        if (
-            arrival.head is None
-            or arrival.window is None
-            or arrival.bounce is not None
-            or arrival.sealed is not None
-            or arrival.pieces.size < LEAST_BYTES
-        ):
+        if arrival.head is None or not arrival.is_batchable:
             return ()
-        return self._listener.following_windows(arrival.head, MOST_WINDOWS - 1)
+        return self._listener.following_windows(arrival.head, most)
+
+    def _receive_behind(self) -> bool:
+        # Let the pump wait for the windows that follow the last one, and receive them.
+        #
+        # Otherwise the link's thread would sleep, and need the interpreter lock again before it
+        # reads them. Return False if nothing came: the source may halt for long.
+        landed, calls = self._landed, self.calls
+        if landed is None or calls is None or self._arrival or self._end or not calls.may_wait():
+            return False
+        self._landed = None
+        following = self._following(landed, MOST_WINDOWS)
+        if not following or not self._pump_windows(landed, following, calls):
+            return False
+        if self._arrival is None:
+            self._landed = landed  # a message came instead
+        return True
 
     def _pump_windows(
         self,
@@ -304,10 +328,12 @@ class Inbound:
         following: Sequence[tuple[WindowHead, WindowSlice]],
         calls: PumpCalls,
     ) -> bool:
-        # Do the same as _pump_body() for a window and the ones that probably follow it.
+        # Do the same as _pump_body() for a window and the ones that probably follow it. If it has
+        # landed, receive only those.
         batch = self._batch = self._batch or WindowBatch(calls)
-        batch.begin(arrival.pieces)
-        arrivals, n_bytes = [arrival], arrival.pieces.remaining
+        n_bytes = left = arrival.pieces.remaining
+        batch.begin(arrival.pieces if left else None)
+        arrivals = [arrival] if left else []
         for head, window in following:
             n_bytes += head.n_bytes
             if n_bytes > MOST_BYTES or is_fine_grained(window.runs, head.n_bytes):
@@ -317,33 +343,41 @@ class Inbound:
             )
             batch.add(pieces, encode_window_frame(head, pieces.size, arrival.proof), None)
             arrivals.append(_Arrival(pieces, head, window))
+        if not arrivals:
+            return False
         digest = arrival.digest if isinstance(arrival.digest, Digest) else None
+        if digest is not None and not left:
+            digest.reset()
         index, count, all_bytes = batch.move(digest, self._address)
         if count is None:
             return False
         if not all_bytes:
             self._count_received(0)
-        for before, after in pairwise(arrivals[: index + 1]):
-            self._pass_on(before, after)
-        self._arrival = arrival = arrivals[index]
-        payload_count = min(count, arrival.pieces.remaining)
+        self._note_begun(arrivals[: index + 1], arrival, digest)
+        if index < 0:
+            self._end = count
+            return True
+        self._arrival = last = arrivals[index]
+        payload_count = min(count, last.pieces.remaining)
         self._end = count - payload_count
-        arrival.pieces.advance(payload_count)
-        if arrival.window is None:
-            arrival.pieces = self._discarded(arrival.pieces.remaining)
-        if arrival.pieces.remaining or self._end < TRAILER_BYTES:
+        last.pieces.advance(payload_count)
+        if last.window is None:
+            last.pieces = self._discarded(last.pieces.remaining)
+        if last.pieces.remaining or self._end < TRAILER_BYTES:
             self._report_intact()  # the rest of the last window may come much later
         return True
 
-    def _pass_on(self, before: _Arrival, after: _Arrival) -> None:
-        # Note a window that the pump has verified, and place the next one, which it has begun.
-        assert before.head is not None
-        assert after.head is not None
-        if before.window is not None:
-            self._intact.append(before.head)
-        after.window = self._listener.place_window(after.head)
-        after.proof = before.proof
-        after.digest = before.digest if after.window is not None else None
+    def _note_begun(self, arrivals: list[_Arrival], first: _Arrival, digest: Digest | None) -> None:
+        # Place the windows that the pump has begun, but not `first`, and note those that it has
+        # verified: all but the last.
+        for index, arrival in enumerate(arrivals, start=1):
+            assert arrival.head is not None
+            if arrival is not first:
+                arrival.window = self._listener.place_window(arrival.head)
+                arrival.proof = first.proof
+                arrival.digest = None if arrival.window is None else digest
+            if index < len(arrivals) and arrival.window is not None:
+                self._intact.append(arrival.head)
 
     def _report_intact(self) -> None:
         # Report the windows of a batch together: a credit for each would cost the source a turn.
@@ -454,6 +488,7 @@ class Inbound:
                 f"the frame of a window (piece of KV) of {head.n_bytes} bytes has "
                 f"{announced.payload_bytes} bytes of payload"
             )
+        self._landed = None
         window = self._listener.place_window(head)
         bounce: NDArray[np.uint8] | None = None
         if window is None or not announced.payload_bytes:
@@ -533,6 +568,7 @@ class Inbound:
             scatter(arrival.bounce, window.region.bytes, window.runs.dst, window.runs.length)
         if verdict is WindowVerdict.OK:
             self._intact.append(head)
+            self._landed = arrival if self.calls is not None and arrival.is_batchable else None
             return self._report_intact()
         self._report_intact()
         return self._listener.on_landed(head, verdict)

@@ -389,7 +389,7 @@ class StreamLink:
         return moved
 
     def _may_wait_for_bytes(self) -> bool:
-        return not self._orders and self._out.is_idle and not self._closing
+        return not self._has_work() and self._out.is_idle
 
     def _run_orders(self) -> None:
         if self._was_rung:
@@ -424,10 +424,11 @@ class StreamLink:
             timeout_ms = (
                 _DRIVER_POLL_MS if done is not None else _TRICKLE_MS if self._polled_in > 1 else -1
             )
+            since_s = time.perf_counter()
+            self._drop_interval_if_unused(since_s)
             if self._interval_hold.is_held and not 0 <= timeout_ms < _HOLD_INTERVAL_MS:
                 timeout_ms = _HOLD_INTERVAL_MS
             self._sleeps_long = timeout_ms < 0 if done is None else self._sleeps_long
-            since_s = time.perf_counter()
             if self._pump is None:
                 self._sleep(timeout_ms)
             else:
@@ -435,15 +436,16 @@ class StreamLink:
                 self._sleep_natively(self._pump, spin_s, timeout_ms, is_driver=done is not None)
             # A sleep and a wake-up cost both ends more than this took, and would keep a short
             # exchange slow.
-            now_s = time.perf_counter()
-            idle_s = now_s - self._last_window_s
-            is_idle = self._out.is_idle and not self._in.is_in_payload
-            if is_idle and idle_s > _HOLD_INTERVAL_MS / 1e3 and self._interval_hold.is_held:
-                self._interval_hold.drop()  # no window moves, and none has for a while
-            was_short = now_s - since_s < _LONG_SPIN_FACTOR * self._options.spin_s
+            was_short = time.perf_counter() - since_s < _LONG_SPIN_FACTOR * self._options.spin_s
             self._spin_s = self._options.spin_s * (_LONG_SPIN_FACTOR if was_short else 1)
         finally:
             self._sleepers -= 1
+
+    def _drop_interval_if_unused(self, now_s: float) -> None:
+        # Stop keeping the switch interval short if no window moves, and none has for a while.
+        is_late = now_s - self._last_window_s > _HOLD_INTERVAL_MS / 1e3
+        if is_late and self._interval_hold.is_held and self._out.is_idle and self._in.is_idle:
+            self._interval_hold.drop()
 
     def _sleep(self, timeout_ms: int) -> None:
         self._want_out(self._out.is_blocked)

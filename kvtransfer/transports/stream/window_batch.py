@@ -44,6 +44,7 @@ class WindowBatch:
         self._iovecs = [Iovecs() for _ in range(MOST_WINDOWS)]
         self._free = self._iovecs
         self._count = 0
+        self._is_awaited = False  # whether the first window has not come yet
         self._progress = np.zeros(1, np.uint64)
         self._progress_address = address_of(self._progress)
 
@@ -52,12 +53,16 @@ class WindowBatch:
         """Return the number of bytes of all batches, which grows while the pump receives one."""
         return int(self._progress.item())
 
-    def begin(self, pieces: MemoryPieces, ahead: Stretch = (0, 0)) -> None:
-        """Start a batch with the window that is being moved.
+    def begin(self, pieces: MemoryPieces | None, ahead: Stretch = (0, 0)) -> None:
+        """Start a batch with the window that is being moved. None: with the next one to come.
 
         ahead  bytes that are sent before it
         """
         self._count = 0
+        self._is_awaited = pieces is None
+        if pieces is None:
+            self._free = self._iovecs
+            return
         # The current window may have been the last one of the batch before.
         self._free = [table for table in self._iovecs if table is not pieces.table]
         self._fill(pieces, ahead)
@@ -114,7 +119,8 @@ class WindowBatch:
 
         Returns the index of the last window that was begun, the bytes of it, its frame and its
         trailer that were moved (None if the call would block), and the bytes of all windows. All
-        windows before it are complete. Raises OSError.
+        windows before it are complete. If none was begun, the index is -1, and the bytes are those
+        that came in place of a header. Raises OSError.
         """
         calls = self._calls
         function = calls.pump.receive_windows if stage else calls.pump.send_windows
@@ -136,7 +142,8 @@ class WindowBatch:
         return index, None if moved < 0 else moved, all_bytes
 
     def _patience_ms(self) -> int:
-        return self._calls.patience_ms * (_PATIENCE_FACTOR if self._count > 1 else 1)
+        is_long = self._count > 1 or self._is_awaited
+        return self._calls.patience_ms * (_PATIENCE_FACTOR if is_long else 1)
 
     def _frame(self, index: int) -> Stretch:
         size = TRAILER_BYTES + FRAME_BYTES

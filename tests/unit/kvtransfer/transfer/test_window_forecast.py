@@ -43,9 +43,13 @@ def test_windows_follow_in_the_order_of_the_plan_up_to_the_next_group() -> None:
 
 def test_a_forecast_is_limited_in_windows_and_in_bytes_with_the_current_one() -> None:
     forecast, tracker = WindowForecast(5, PLAN, RUN), ReceiveTracker(PLAN)
+    first = HEADS[0]
+    tracker.begin(first.group, first.pair, first.first, first.count, first.n_bytes)
     assert heads_behind(forecast, tracker, 0, most=3) == HEADS[1:4]
     assert heads_behind(forecast, tracker, 0, n_bytes=3 * RUN) == HEADS[1:3]
     assert heads_behind(forecast, tracker, 0, n_bytes=RUN) == []
+    tracker.mark_verified(first.group, first.pair, first.first, first.count)
+    assert heads_behind(forecast, tracker, 0, n_bytes=3 * RUN) == HEADS[1:4]
 
 
 def test_a_window_that_has_begun_ends_the_forecast() -> None:

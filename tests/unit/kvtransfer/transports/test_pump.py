@@ -201,16 +201,17 @@ def test_a_message_of_the_peer_ends_the_wait_for_room(ends: Ends) -> None:
 
 
 @needs_pump
-def test_a_batch_goes_on_while_a_message_of_the_peer_waits(ends: Ends) -> None:
-    # The pump waits up to 50 ms. On a busy machine they may pass while other threads run, so repeat
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_batch_goes_on_while_a_message_of_the_peer_waits(ends: Ends, count: int) -> None:
+    # The pump waits up to 100 ms. On a busy machine they may pass while other threads run, so repeat
     # the call in that case.
     ends.writing.patience_ms = 1000
     ends.far.send(b"credit")
-    assert any(_sends_all_windows(ends) for _ in range(20))
+    assert any(_sends_all_windows(ends, count) for _ in range(20))
 
 
-def _sends_all_windows(ends: Ends) -> bool:
-    size, count, is_over = 256 << 10, 3, threading.Event()
+def _sends_all_windows(ends: Ends, count: int) -> bool:
+    size, is_over = 256 << 10, threading.Event()
 
     def drain() -> None:
         while not is_over.is_set():
@@ -229,6 +230,38 @@ def _sends_all_windows(ends: Ends) -> bool:
     is_over.set()
     reader.join()
     return moved == count * (size + TRAILER_BYTES) + (count - 1) * FRAME_BYTES
+
+
+@needs_pump
+@pytest.mark.parametrize("part", [0, 1, FRAME_BYTES - 1])
+def test_the_bell_ends_a_wait_for_the_first_window_of_a_batch(ends: Ends, part: int) -> None:
+    header = bytes(range(FRAME_BYTES))
+    batch, stage = WindowBatch(ends.reading), np.zeros(1 << 10, np.uint8)
+    batch.begin(None)
+    batch.add(pieces(np.zeros(1000, np.uint8), []), header, None)
+    ends.near.send(header[:part])
+    os.eventfd_write(ends.bell, 1)
+    expected = (-1, part or None, part)
+    assert batch.move(None, address_of(stage)) == expected
+    assert ends.reading.was_stopped
+    assert bytes(stage[:part]) == header[:part]
+
+
+@needs_pump
+@pytest.mark.parametrize("differs_at", [0, 7, FRAME_BYTES - 1])
+def test_a_batch_ends_at_once_if_its_first_header_differs(ends: Ends, differs_at: int) -> None:
+    header = bytearray(range(FRAME_BYTES))
+    batch, stage = WindowBatch(ends.reading), np.zeros(1 << 10, np.uint8)
+    memory = np.zeros(1000, np.uint8)
+    batch.begin(None)
+    batch.add(pieces(memory, []), bytes(header), None)
+    header[differs_at] ^= 1
+    ends.reading.patience_ms = 60_000
+    ends.near.send(bytes(header[: differs_at + 1]) + bytes([9] * 2000))
+    index, moved, _ = batch.move(None, address_of(stage))
+    assert index == -1
+    assert moved == FRAME_BYTES
+    assert not memory.any()
 
 
 @needs_pump

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import socket
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -139,8 +141,41 @@ def test_a_receiver_with_a_forecast_reports_what_one_without_does(
     assert (seen[0][2] == seen[1][2]).all()
 
 
+@given(seed=st.integers(0, 1 << 30), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_receiver_that_waits_for_windows_reports_what_one_without_a_forecast_does(
+    seed: int, data: st.DataObject
+) -> None:
+    # The bytes arrive in the pump's calls, cut near the ends of windows.
+    with piped() as channel:
+        put(channel, seed)
+        sent = bytearray(wire(channel))
+        ends = list(_ends(channel, bytes(sent)))
+    cuts = {0, len(sent)}
+    for end in ends:
+        shift = data.draw(st.sampled_from([None, 0, 0, 0, 1, 17, FRAME_BYTES, FRAME_BYTES + 9, -5]))
+        if shift is not None:
+            cuts.add(min(len(sent), end + shift))
+    for _ in range(data.draw(st.integers(0, 2))):
+        at = data.draw(st.sampled_from(ends)) + data.draw(st.integers(-30, FRAME_BYTES))
+        sent[min(at, len(sent) - 1)] ^= 1 << data.draw(st.integers(0, 7))
+    lost = data.draw(st.sets(st.integers(0, WINDOWS - 1), max_size=1))
+    parts = [bytes(sent[begin:end]) for begin, end in pairwise(sorted(cuts))]
+    seen = [_received(parts, 1 << 20, seed, lost, expects=expects) for expects in (True, False)]
+    assert seen[0][:2] == seen[1][:2]
+    assert (seen[0][2] == seen[1][2]).all()
+
+
+def _ends(channel: Pipe, sent: bytes) -> Iterator[int]:
+    # Yield the ends of the windows' trailers in the bytes that were sent.
+    for head in channel.ear.places:
+        proof = PayloadProof.XXH3
+        at = sent.index(encode_window_frame(head, head.n_bytes, proof))
+        yield at + FRAME_BYTES + head.n_bytes + TRAILER_BYTES
+
+
 def _received(
-    sent: bytes, step: int, seed: int, lost: set[int], *, expects: bool
+    sent: bytes | list[bytes], step: int, seed: int, lost: set[int], *, expects: bool
 ) -> tuple[list[object], str, np.ndarray]:
     # Return what a sink that does not want the windows `lost` reports, its error and its memory.
     with piped(expects=expects) as channel:
@@ -150,7 +185,10 @@ def _received(
                 del channel.ear.places[head]
         error = ""
         try:
-            _feed(channel, sent, step)
+            if isinstance(sent, bytes):
+                _feed(channel, sent, step)
+            else:
+                _feed_while_waiting(channel, sent, [])
         except (EOFError, FrameError, TransportError) as failure:
             error = str(failure)
         return channel.ear.heard, error, channel.sink.bytes.copy()
@@ -165,6 +203,90 @@ def _feed(channel: Pipe, sent: bytes, step: int) -> None:
             channel.receive()
     channel.near.close()
     channel.receive()
+
+
+def _feed_while_waiting(channel: Pipe, parts: list[bytes], used: list[str]) -> None:
+    # Send a part whenever the pump begins to wait for a window, or nothing is left to receive. Add
+    # the names of the pump's functions that are called to `used`.
+    calls, left = channel.inn.calls, parts[::-1]
+    assert calls is not None
+    channel.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    pump = calls.pump
+
+    def send_part() -> None:
+        part = left.pop()
+        with contextlib.suppress(BlockingIOError):
+            part = part[channel.near.send(part) :]
+        if part:
+            left.append(part)
+
+    def receive_windows(*arguments: int) -> tuple[int, int, int, bool]:
+        used.append("receive_windows")
+        has_begun = not ctypes.c_uint64.from_address(arguments[2] + 4 * 8).value  # frame_size
+        if left and not has_begun:
+            send_part()
+        return pump.receive_windows(*arguments)
+
+    def receive(*arguments: int) -> int:
+        used.append("receive")
+        return pump.receive(*arguments)
+
+    calls.pump = pump._replace(receive_windows=receive_windows, receive=receive)
+    while left:
+        send_part()
+        channel.receive()
+    channel.near.close()
+    channel.receive()
+
+
+def test_the_pump_waits_for_the_windows_behind_a_batch() -> None:
+    # A thread that sleeps elsewhere needs the interpreter lock twice before it reads on.
+    with piped() as channel:
+        moves = put(channel)
+        data = wire(channel)
+        third, seventh = (list(_ends(channel, data))[index] for index in (2, 6))
+        parts = [data[:third], data[third:seventh], data[seventh:]]
+        used: list[str] = []
+        with contextlib.suppress(EOFError):
+            _feed_while_waiting(channel, parts, used)
+        assert verdicts(channel) == [WindowVerdict.OK] * WINDOWS
+        assert (channel.sink.bytes == channel.expected(*moves)).all()
+        assert channel.ear.batches[:2] == [3, 4]
+        assert used[:4] == ["receive", "receive_windows", "receive_windows", "receive_windows"]
+
+
+def test_the_pump_goes_on_waiting_for_windows_behind_a_message() -> None:
+    # Heartbeats come all the time.
+    message = encode_frame(FrameKind.MESSAGE, b"in between")
+    with piped() as channel:
+        put(channel)
+        data = wire(channel)
+        begin = data.index(message)
+        parts = [data[:begin], message, data[begin + len(message) :]]
+        used: list[str] = []
+        with contextlib.suppress(EOFError):
+            _feed_while_waiting(channel, parts, used)
+        assert verdicts(channel) == [WindowVerdict.OK] * WINDOWS
+        assert channel.ear.heard[WINDOWS // 2 + 1] == (FrameKind.MESSAGE, b"in between")
+        assert used[:4] == ["receive", "receive_windows", "receive_windows", "receive_windows"]
+
+
+def test_a_window_behind_a_batch_is_not_awaited_after_the_fence() -> None:
+    with piped() as channel:
+        put(channel)
+        data = wire(channel)
+        end = list(_ends(channel, data))[2]
+        channel.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        channel.near.sendall(data[:end])
+        while len(verdicts(channel)) < 3:
+            channel.inn.receive_available()
+        channel.inn.discard_transfer(1)
+        memory = channel.sink.bytes.copy()
+        channel.ear.place_window = lambda head: None  # type: ignore[method-assign]
+        channel.near.sendall(data[end:])
+        channel.receive()
+        assert (channel.sink.bytes == memory).all()
+        assert verdicts(channel) == [WindowVerdict.OK] * 3
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
