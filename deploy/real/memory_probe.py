@@ -30,6 +30,7 @@ from vllm.distributed.parallel_state import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, update_kv_cache_capacity
@@ -52,21 +53,24 @@ def measure(rank: int, tp: int, kv_bytes: int, jobs: list[list[str]]) -> None:
     Rank 0 prints one line of JSON per model. If vLLM rejects a model, the line has its error.
     """
     os.environ["VLLM_DIST_IDENT"] = "probe"  # names the ranks' shared memory, as an engine does
-    for number, (folder, *options) in enumerate(jobs):
-        config = engine_config(folder, tp, options)
-        with set_current_vllm_config(config):
-            if not number:
-                method = f"tcp://127.0.0.1:{os.environ['PROBE_PORT']}"
-                init_distributed_environment(tp, rank, method, rank, "gloo")
-            destroy_model_parallel()  # the next model may have experts, which have a group too
-            initialize_model_parallel(tp)
-            try:
-                figures = _measured(config, tp, kv_bytes)
-            except Exception as error:  # another model may be measured
-                figures = {"error": f"{type(error).__name__}: {error}"[:300]}
+    for folder, *options in jobs:
+        try:
+            figures = _figures_of(rank, tp, kv_bytes, engine_config(folder, tp, options))
+        except Exception as error:  # another model may be measured
+            figures = {"error": f"{type(error).__name__}: {error}"[:300]}
         if rank == 0:
             sys.stdout.write(json.dumps({"model": folder, **figures}) + "\n")
             sys.stdout.flush()
+
+
+def _figures_of(rank: int, tp: int, kv_bytes: int, config: VllmConfig) -> dict[str, Any]:
+    with set_current_vllm_config(config):
+        if not torch.distributed.is_initialized():
+            method = f"tcp://127.0.0.1:{os.environ['PROBE_PORT']}"
+            init_distributed_environment(tp, rank, method, rank, "gloo")
+        destroy_model_parallel()  # the next model may have experts, which have a group too
+        initialize_model_parallel(tp)
+        return _measured(config, tp, kv_bytes)
 
 
 def _measured(config: VllmConfig, tp: int, kv_bytes: int) -> dict[str, Any]:
@@ -76,11 +80,15 @@ def _measured(config: VllmConfig, tp: int, kv_bytes: int) -> dict[str, Any]:
     ranks = [mine] * tp
     if tp > 1:
         torch.distributed.all_gather_object(ranks, mine)
-    specs = _specs(config)
     config.cache_config.kv_cache_layout = LAYOUT
+    default_block_tokens = config.cache_config.block_size
+    # A block holds the state of a layer, too; the engine chooses its size once it has the layers.
+    current_platform.update_block_size_for_backend(config)
+    specs = _specs(config)
     cache = get_kv_cache_configs(config, [specs] * tp, [kv_bytes] * tp)[0]
     update_kv_cache_capacity(config, cache)
-    return _figures(config, specs, cache.num_blocks, ranks)
+    figures = _figures(config, specs, cache.num_blocks, ranks)
+    return figures | {"default_block_tokens": default_block_tokens}
 
 
 def _specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
@@ -106,7 +114,7 @@ def _figures(
         ],
         "blocks": blocks,
         "context": config.model_config.max_model_len,
-        "batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "in_flight_tokens": config.max_in_flight_tokens,
         "kv_cache_size_tokens": config.cache_config.kv_cache_size_tokens,
     }
 

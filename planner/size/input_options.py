@@ -65,7 +65,7 @@ def model_of(options: SizeOptions) -> Llm:
         path /= "config.json"
     try:
         if path.suffix == ".json":
-            model = shape_from_config(_json(path), path.resolve().parent.name)
+            model = shape_from_config(_config(path), path.resolve().parent.name)
         else:
             model = model_named(text)
     except ValueError as error:
@@ -75,6 +75,18 @@ def model_of(options: SizeOptions) -> Llm:
     if options.quant not in QUANTS:
         raise SizingError(f"unknown --quant {options.quant!r}; valid: {', '.join(QUANTS)}")
     return msgspec.structs.replace(model, kv_bytes=1.0 if options.kv_dtype == "fp8" else 2.0)
+
+
+def _config(path: Path) -> Any:
+    # Return the members of a config.json, with the quantisation that ModelOpt writes beside it.
+    config, beside = _json(path), path.with_name("hf_quant_config.json")
+    if not isinstance(config, dict) or "quantization_config" in config or not beside.exists():
+        return config
+    quantised = _json(beside)
+    section = quantised.get("quantization") if isinstance(quantised, dict) else None
+    if not isinstance(section, dict):
+        raise SizingError(f"the file {beside} lacks the section quantization")
+    return config | {"quantization_config": {"quant_method": "modelopt", **section}}
 
 
 def _advice(text: str) -> str:

@@ -39,7 +39,7 @@ def quantise(
         + (f", misses {len(plan.shortfalls)} limit(s)" if plan.shortfalls else "")
         for plan in plans
     ]
-    if best.model.weight_bytes > 1:
+    if best.model.weight_bytes >= 2:
         answer = "no: fewer bytes save no GPU" if len(candidates) > 1 else "no: as asked"
         notes: tuple[str, ...] = ()
     else:

@@ -28,7 +28,7 @@ def variants(model: Llm, quant: str) -> list[Llm]:
     `quant` is auto, bf16 or fp8. A model with quantised weights has only one candidate. Raises
     SizingError if bf16 is requested for it.
     """
-    if model.weight_bytes <= 1:
+    if model.weight_bytes < 2:
         if quant == "bf16":
             raise SizingError(
                 f"--quant bf16 is impossible: the weights of {model.name} are quantised already; "

@@ -206,5 +206,5 @@ def _batch(
         share = (high - low) / (end_s - begin_s)
         done = ((low + high) / 2 - answer.first_s) / (answer.last_s - answer.first_s)
         seqs += share
-        context += share * model.cached_tokens(round(answer.prompt + answer.output * done))
+        context += share * model.read_tokens(round(answer.prompt + answer.output * done))
     return seqs, context

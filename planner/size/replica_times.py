@@ -55,7 +55,7 @@ class ReplicaTimes:
         key = batch, context
         if key not in self._decode:
             seqs = -(-batch // (self.layout.dp * self.layout.pp))
-            kept = round(seqs * self.model.cached_tokens(context))
+            kept = round(seqs * self.model.read_tokens(context))
             step_s = self._line.step_s(StepWork(0, 0.0, seqs, kept))
             self._decode[key] = step_s + travel_s(self.model, self.gpu, self.layout, seqs)
         return self._decode[key]
@@ -70,7 +70,7 @@ class ReplicaTimes:
     def parts(self, batch: int, context: int) -> StepTimeParts:
         """Return the parts of a decode step's time: weights, KV, compute and collectives."""
         seqs = -(-batch // (self.layout.dp * self.layout.pp))
-        kept = round(seqs * self.model.cached_tokens(context))
+        kept = round(seqs * self.model.read_tokens(context))
         return self._line.terms(StepWork(0, 0.0, seqs, kept))
 
     def ideal_s(self) -> float:

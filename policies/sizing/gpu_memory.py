@@ -171,6 +171,20 @@ def _end_params(model: Llm, layout: Layout, ends: tuple[bool, bool]) -> float:
     return copies * model.embedding_params / layout.tp
 
 
+def in_flight_tokens(gpu: Gpu, pp: int) -> int:
+    """Return the tokens of all steps that vLLM has in flight by default with `pp` stages.
+
+    Each stage has a step, and one more is prepared. Source: vLLM 0.32, `get_batch_defaults`
+    (engine/arg_utils.py) and `max_in_flight_tokens` (config/vllm.py).
+    """
+    step = 2_048
+    if gpu.hbm_bytes >= 160 * GIB:
+        step = 16_384
+    elif gpu.hbm_bytes >= 70 * GIB and gpu.name != "a100":
+        step = 8_192
+    return (pp + 1) * step
+
+
 def check_memory(
     model: Llm, gpu: Gpu, layout: Layout, demand: Demand, reserve: Reserve = ENGINE_RESERVE
 ) -> MemoryCheck:
@@ -182,8 +196,10 @@ def check_memory(
     """
     usable = reserve.usable(gpu, layout.gpus)
     parts = list(stages(model, layout))
-    tightest = min(parts, key=lambda stage: _stage_tokens(model, layout, stage, demand, usable))
-    rank_tokens = _stage_tokens(model, layout, tightest, demand, usable)
+    reserved = model.reserved_tokens(demand.context, layout.tp, in_flight_tokens(gpu, layout.pp))
+    reserved_share = reserved / demand.context
+    tightest = min(parts, key=lambda stage: _stage_tokens(stage, usable, reserved_share))
+    rank_tokens = _stage_tokens(tightest, usable, reserved_share)
     served = rank_tokens // demand.context * layout.dp
     tokens = rank_tokens * layout.dp
     if max(stage.weights_bytes for stage in parts) > gpu.hbm_bytes:
@@ -197,10 +213,8 @@ def check_memory(
     )
 
 
-def _stage_tokens(model: Llm, layout: Layout, stage: Stage, demand: Demand, usable: float) -> int:
-    kept = model.cached_tokens(demand.context) * stage.kv_token_bytes
-    state = model.state_bytes / (layout.tp * layout.pp)
-    return max(0, int((usable - stage.weights_bytes) * demand.context / (kept + state)))
+def _stage_tokens(stage: Stage, usable: float, reserved_share: float) -> int:
+    return max(0, int((usable - stage.weights_bytes) / (reserved_share * stage.kv_token_bytes)))
 
 
 def free_kv_bytes(model: Llm, gpu: Gpu, tp: int, reserve: Reserve = ENGINE_RESERVE) -> float:

@@ -80,7 +80,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
         A GPU without fp8 units uses bf16.
         """
-        return self.fp8_flops if weight_bytes <= 1 else self.bf16_flops
+        return self.fp8_flops if weight_bytes < 2 else self.bf16_flops
 
 
 # Errors of borrowed constants are a judgement: twice the worst median of a fitted GPU's tails.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,15 @@ _GEMMA_3 = {
 }
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, int]] = MappingProxyType({"gemma3_text": _GEMMA_3})
 
+# Families whose output head is the embedding unless the file says otherwise. Source: the classes of
+# transformers and of vLLM for these families.
+_TIED = re.compile(r"(gemma|cohere|lfm2).*|falcon|starcoder2")
+
+# Members under which a multimodal configuration describes its language model.
+_NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+
+_LETTERS = MappingProxyType({"mamba": "M", "linear_attention": "M", "moe": "E", "mlp": "-"})
+
 _ENCODERS = frozenset(
     {
         *("albert", "bart", "bert", "clip", "deberta", "deberta-v2", "distilbert", "electra"),
@@ -29,6 +39,29 @@ _ENCODERS = frozenset(
 
 class ConfigError(ValueError):
     """Raised if a config.json does not describe a supported decoder."""
+
+
+def language_model(config: Any) -> dict[str, Any]:
+    """Return the members of a config.json, with those of the nested language model in front.
+
+    Raises ConfigError if the file is not an object.
+    """
+    if not isinstance(config, dict):
+        raise ConfigError("config.json must contain a JSON object")
+    for name in _NESTED:
+        if isinstance(config.get(name), dict):
+            outer = {key: value for key, value in config.items() if key != name}
+            return language_model(outer | config[name])
+    return config
+
+
+def _with_pattern(members: dict[str, Any]) -> dict[str, Any]:
+    # Return the members of Nemotron-H with its pattern of letters, which newer files list as words.
+    kinds = members.get("layers_block_type")
+    if members.get("model_type") != "nemotron_h" or not isinstance(kinds, list):
+        return members
+    letters = "".join(_LETTERS.get(str(kind), "*") for kind in kinds)
+    return members | {"hybrid_override_pattern": letters, "num_hidden_layers": len(letters)}
 
 
 class ConfigMembers:
@@ -45,7 +78,7 @@ class ConfigMembers:
                 "only decoder-only models can be sized"
             )
         given = {name: value for name, value in members.items() if value is not None}
-        self._members = {**FAMILY_DEFAULTS.get(self.family, {}), **given}
+        self._members = {**FAMILY_DEFAULTS.get(self.family, {}), **_with_pattern(given)}
 
     def has(self, name: str) -> bool:
         """Return whether config.json has this field with a value that is not null."""
@@ -84,63 +117,37 @@ class ConfigMembers:
         """
         return self.count(name) if self._members.get(name) else default
 
+    def first(self, *names: str) -> int | None:
+        """Return the first of these fields that is present as an integer; None: all are absent.
+
+        A field may have a value per layer; then the largest one is returned.
+        """
+        for name in names:
+            value = self._members.get(name)
+            if isinstance(value, list):
+                value = max((each for each in value if isinstance(each, int)), default=None)
+            if value == 0 and not isinstance(value, bool):
+                return 0
+            if value is not None:
+                return self.count(name) if not isinstance(self.get(name), list) else value
+        return None
+
     def flag(self, name: str, default: bool = False) -> bool:
         """Return a config.json field as a boolean, or `default` if it is absent."""
         return bool(self._members.get(name, default))
 
     @property
     def is_tied(self) -> bool:
-        return self.flag("tie_word_embeddings", self.family.startswith("gemma"))
+        names = ("tie_word_embeddings", "tie_embedding")
+        given = next((self.get(name) for name in names if self.has(name)), None)
+        return bool(_TIED.fullmatch(self.family) if given is None else given)
 
     @property
     def intermediate(self) -> int:
-        names = ("intermediate_size_mlp", "intermediate_size", "ffn_hidden_size")
-        return next(
-            (self.count(name) for name in names if self.has(name)),
-            self.optional("moe_intermediate_size", 0),
-        )
-
-    @property
-    def experts(self) -> int:
-        """Return the number of routed experts per layer; 0 for a dense model."""
-        names = ("n_routed_experts", "num_local_experts", "num_experts")
-        return next((self.count(name) for name in names if self._members.get(name)), 0)
+        names = ("intermediate_size_mlp", "intermediate_size", "ffn_hidden_size", "ffn_dim")
+        return self.first(*names, "moe_intermediate_size") or 0
 
     @property
     def max_context(self) -> int:
         """Return the maximum number of tokens of a prompt and its answer together."""
         return self.optional("max_position_embeddings", 131_072)
-
-    def weight_bytes(self) -> tuple[float, str]:
-        """Return the bytes per quantised parameter, and which parameters are quantised.
-
-        The second value is "experts" if only the experts are quantised, otherwise "".
-        """
-        quantised = self._members.get("quantization_config")
-        if not isinstance(quantised, dict):
-            wide = str(self._members.get("torch_dtype", self._members.get("dtype")))
-            return (4.0 if wide == "float32" else 2.0), ""
-        method = str(quantised.get("quant_method", ""))
-        if method == "mxfp4":
-            return 0.5 + 1 / 32, "experts"
-        bits = _bits(quantised)
-        if bits is None and "fp8" not in method:
-            raise ConfigError(
-                f"config.json: unknown quant_method {method!r}; known are fp8, mxfp4, and methods "
-                "with bits or num_bits"
-            )
-        return (1.0 if bits is None else bits / 8), ""
-
-
-def _bits(quantised: Any) -> int | None:
-    # Return the first `bits` or `num_bits` in a quantisation section, up to 4 levels deep, or None.
-    pending = [(quantised, 0)]
-    while pending:
-        section, depth = pending.pop(0)
-        for key in ("bits", "num_bits"):
-            value = section.get(key)
-            if isinstance(value, int) and 1 <= value <= 16:
-                return value
-        if depth < 4:
-            pending += [(part, depth + 1) for part in section.values() if isinstance(part, dict)]
-    return None

@@ -19,6 +19,11 @@ factor.
 Beyond it, vLLM divides the larger kind into groups.
 """
 
+BLOCK_TOKENS = 16  # tokens of a KV block, and the unit by which a block grows
+MLA_BLOCK_TOKENS = 128  # that unit where a latent is cached beside states
+IN_FLIGHT_TOKENS = 16_384  # two steps of 8,192 tokens: one runs while the next one is prepared
+STATE_COPIES = 2  # the state in use, and the one at the last block boundary for the prefix cache
+
 
 class Llm(msgspec.Struct, frozen=True):
     """The shape of a decoder-only model. Numbers of parameters are sums over all layers.
@@ -36,6 +41,8 @@ class Llm(msgspec.Struct, frozen=True):
     kv_bytes           bytes per cached scalar
     embedding_params   parameters of the input embedding, and as many of the output head unless
                        `is_tied`
+    window_kv_scalars  the same for a layer with a window; 0: equal to kv_scalars
+    extra_kv_bytes     bytes cached per token and layer beside these scalars, whatever their type
     max_context        maximum tokens of prompt plus answer
     grid_name          name of the model in tables of measured step times; empty: it is in none
     experts            number of routed experts per layer; 0: the model is dense
@@ -47,8 +54,9 @@ class Llm(msgspec.Struct, frozen=True):
                        projections
     bf16_params        parameters that keep two bytes each when the other weights are quantised
     window_layers      layers that attend to, and keep, only the last `window` tokens
-    state_layers       layers without a KV cache; their state has `state_bytes` per sequence in
-                       total
+    state_layers       layers without a KV cache of their own
+    states             layers with a state of constant size, which have `state_bytes` per sequence
+                       in total
     """
 
     name: str
@@ -75,7 +83,10 @@ class Llm(msgspec.Struct, frozen=True):
     bf16_params: float = 0.0
     window_layers: int = 0
     window: int = 0
+    window_kv_scalars: int = 0
+    extra_kv_bytes: float = 0.0
     state_layers: int = 0
+    states: int = 0
     state_bytes: float = 0.0
 
     @property
@@ -110,7 +121,16 @@ class Llm(msgspec.Struct, frozen=True):
     @property
     def kv_token_bytes(self) -> int:
         """Return the bytes of KV cache per token, over all layers and KV heads."""
-        return int(self.kv_layers * self.kv_scalars * self.kv_bytes)
+        full = self.kv_layers - self.window_layers
+        scalars = (full + self.window_layers * self.window_share) * self.kv_scalars
+        return int(scalars * self.kv_bytes + self.kv_layers * self.extra_kv_bytes)
+
+    @property
+    def window_share(self) -> float:
+        """Return the scalars cached per token of a layer with a window, divided by those of one
+        without.
+        """
+        return (self.window_kv_scalars or self.kv_scalars) / self.kv_scalars
 
     @property
     def mla(self) -> bool:
@@ -132,25 +152,68 @@ class Llm(msgspec.Struct, frozen=True):
         """
         return self.kv_token_bytes * self.kv_share(tp)
 
-    def cached_tokens(self, context: int, step_tokens: int = 2048, block_tokens: int = 16) -> float:
-        """Return how many tokens of KV a request of `context` tokens reserves, as a mean over its
-        layers.
+    def read_tokens(self, context: int) -> float:
+        """Return how many tokens of KV a request of `context` tokens reads per step, as a mean
+        over the layers with a KV cache.
+        """
+        if not self.kv_layers:
+            return 0.0
+        full, share = self.kv_layers - self.window_layers, self.window_share
+        read = full * context + self.window_layers * share * min(context, self.window)
+        return read / (full + self.window_layers * share)
 
-        A layer with window attention keeps its window and the tokens of one step, in whole blocks
-        plus one. Such layers share block tables, in groups of as many layers as have full
-        attention; the last group is padded. Source: vLLM 0.32, SlidingWindowSpec and
+    def cached_tokens(
+        self, context: int, in_flight: int = IN_FLIGHT_TOKENS, block_tokens: int = BLOCK_TOKENS
+    ) -> float:
+        """Return how many tokens of KV a request of `context` tokens reserves, as a mean over the
+        layers with a KV cache.
+
+        A layer with window attention keeps its window and the tokens of all steps in flight, in
+        whole blocks plus one. Such layers share block tables, in groups of as many layers as have
+        full attention; the last group is padded. Source: vLLM 0.32, SlidingWindowSpec and
         `get_kv_cache_groups` (v1/core/kv_cache_utils.py).
         """
         if not self.kv_layers:
             return 0.0
         full = self.kv_layers - self.window_layers
-        blocks = -(-min(context, self.window - 1 + step_tokens) // block_tokens) + 1
+        blocks = -(-min(context, self.window - 1 + in_flight) // block_tokens) + 1
         in_window = min(context, blocks * block_tokens)
-        layers = [(full, context), (self.window_layers, in_window)]
-        least, most = sorted((full or self.window_layers, self.window_layers or full))
-        group = most if most < MAX_GROUP_PADDING * least else least
-        kept = sum(-(-count // group) * group * tokens for count, tokens in layers)
-        return kept / self.kv_layers
+        share = self.window_share
+        layers = [(full, context, 1.0), (self.window_layers, in_window, share)]
+        group = _group_size(full or self.window_layers, self.window_layers or full)
+        kept = sum(-(-count // group) * group * tokens * weight for count, tokens, weight in layers)
+        return kept / (full + self.window_layers * share)
+
+    def reserved_tokens(
+        self,
+        context: int,
+        tp: int,
+        in_flight: int = IN_FLIGHT_TOKENS,
+        block_tokens: int = BLOCK_TOKENS,
+    ) -> float:
+        """Return how many tokens of KV a request of `context` tokens reserves with its states, as
+        a mean over the layers with a KV cache.
+
+        A state takes STATE_COPIES blocks of KV. Blocks are as large as a state, so that all layers
+        share one pool. Source: vLLM 0.32, MambaSpec and `_align_hybrid_block_size`
+        (platforms/interface.py).
+        """
+        if not self.states or not self.kv_layers:
+            return self.cached_tokens(context, in_flight, block_tokens)
+        kv_bytes = self.kv_rank_bytes(tp) / self.kv_layers
+        state_bytes = self.state_bytes / self.states / tp
+        unit = max(block_tokens, MLA_BLOCK_TOKENS) if self.mla else block_tokens
+        block = -int(-state_bytes // (kv_bytes * unit)) * unit
+        group = _group_size(self.kv_layers, self.states)
+        in_attention = -(-self.kv_layers // group) * group * -(-context // block) * block
+        in_states = -(-self.states // group) * group * STATE_COPIES * block
+        return (in_attention + in_states) / self.kv_layers
+
+
+def _group_size(one: int, other: int) -> int:
+    # Return how many layers share a block table, for the numbers of layers of two kinds.
+    least, most = sorted((one, other))
+    return most if most < MAX_GROUP_PADDING * least else least
 
 
 def gqa(

@@ -104,6 +104,18 @@ def test_a_folder_with_a_config_json_is_sized(tmp_path: Path) -> None:
     assert "--served-model-name own-model" in result.stdout
 
 
+def test_a_quantisation_file_beside_config_json_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((MODELS / "llama-3.1-70b.json").read_text())
+    beside, command = tmp_path / "hf_quant_config.json", [str(tmp_path), "--gpu", "h200"]
+    section = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    beside.write_text(json.dumps({"quantization": section}))
+    # 69.5 G parameters of 9/16 bytes, and 2.1 G of embeddings of two.
+    assert "42.7 GB of weights" in run(*command).output
+    beside.write_text("{}")
+    refused = run(*command)
+    assert (refused.exit_code, "lacks the section quantization" in refused.output) == (2, True)
+
+
 def test_a_gpu_of_ones_own_is_a_file(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     members = {"name": "own", "hbm_gb": 96, "hbm_tb_s": 4, "bf16_tflops": 900, "fp8_tflops": 1800}

@@ -18,7 +18,7 @@ from policies.sizing.gpu_memory import (
     stages,
 )
 from policies.sizing.gpus import GPUS, gpu_named
-from policies.sizing.model_shapes import model_named
+from policies.sizing.model_shapes import Llm, model_named
 from policies.sizing.parallel_layout import Layout, layers_of_stages
 
 HARBOR = Demand(8192, 24)
@@ -114,20 +114,61 @@ def test_405b_needs_11_gpus_by_division_and_fp8_weights_need_6() -> None:
     assert min_gpus(model_named("llama-3.1-70b-fp8"), gpu_named("h100")) == 1
 
 
-def test_a_window_layer_keeps_the_window_and_a_step_and_a_state_layer_its_state() -> None:
+def test_a_window_layer_keeps_the_window_and_the_steps_in_flight() -> None:
     full = model_named("llama-3.1-8b")
     half = msgspec.structs.replace(full, window_layers=16, window=1024)
-    state = msgspec.structs.replace(full, state_layers=16, state_bytes=64e6)
-    demand = Demand(16_384, 1)
+    whole = full.kv_token_bytes * 65_536
+    for gpu, pp, in_flight in (
+        *(("h100", 1, 2 * 8_192), ("h100", 2, 3 * 8_192)),
+        *(("b200", 1, 2 * 16_384), ("a100", 1, 2 * 2_048), ("l40s", 1, 2 * 2_048)),
+    ):
+        in_window = -(-(1024 - 1 + in_flight) // 16) * 16 + 16
+        bytes_each = request_bytes(half, gpu, Layout(pp=pp), 65_536)
+        assert bytes_each * pp == pytest.approx(whole * (1 + in_window / 65_536) / 2, rel=0.001)
 
-    def request_bytes(model: object) -> float:
-        check = check_memory(model, gpu_named("h100"), Layout(1), demand)  # type: ignore[arg-type]
-        return check.free_bytes / check.tokens * demand.context
 
-    whole = full.kv_token_bytes * 16_384
-    in_window = -(-(1024 - 1 + 2048) // 16) * 16 + 16
-    assert request_bytes(half) == pytest.approx(whole * (1 + in_window / 16_384) / 2, rel=0.001)
-    assert request_bytes(state) == pytest.approx(whole / 2 + 64e6, rel=0.001)
+def test_a_layer_with_a_state_keeps_two_in_blocks_as_large_as_a_state() -> None:
+    full = model_named("llama-3.1-8b")
+    state = msgspec.structs.replace(full, state_layers=16, states=16, state_bytes=16 * 4e6)
+    # A layer has 4,096 bytes of KV per token, so 977 tokens hold a state: 992 in blocks of 16.
+    blocks = -(-65_536 // 992) + 2
+    bytes_each = request_bytes(state, "h100", Layout(), 65_536)
+    assert bytes_each == pytest.approx(blocks * 992 * 16 * 4_096, rel=0.001)
+    # Two ranks have half of the heads and half of the state each.
+    two = request_bytes(state, "h100", Layout(2), 65_536)
+    assert two == pytest.approx(bytes_each / 2, rel=0.001)
+    # 28 states beside 4 layers with attention are in seven groups of 4.
+    few = msgspec.structs.replace(full, state_layers=28, states=28, state_bytes=28 * 4e6)
+    blocks = -(-65_536 // 992) + 7 * 2
+    assert request_bytes(few, "h100", Layout(), 65_536) == pytest.approx(
+        blocks * 992 * 4 * 4_096, rel=0.001
+    )
+
+
+def test_blocks_of_a_latent_beside_states_are_multiples_of_128_tokens() -> None:
+    deepseek = msgspec.structs.replace(
+        model_named("deepseek-v3"), state_layers=30, states=30, state_bytes=30 * 1e6
+    )
+    # 31 layers of 1,152 bytes per token; 868 tokens hold a state, so 896 = 7 x 128.
+    reserved = deepseek.reserved_tokens(8_960, 1)
+    assert reserved == pytest.approx(10 * 896 + 2 * 896, rel=0.001)
+
+
+def test_a_step_reads_of_a_window_layer_only_the_window() -> None:
+    full = model_named("llama-3.1-8b")
+    half = msgspec.structs.replace(full, window_layers=16, window=1024)
+    assert full.read_tokens(8_192) == 8_192
+    assert half.read_tokens(8_192) == (8_192 + 1_024) / 2
+    assert half.read_tokens(512) == 512
+    # Window layers with twice the scalars weigh twice as much.
+    wide = msgspec.structs.replace(half, window_kv_scalars=2 * half.kv_scalars)
+    assert wide.kv_token_bytes == 1.5 * full.kv_token_bytes
+    assert wide.read_tokens(8_192) == pytest.approx((8_192 + 2 * 1_024) / 3)
+
+
+def request_bytes(model: Llm, gpu: str, layout: Layout, context: int) -> float:
+    check = check_memory(model, gpu_named(gpu), layout, Demand(context, 1))
+    return check.free_bytes / check.tokens * context
 
 
 def test_context_parallel_ranks_divide_the_cache() -> None:

@@ -293,7 +293,7 @@ def test_bits_are_looked_for_in_four_levels_and_no_deeper() -> None:
 def test_layers_with_windows_hold_as_many_tokens_as_vllm_computes(name: str, tokens: int) -> None:
     # vLLM 0.32's own kv_cache_size_tokens in 32 GiB, at 8192 tokens a request, blocks of 128.
     model, context = shape(name), 8192
-    kept = model.cached_tokens(context, step_tokens=2048, block_tokens=128) * model.kv_token_bytes
+    kept = model.cached_tokens(context, 2_048, 128) * model.kv_token_bytes
     assert 32 * 2**30 * context / kept == pytest.approx(tokens, rel=0.01)
 
 
@@ -308,4 +308,4 @@ def test_layers_with_a_window_are_padded_to_groups_of_layers(
     )
     full, in_window = 16_384, 192 * 16 + 16
     kept = layers_kept[0] * full + layers_kept[1] * in_window
-    assert model.cached_tokens(full) * layers == kept
+    assert model.cached_tokens(full, 2_048) * layers == kept

@@ -1,0 +1,239 @@
+"""Tests of reading config.json files whose families name or arrange their layers in their own way.
+
+Parameters are counted by hand from the classes of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policies.sizing.hf_members import ConfigError
+from policies.sizing.hf_parameter_count import shape_from_config
+from policies.sizing.model_shapes import Llm
+
+FOLDER = Path(__file__).parents[3] / "data" / "models"
+
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+}
+ENDS, NORMS = 2 * 1000 * 256, 256 * 9
+ATTENTION, MLP = 2 * 256 * 256 + 2 * 64 * 256, 3 * 256 * 512
+
+
+def shape(name: str) -> Llm:
+    return shape_from_config(json.loads((FOLDER / f"{name}.json").read_text()), name)
+
+
+def small(**members: Any) -> Llm:
+    return shape_from_config(SMALL | members, "small")
+
+
+def test_the_language_model_of_a_multimodal_file_is_found_under_each_name() -> None:
+    for name in ("text_config", "llm_config", "language_config"):
+        assert shape_from_config({"model_type": "x", name: SMALL}, "m").params == small().params
+    nested = {"model_type": "omni", "thinker_config": {"text_config": SMALL, "audio_config": {}}}
+    assert shape_from_config(nested, "m").params == small().params
+
+
+@pytest.mark.parametrize(
+    ("change", "kv_heads"),
+    [
+        ({"num_key_value_heads": None}, 8),
+        ({"num_key_value_heads": None, "num_kv_heads": 4}, 4),
+        ({"num_key_value_heads": None, "multi_query_group_num": 2}, 2),
+        ({"num_kv_heads": 8, "multi_query": True}, 1),
+        ({"num_key_value_heads": 4, "multi_query": True, "new_decoder_architecture": True}, 4),
+    ],
+)
+def test_kv_heads_are_found_under_each_name(change: dict[str, Any], kv_heads: int) -> None:
+    model = small(**change)
+    assert (model.shardable_kv, model.kv_scalars) == (kv_heads, 2 * kv_heads * 32)
+
+
+@pytest.mark.parametrize(
+    ("family", "is_tied"),
+    [("cohere2", True), ("gemma2", True), ("falcon", True), ("llama", False), ("qwen3", False)],
+)
+def test_the_output_head_is_the_embedding_where_the_family_says_so(
+    family: str, is_tied: bool
+) -> None:
+    assert small(model_type=family).is_tied == is_tied
+    assert not small(model_type=family, tie_word_embeddings=False).is_tied
+
+
+@pytest.mark.parametrize(
+    ("members", "experts", "per_token", "layers"),
+    [
+        ({"num_local_experts": 8, "num_experts_per_tok": 2}, 8, 2, 4),
+        ({"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 1}, 8, 2, 3),
+        ({"moe_num_experts": 8, "moe_top_k": 3, "moe_layers_enum": "1,3"}, 8, 3, 2),
+        ({"num_experts": 8, "moe_topk": [2, 2, 2, 2]}, 8, 2, 4),
+        ({"n_routed_experts": 8, "moe_topk": 2, "moe_layer_freq": [0, 1, 1, 1]}, 8, 2, 3),
+        ({"num_experts": 8, "mlp_layer_types": ["dense", *["sparse"] * 3]}, 8, 1, 3),
+        ({"num_experts": 8, "num_experts_per_tok": 4, "num_dense_layers": 2}, 8, 4, 2),
+        ({"num_experts": 8, "moe_layer_interval": 2, "moe_layer_end_index": 2}, 8, 1, 1),
+    ],
+)
+def test_experts_are_found_under_each_name(
+    members: dict[str, Any], experts: int, per_token: int, layers: int
+) -> None:
+    model = small(moe_intermediate_size=128, **members)
+    assert (model.experts, model.experts_per_token, model.moe_layers) == (
+        experts,
+        per_token,
+        layers,
+    )
+    assert model.expert_params == layers * experts * 3 * 256 * 128
+
+
+@pytest.mark.parametrize(
+    ("members", "shared"),
+    [
+        ({"n_shared_experts": 2}, 2 * 128),
+        ({"num_shared_experts": 1, "moe_shared_expert_intermediate_size": 640}, 640),
+        ({"moe_num_shared_experts": 2}, 2 * 128),
+        ({"num_shared_expert": [1, 1, 1, 1]}, 128),
+        ({"shared_intermediate_size": 768}, 768),
+        ({"share_expert_dim": 320}, 320),
+    ],
+)
+def test_shared_experts_are_found_under_each_name(members: dict[str, Any], shared: int) -> None:
+    plain = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    assert small(**plain, **members).params - small(**plain).params == 4 * 3 * 256 * shared
+
+
+def test_experts_in_an_unknown_form_are_refused() -> None:
+    with pytest.raises(ConfigError, match="experts, but not their number"):
+        small(num_experts_per_tok=2, expert_groups=8)
+
+
+def test_an_mlp_without_a_gate_has_two_matrices() -> None:
+    for family in ("nemotron_h", "arcee", "apertus"):
+        assert small(model_type=family).params == small().params - 4 * 256 * 512
+
+
+def test_experts_of_a_latent_width_are_smaller() -> None:
+    members = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    model = small(**members, moe_latent_size=64)
+    assert model.expert_params == 4 * 8 * 3 * 64 * 128
+    assert model.params - small(**members).params == 4 * (2 * 256 * 64 - 8 * 3 * 192 * 128)
+
+
+STATES: dict[str, tuple[dict[str, Any], float, float]] = {
+    # family: members, parameters and bytes of state of one layer
+    "kimi delta": (
+        {
+            "linear_attn_config": {
+                "full_attn_layers": [4],
+                "num_heads": 4,
+                "head_dim": 64,
+                "short_conv_kernel_size": 4,
+            }
+        },
+        4 * 256 * 256 + 3 * 256 * 4 + 2 * (256 * 64 + 64 * 256) + 256 + 4 + 256 * 4 + 64,
+        256 * 64 * 4 + 3 * 256 * 3 * 2,
+    ),
+    "short convolution": (
+        {"layer_types": ["conv", "conv", "conv", "full_attention"], "conv_L_cache": 3},
+        256 * 3 * 256 + 256 * 3 + 256 * 256,
+        256 * 2 * 2,
+    ),
+    "mamba 1": (
+        {"attn_layer_indices": [3], "mamba_d_state": 16, "mamba_dt_rank": 16},
+        256 * 2 * 512 + 512 * (5 + 16 + 32 + 16 + 16 + 2) + 512 * 256,
+        512 * (16 + 3) * 2,
+    ),
+    "mamba 2": (
+        {"layers_block_type": ["mamba"] * 3 + ["attention"], "mamba_d_state": 64}
+        | {"mamba_n_heads": 8, "mamba_n_groups": 1},
+        256 * (512 + 640 + 8) + 640 * 5 + 3 * 8 + 512 + 512 * 256,
+        (512 * 64 + 640 * 3) * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_layers_with_a_state_are_counted_by_hand(kind: str) -> None:
+    members, params, state_bytes = STATES[kind]
+    model = small(**members)
+    assert (model.states, model.kv_layers) == (3, 1)
+    assert model.state_bytes == 3 * state_bytes
+    assert model.params == ENDS + NORMS + 4 * MLP + ATTENTION + 3 * params
+
+
+def test_a_wide_state_has_four_bytes_per_scalar() -> None:
+    members = STATES["mamba 2"][0]
+    wide = small(**members, mamba_ssm_dtype="float32")
+    assert wide.state_bytes - small(**members).state_bytes == 3 * 512 * 64 * 2
+
+
+def test_layers_with_attention_and_a_state_have_both() -> None:
+    members = {"mamba_d_state": 64, "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_ssm": 512}
+    model = small(model_type="falcon_h1", **members)
+    assert (model.states, model.kv_layers) == (4, 4)
+    assert model.params == ENDS + NORMS + 4 * (MLP + ATTENTION + STATES["mamba 2"][1])
+
+
+def test_words_of_nemotron_h_are_read_as_its_letters() -> None:
+    members = {"model_type": "nemotron_h", "ssm_state_size": 16, "mamba_num_heads": 8}
+    members |= {"mamba_head_dim": 64, "n_routed_experts": 4, "moe_intermediate_size": 128}
+    words = ["mamba", "moe", "attention", "mlp"]
+    by_letter = small(**members, hybrid_override_pattern="ME*-")
+    by_word = small(**members, layers_block_type=words, num_hidden_layers=None)
+    assert by_word == by_letter
+    assert (by_word.states, by_word.kv_layers, by_word.moe_layers) == (1, 1, 1)
+
+
+def test_layers_that_share_a_cache_have_no_key_and_value_projections() -> None:
+    own, sharing = small(), small(num_kv_shared_layers=1)
+    assert sharing.kv_token_bytes == own.kv_token_bytes * 3 / 4
+    assert own.params - sharing.params == 2 * 64 * 256
+
+
+def test_layers_with_a_window_may_have_other_heads() -> None:
+    gemma = shape("gemma-4-31b")
+    assert (gemma.kv_layers, gemma.window_layers, gemma.window) == (60, 50, 1024)
+    assert (gemma.kv_scalars, gemma.window_kv_scalars) == (2 * 4 * 512, 2 * 16 * 256)
+    assert gemma.kv_token_bytes == 2 * (10 * 4_096 + 50 * 8_192)
+    mimo = small(
+        sliding_window=128,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        head_dim=48,
+        v_head_dim=32,
+        swa_num_key_value_heads=4,
+    )
+    assert (mimo.kv_scalars, mimo.window_kv_scalars) == (2 * 80, 4 * 80)
+
+
+def test_the_indexer_of_sparse_attention_has_weights_and_a_cache() -> None:
+    # vLLM's class (models/deepseek_v32/attention.py): 128 bytes and a scale of 4 per token.
+    glm = shape("glm-5")
+    assert glm.extra_kv_bytes == 132
+    assert glm.kv_token_bytes == 78 * (576 * 2 + 132)
+    members = json.loads((FOLDER / "glm-5.json").read_text())
+    plain = {name: value for name, value in members.items() if not name.startswith("index_")}
+    each = 2048 * 32 * 128 + 6144 * (128 + 32) + 2 * 128
+    assert glm.params - shape_from_config(plain, "plain").params == 78 * each
+    every_fourth = shape_from_config(members | {"index_topk_freq": 4}, "shared")
+    # Layers 0 and 1, then every fourth one from layer 5 on.
+    assert glm.params - every_fourth.params == (78 - 21) * each
+
+
+def test_what_a_checkpoint_leaves_unquantised_keeps_two_bytes() -> None:
+    kimi = shape("kimi-k2-thinking")
+    assert kimi.weight_bytes == 0.5 + 2 / 32
+    others = kimi.params - kimi.expert_params
+    dense = 3 * 7168 * 18432
+    expected = kimi.expert_params * 0.5625 + dense * 0.5625 + (others - dense) * 2
+    assert kimi.weights_bytes == pytest.approx(expected, rel=1e-9)
+    # The published checkpoint has 594 GB.
+    assert kimi.weights_bytes == pytest.approx(594e9, rel=0.01)
