@@ -67,6 +67,8 @@ RETRY_TEXTS: Mapping[str, str] = MappingProxyType(
     {
         "connect_failed": "the connection failed",
         "connect_timeout": "the connection timed out",
+        "connect_error": "the engine's host name could not be resolved",
+        "local_error": "this gateway could not open a connection",
         "timeout": "the engine was silent for too long",
         "truncated": "the connection was closed early",
         "reset": "the connection was reset",

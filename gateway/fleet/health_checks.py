@@ -29,6 +29,7 @@ from gateway.fleet.poll_schedule import PollPlan, least_probe_s
 from gateway.fleet.probe_errors import (
     PROBE_ERRORS,
     clear_frames,
+    is_own_failure,
     is_unreachable,
     record_resolution,
 )
@@ -52,6 +53,7 @@ RECOVERY_S = 1.0  # longest time between two probes of an ejected endpoint, what
 CHECK_S = 0.5  # timeout of a health check that a request waits for
 NO_PAGE = (404, 405, 501)  # statuses of an engine without the requested page
 RATE_LIMITED = 429
+OWN_FAILURE_S = 60.0  # shortest time between two logs that this process cannot open connections
 FIRST_POLLS = 128  # endpoints polled at the same time before the gateway serves
 
 
@@ -79,6 +81,7 @@ class HealthChecker:
         self._checks: dict[LiveEndpoint, asyncio.Task[bool | None]] = {}
         self._listings: dict[LiveEndpoint, asyncio.Task[None]] = {}
         self._session: aiohttp.ClientSession | None = None
+        self._own_failure_due = 0.0
 
     async def start(self) -> None:
         """Start to poll the health and load of all endpoints.
@@ -278,6 +281,9 @@ class HealthChecker:
             live.is_unresolved = False
         except PROBE_ERRORS as error:
             record_resolution(live, error)
+            if is_own_failure(error):
+                self._log_own_failure(error)
+                return
             if is_unreachable(error):
                 self._endpoints.on_connection_refused(live)
         is_due = is_probe_due(live.health, monotonic()) or self._endpoints.is_needed(live)
@@ -293,6 +299,12 @@ class HealthChecker:
             live.api_paths, live.has_tried_apis, live.keeps_responses = frozenset(), False, None
             await self._list_models(live, limit_s=min(CHECK_S, timeout_s))
         self._endpoints.on_probe(live, status)
+
+    def _log_own_failure(self, error: BaseException) -> None:
+        # Log at most once a minute that probes fail because of this process.
+        if monotonic() >= self._own_failure_due:
+            self._own_failure_due = monotonic() + OWN_FAILURE_S
+            log.error("health checks fail, because this process cannot open connections: %s", error)
 
     async def _health_status_despite_pause(self, live: LiveEndpoint, timeout_s: float) -> int:
         # Do the same as _health_status(), and once more if the gateway paused when time was up.

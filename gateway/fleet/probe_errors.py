@@ -10,7 +10,7 @@ import traceback
 import aiohttp
 
 from gateway.fleet.live_endpoint import LiveEndpoint
-from gateway.http.connect_errors import is_local_error
+from gateway.http.connect_errors import is_local_error, is_process_error
 from gateway.http.poll_client import ConnectError, ConnectionLostError
 from gateway.protocol.response.http_framing import FramingError
 
@@ -45,6 +45,11 @@ def is_unreachable(error: BaseException) -> bool:
     return isinstance(error, ConnectionLostError) or (
         isinstance(error, OSError) and error.errno in CONNECTION_LOST
     )
+
+
+def is_own_failure(error: BaseException) -> bool:
+    """Return whether this process could not open a connection, which says nothing of the engine."""
+    return isinstance(error, ConnectError) and is_process_error(error.os_error)
 
 
 def clear_frames(error: BaseException) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import socket
 
+from gateway.protocol.upstream_error import LOCAL_ERROR
+
 # Reasons of a failed connect that say nothing about the engine: descriptors, memory, ports, rights.
 LOCAL_ERRORS = frozenset(
     {
@@ -20,9 +22,21 @@ LOCAL_ERRORS = frozenset(
 )
 
 
+def is_process_error(error: OSError) -> bool:
+    """Return whether a connect failed because this process lacks descriptors, memory or rights."""
+    return not isinstance(error, socket.gaierror) and error.errno in LOCAL_ERRORS
+
+
 def is_local_error(error: OSError) -> bool:
     """Return whether a failed connect was caused by this process or by name resolution.
 
     Such a failure does not show that the engine has a problem.
     """
-    return isinstance(error, socket.gaierror) or error.errno in LOCAL_ERRORS
+    return isinstance(error, socket.gaierror) or is_process_error(error)
+
+
+def connect_error_kind(error: OSError) -> str:
+    """Return the kind of failure of a request whose connection to an engine failed."""
+    if is_process_error(error):
+        return LOCAL_ERROR
+    return "connect_error" if is_local_error(error) else "connect_failed"

@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.http.ack_delay import delay_acks
 from gateway.http.client_read_turns import LONG_READ
-from gateway.http.connect_errors import is_local_error
+from gateway.http.connect_errors import connect_error_kind
 from gateway.http.eager_task import EagerFuture, new_future, timeout_after
 from gateway.http.engine_addresses import EngineAddresses
 from gateway.http.socket_send import descriptor_of
@@ -516,7 +516,7 @@ class ConnectionPool:
             message = f"no connection within {self.timeouts.connect_s:g} s"
             raise UpstreamError("connect_timeout", message, was_sent=False) from None
         except OSError as error:
-            kind = "connect_error" if is_local_error(error) else "connect_failed"
+            kind = connect_error_kind(error)
             raise UpstreamError(kind, error.strerror or str(error), was_sent=False) from error
         return connection
 

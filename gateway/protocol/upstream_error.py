@@ -9,6 +9,9 @@ SHUTDOWN = "shutdown"
 MODEL_GONE = "model_gone"
 """The kind of failure of an attempt at an engine that has dropped a model from its list."""
 
+LOCAL_ERROR = "local_error"
+"""The kind of failure of an attempt for which this process could not open a connection."""
+
 REFUSED_FOR_NOW = ("status_429", "status_503")
 """The kinds of failure by which an engine or provider refuses requests for some time."""
 
@@ -20,6 +23,7 @@ _HEALTH_EVENTS = {
     "ejected": HealthEvent.IGNORED,
     "slow": HealthEvent.IGNORED,
     SHUTDOWN: HealthEvent.IGNORED,
+    LOCAL_ERROR: HealthEvent.IGNORED,
     MODEL_GONE: HealthEvent.IGNORED,
     "status_429": HealthEvent.IGNORED,
     # vLLM sends 503 when its queue is full; a dead engine is detected by its /health.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,7 +20,7 @@ from gateway.fleet.engine_metrics import ScrapedLoad
 from gateway.fleet.health_checks import HealthChecker
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.http.poll_client import ConnectError
-from policies.health.endpoint_health import HealthEvent
+from policies.health.endpoint_health import HealthEvent, HealthState
 from policies.routing_types import EngineKind
 from tests.unit.gateway.fleet.tables import table_of
 from tests.virtual_time import VIRTUAL_TIME
@@ -248,6 +249,25 @@ async def test_a_host_name_that_cannot_be_resolved_is_logged_once_and_is_the_cau
     lines = [line for line in caplog.messages if "cannot be resolved" in line]
     assert len(lines) == 2
     assert "http://no-such-host.invalid:8000): [Errno -2] Name or service not known" in lines[0]
+
+
+async def test_a_probe_that_this_process_cannot_send_says_nothing_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = web.Application()
+    engine.router.add_get("/health", _in_pieces(b"ok"))
+    async with _polled(engine) as (watcher, table, _):
+        (live,) = table.all()
+
+        async def health_status(*_: object) -> int:
+            raise ConnectError(OSError(errno.EMFILE, "Too many open files"))
+
+        monkeypatch.setattr(watcher, "_health_status", health_status)
+        for _ in range(9):
+            await watcher._probe(live)
+        assert live.cause is None
+        assert live.health.state is HealthState.UP
+    assert len([line for line in caplog.messages if "cannot open connections" in line]) == 1
 
 
 def _unresolved() -> ConnectError:
