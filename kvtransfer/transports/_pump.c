@@ -643,7 +643,15 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_pump", NULL, 0, methods, NULL, NULL, NULL, NULL,
 };
 
+/* Increase it, here and in pump.py, when what a function's arguments mean changes. */
+#define INTERFACE 2
+
 PyMODINIT_FUNC PyInit__pump(void)
 {
-    return PyModule_Create(&definition);
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0) {
+        Py_DECREF(module);
+        return NULL;
+    }
+    return module;
 }

@@ -1,8 +1,9 @@
 """Loads the pump: C code that moves the bytes of KV transfers without Python's interpreter lock.
 
-`PUMP` is None in three cases: the pump was not compiled (setup.py), python-xxhash does not export
-its C functions, or PENSTOCK_KV_PUMP=off is set. Python code then moves the bytes (iovec.py). Each
-agent may use the pump or not, because the bytes on the connection are the same.
+`PUMP` is None in these cases: the pump was not compiled (setup.py), or it was compiled from older
+source, python-xxhash does not export its C functions, or PENSTOCK_KV_PUMP=off is set. Python code
+then moves the bytes (iovec.py). Each agent may use the pump or not, because the bytes on the
+connection are the same.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from typing import Any, NamedTuple
 # Milliseconds that the pump waits for the rest of a window before other work gets a turn: its bytes
 # count as a sign of life of the peer only when it returns.
 PUMP_MS = 50
+
+INTERFACE = 2
+"""Version of the pump's interface. A pump compiled from an older _pump.c is not used."""
 
 
 class PumpFunctions(NamedTuple):
@@ -192,6 +196,8 @@ def _load() -> tuple[PumpFunctions, _Xxh3] | None:
         return None
     try:
         native = importlib.import_module("kvtransfer.transports._pump")
+        if native.INTERFACE != INTERFACE:
+            return None
         functions = (getattr(native, name) for name in PumpFunctions._fields)
         return PumpFunctions(*functions), _Xxh3()
     except (ImportError, AttributeError, StopIteration, OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import resource
 import select
@@ -22,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.protocol.frame import TRAILER_BYTES
+from kvtransfer.transports import pump
 from kvtransfer.transports.iovec import NOTHING, Iovecs, MemoryPieces, address_of
 from kvtransfer.transports.pump import (
     PUMP,
@@ -77,6 +79,16 @@ def pieces(memory: np.ndarray, cuts: list[int]) -> MemoryPieces:
 @pytest.mark.skipif(os.environ.get("PENSTOCK_KV_PUMP") == "off", reason="the pump is off")
 def test_a_checkout_with_a_compiler_has_the_pump() -> None:
     assert PUMP is not None
+
+
+@needs_pump
+def test_a_pump_of_another_interface_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = importlib.import_module("kvtransfer.transports._pump")
+    assert pump._load() is not None
+    monkeypatch.setattr(native, "INTERFACE", pump.INTERFACE - 1)
+    assert pump._load() is None
+    monkeypatch.delattr(native, "INTERFACE")  # as compiled from the first versions
+    assert pump._load() is None
 
 
 @needs_pump
