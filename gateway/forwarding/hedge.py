@@ -217,6 +217,10 @@ class Race:
         if problem.kind != OVERTAKEN:
             self._exchange.retries.append(self._first_name)
         if not self.is_won:
+            if self._exchange.is_committed:
+                # The client has a part of the first answer, and lacks what the second one has sent.
+                self.close()
+                return problem
             self.take_over()
         assert self._task is not None
         with self.reservation as reservation:

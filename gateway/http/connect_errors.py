@@ -7,24 +7,15 @@ import socket
 
 from gateway.protocol.upstream_error import LOCAL_ERROR
 
-# Reasons of a failed connect that say nothing about the engine: descriptors, memory, ports, rights.
-LOCAL_ERRORS = frozenset(
-    {
-        errno.EACCES,
-        errno.EADDRNOTAVAIL,
-        errno.EAGAIN,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOBUFS,
-        errno.ENOMEM,
-        errno.EPERM,
-    }
-)
+# Reasons of a failed connect that say nothing about the engine. Without descriptors or memory, no
+# engine can be reached. The others may last, and concern one engine: no route by IPv6, a firewall.
+EXHAUSTION = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+LOCAL_ERRORS = EXHAUSTION | {errno.EACCES, errno.EADDRNOTAVAIL, errno.EAGAIN, errno.EPERM}
 
 
 def is_process_error(error: OSError) -> bool:
-    """Return whether a connect failed because this process lacks descriptors, memory or rights."""
-    return not isinstance(error, socket.gaierror) and error.errno in LOCAL_ERRORS
+    """Return whether a connect failed because this process lacks descriptors or memory."""
+    return not isinstance(error, socket.gaierror) and error.errno in EXHAUSTION
 
 
 def is_local_error(error: OSError) -> bool:
@@ -32,7 +23,7 @@ def is_local_error(error: OSError) -> bool:
 
     Such a failure does not show that the engine has a problem.
     """
-    return isinstance(error, socket.gaierror) or is_process_error(error)
+    return isinstance(error, socket.gaierror) or error.errno in LOCAL_ERRORS
 
 
 def connect_error_kind(error: OSError) -> str:

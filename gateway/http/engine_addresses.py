@@ -18,6 +18,7 @@ from ipaddress import ip_address
 from time import monotonic
 from typing import Any, TypeVar
 
+from gateway.http.connect_errors import is_local_error
 from gateway.http.eager_task import timeout_after
 
 log = logging.getLogger("penstock")
@@ -97,16 +98,21 @@ class EngineAddresses:
         ordered = sorted(
             addresses, key=lambda found: self._failed_at.get(found[1], avoided) > avoided
         )
-        problem = OSError(f"the host name {self.host} has no address")
-        for index, (family, address) in enumerate(ordered):
-            limit_s = (until - monotonic()) / (len(ordered) - index)
-            try:
-                async with timeout_after(limit_s):
-                    return await _connected_socket(family, address)
-            except OSError as error:  # includes TimeoutError
-                self._failed_at[address] = monotonic()
-                problem = error
-        raise problem
+        problem: OSError | None = None
+        try:
+            for index, (family, address) in enumerate(ordered):
+                limit_s = (until - monotonic()) / (len(ordered) - index)
+                try:
+                    async with timeout_after(limit_s):
+                        return await _connected_socket(family, address)
+                except OSError as error:  # includes TimeoutError
+                    self._failed_at[address] = monotonic()
+                    # An address that this machine cannot use hides no refusal by another one.
+                    if problem is None or not is_local_error(error):
+                        problem = error
+            raise problem or OSError(f"the host name {self.host} has no address")
+        finally:
+            del problem  # its traceback refers to this frame: a cycle
 
     async def _find(self, within_s: float) -> Sequence[Address]:
         now = monotonic()
@@ -121,7 +127,8 @@ class EngineAddresses:
         if self._known:
             return self._known
         if self._problem is not None and lookup.done():
-            raise self._problem
+            # A new one: the traceback of a shared exception would grow with each request.
+            raise type(self._problem)(*self._problem.args)
         message = f"the resolver did not answer within {wait_s:.2g} s"
         raise socket.gaierror(socket.EAI_AGAIN, message)
 

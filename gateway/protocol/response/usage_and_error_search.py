@@ -37,7 +37,7 @@ MAX_COMMENTS_S = 20.0
 Another engine can serve the request until then. Afterwards the comments are passed on, because
 proxies close connections on which nothing is sent for a minute.
 """
-DATA_LINE = b"data:"
+DATA_LINE = b"\ndata:"  # after the size of a chunk or another line
 MAX_REFUSAL_BYTES = 64 * 1024
 """Maximum number of bytes of an engine's error response that are kept."""
 MAX_HELD_BYTES, MAX_HELD_EVENTS = 64 * 1024, 3

@@ -202,6 +202,39 @@ async def test_a_request_that_fails_at_both_is_refused_once() -> None:
         assert running.metric("penstock_requests_total") == 1
 
 
+async def test_an_answer_that_has_begun_is_not_continued_by_the_second_endpoint() -> None:
+    has_begun, may_break, may_answer = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def breaks_after_the_role(request: EngineRequest) -> None:
+        await has_begun.wait()
+        request.open_stream()
+        request.event({"model": MODEL, "choices": [{"index": 0, "delta": {"role": "assistant"}}]})
+        await may_break.wait()
+        request.writer.transport.abort()
+
+    async def answers_in_parts(request: EngineRequest) -> None:
+        await may_answer.wait()
+        request.open_stream()
+        for word in TEXT:
+            delta = {"content": word}
+            request.event({"model": MODEL, "choices": [{"index": 0, "delta": delta}]})
+            await asyncio.sleep(0.2)
+        request.end_stream()
+
+    async with pool(breaks_after_the_role, answers_in_parts) as running:
+        asking = asyncio.ensure_future(running.ask(stream=True))
+        await engines_asked(running, 2)
+        has_begun.set()
+        await asyncio.sleep(0.1)
+        may_answer.set()  # the client cannot get this part: the other answer has begun
+        await asyncio.sleep(0.1)
+        may_break.set()
+        reply = await asking
+        assert reply.body is None or b'"error"' in reply.body
+        await running.at_rest()
+        assert running.metric("penstock_requests_total") == 1
+
+
 async def test_a_second_endpoint_that_breaks_its_answer_off_ends_the_stream_with_an_error() -> None:
     async with pool(never_answers, breaks_after_a_token) as running:
         reply = await running.ask(stream=True)

@@ -16,7 +16,7 @@ from policies.health.endpoint_health import HealthEvent
     ("error", "kind", "event"),
     [
         (OSError(errno.EMFILE, "files"), "local_error", HealthEvent.IGNORED),
-        (OSError(errno.EADDRNOTAVAIL, "ports"), "local_error", HealthEvent.IGNORED),
+        (OSError(errno.EADDRNOTAVAIL, "no IPv6"), "connect_error", HealthEvent.FAILED),
         (socket.gaierror(socket.EAI_NONAME, "name"), "connect_error", HealthEvent.FAILED),
         (OSError(errno.ECONNREFUSED, "no"), "connect_failed", HealthEvent.CONNECT_FAILED),
     ],

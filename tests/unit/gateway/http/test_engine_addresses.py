@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
 import logging
 import socket
 from collections.abc import Sequence
@@ -33,6 +35,7 @@ class FakeNetwork:
     addresses  what the resolver answers, or the error that it raises
     lookup_s   seconds that a lookup takes
     silent     addresses that do not answer
+    refusals   errors that connections to addresses raise
     tried      addresses to which a connection was attempted, in order
     """
 
@@ -40,6 +43,7 @@ class FakeNetwork:
         self.addresses: Sequence[tuple[str, int]] | Exception = (FIRST, SECOND)
         self.lookup_s = 0.0
         self.silent: set[tuple[str, int]] = set()
+        self.refusals: dict[tuple[str, int], OSError] = {}
         self.tried: list[tuple[str, int]] = []
         monkeypatch.setattr(engine_addresses, "_connected_socket", self._connected_socket)
 
@@ -55,6 +59,9 @@ class FakeNetwork:
         self.tried.append(address)
         if address in self.silent:
             await asyncio.Event().wait()
+        if address in self.refusals:
+            refusal = self.refusals[address]
+            raise type(refusal)(*refusal.args)
         ours, theirs = socket.socketpair()
         theirs.close()
         ours.setblocking(False)
@@ -89,6 +96,50 @@ async def test_a_silent_address_does_not_use_up_the_time_of_the_next_one(
     network.silent = set()
     await _connect(addresses)
     assert network.tried[3:] == [FIRST]
+
+
+@pytest.mark.parametrize("order", [(FIRST, SECOND), (SECOND, FIRST)])
+async def test_an_address_that_this_machine_cannot_use_hides_no_refusal(
+    network: FakeNetwork, addresses: EngineAddresses, order: tuple[tuple[str, int], ...]
+) -> None:
+    network.addresses = order
+    network.refusals = {
+        FIRST: ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
+        SECOND: OSError(errno.EADDRNOTAVAIL, "no such address here"),
+    }
+    with pytest.raises(ConnectionRefusedError):
+        await _connect(addresses)
+
+
+async def test_failed_connections_leave_no_reference_cycles(
+    network: FakeNetwork, addresses: EngineAddresses
+) -> None:
+    network.refusals = {FIRST: ConnectionRefusedError(errno.ECONNREFUSED, "refused")}
+    await _connect(addresses)
+    await asyncio.sleep(AVOID_S + 1.0)
+    gc.collect()
+    gc.disable()
+    try:
+        await _connect(addresses)
+        await asyncio.sleep(0.1)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert not [found for found in gc.garbage if isinstance(found, OSError)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+async def test_each_waiting_connection_gets_an_error_of_its_own(
+    network: FakeNetwork, addresses: EngineAddresses
+) -> None:
+    network.addresses = NO_NAME
+    waiting = [asyncio.ensure_future(_connect(addresses)) for _ in range(3)]
+    await asyncio.wait(waiting)
+    errors = [task.exception() for task in waiting]
+    assert len({id(error) for error in errors}) == 3
+    assert all(isinstance(error, socket.gaierror) for error in errors)
 
 
 async def test_a_name_is_looked_up_for_each_connection(

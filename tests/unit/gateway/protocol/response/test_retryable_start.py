@@ -188,6 +188,14 @@ def test_comments_are_passed_on_after_a_while_to_keep_the_client_connected() -> 
     assert relay.feed(PING, 130.0) == PING
 
 
+def test_a_comment_that_contains_the_word_of_a_data_line_is_a_comment() -> None:
+    comment = b": metadata: x\n\n"
+    relay = Relay(b"")
+    assert relay.feed(EVENTS + b"%x\r\n%b\r\n" % (len(comment), comment), 1.0) == b""
+    assert not relay.is_committed
+    assert b"half" in relay.feed(events(TOKEN), 2.0)
+
+
 def test_a_comment_that_ends_in_a_time_does_not_look_like_the_end_of_the_stream() -> None:
     comment = b": ping - 2026-11-29 16:50:10.123456+00:00\r\n\r\n"
     relay = Relay(b"")
