@@ -17,7 +17,7 @@ from policies.routing_types import EngineKind
 MODELS_PATH = "/v1/models"
 _TOKENS = frozenset({"/tokenize", "/detokenize"})
 _MESSAGES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
-_RESPONSES = frozenset({"/v1/responses"})
+_RESPONSES = frozenset({"/v1/responses", "/v1/responses/input_tokens"})
 
 
 class EngineTraits(msgspec.Struct, frozen=True):
