@@ -18,7 +18,7 @@ MAX_CALM_REQUESTS = (
 INTERVAL_S = 60.0
 MAX_INTERVAL_S = 600.0  # collect after this time even under load
 
-THRESHOLDS = 500, 2, 1_000_000
+THRESHOLDS = 2000, 2, 1_000_000
 """The thresholds for gc.set_threshold(), by generation of objects.
 
 1. Allocations (less deallocations) until the youngest objects are collected.
