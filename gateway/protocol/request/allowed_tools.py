@@ -6,20 +6,39 @@ OpenAI's API lets a request offer many tools and permit some of them. The permit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 
+from gateway.protocol.errors import GatewayError
 from gateway.protocol.request.json_members import bad_request
 
 _TYPE = b'"allowed_tools"'
 TOOL_CHOICE, _TOOLS = "tool_choice", "tools"
 _MODES = ("auto", "required")
 _LONGEST = 64 * 1024  # bytes of a choice that is decoded here; tools have short names
+MAX_TOOLS = 4096
+"""Maximum number of tools of which a request may permit some. Each is decoded in the event loop."""
+_MAX_OBJECTS = 256 * 1024
+"""Maximum number of braces in `tools`, which bounds the time to find out how many tools it has."""
+
+
+class _Named(msgspec.Struct, gc=False):
+    name: str | None = None
+
+
+class _Tool(_Named, gc=False):
+    """The members that tell tools apart. In chats, the name is in a member called like the type."""
+
+    type: str | None = None
+    server_label: str | None = None
+    function: _Named | None = None
+    custom: _Named | None = None
+
 
 _decode = msgspec.json.Decoder().decode
-_read_tools = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_read_tools = msgspec.json.Decoder(list[_Tool]).decode
+_read_raw_tools = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 def names_allowed_tools(choice: msgspec.Raw) -> bool:
@@ -31,14 +50,15 @@ def names_allowed_tools(choice: msgspec.Raw) -> bool:
         return False
     try:
         return bool(_decode(text).get("type") == "allowed_tools")
-    except RecursionError:
+    except (msgspec.DecodeError, RecursionError):  # such as numbers that no float can hold
         return False
 
 
 def narrow_tools(members: Mapping[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
     """Return the members of a request with only the permitted tools, and the mode as choice.
 
-    Raises GatewayError (400) if the choice is malformed, or permits none of the tools.
+    Raises GatewayError (400) if the choice is malformed, or permits none of the tools, or if there
+    are more than MAX_TOOLS tools.
     """
     choice = _decode(members[TOOL_CHOICE])
     nested = choice.get("allowed_tools")  # so in chats; in the Responses API it is flat
@@ -48,32 +68,51 @@ def narrow_tools(members: Mapping[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
         if isinstance(permitted, dict)
         else (None, None)
     )
-    if mode not in _MODES or not isinstance(names, list):
-        message = "'tool_choice' of type allowed_tools must have the members 'mode' and 'tools'."
-        raise bad_request(message, TOOL_CHOICE)
-    kept = _permitted(members, [_identity(name) for name in names])
+    if mode not in _MODES:
+        raise _malformed()
+    kept = _permitted(members, _identities(names))
     if not kept:
         raise bad_request("'tool_choice' permits none of the 'tools'.", TOOL_CHOICE)
-    tools = msgspec.Raw(b"[" + b",".join(map(bytes, kept)) + b"]")
-    return {**members, _TOOLS: tools, TOOL_CHOICE: msgspec.Raw(msgspec.json.encode(mode))}
+    raw = msgspec.Raw(b"[" + b",".join(map(bytes, kept)) + b"]")
+    return {**members, _TOOLS: raw, TOOL_CHOICE: msgspec.Raw(msgspec.json.encode(mode))}
+
+
+def _identities(names: object) -> frozenset[tuple[str, str]]:
+    try:
+        return frozenset(map(_identity, msgspec.convert(names, list[_Tool])))
+    except msgspec.ValidationError:
+        raise _malformed() from None
 
 
 def _permitted(
-    members: Mapping[str, msgspec.Raw], permitted: Sequence[tuple[str, str]]
+    members: Mapping[str, msgspec.Raw], permitted: frozenset[tuple[str, str]]
 ) -> list[msgspec.Raw]:
     # Return the tools of a request that are permitted, as raw JSON in the request's order.
+    text = bytes(members.get(_TOOLS, b"null"))
+    if text.count(b"{") > _MAX_OBJECTS:
+        raise _too_many()
     try:
-        tools = _read_tools(members.get(_TOOLS, b"null"))
-        return [tool for tool in tools if _identity(_decode(tool)) in permitted]
+        tools = _read_tools(text)
     except (msgspec.DecodeError, RecursionError):
-        raise bad_request("'tools' must be a list of objects.", _TOOLS) from None
+        raise bad_request("'tools' must be a list of objects with names.", _TOOLS) from None
+    if len(tools) > MAX_TOOLS:
+        raise _too_many()
+    raw = _read_raw_tools(text)
+    return [part for part, tool in zip(raw, tools, strict=True) if _identity(tool) in permitted]
 
 
-def _identity(tool: Any) -> tuple[str, str]:
+def _malformed() -> GatewayError:
+    message = "'tool_choice' of type allowed_tools must have the members 'mode' and 'tools'."
+    return bad_request(message, TOOL_CHOICE)
+
+
+def _too_many() -> GatewayError:
+    message = f"With 'tool_choice' of type allowed_tools, 'tools' may have {MAX_TOOLS} items."
+    return bad_request(message, _TOOLS)
+
+
+def _identity(tool: _Tool) -> tuple[str, str]:
     # Return the type of a tool, and the name that tells it apart from others of its type.
-    if not isinstance(tool, dict):
-        return "", ""
-    kind = str(tool.get("type"))
-    inner = tool.get(kind)
-    named = inner if isinstance(inner, dict) else tool
-    return kind, str(named.get("name") or named.get("server_label") or "")
+    inner = {"function": tool.function, "custom": tool.custom}.get(tool.type or "")
+    name = tool.name if inner is None else inner.name
+    return tool.type or "", name or tool.server_label or ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from time import thread_time
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from gateway.protocol import api_table
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request import json_members
+from gateway.protocol.request.allowed_tools import MAX_TOOLS
 from gateway.protocol.request.call import Call
 from gateway.protocol.request.json_members import (
     MAX_DIGITS,
@@ -342,6 +344,7 @@ def test_allowed_tools_of_the_responses_api_are_flat() -> None:
         ({"tools": 1, "tool_choice": allowed("auto", "run")}, "tools"),
         ({"tools": TOOLS, "tool_choice": allowed("auto", "other")}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": allowed("none", "run")}, "tool_choice"),
+        ({"tools": [*TOOLS, 1], "tool_choice": allowed("auto", "run")}, "tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": 1}},
@@ -368,6 +371,35 @@ def test_allowed_tools_that_cannot_be_read_are_refused_by_name(
 def test_another_choice_of_tools_goes_to_the_engine_as_it_came(choice: object) -> None:
     raw = json.dumps({**CHAT, "tools": TOOLS, "tool_choice": choice}, indent=1).encode()
     assert parsed(raw).body == raw
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" * 5000])
+def test_a_choice_of_tools_with_unreadable_numbers_goes_to_the_engine(number: str) -> None:
+    choice = b'{"type": "allowed_tools", "x": %b}' % number.encode()
+    raw = json.dumps({**CHAT, "tool_choice": 0}).encode().replace(b": 0}", b": " + choice + b"}")
+    assert choice in parsed(raw).body
+
+
+def test_permitting_many_of_many_tools_takes_linear_time() -> None:
+    names = [f"f{number}" for number in range(1000)]
+    tools = [{"type": "function", "function": {"name": f"g{name}"}} for name in names * 4]
+    body = {**CHAT, "tools": [*tools, TOOLS[0]], "tool_choice": allowed("auto", "run", *names)}
+    raw = json.dumps(body).encode()
+    started = thread_time()
+    sent = json.loads(parsed(raw).body)
+    assert thread_time() - started < 0.1  # 0.4 s if each tool is compared with each name
+    assert sent["tools"] == TOOLS[:1]
+
+
+@pytest.mark.parametrize("count", [MAX_TOOLS, MAX_TOOLS + 1, 300_000])
+def test_more_tools_than_are_decoded_are_refused(count: int) -> None:
+    body = {**CHAT, "tools": [*([{}] * (count - 1)), TOOLS[0]]}
+    body["tool_choice"] = allowed("auto", "run")
+    if count == MAX_TOOLS:
+        assert json.loads(parsed(body).body)["tools"] == TOOLS[:1]
+    else:
+        error = refusal(body)
+        assert (error.status, error.param) == (400, "tools")
 
 
 def embeds(tokens: int) -> str:
