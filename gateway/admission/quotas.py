@@ -105,7 +105,8 @@ class Quotas:
         """
         quota = charge.quota
         if charge.concurrency is not None:
-            charge.concurrency.release(charge.requests, monotonic() - charge.began_at)
+            held_s = None if output_tokens is None else monotonic() - charge.began_at
+            charge.concurrency.release(charge.requests, held_s)
         if not quota.has_rate:
             return
         if output_tokens is None:

@@ -44,10 +44,14 @@ class ConcurrencyLimit:
         """Count requests that begin."""
         self.own += requests
 
-    def release(self, requests: int, held_s: float) -> None:
-        """Count requests that have ended, after `held_s` seconds."""
+    def release(self, requests: int, held_s: float | None) -> None:
+        """Count requests that have ended, after `held_s` seconds; None: they were refused.
+
+        Under overload most requests are refused at once. They do not say how long others take.
+        """
         self.own -= requests
-        self._held_s += WEIGHT * (max(0.0, held_s) - self._held_s)
+        if held_s is not None:
+            self._held_s += WEIGHT * (max(0.0, held_s) - self._held_s)
 
     def wait_s(self, requests: int) -> float:
         """Return the expected time in seconds until so many more requests may begin.

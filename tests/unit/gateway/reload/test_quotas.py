@@ -13,6 +13,7 @@ import pytest
 
 from gateway.admission.quotas import Quotas
 from gateway.protocol.request.media import MEDIA_TOKENS
+from policies.admission.concurrency_limit import FIRST_HELD_S
 from policies.admission.quota import Quota, QuotaLimits
 from policies.routing_types import Request
 from tests.scraped import total
@@ -70,6 +71,19 @@ async def test_requests_that_no_engine_served_are_refunded(tmp_path: Path) -> No
             member.faults.apply("5xx")
         for _ in range(4):
             assert (await post(harness, "sk-a", max_tokens=2000))[0] in (502, 503)
+
+
+async def test_requests_that_no_engine_served_do_not_shorten_the_wait(tmp_path: Path) -> None:
+    async with running(tmp_path, more=TENANTS.format("concurrent_requests: 1")) as harness:
+        quotas = harness.app.gateway.gate.quotas
+        concurrency = quotas.by_tenant["a"].concurrency
+        assert concurrency is not None
+        for _ in range(20):
+            taken = quotas.take(Request("r", "demo-8b", "a", 100, 2000))
+            assert taken is not None
+            quotas.settle(taken, Request("r", "demo-8b", "a", 100, 2000), None)
+        concurrency.take(1)
+        assert concurrency.wait_s(1) == FIRST_HELD_S
 
 
 async def test_tokens_that_a_short_response_did_not_use_are_refunded(tmp_path: Path) -> None:

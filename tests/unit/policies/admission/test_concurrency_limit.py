@@ -56,6 +56,15 @@ def test_the_wait_is_the_mean_duration_shared_by_the_requests_in_progress() -> N
     assert limit.wait_s(1) == 0.0
 
 
+def test_requests_that_were_refused_do_not_shorten_the_wait() -> None:
+    limit = limit_with(4, 5)
+    for _ in range(200):
+        limit.release(1, None)
+        limit.take(1)
+    limit.release(1, None)
+    assert limit.wait_s(1) == pytest.approx(FIRST_HELD_S / 4)
+
+
 def test_new_limits_keep_the_requests_in_progress_and_the_levels_that_did_not_change() -> None:
     quota = Quota(QuotaLimits(10, 1000, 2))
     assert quota.concurrency is not None
