@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from contextlib import ExitStack
 from io import BufferedReader
 from time import time
 
+import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
@@ -13,7 +16,6 @@ from gateway.batch import message_batches
 from gateway.batch.file_and_batch_objects import BatchRecord, FileRecord, RequestCounts
 from gateway.batch.http_handlers import (
     PIECE_BYTES,
-    PIECE_TIMEOUT_S,
     BatchPages,
     batch_not_found,
     json_response,
@@ -26,16 +28,19 @@ from gateway.batch.storage import StorageQuota
 from gateway.protocol.api_table import MESSAGES
 from gateway.protocol.errors import Failure, GatewayError
 
+log = logging.getLogger("penstock")
+
 MAX_BATCH_BYTES = 32 * 1024 * 1024
 """Maximum size of a body that creates a batch, which is kept in memory as a whole."""
 MAX_CREATED_AT_ONCE = 2
+"""Maximum number of batches that are created at once; one of them per tenant, if there are any."""
 assert MESSAGES.path in BATCH_APIS
 
 
 class AllBatchPages(BatchPages):
     """The HTTP handlers for files, batches and message batches."""
 
-    _creating = 0
+    _creating: tuple[str, ...] = ()  # the tenants whose batches are being created
 
     def add_routes(self, server: web.Application) -> None:
         """Add the routes of all handlers to the application."""
@@ -49,14 +54,18 @@ class AllBatchPages(BatchPages):
 
     async def _create_messages(self, request: web.Request) -> web.StreamResponse:
         tenant = self._tenant(request)
-        if self._creating >= MAX_CREATED_AT_ONCE:
+        if tenant and tenant in self._creating:  # so that others find a place
+            message = "A batch of messages is being created with this key already."
+            raise GatewayError(Failure.TENANT_CONCURRENCY_LIMITED, message, retry_after_s=1.0)
+        if len(self._creating) >= MAX_CREATED_AT_ONCE:
             message = f"{MAX_CREATED_AT_ONCE} batches of messages are being created already."
             raise GatewayError(Failure.OVERLOADED, message, retry_after_s=1.0)
-        self._creating += 1
+        self._creating += (tenant,)
         try:
             record = await self._create_from(await self._read_large(request), tenant, request)
         finally:
-            self._creating -= 1
+            place = self._creating.index(tenant)
+            self._creating = self._creating[:place] + self._creating[place + 1 :]
         return json_response(message_batches.message_batch(record))
 
     async def _create_from(self, raw: bytearray, tenant: str, request: web.Request) -> BatchRecord:
@@ -85,15 +94,15 @@ class AllBatchPages(BatchPages):
         return record
 
     async def _read_large(self, request: web.Request) -> bytearray:
+        # The time is limited as a whole: other batches wait until this one is created.
         most, body = min(MAX_BATCH_BYTES, self._section.file_size), bytearray()
         try:
-            while piece := await asyncio.wait_for(
-                request.content.read(PIECE_BYTES), PIECE_TIMEOUT_S
-            ):
-                body += piece
-                if len(body) > most:
-                    message = f"The batch is larger than {most} bytes."
-                    raise GatewayError(Failure.TOO_LARGE, message)
+            async with asyncio.timeout(self._snapshot().config.limits.body_timeout):
+                while piece := await request.content.read(PIECE_BYTES):
+                    body += piece
+                    if len(body) > most:
+                        message = f"The batch is larger than {most} bytes."
+                        raise GatewayError(Failure.TOO_LARGE, message)
         except TimeoutError:
             raise too_slow() from None
         return body
@@ -113,16 +122,33 @@ class AllBatchPages(BatchPages):
         batch = await self._messages(request)
         if not batch.is_final:
             raise batch_not_found("The batch has no results before it has ended.")
-        response = web.StreamResponse(headers=response_headers())
-        response.content_type = "application/x-jsonl"
-        await response.prepare(request)
-        for name in filter(None, (batch.output_file_id, batch.error_file_id)):
-            content = await self._run(self._store.open_content, batch.tenant, name)
-            with content:
-                while text := await self._threads.run(_results, content):
-                    await response.write(text)
-        await response.write_eof()
+        with ExitStack() as files:
+            # Both are opened before the response begins: no error can be sent after that.
+            contents = [
+                files.enter_context(await self._opened(batch, name))
+                for name in (batch.output_file_id, batch.error_file_id)
+                if name
+            ]
+            response = web.StreamResponse(headers=response_headers())
+            response.content_type = "application/x-jsonl"
+            await response.prepare(request)
+            try:
+                for content in contents:
+                    while text := await self._threads.run(_results, content):
+                        await response.write(text)
+                await response.write_eof()
+            except (OSError, msgspec.DecodeError) as error:
+                _break_off(request, batch.id, error)
         return response
+
+    async def _opened(self, batch: BatchRecord, name: str) -> BufferedReader:
+        try:
+            content: BufferedReader = await self._run(self._store.open_content, batch.tenant, name)
+        except GatewayError as error:
+            if error.failure is not Failure.FILE_NOT_FOUND:
+                raise
+            raise batch_not_found("The results of the batch have been deleted.") from None
+        return content
 
     async def _messages(self, request: web.Request) -> BatchRecord:
         tenant, name = self._tenant(request), request.match_info["id"]
@@ -131,6 +157,14 @@ class AllBatchPages(BatchPages):
         if batch is None or batch.endpoint != MESSAGES.path:
             raise batch_not_found(f"No batch found with id '{name[:64]}'.")
         return batch
+
+
+def _break_off(request: web.Request, batch_id: str, error: Exception) -> None:
+    # Close the connection without a last chunk, so that the client sees that results are missing.
+    if not isinstance(error, ConnectionError):  # which is the client's
+        log.error("the results of %s broke off: %s", batch_id, error)
+    if request.transport is not None:
+        request.transport.close()
 
 
 def _results(content: BufferedReader) -> bytes:

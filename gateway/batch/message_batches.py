@@ -15,6 +15,7 @@ import msgspec
 from gateway.batch.file_and_batch_objects import BATCH_ID, BatchRecord, BatchState
 from gateway.batch.input_lines import InputChecker
 from gateway.protocol.api_table import MESSAGES
+from gateway.protocol.error_formats import ANTHROPIC
 from gateway.protocol.errors import Failure, GatewayError
 
 WINDOW, WINDOW_S = "24h", 86_400.0  # as in Anthropic's API
@@ -36,6 +37,10 @@ class _Response(msgspec.Struct):
     body: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _Error(msgspec.Struct):
+    type: str
+
+
 class _Reason(msgspec.Struct):
     code: str
     message: str
@@ -49,6 +54,7 @@ class _ResultLine(msgspec.Struct):
 
 _decode_body = msgspec.json.Decoder(_Body).decode
 _decode_result = msgspec.json.Decoder(_ResultLine).decode
+_decode_error = msgspec.json.Decoder(_Error).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -138,15 +144,27 @@ def result(line: bytes) -> bytes:
     """Return a line of a batch's output or error file as one of a message batch's results."""
     read = _decode_result(line)
     if read.response is not None:
-        kind = "succeeded" if read.response.status_code == 200 else "errored"
-        member = "message" if kind == "succeeded" else "error"
-        return _line(read.custom_id, {"type": kind, member: read.response.body})
+        answer = read.response
+        if answer.status_code == 200:
+            return _line(read.custom_id, {"type": "succeeded", "message": answer.body})
+        return _line(read.custom_id, {"type": "errored", "error": _error(answer)})
     code = "" if read.error is None else read.error.code
     if code in ("batch_expired", "batch_cancelled"):
         return _line(read.custom_id, {"type": "expired" if code == "batch_expired" else "canceled"})
     message = "The request was not answered." if read.error is None else read.error.message
     error = {"type": "error", "error": {"type": "api_error", "message": message}}
     return _line(read.custom_id, {"type": "errored", "error": error})
+
+
+def _error(answer: _Response) -> msgspec.Raw:
+    # Return an error in Anthropic's form. Errors of the runner of batches have OpenAI's form.
+    body = bytes(answer.body)
+    try:
+        if _decode_error(body).type == "error":
+            return answer.body
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    return msgspec.Raw(ANTHROPIC.from_engine(answer.status_code, body))
 
 
 def _line(custom_id: str, shown: Mapping[str, Any]) -> bytes:
