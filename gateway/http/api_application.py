@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from gateway.http.health_api import add_health
-from gateway.protocol.api_table import API_PATHS
+from gateway.protocol.api_table import API_PATHS, MESSAGES
 from gateway.protocol.cors import CorsRule
 from gateway.protocol.error_formats import ANTHROPIC, OPENAI
 from gateway.protocol.errors import Failure, GatewayError, new_request_id, retry_headers
@@ -169,9 +169,9 @@ def _method_not_allowed(request: web.Request, allowed: list[str]) -> GatewayErro
 def _error(request: web.Request, error: GatewayError) -> web.Response:
     # Return the response for an error, in the format of the client's API (OpenAI or Anthropic).
     request_id = new_request_id()
-    api = API_PATHS.get(request.rel_url.raw_path)
-    shape = OPENAI if api is None else api.errors
-    if wants_anthropic(request.headers):
+    path = request.rel_url.raw_path
+    shape = API_PATHS[path].errors if path in API_PATHS else OPENAI
+    if path.startswith(f"{MESSAGES.path}/") or wants_anthropic(request.headers):
         shape = ANTHROPIC
     return web.Response(
         status=error.status,

@@ -14,6 +14,13 @@ def _no_models() -> Any:
     raise AssertionError("expected no models for an unknown path")
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/batches", "/v1/messages/x?a=b"])
+async def test_errors_below_the_path_of_messages_have_anthropics_form(path: str) -> None:
+    async with TestClient(TestServer(api_application(_no_models), host="127.0.0.1")) as client:
+        answer = await client.get(path)
+        assert (await answer.json())["type"] == "error"
+
+
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
