@@ -50,6 +50,7 @@ from gateway.protocol.request.sequence_count import (
     count_sequences,
     read_inputs,
     read_prompts,
+    without_null_embeddings,
 )
 from gateway.protocol.request.service_level_headers import MAX_PRIORITY, RequestPreferences
 from gateway.protocol.request.sessions import SESSION_MEMBERS, with_body_session
@@ -267,7 +268,7 @@ def _read_prompt(
     # Return the prompt's members, media, number of token ids, and that of its longest prompt.
     #
     # None: the prompt is text. `numbers` receives the number of prompts if there are several.
-    name = api.conversation
+    name, members = api.conversation, without_null_embeddings(members)
     if name not in members:
         name = _alternative(api, members)
     prompt: tuple[msgspec.Raw, ...] = (members[name],)

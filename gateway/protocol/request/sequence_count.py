@@ -59,6 +59,14 @@ class Prompts(NamedTuple):
 ONE_PROMPT = Prompts()
 
 
+def without_null_embeddings(members: Mapping[str, msgspec.Raw]) -> Mapping[str, msgspec.Raw]:
+    """Return the members without embeddings of prompts if these are null, as if not sent."""
+    embeds = members.get(EMBEDS_MEMBER)
+    if embeds is None or memoryview(embeds)[0] != _NULL[0]:
+        return members
+    return {name: value for name, value in members.items() if name != EMBEDS_MEMBER}
+
+
 def read_prompts(members: Mapping[str, msgspec.Raw], name: str, most: int) -> Prompts:
     """Count the prompts in the member `name` of a request.
 

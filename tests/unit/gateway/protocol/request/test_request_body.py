@@ -387,7 +387,7 @@ def test_permitting_many_of_many_tools_takes_linear_time() -> None:
     raw = json.dumps(body).encode()
     started = thread_time()
     sent = json.loads(parsed(raw).body)
-    assert thread_time() - started < 0.1  # 0.4 s if each tool is compared with each name
+    assert thread_time() - started < 0.05  # 0.11 s if each tool is compared with each name
     assert sent["tools"] == TOOLS[:1]
 
 
@@ -417,6 +417,17 @@ def test_embeddings_may_stand_instead_of_a_prompt(
     assert (call.request.prompts, call.request.output_tokens) == (prompts, 5 * prompts)
     assert 80 <= call.request.prompt_tokens <= 120
     assert call.media_size.parts == 1
+
+
+def test_embeddings_that_are_null_count_as_absent() -> None:
+    without = parsed(COMPLETION, api_table.COMPLETIONS)
+    body = {**COMPLETION, "prompt_embeds": None}
+    call = parsed(body, api_table.COMPLETIONS)
+    assert (call.media_size, call.prompt) == (without.media_size, without.prompt)
+    assert call.request.prompt_tokens == without.request.prompt_tokens
+    assert json.loads(call.body) == body
+    nothing = {"model": "demo", "prompt_embeds": None}
+    assert refusal(nothing, api_table.COMPLETIONS).param == "prompt"
 
 
 def test_equal_embeddings_have_equal_fingerprints() -> None:
