@@ -175,7 +175,9 @@ def _part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
 def _compact(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     # Return a single text part as a string, which every engine and chat template accepts.
     #
-    # Any other list of parts is returned unchanged.
+    # So is a list without parts. Any other list is returned unchanged.
+    if not parts:
+        return ""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 

@@ -113,7 +113,7 @@ def lost_member(body: bytes) -> str:
 
 def _input(value: Any, name: str, chat: dict[str, Any]) -> None:
     chat["messages"] = input_messages(value)
-    if is_unfinished(value):
+    if is_unfinished(value) and chat["messages"][-1]["content"]:  # an empty one cannot be continued
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
 
 

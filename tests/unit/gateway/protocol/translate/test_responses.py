@@ -360,6 +360,14 @@ def test_an_incomplete_answer_at_the_end_is_continued(status: str, continues: bo
     assert request.get("add_generation_prompt", True) is not continues
 
 
+@pytest.mark.parametrize("content", [[], "", [{"type": "output_text", "text": ""}]])
+def test_an_incomplete_answer_without_text_is_not_continued(content: object) -> None:
+    answered = {"role": "assistant", "status": "incomplete", "content": content}
+    request = chat(input=[{"role": "user", "content": "x"}, answered])
+    assert not request.keys() & {"continue_final_message", "add_generation_prompt"}
+    assert request["messages"][-1] == {"role": "assistant", "content": ""}
+
+
 def test_searches_that_a_service_made_are_left_out_of_the_conversation() -> None:
     items = [{"type": "web_search_call", "id": "ws_1", "status": "completed"}]
     assert len(chat(input=[{"role": "user", "content": "x"}, *items])["messages"]) == 1
