@@ -59,8 +59,8 @@ class ResponsesStream(StreamTranslator):
     """
 
     __slots__ = (
-        *("_custom", "_echoed", "_head", "_item", "_key", "_model", "_names", "_output"),
-        *("_sequence", "_size"),
+        *("_custom", "_early", "_echoed", "_head", "_item", "_key", "_model", "_names"),
+        *("_output", "_sequence", "_size"),
     )
 
     def __init__(self, model: str, echoed: Mapping[str, Any]) -> None:
@@ -71,6 +71,7 @@ class ResponsesStream(StreamTranslator):
         self._custom = custom_names(echoed["tools"])
         self._head: dict[str, Any] = {}
         self._item: OpenItem | None = None
+        self._early: list[msgspec.Raw] = []  # log probabilities whose text has not come yet
         self._output: list[dict[str, Any]] = []
         self._key = ""
         self._sequence = self._size = 0
@@ -89,6 +90,10 @@ class ResponsesStream(StreamTranslator):
         if delta.content:
             yield from self._open("text")
             yield from self._text(delta.content, choice.token_logprobs)
+        elif choice.token_logprobs and not (delta.thought or delta.refusal or delta.tool_calls):
+            # An engine holds text back, such as half a character, but not what it knows of tokens.
+            self._early += choice.token_logprobs
+            self._grow(sum(map(len, choice.token_logprobs)))
         if delta.refusal:
             yield from self._open("refusal")
             yield from self._piece("response.refusal.delta", delta.refusal)
@@ -97,9 +102,11 @@ class ResponsesStream(StreamTranslator):
 
     def _text(self, text: str, logprobs: tuple[msgspec.Raw, ...]) -> Iterator[bytes]:
         assert self._item is not None
-        self._item.logprobs += logprobs
-        self._size += sum(map(len, logprobs))
-        return self._piece("response.output_text.delta", text, logprobs=list(logprobs))
+        shown = [*self._early, *logprobs]
+        self._early.clear()
+        self._item.logprobs += shown
+        self._grow(sum(map(len, logprobs)))
+        return self._piece("response.output_text.delta", text, logprobs=shown)
 
     def _call(self, call: ChatToolCall) -> Iterator[bytes]:
         current = self._item.call if self._item is not None else None
@@ -137,6 +144,9 @@ class ResponsesStream(StreamTranslator):
         item = self._item
         if item is None:
             return
+        if item.kind == "text":
+            item.logprobs += self._early
+            self._early.clear()
         text, position = item.text, {"item_id": item.item_id, "output_index": len(self._output)}
         if item.kind == "custom":
             name = "response.custom_tool_call_input"
@@ -207,11 +217,14 @@ class ResponsesStream(StreamTranslator):
         # Add text to the current item. Raises TranslationError if the answer gets too long.
         item = self._item
         assert item is not None
-        self._size += len(text)
-        if self._size > MAX_ANSWER_CHARS:
-            raise TranslationError("The engine's answer is too long to be translated.")
+        self._grow(len(text))
         item.pieces.append(text)
         return item
+
+    def _grow(self, size: int) -> None:
+        self._size += size
+        if self._size > MAX_ANSWER_CHARS:
+            raise TranslationError("The engine's answer is too long to be translated.")
 
     def _emit(self, name: str, members: dict[str, Any]) -> Iterator[bytes]:
         event = {"type": name, "sequence_number": self._sequence, **members}

@@ -346,6 +346,20 @@ def test_log_probabilities_are_requested_and_come_back() -> None:
     assert deltas == [[listed[0]], [listed[1]]]
 
 
+def test_log_probabilities_of_tokens_without_text_come_with_the_next_text() -> None:
+    listed = [logprob(token) for token in ("a", "b", "c", "d")]
+    texts = ("", "ab", "c", "")  # as of a character of two tokens, and a token that ends an answer
+    data = b"".join(
+        chunk({"content": text}, logprobs={"content": [shown]})
+        for text, shown in zip(texts, listed, strict=True)
+    )
+    translator = ResponsesStream("m", echoed())
+    streamed = feed(translator, data + chunk({}, finish_reason="stop")) + finish(translator)
+    deltas = [e["logprobs"] for e in events(streamed) if e["type"].endswith("text.delta")]
+    assert deltas == [listed[:2], listed[2:3]]
+    assert response_of(streamed)["output"][0]["content"][0]["logprobs"] == listed
+
+
 def test_a_prompt_that_is_too_long_may_be_cut() -> None:
     assert chat(truncation="auto")["truncate_prompt_tokens"] == -1
     assert "truncate_prompt_tokens" not in chat(truncation="disabled")
