@@ -244,6 +244,8 @@ class RoutingQuery(msgspec.Struct, frozen=True):
     fingerprint       hashes of the prompt's prefixes, one per block; None: no policy reads them
     can_return        whether a client may retry this pool after a refusal. False if the pool is
                       only the fallback of another one
+    computes_tokens   whether an engine computes tokens for the request. False for such as
+                      /tokenize, which show no speed
     rng               random generator; filters and scorers do not use it
     """
 
@@ -254,6 +256,7 @@ class RoutingQuery(msgspec.Struct, frozen=True):
     failed_endpoints: frozenset[str] = frozenset()
     fingerprint: Fingerprint | None = None
     can_return: bool = True
+    computes_tokens: bool = True
 
 
 class Pick(msgspec.Struct, frozen=True):

@@ -135,7 +135,8 @@ class UncountedPlan(WholePlan):
 
     def choose(self, left_out: Sequence[str]) -> Pick | None:
         route, policy = self.route, self.route.policy
-        query = self.query = self.gateway.endpoints.build_query(self.call.request, None, left_out)
+        query = self.gateway.endpoints.build_query(self.call.request, None, left_out)
+        query = self.query = replace(query, computes_tokens=False)
         # The queue must not count a request that it did not admit.
         self.exchange.first_query = query
         filters = tuple(keep for keep in policy.filters if keep is not below_cap)

@@ -39,6 +39,7 @@ from policies.pricing.price_loop import (
 from policies.pricing.speed_differences import (
     TEST_S,
     UNOBSERVED,
+    LateLabel,
     LateTests,
     equalize_speeds,
     slow_by_label,
@@ -205,27 +206,41 @@ class PriceScorer:
         # It is tested with a request that is in time even if the label is right. If the label says
         # that none is, one that is not later than most is risked once in a while. The request shows
         # the speed if its first token can be seen, and if it is long enough or the first short one.
+        # One that has failed at another endpoint already is not delayed again.
         request = query.request
-        if not request.stream and request.output_tokens > 1:
+        shows_speed = query.computes_tokens and (request.stream or request.output_tokens <= 1)
+        if query.failed_endpoints or not shows_speed:
             return
+        late: dict[int, LateLabel] = {}
         for index in slow_by_label(candidates):
             load = candidates[index].load
             if load.in_flight or self._reads_scrape(load, query.now):
                 self._late_tests.forget(load.slot)
                 continue
-            fill_s = self._fill_s(load, request.prompt_tokens, 0, 1.0, 1.0)
-            has_room = request.prompt_tokens <= load.free_kv_tokens
-            teaches = fill_s >= TEST_S or not load.belief.was_reached
-            if not (has_room and teaches):
+            lateness = self._test_lateness(load, query)
+            if lateness is None:
                 continue
-            step_s = load.decode_s_per_token + load.decode_s_per_sequence
-            lateness = max(
-                (load.fixed_ttft_s + fill_s) / patience_s(request, query.now),
-                step_s / request.slo.tpot_s,
-            )
-            if lateness <= 1.0 or self._late_tests.is_due(load.slot, lateness):
+            if lateness <= 1.0:
                 scores[index] = 1.0  # all others are negative
                 return
+            late[index] = load, lateness
+        due = self._late_tests.due(request.id, late) if late else None
+        if due is not None:
+            scores[due] = 1.0
+
+    def _test_lateness(self, load: EndpointLoad, query: RoutingQuery) -> float | None:
+        # Return the largest share of a budget that a request takes at an idle endpoint by its
+        # label, or None if the request would not show the speed.
+        request = query.request
+        fill_s = self._fill_s(load, request.prompt_tokens, 0, 1.0, 1.0)
+        teaches = fill_s >= TEST_S or not load.belief.was_reached
+        if not teaches or request.prompt_tokens > load.free_kv_tokens:
+            return None
+        step_s = load.decode_s_per_token + load.decode_s_per_sequence
+        return max(
+            (load.fixed_ttft_s + fill_s) / patience_s(request, query.now),
+            step_s / request.slo.tpot_s,
+        )
 
     def terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate]

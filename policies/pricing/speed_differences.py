@@ -5,12 +5,12 @@ Learned speeds of equal endpoints differ by noise, and a label may name a GPU th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import exp, sqrt
 
 from policies.endpoint_load import EndpointLoad
 from policies.engine.first_token_calibration import SHORT_S
-from policies.engine.step_time import PRIOR_VAR, SpeedFactor
+from policies.engine.step_time import PRIOR_VAR, SpeedBelief, SpeedFactor
 from policies.routing_types import Candidate
 
 SIGMAS = 2.0
@@ -23,7 +23,10 @@ TEST_S = 2.0 * SHORT_S
 """Seconds of prefill from which on a single prompt always shows the speed of an endpoint."""
 
 PASSED = 32
-"""Number of requests that pass an idle endpoint by before one is risked to test its label."""
+"""Number of requests that pass idle endpoints by before one is risked to test a label."""
+
+ROUNDED = 1.0 + 1e-9
+"""Factor on a sum that may have been rounded down many times."""
 
 UNOBSERVED = SpeedFactor(1.0, PRIOR_VAR)
 
@@ -71,31 +74,59 @@ def was_observed(load: EndpointLoad) -> bool:
     return load.belief.speeds.prefill != UNOBSERVED
 
 
+LateLabel = tuple[EndpointLoad, float]
+"""An endpoint whose label says that a request would be late there, and how late: the largest share
+of a budget that it would take."""
+
+
 class LateTests:
     """Decides when the label of an idle endpoint is tested by a request that it says would be late.
 
     A label that lets no request be in time is never tested by one that is in time, and the endpoint
     would stay idle for ever if the label is wrong. So once PASSED requests have passed the endpoint
-    by, one is risked: at most one of PASSED, and one that the label makes no later than most.
+    by, one is risked that the label makes no later than most. However many such endpoints there
+    are, and whether or not the tests teach anything, PASSED requests pass between two tests.
     """
 
-    # _passed: by slot, the number of requests since the last test, and the sum of how late the
-    # label says they would have been, in budgets
-    __slots__ = ("_passed",)
+    # _passed: by slot, the belief that is to be tested, the number of requests since the last test,
+    # and the sum of how late the label says they would have been, in budgets. A new endpoint in a
+    # slot has another belief
+    # _decided: by id, the newest requests, and the slot where each was risked; -1: nowhere
+    # _since: number of requests since one was risked
+    __slots__ = ("_decided", "_passed", "_since")
 
     def __init__(self) -> None:
-        self._passed: dict[int, tuple[int, float]] = {}
+        self._passed: dict[int, tuple[SpeedBelief, int, float]] = {}
+        self._decided: dict[str, int] = {}
+        self._since = 0
 
-    def is_due(self, slot: int, lateness: float) -> bool:
-        """Return whether to test the endpoint with a request, and count the request if not.
+    def due(self, request_id: str, late: Mapping[int, LateLabel]) -> int | None:
+        """Return which endpoint to test with a request, as its key in `late`; None: no endpoint.
 
-        The test stays due until `forget` is called: a pick may be repeated for the same request.
+        A request counts once, and the answer for it stays: a pick may be repeated. Of several
+        endpoints that are due, the one that most requests have passed by gets the test.
         """
-        count, total = self._passed.get(slot, (0, 0.0))
-        if count >= PASSED and lateness * count <= total:
-            return True
-        self._passed[slot] = count + 1, total + lateness
-        return False
+        slot = self._decided.get(request_id)
+        if slot is not None:
+            return next((key for key, (load, _) in late.items() if load.slot == slot), None)
+        self._since += 1
+        due, most = None, PASSED - 1
+        for key, (load, lateness) in late.items():
+            belief, count, total = self._passed.get(load.slot, (load.belief, 0, 0.0))
+            if belief is not load.belief:
+                belief, count, total = load.belief, 0, 0.0
+            is_usual = lateness * count <= ROUNDED * total
+            if self._since > PASSED and count > most and is_usual:
+                due, most = key, count
+            self._passed[load.slot] = belief, count + 1, total + lateness
+        self._decided[request_id] = -1
+        if due is not None:
+            self._decided[request_id] = tested = late[due][0].slot
+            self._since = 0
+            self.forget(tested)
+        if len(self._decided) > PASSED:
+            del self._decided[next(iter(self._decided))]
+        return due
 
     def forget(self, slot: int) -> None:
         """Start to count again, because the endpoint has got a request."""

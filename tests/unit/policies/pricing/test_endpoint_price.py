@@ -10,35 +10,17 @@ import pytest
 from msgspec.structs import replace
 
 from policies import policy_registry
-from policies.candidate_order import create_order
-from policies.endpoint_load import LoadChanges, join_ranks
-from policies.engine.step_time import PRIOR_VAR, SpeedBelief, SpeedFactor
+from policies.endpoint_load import join_ranks
+from policies.engine.step_time import PRIOR_VAR, SpeedFactor
 from policies.policy_types import DECODE_PHASE, WHOLE_REQUEST, PhaseShare
 from policies.pricing.endpoint_price import PricedPolicy, PriceScorer
 from policies.pricing.price_loop import PriceLoop, patience_s
-from policies.pricing.speed_differences import PASSED, LateTests, equalize_speeds
+from policies.pricing.speed_differences import equalize_speeds
 from policies.routing_algorithm import pick
 from policies.routing_types import Candidate, Request, RoutingQuery, Slo
-from tests.unit.policies.builders import ask, candidate
+from tests.unit.policies.builders import ask, outlook
 
 PRICES = PriceScorer(PricedPolicy())
-
-
-def outlook(slot: int, **numbers: object) -> Candidate:
-    # Return a candidate with about 20 ms per step and 60 us per prompt token.
-    #
-    # Keyword arguments set further numbers of its load.
-    usual: dict[str, object] = {
-        "prefill_done_at": 0.0,
-        "prefill_s_per_token": 6e-5,
-        "attention_s_per_pair": 1e-9,
-        "fixed_ttft_s": 0.03,
-        "decode_s_per_token": 0.02,
-        "decode_s_per_sequence": 1e-5,
-        "decode_s_per_context_token": 1e-8,
-        "kv_tokens": 600_000.0,
-    }
-    return candidate(slot, cap=1000, **(usual | numbers))
 
 
 def term(question: RoutingQuery, one: Candidate, name: str) -> float:
@@ -326,103 +308,6 @@ def test_an_unobserved_endpoint_is_no_faster_than_its_slow_peers() -> None:
     )
     assert levelled([3.0, 3.0, 1.0], unknown=(2,)) == pytest.approx([3.0, 3.0, 3.0])
     assert levelled([3.0, 3.0, 1.0]) == pytest.approx([3.0, 3.0, 1.5])
-
-
-def labelled_slow(slot: int, times: float = 10.0, **numbers: object) -> Candidate:
-    # Return a candidate that computes prompts `times` as slowly as outlook()'s, by its label only.
-    one = outlook(slot, prefill_s_per_token=6e-5 * times, **numbers)
-    belief = one.load.belief
-    shape = replace(belief.shape, token_s=times * belief.shape.token_s)
-    one.load.belief = SpeedBelief(shape)
-    return one
-
-
-def choice(fleet: Sequence[Candidate], question: RoutingQuery, stream: bool = True) -> int:
-    # Return the index of the endpoint that a new scorer prefers.
-    request = replace(question.request, stream=stream)
-    question = replace(question, request=request)
-    scores = PriceScorer(PricedPolicy()).scores(question, fleet)
-    return scores.index(max(scores))
-
-
-def test_an_idle_endpoint_that_its_label_calls_slow_is_tested_with_one_request() -> None:
-    assert choice([outlook(0), labelled_slow(1)], ask(1000, 300)) == 1
-    assert choice([outlook(0), labelled_slow(1, in_flight=1)], ask(1000, 300)) == 0
-
-
-def test_a_test_of_a_slow_label_is_in_time_even_if_the_label_is_right() -> None:
-    assert choice([outlook(0), labelled_slow(1)], ask(50_000, 300)) == 0
-    assert choice([outlook(0), labelled_slow(1, decode_s_per_token=9.0)], ask(1000, 300)) == 0
-
-
-def test_an_endpoint_with_requests_from_elsewhere_or_without_room_is_not_tested() -> None:
-    elsewhere = {"external_requests": 50, "waiting": 50, "scraped_at": 99.0}
-    assert choice([outlook(0), labelled_slow(1, **elsewhere)], ask(1000, 300)) == 0
-    assert choice([outlook(0), labelled_slow(1, free_kv_tokens=500.0)], ask(1000, 300)) == 0
-
-
-def test_a_label_is_not_tested_with_an_answer_that_hides_its_first_token() -> None:
-    assert choice([outlook(0), labelled_slow(1)], ask(1000, 300), stream=False) == 0
-    assert choice([outlook(0), labelled_slow(1)], ask(1000, 1), stream=False) == 1
-
-
-def test_a_label_that_lets_no_request_be_in_time_is_tested_by_one_of_many() -> None:
-    by, fleet = PriceScorer(PricedPolicy()), [outlook(0), labelled_slow(1, decode_s_per_token=9.0)]
-    question = ask(1000, 300)
-    question = replace(question, request=replace(question.request, stream=True))
-
-    def chosen() -> int:
-        scores = by.scores(question, fleet)
-        return scores.index(max(scores))
-
-    assert [chosen() for _ in range(PASSED)] == [0] * PASSED
-    assert [chosen(), chosen()] == [1, 1]  # a pick may be repeated for the same request
-    fleet[1].load.in_flight = 1
-    assert chosen() == 0
-    fleet[1].load.in_flight = 0  # it has ended and shown nothing
-    assert [chosen() for _ in range(PASSED + 1)] == [*[0] * PASSED, 1]
-
-
-def test_a_request_that_a_label_makes_later_than_most_is_not_risked() -> None:
-    tests = LateTests()
-    assert not any(tests.is_due(1, 2.0) for _ in range(PASSED))
-    assert not tests.is_due(1, 2.1)
-    assert tests.is_due(1, 2.0)
-    assert not tests.is_due(2, 2.0)
-
-
-def test_a_slow_label_is_tested_in_a_pool_that_is_large_enough_for_a_shortlist() -> None:
-    policy = policy_registry.build("priced", {})
-    fleet = [*(outlook(slot) for slot in range(40)), labelled_slow(40), labelled_slow(41)]
-    order, question = create_order(policy, fleet, LoadChanges()), ask(1000, 300)
-    assert order is not None
-    question = replace(question, request=replace(question.request, stream=True))
-    tested = []
-    for _ in range(4):
-        picked = order.pick(question)
-        assert picked is not None
-        tested.append(picked.candidate.load.slot)
-        load = picked.candidate.load
-        load.belief.speeds = load.belief.speeds._replace(prefill=SpeedFactor(1.0, 0.1))
-    assert tested[:2] == [40, 41]
-    assert max(tested[2:]) < 40
-
-
-def test_a_short_prompt_tests_a_label_only_once() -> None:
-    slow = labelled_slow(1)
-    slow.load.belief.observe_api_latency(0.01)
-    assert choice([outlook(0), slow], ask(100, 300)) == 0
-    assert choice([outlook(0), slow], ask(1000, 300)) == 1
-
-
-def test_an_endpoint_that_was_observed_as_slow_is_not_tested() -> None:
-    slow = labelled_slow(1)
-    slow.load.belief.speeds = slow.load.belief.speeds._replace(prefill=SpeedFactor(1.0, 0.1))
-    assert choice([outlook(0), slow], ask(1000, 300)) == 0
-
-
-def test_an_endpoint_somewhat_slower_by_its_label_is_priced_and_not_tested() -> None:
-    assert choice([outlook(0), labelled_slow(1, 1.9)], ask(8000, 300, cached=[7936])) == 0
 
 
 def test_a_slow_endpoint_is_passed_over_and_noise_decides_nothing() -> None:
