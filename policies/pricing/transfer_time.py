@@ -325,13 +325,15 @@ class TransferTimes:
     def give_up(self, transfer: PendingTransfer, ready_at: float, now: float) -> None:
         """End a transfer that has taken too long, and learn that it takes at least so long.
 
+        Because an engine may hang, that holds for its pair only, unless nothing was known before:
+        then the links of the whole fleet may be slow, and each of their tests may take as long.
         Nothing happens if it has ended before.
         """
         if not transfer.is_pending:
             return
         transfer.end(now)
         seconds = max(0.0, now - max(ready_at, transfer.links_free_at))
-        if not self.is_measured(now):
+        if self._rates.is_empty and self._fixed.is_empty:
             self.record(transfer.names, transfer.tokens, seconds, now)
         elif transfer.tokens < LEAST_TOKENS:
             self._fixed.add_to_pair(transfer.names, 1, seconds, now)

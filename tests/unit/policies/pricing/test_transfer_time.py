@@ -181,6 +181,16 @@ def test_a_transfer_that_is_given_up_in_a_measured_fleet_teaches_its_pair_alone(
     assert times.speed(PAIR, EXPECTED_S, 61.0) == before
 
 
+@pytest.mark.parametrize("tokens", [100, 8_000])
+def test_a_transfer_that_is_given_up_after_a_pause_teaches_its_pair_alone(tokens: int) -> None:
+    times, pair = measured(EXPECTED_S, tokens=tokens), ("p1", "d1")
+    now = 40.0 + 1.5 * MEMORY_S
+    before = times.speed(PAIR, EXPECTED_S, now)
+    times.give_up(times.begin(pair, tokens, EXPECTED_S, now - 60.0), now - 60.0, now)
+    assert times.speed(pair, EXPECTED_S, now).service_s(tokens) > 20.0
+    assert times.speed(PAIR, EXPECTED_S, now) == before
+
+
 def test_a_transfer_that_has_ended_or_was_cancelled_is_not_given_up() -> None:
     times = TransferTimes()
     ended, cancelled = (times.begin(PAIR, 8_000, EXPECTED_S, 0.0) for _ in range(2))
