@@ -19,7 +19,7 @@ from policies.admission.adaptive_session_limit import ActiveSession
 from policies.admission.cap_admission import SessionCap
 from policies.admission.quota import QuotaLimits
 from policies.engine.kalman import MOST_CORRECTION
-from policies.engine.step_time import StepCosts
+from policies.engine.step_time import SpeedBelief, StepCosts
 from policies.prefix.prefix_index import MAX_SLOTS, _count_extra, _stamps
 from policies.sizing.workload_drift import BINS, MEASURES
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from policies.admission.quota import Quota
     from policies.engine.kalman import KalmanFilter
     from policies.engine.output_length import OutputLengths
-    from policies.engine.step_time import SpeedBelief
     from policies.prefix.prefix_index import PrefixIndex
     from policies.sizing.workload_drift import DriftWatch, ShapeMemory
 
@@ -277,6 +276,16 @@ def restore_belief(belief: SpeedBelief, state: BeliefState) -> bool:
     belief._mix, belief._context = list(state.mix), state.context
     belief.apply_factors()
     return True
+
+
+def copy_belief(belief: SpeedBelief) -> SpeedBelief:
+    """Return a belief of its own with what another one has learned.
+
+    If that has a number that is not finite, the copy is as before any observation.
+    """
+    own = SpeedBelief(belief.shape)
+    restore_belief(own, belief_state(belief))
+    return own
 
 
 def _kalman_state(live: KalmanFilter) -> KalmanState:

@@ -22,6 +22,7 @@ from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.http.outgoing_tls import ClientContexts
 from gateway.http.upstream import UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
+from policies import restart_state
 from policies.endpoint_load import EndpointLoad, LoadChanges, join_ranks
 from policies.engine.output_length import RecentLengths
 from policies.engine_kinds import ENGINE_TRAITS
@@ -307,6 +308,8 @@ def _with_ranks(specs: Iterable[EndpointSpec]) -> Iterator[tuple[EndpointSpec, i
 
 def _join_ranks(members: Iterable[PlannedEndpoint]) -> None:
     # Declare which ranks begin and end their steps together. A new layout may have changed that.
+    #
+    # A rank that steps alone from now on keeps what was learned with the others.
     engines: dict[tuple[str, str], list[EndpointLoad]] = {}
     for member in members:
         endpoint = member.endpoint
@@ -314,6 +317,8 @@ def _join_ranks(members: Iterable[PlannedEndpoint]) -> None:
             key = (endpoint.pool, endpoint.url) if endpoint.is_lockstep else endpoint.key
             engines.setdefault(key, []).append(member.live.load)
     for loads in engines.values():
+        if len(loads) == 1 and loads[0].lockstep_ranks:
+            loads[0].belief = restart_state.copy_belief(loads[0].belief)
         join_ranks(loads)
 
 

@@ -13,6 +13,7 @@ from gateway.fleet.engine_metrics import parse_scrape
 from gateway.fleet.kv_events.zmq_addresses import SourceAddress, SourceError, of_rank
 from gateway.http.write_queue import WriteQueue
 from policies.endpoint_load import EndpointLoad
+from policies.engine.step_time import SpeedBelief
 from policies.routing_types import EngineKind
 from tests.replaced import stand_in
 
@@ -85,6 +86,10 @@ def test_an_endpoint_with_a_rank_keeps_the_url_of_its_engine() -> None:
     assert (endpoint.url, endpoint.rank) == ("http://engine:8000", 1)
 
 
+FULL = (0.0, 0.0, 0.0, 0.0, 1.0)
+"""Seconds of a prefill of full steps, as SpeedBelief.observe_prefill reads them."""
+
+
 def loads(registry: EndpointRegistry, **endpoint: Any) -> list[EndpointLoad]:
     # Return the loads of the ranks after this configuration was applied.
     plan = registry.plan(config(**endpoint))
@@ -106,3 +111,17 @@ def test_ranks_with_experts_of_their_own_step_apart_also_after_a_reload() -> Non
     assert first.belief is not second.belief
     assert loads(registry, layout={"dp": 2, "ep": 2})[0].lockstep_ranks == (first, second)
     assert loads(registry)[0].lockstep_ranks == ()
+
+
+def test_ranks_that_step_apart_after_a_reload_keep_their_common_speed_and_learn_apart() -> None:
+    registry = _registry()
+    first, second = loads(registry, layout={"dp": 2, "ep": 2})
+    first.belief.observe_prefill(2.0, FULL, 0.0, 0.01)
+    learned = first.belief.speeds
+    assert learned != SpeedBelief().speeds
+    assert loads(registry) == [first, second]
+    assert first.belief.speeds == second.belief.speeds == learned
+    first.belief.observe_prefill(4.0, FULL, 0.0, 0.01)
+    assert first.belief.speeds != second.belief.speeds == learned
+    unchanged = first.belief
+    assert loads(registry)[0].belief is unchanged
