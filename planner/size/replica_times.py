@@ -112,10 +112,10 @@ def at_batch(times: ReplicaTimes, work: Workload, batch: int) -> BatchTimes:
     lanes = times.layout.pp * times.layout.dp
     ttft_s = times.prefill_s(work.uncached, work.cached)
     step_s = times.decode_s(batch, work.mean_context)
-    others = max(0.0, batch / lanes - 1)
-    cycle_s = (others + 1) * ttft_s + work.output * step_s
-    alone_s = times.prefill_s(work.uncached)
     in_lane = max(1.0, batch / lanes)
+    others = in_lane - 1
+    cycle_s = in_lane * ttft_s + work.output * step_s
+    alone_s = times.prefill_s(work.uncached)
     return BatchTimes(
         batch=batch,
         ttft_s=ttft_s,

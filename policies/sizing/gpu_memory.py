@@ -194,8 +194,7 @@ def check_memory(
     With data-parallel attention, each rank has a cache, so the tokens of all ranks are added.
     `reserve` is the memory that neither weights nor KV may use.
     """
-    usable = reserve.usable(gpu, layout.gpus)
-    parts = list(stages(model, layout))
+    usable, parts = reserve.usable(gpu, layout.gpus), list(stages(model, layout))
     reserved = model.reserved_tokens(demand.context, layout.tp, in_flight_tokens(gpu, layout.pp))
     reserved_share = reserved / demand.context
     tightest = min(parts, key=lambda stage: _stage_tokens(stage, usable, reserved_share))
