@@ -45,6 +45,7 @@ MAX_URI_BYTES = 8190
 MAX_FIELD_BYTES = 8192
 MAX_HEADERS = 128
 MAX_HEAD_BYTES = 64 * 1024  # bytes of one request's head
+WEIGHT = 4  # a request takes about as long as four that FastConnection serves
 MAX_UNREAD = 64 * 1024  # bytes that may wait for the parser; the rest stays in the socket
 PARSER_SLICE = (
     16 * 1024
@@ -275,7 +276,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         ):
             return False
         turns, size = self._outbox.request_turns, len(self._unread)
-        self._has_turn = turns.may_begin_later(self.address, size)
+        self._has_turn = turns.may_begin_later(self.address, size, WEIGHT)
         if self._has_turn:
             return False
         self.transport.pause_reading()
@@ -388,7 +389,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
                 may_begin = (
                     self._has_turn
                     or self._request_count <= 1
-                    or turns.may_begin_later(self.address, 0)
+                    or turns.may_begin_later(self.address, 0, WEIGHT)
                 )
             self._has_turn = False
             if not may_begin:  # other connections have their turn first

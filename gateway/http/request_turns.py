@@ -75,17 +75,18 @@ class RequestTurns:
             return True
         return self._held_bytes + size > MAX_HELD_BYTES
 
-    def may_begin_later(self, address: str, size: int) -> bool:
+    def may_begin_later(self, address: str, size: int, weight: int = 1) -> bool:
         """Return whether a later request of a connection may begin now; if not, let it wait().
 
         Few requests begin in most event loop iterations. They are only counted.
 
-        size  number of bytes of the request that have been read
+        size    number of bytes of the request that have been read
+        weight  for how many requests it counts
         """
         if self.later_begun < LATER_BEGINNINGS and (
             not self._waiting or client_group(address) not in self._waiting
         ):
-            self.later_begun += 1
+            self.later_begun += weight
             return True
         return self._held_bytes + size > MAX_HELD_BYTES
 
