@@ -13,7 +13,6 @@ import pytest
 import uvloop
 
 from gateway.config import Limits
-from gateway.http import request_turns
 from gateway.http.connection_limits import ClientConnections
 from gateway.http.listener_sockets import BACKLOG, bind
 from gateway.http.new_connections import NewConnections
@@ -24,12 +23,6 @@ from tests.unit.gateway.http.connection_harness import FakeBudget
 
 CROWD, OTHER = "127.0.0.9", "127.0.0.1"
 MANY = 200
-
-
-@pytest.fixture(autouse=True)
-def no_time_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As if BEGINNINGS connections took all of the time, so that the tests can count them.
-    monkeypatch.setattr(request_turns, "BEGINNING_S", 0.0)
 
 
 class Echo(asyncio.Protocol):

@@ -26,12 +26,6 @@ from tests.unit.gateway.http.connection_harness import FakeTransport, Harness, r
 GET = b"GET /v1/models HTTP/1.1\r\nHost: test\r\n\r\n"
 
 
-@pytest.fixture(autouse=True)
-def no_time_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As if BEGINNINGS connections took all of the time, so that the tests can count them.
-    monkeypatch.setattr(request_turns, "BEGINNING_S", 0.0)
-
-
 class Client:
     def __init__(self, begun: list[str], name: str = "", *, has_left: bool = False) -> None:
         self._begun, self._name, self._has_left = begun, name, has_left
