@@ -191,7 +191,9 @@ class BatchPages:
 
     async def _create_batch(self, request: web.Request) -> web.StreamResponse:
         tenant, section = self._tenant(request), self._section
-        batch_request = read_batch_request(await _read_body(request), section.window, BATCH_APIS)
+        batch_request = read_batch_request(
+            bytes(await read_body(request)), section.window, BATCH_APIS
+        )
         file = await self._run(self._store.file, tenant, batch_request.input_file_id)
         if file is None:
             raise file_not_found(batch_request.input_file_id)
@@ -311,28 +313,30 @@ async def _received(reading: Awaitable[T]) -> T:
         async with asyncio.timeout(PIECE_TIMEOUT_S):
             return await reading
     except TimeoutError:
-        raise too_slow() from None
+        raise _too_slow() from None
     except (ValueError, AssertionError, HttpProcessingError) as error:
         raise _bad(f"The body is not a valid form (multipart/form-data): {error}.", None) from None
 
 
-def too_slow() -> GatewayError:
-    """Return the error for a request body that did not arrive in time."""
+def _too_slow() -> GatewayError:
     message = "The request's body did not arrive in time."
     return GatewayError(Failure.REQUEST_TIMEOUT, message)
 
 
-async def _read_body(request: web.Request) -> bytes:
-    body = b""
+async def read_body(
+    request: web.Request, max_bytes: int = MAX_BODY_BYTES, within_s: float = PIECE_TIMEOUT_S
+) -> bytearray:
+    """Read a request's body. Raises GatewayError if it is too large, or not there in time."""
+    body = bytearray()
     try:
-        async with asyncio.timeout(PIECE_TIMEOUT_S):
+        async with asyncio.timeout(within_s):
             async for piece in request.content.iter_any():
                 body += piece
-                if len(body) > MAX_BODY_BYTES:
-                    message = f"The request body is larger than {MAX_BODY_BYTES} bytes."
+                if len(body) > max_bytes:
+                    message = f"The request body is larger than {max_bytes} bytes."
                     raise GatewayError(Failure.TOO_LARGE, message)
     except TimeoutError:
-        raise too_slow() from None
+        raise _too_slow() from None
     return body
 
 

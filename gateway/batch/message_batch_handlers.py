@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from contextlib import ExitStack
 from io import BufferedReader
@@ -19,8 +18,8 @@ from gateway.batch.http_handlers import (
     BatchPages,
     batch_not_found,
     json_response,
+    read_body,
     response_headers,
-    too_slow,
 )
 from gateway.batch.http_requests import BatchRequest
 from gateway.batch.input_lines import BATCH_APIS
@@ -61,8 +60,11 @@ class AllBatchPages(BatchPages):
             message = f"{MAX_CREATED_AT_ONCE} batches of messages are being created already."
             raise GatewayError(Failure.OVERLOADED, message, retry_after_s=1.0)
         self._creating += (tenant,)
+        most_bytes = min(MAX_BATCH_BYTES, self._section.file_size)
         try:
-            record = await self._create_from(await self._read_large(request), tenant, request)
+            # The time is limited as a whole: other batches wait until this one is created.
+            body = await read_body(request, most_bytes, self._snapshot().config.limits.body_timeout)
+            record = await self._create_from(body, tenant, request)
         finally:
             place = self._creating.index(tenant)
             self._creating = self._creating[:place] + self._creating[place + 1 :]
@@ -92,20 +94,6 @@ class AllBatchPages(BatchPages):
         await self._run(self._store.create_batch, record)
         self._runner.wake()
         return record
-
-    async def _read_large(self, request: web.Request) -> bytearray:
-        # The time is limited as a whole: other batches wait until this one is created.
-        most, body = min(MAX_BATCH_BYTES, self._section.file_size), bytearray()
-        try:
-            async with asyncio.timeout(self._snapshot().config.limits.body_timeout):
-                while piece := await request.content.read(PIECE_BYTES):
-                    body += piece
-                    if len(body) > most:
-                        message = f"The batch is larger than {most} bytes."
-                        raise GatewayError(Failure.TOO_LARGE, message)
-        except TimeoutError:
-            raise too_slow() from None
-        return body
 
     async def _list_messages(self, request: web.Request) -> web.StreamResponse:
         batches = await self._run(self._store.batches, self._tenant(request))

@@ -35,7 +35,7 @@ async def test_a_drained_endpoint_receives_no_requests_until_undrain() -> None:
         async with post(f"{fleet.app.admin_url}/endpoints/{names[0]}/undrain") as response:
             assert response.status == 200
         assert {(await fleet.ask()).headers["x-penstock-endpoint"] for _ in range(4)} == set(names)
-        async with post(f"{fleet.app.admin_url}/endpoints/nobody/drain") as response:
+        async with post(f"{fleet.app.admin_url}/endpoints/unknown/drain") as response:
             assert response.status == 404
 
 

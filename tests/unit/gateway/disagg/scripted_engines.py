@@ -247,6 +247,13 @@ async def streams_one_token(request: EngineRequest) -> None:
     await request.closed.wait()
 
 
+async def answers_without_tokens(request: EngineRequest) -> None:
+    request.open_stream()
+    request.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+    request.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    request.end_stream()
+
+
 async def streams_unknown_events(request: EngineRequest) -> None:
     request.open_stream()
     for note in range(6):

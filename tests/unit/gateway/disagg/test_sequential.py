@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.disagg.leg_requests import LegRequests
 from gateway.disagg.pair_attempt import PairAttempt
-from gateway.fleet.reservation import DecodeReservation
 from gateway.request_record import Exchange
 from gateway.telemetry.accounting import Accounting
 from policies.pricing.split_decision import PricedSplitter, SplitDecision, SplitReason
@@ -22,6 +20,7 @@ from tests.unit.gateway.disagg.scripted_engines import (
     OBJECT,
     TEXT,
     EngineRequest,
+    answers_without_tokens,
     breaks_after_a_token,
     decodes,
     in_turn,
@@ -356,13 +355,6 @@ async def test_events_of_an_unknown_kind_are_forwarded_eventually() -> None:
         await f.at_rest()
 
 
-async def answers_without_tokens(request: EngineRequest) -> None:
-    request.open_stream()
-    request.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-    request.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    request.end_stream()
-
-
 async def test_a_response_without_tokens_is_a_valid_response() -> None:
     async with split_gateway(NIXL, [prefills()], [answers_without_tokens]) as f:
         reply = await f.ask(stream=True)
@@ -553,51 +545,6 @@ async def test_many_concurrent_requests_leave_nothing_reserved() -> None:
         replies = await asyncio.gather(*(f.ask(stream=bool(n % 2)) for n in range(40)))
         assert {reply.text for reply in replies} == {WHOLE}
         await f.at_rest()
-
-
-async def test_an_exception_at_the_reservation_of_a_pair_leaves_nothing_reserved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fails(*_: object) -> None:
-        raise RuntimeError("as asked")
-
-    async with split_gateway(NIXL, [prefills()], [decodes]) as f:
-        with monkeypatch.context() as broken:
-            replace_method(broken, Exchange, "on_reserved", fails)
-            assert (await f.ask()).status == 500
-        await f.at_rest()
-        assert f.app.gateway.handoffs.live_count == 0
-        assert (await f.ask()).text == WHOLE
-
-
-@pytest.mark.parametrize("name", ["interpret", "relay"])
-async def test_an_exception_at_a_response_ends_the_request_and_leaves_nothing_reserved(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("as asked")
-
-    async with split_gateway(NIXL, [prefills()], [decodes]) as f:
-        with monkeypatch.context() as broken:
-            replace_method(broken, LegRequests, name, fails)
-            assert (await f.ask()).status == 500
-        assert f.metric("penstock_split_pairs_total", result="failed") == 1
-        await f.at_rest()
-        assert (await f.ask()).text == WHOLE
-
-
-async def test_an_exception_at_the_end_of_a_response_leaves_nothing_reserved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fails(*_: object) -> None:
-        raise RuntimeError("as asked")
-
-    async with split_gateway(NIXL, [prefills()], [answers_without_tokens]) as f:
-        with monkeypatch.context() as broken:
-            replace_method(broken, DecodeReservation, "on_served", fails)
-            await f.ask(stream=True)
-        await f.at_rest()
-        assert f.metric("penstock_split_pairs_total", result="failed") == 1
 
 
 async def test_ttft_of_a_split_request_is_predicted_after_one_measured_handoff() -> None:

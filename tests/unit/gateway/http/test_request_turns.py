@@ -256,22 +256,28 @@ async def test_later_requests_that_aiohttp_serves_begin_in_turn(
     await end(harness, *transports)
 
 
+async def before_aiohttp(harness: Harness) -> list[FakeTransport]:
+    # Return a connection that aiohttp's parser serves and whose next request must wait, and those
+    # whose requests have begun in this event loop iteration.
+    held, *others = await connect_served(harness, LATER_BEGINNINGS + 1)
+    await held.deliver(GET)
+    held.text = b""
+    for transport in others:
+        transport.protocol.data_received(request())
+    return [held, *others]
+
+
 @pytest.mark.parametrize("part", [5, len(GET) - 1])
 async def test_a_later_request_to_aiohttp_that_waits_may_arrive_in_parts(part: int) -> None:
     harness = Harness()
-    transports = await connect_served(harness, LATER_BEGINNINGS + 1)
-    held = transports[-1]
-    await held.deliver(GET)
-    held.text = b""
-    for transport in transports[:-1]:
-        transport.protocol.data_received(request())
+    held, *others = await before_aiohttp(harness)
     held.protocol.data_received(GET[:part])
     assert held.paused
     held.protocol.data_received(GET[part:])  # a TLS transport may have read it before the pause
     await turns()
     assert held.text.count(b"HTTP/1.1 404") == 1
     assert not held.paused
-    await end(harness, *transports)
+    await end(harness, held, *others)
 
 
 async def served_by_aiohttp(harness: Harness, number: int) -> list[FakeTransport]:
@@ -340,12 +346,7 @@ async def test_a_later_request_to_aiohttp_that_waits_is_answered_when_the_gatewa
     leaves: bool,
 ) -> None:
     harness = Harness()
-    transports = await connect_served(harness, LATER_BEGINNINGS + 1)
-    held = transports[-1]
-    await held.deliver(GET)
-    held.text = b""
-    for transport in transports[:-1]:
-        transport.protocol.data_received(request())
+    held, *others = await before_aiohttp(harness)
     held.protocol.data_received(GET)
     connection = held.protocol
     assert isinstance(connection, AiohttpConnection)
@@ -358,7 +359,7 @@ async def test_a_later_request_to_aiohttp_that_waits_is_answered_when_the_gatewa
     await turns()
     assert held.text.count(b"HTTP/1.1 404") == (0 if leaves else 1)
     assert held.closed
-    await end(harness, *transports)
+    await end(harness, held, *others)
 
 
 async def test_requests_that_wait_do_not_count_as_unread_bytes() -> None:
