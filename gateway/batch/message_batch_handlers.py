@@ -23,6 +23,7 @@ from gateway.batch.http_handlers import (
 )
 from gateway.batch.http_requests import BatchRequest
 from gateway.batch.input_lines import BATCH_APIS
+from gateway.batch.message_batch_input import MessageLines
 from gateway.batch.storage import StorageQuota
 from gateway.protocol.api_table import MESSAGES
 from gateway.protocol.errors import Failure, GatewayError
@@ -74,23 +75,22 @@ class AllBatchPages(BatchPages):
         # Store the input file and the batch that a body describes.
         section, limits = self._section, self._snapshot().config.limits
         await self._check_unfinished(tenant, section)
-        text, count = await self._threads.run(
-            message_batches.input_file, raw, section.lines, limits.body
-        )
+        lines = MessageLines(raw, section.lines, limits.body)
         quota = StorageQuota(section.files, section.storage, section.file_size)
         upload = await self._run(self._store.start_upload, tenant, quota)
         try:
-            await self._run(upload.write, text)
+            while text := await self._threads.run(lines.next):
+                await self._run(upload.write, text)
             now = int(time())
             expires_at = int(now + section.expiry)
-            file = FileRecord(upload.id, "messages.jsonl", "batch", len(text), now, expires_at)
+            file = FileRecord(upload.id, "messages.jsonl", "batch", upload.size, now, expires_at)
             await self._run(self._store.commit_upload, tenant, upload, file)
         finally:
             self._close_later(upload)
         window_s = min(message_batches.WINDOW_S, section.window)
         asked = BatchRequest(file.id, MESSAGES.path, message_batches.WINDOW, None, window_s)
         record = self._new_record(asked, tenant, self._scope(request))
-        record = replace(record, counts=RequestCounts(count))
+        record = replace(record, counts=RequestCounts(lines.count))
         await self._run(self._store.create_batch, record)
         self._runner.wake()
         return record

@@ -1,19 +1,18 @@
-"""Anthropic's Message Batches in terms of batches: their requests, objects and results. No I/O.
+"""Anthropic's Message Batches in terms of batches: their objects and results. No I/O.
 
-A message batch is a batch whose requests use the Messages API. Its input file is written from the
-body that creates it.
+A message batch is a batch whose requests use the Messages API. message_batch_input.py writes its
+input file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from gateway.batch.file_and_batch_objects import BATCH_ID, BatchRecord, BatchState
-from gateway.batch.input_lines import InputChecker
 from gateway.protocol.api_table import MESSAGES
 from gateway.protocol.error_formats import ANTHROPIC
 from gateway.protocol.errors import Failure, GatewayError
@@ -21,15 +20,6 @@ from gateway.protocol.errors import Failure, GatewayError
 WINDOW, WINDOW_S = "24h", 86_400.0  # as in Anthropic's API
 MAX_PAGE, PAGE = 1000, 20
 _ID, _OWN_ID = "msgbatch_", "batch_"
-
-
-class _Item(msgspec.Struct):
-    custom_id: str
-    params: msgspec.Raw
-
-
-class _Body(msgspec.Struct):
-    requests: Annotated[list[_Item], msgspec.Meta(min_length=1)]
 
 
 class _Response(msgspec.Struct):
@@ -52,36 +42,9 @@ class _ResultLine(msgspec.Struct):
     error: _Reason | None = None
 
 
-_decode_body = msgspec.json.Decoder(_Body).decode
 _decode_result = msgspec.json.Decoder(_ResultLine).decode
 _decode_error = msgspec.json.Decoder(_Error).decode
 _encode = msgspec.json.Encoder().encode
-
-
-def input_file(raw: bytes | bytearray, max_lines: int, max_body: int) -> tuple[bytes, int]:
-    """Return the input file of a message batch, and its number of requests.
-
-    raw        body of the request that creates the batch
-    max_lines  maximum number of requests
-    max_body   maximum bytes of one request
-
-    Raises GatewayError (400) with the first request that is invalid.
-    """
-    try:
-        items = _decode_body(raw).requests
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _bad(f"The body is not a valid request to create a batch: {error}.", None) from None
-    checker, lines = InputChecker(MESSAGES.path, max_lines, max_body), list[bytes]()
-    for number, item in enumerate(items):
-        members = {"custom_id": item.custom_id, "method": "POST", "url": MESSAGES.path}
-        body = msgspec.Raw(msgspec.json.format(item.params, indent=-1))  # on one line
-        lines.append(_encode(members | {"body": body}) + b"\n")
-        checker.check(lines[-1])
-        if checker.problems:
-            problem = checker.problems[0]
-            param = (problem.param or "params").replace("body", "params", 1)
-            raise _bad(f"requests[{number}]: {problem.message}", f"requests[{number}].{param}")
-    return b"".join(lines), len(lines)
 
 
 def own_id(batch_id: str) -> str:

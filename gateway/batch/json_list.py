@@ -1,0 +1,124 @@
+"""Splits the text of a JSON object with one long list into the items of the list. No I/O.
+
+A JSON decoder holds Python's lock until it has read the whole text. This search takes windows of
+64 KiB, and other threads run in between.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+WINDOW_BYTES = 64 * 1024
+_SPACE = re.compile(rb"[ \t\r\n]*")
+_IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_FLAT = re.compile(rb'(?:[^"\[\]{}]++|%b)*+' % _STRING, re.DOTALL)
+"""Any number of whole strings, and of other characters than brackets."""
+_SCALAR = re.compile(rb'[^,"\[\]{} \t\r\n]*')
+_OPENING = b"[{"
+
+
+class JsonListError(ValueError):
+    """Raised for a text that is not an object with this list; its text says what is wrong."""
+
+
+class JsonList:
+    """The items of a list that is the only member of a JSON object.
+
+    What separates the items is checked. The items themselves may be invalid: the caller decodes
+    them.
+    """
+
+    def __init__(self, text: bytes | bytearray, name: str) -> None:
+        """Create a search in `text`, the JSON object; `name` is the list's name in it."""
+        self._text, self._name = text, name
+
+    def items(self) -> Iterator[bytes]:
+        """Yield the text of each item. Raises JsonListError where the text is malformed."""
+        at = self._start()
+        if self._text[at : at + 1] == b"]":
+            self._finish(at + 1)
+            return
+        view = memoryview(self._text)
+        while True:
+            end = self._value_end(at)
+            yield bytes(view[at:end])
+            end = self._beyond(_SPACE, end)
+            mark = self._text[end : end + 1]
+            if mark == b"]":
+                self._finish(end + 1)
+                return
+            if mark != b",":
+                raise self._malformed("expected ',' or ']'", end)
+            at = self._beyond(_SPACE, end + 1)
+
+    def _start(self) -> int:
+        # Return where the first item, or the end of the list, is.
+        at = self._expect(b"{", self._beyond(_SPACE, 0))
+        if self._text[at : at + 1] == b"}":
+            raise JsonListError(f"the member '{self._name}' is missing")
+        end = self._value_end(at)
+        if self._text[at:end] != b'"%b"' % self._name.encode():
+            raise JsonListError(f"the only member that is permitted is '{self._name}'")
+        at = self._expect(b":", self._beyond(_SPACE, end))
+        if self._text[at : at + 1] not in (b"[", b""):
+            raise JsonListError(f"'{self._name}' must be a list")
+        return self._expect(b"[", at)
+
+    def _finish(self, at: int) -> None:
+        # Check what follows the list.
+        at = self._beyond(_SPACE, at)
+        if self._text[at : at + 1] == b",":
+            raise JsonListError(f"the only member that is permitted is '{self._name}'")
+        at = self._expect(b"}", at)
+        if at < len(self._text):
+            raise self._malformed("trailing characters", at)
+
+    def _expect(self, mark: bytes, at: int) -> int:
+        # Return where the next token after `mark` begins; `mark` must be at this offset.
+        if self._text[at : at + 1] != mark:
+            raise self._malformed(f"expected '{mark.decode()}'", at)
+        return self._beyond(_SPACE, at + 1)
+
+    def _value_end(self, at: int) -> int:
+        first = self._text[at : at + 1]
+        if first == b'"':
+            return self._string_end(at)
+        if not first or first not in _OPENING:
+            end = self._beyond(_SCALAR, at)
+            if end == at:
+                raise self._malformed("expected a value", at)
+            return end
+        depth = 0
+        while True:
+            at = self._beyond(_FLAT, at)
+            mark = self._text[at : at + 1]
+            if mark == b'"':  # of a string that is longer than the window
+                at = self._string_end(at)
+                continue
+            if not mark:
+                raise self._malformed("it ends too early", at)
+            depth += 1 if mark in _OPENING else -1
+            at += 1
+            if not depth:
+                return at
+
+    def _string_end(self, at: int) -> int:
+        end = self._beyond(_IN_STRING, at + 1)
+        if self._text[end : end + 1] != b'"':
+            raise self._malformed("it ends too early", end)
+        return end + 1
+
+    def _beyond(self, pattern: re.Pattern[bytes], at: int) -> int:
+        # Return the end of the text from `at` on that the pattern matches, window by window.
+        while True:
+            found = pattern.match(self._text, at, at + WINDOW_BYTES)
+            end = at if found is None else found.end()
+            # A match also ends before a backslash whose character is beyond the window.
+            if end == at or end < at + WINDOW_BYTES - 1:
+                return end
+            at = end
+
+    def _malformed(self, what: str, at: int) -> JsonListError:
+        return JsonListError(f"it is not valid JSON: {what} (byte {at})")
