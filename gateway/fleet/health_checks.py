@@ -1,8 +1,8 @@
 """The tasks that poll health pages, metrics and model lists of endpoints, and test silent engines.
 
 - gateway/fleet/poll_schedule.py decides which pages a poll requests.
-- Polls use connections that stay open (gateway/http/poll_client.py). Rare requests, which make an
-  engine generate tokens, use aiohttp's client.
+- All requests use connections that stay open (gateway/http/poll_client.py).
+- A request that could not be sent for a local reason says nothing of the engine: NotSentError.
 - If an engine's metrics cannot be read, policies rely on the gateway's own count of requests.
 - gateway/fleet/speed_recovery.py decides whether an endpoint that was ejected as slow may return.
 """
@@ -18,7 +18,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-import aiohttp
+import msgspec
 
 from gateway.config import Config
 from gateway.fleet import engine_metrics
@@ -28,7 +28,9 @@ from gateway.fleet.model_list_changes import ModelListNews
 from gateway.fleet.poll_schedule import PollPlan, least_probe_s
 from gateway.fleet.probe_errors import (
     PROBE_ERRORS,
+    NotSentError,
     clear_frames,
+    is_not_sent,
     is_own_failure,
     is_unreachable,
     record_resolution,
@@ -80,7 +82,7 @@ class HealthChecker:
         self._speed_recovery = SpeedRecovery(endpoints, self._complete)
         self._checks: dict[LiveEndpoint, asyncio.Task[bool | None]] = {}
         self._listings: dict[LiveEndpoint, asyncio.Task[None]] = {}
-        self._session: aiohttp.ClientSession | None = None
+        self._is_started = False
         self._own_failure_due = 0.0
 
     async def start(self) -> None:
@@ -88,11 +90,7 @@ class HealthChecker:
 
         Returns after the first poll of every endpoint, so that the first request finds their state.
         """
-        self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None),
-            # No connection limit: hung engines must not delay the probes of others.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
-        )
+        self._is_started = True
         first_polls = asyncio.Semaphore(FIRST_POLLS)
         with self._model_lists.held_back():
             await asyncio.gather(
@@ -111,7 +109,7 @@ class HealthChecker:
     def reconfigure(self, config: Config) -> None:
         """Apply a new configuration: start to poll added endpoints, stop polling removed ones."""
         self._config = config
-        if self._session is None:
+        if not self._is_started:
             return
         for live in self._endpoints.all():
             if live.is_leaving:
@@ -149,8 +147,6 @@ class HealthChecker:
         await asyncio.gather(*tasks, return_exceptions=True)
         for client in self._clients.values():
             client.close()
-        if self._session is not None:
-            await self._session.close()
 
     async def _poll_repeatedly(self, live: LiveEndpoint, *, immediately: bool) -> None:
         # Poll an endpoint until cancelled, with random pauses, so that polls spread over time.
@@ -208,7 +204,7 @@ class HealthChecker:
         The interval is longer if the health checks are configured to be rarer. Does nothing if such
         a task runs already.
         """
-        if self._session is not None and live not in self._recoveries and not live.is_leaving:
+        if self._is_started and live not in self._recoveries and not live.is_leaving:
             name = f"probe {live.endpoint.name} until it recovers"
             task = asyncio.create_task(self._probe_until_recovered(live), name=name)
             self._recoveries[live] = task
@@ -227,7 +223,7 @@ class HealthChecker:
         Returns None if the endpoint did not respond in time. Concurrent calls for one endpoint
         share one health check.
         """
-        if self._session is None:
+        if not self._is_started:
             return True
         task = self._checks.get(live)
         if task is None:
@@ -255,7 +251,7 @@ class HealthChecker:
 
         Does nothing if such a task runs already.
         """
-        if self._session is not None and live not in self._listings and not live.is_leaving:
+        if self._is_started and live not in self._listings and not live.is_leaving:
             listing = self._log_errors(
                 partial(self._list_models, limit_s=self._config.health.timeout), live
             )
@@ -275,30 +271,48 @@ class HealthChecker:
         await self._try_apis_if_due(live)
 
     async def _probe(self, live: LiveEndpoint) -> None:
-        status, timeout_s = None, self._config.health.timeout
         try:
-            status = await self._health_status_despite_pause(live, timeout_s)
-            live.is_unresolved = False
-        except PROBE_ERRORS as error:
-            record_resolution(live, error)
-            if is_own_failure(error):
-                self._log_own_failure(error)
-                return
-            if is_unreachable(error):
-                self._endpoints.on_connection_refused(live)
-        is_due = is_probe_due(live.health, monotonic()) or self._endpoints.is_needed(live)
-        if status == 200 and live.is_stalled and is_due:
-            if await self._generates(live, timeout_s):
-                self._endpoints.on_progress(live)
-            else:
+            status = await self._probe_page(live)
+            is_due = is_probe_due(live.health, monotonic()) or self._endpoints.is_needed(live)
+            if status == 200 and not await self._shows_work(live, is_due=is_due):
                 status = None
-        elif status == 200 and is_ejected_as_slow(live) and is_probe_due(live.health, monotonic()):
-            status = 200 if await self._speed_recovery.is_as_fast_as_peer(live) else None
+        except NotSentError as not_sent:
+            self._log_own_failure(not_sent)
+            return
         if status == 200 and is_due and live.health.state in OUT_OF_ROTATION:
             # The engine may have been restarted with other models, or as another version.
             live.api_paths, live.has_tried_apis, live.keeps_responses = frozenset(), False, None
-            await self._list_models(live, limit_s=min(CHECK_S, timeout_s))
+            await self._list_models(live, limit_s=min(CHECK_S, self._config.health.timeout))
         self._endpoints.on_probe(live, status)
+
+    async def _probe_page(self, live: LiveEndpoint) -> int | None:
+        # Return the status of an engine's health page, or None if it did not answer.
+        #
+        # Raises NotSentError.
+        try:
+            status = await self._health_status_despite_pause(live, self._config.health.timeout)
+        except PROBE_ERRORS as error:
+            record_resolution(live, error)
+            if is_own_failure(error):
+                raise NotSentError(str(error)) from None
+            if is_unreachable(error):
+                self._endpoints.on_connection_refused(live)
+            return None
+        live.is_unresolved = False
+        return status
+
+    async def _shows_work(self, live: LiveEndpoint, *, is_due: bool) -> bool:
+        # Return whether an engine that was ejected as stalled or slow works again, if it was.
+        #
+        # Raises NotSentError.
+        if live.is_stalled and is_due:
+            generates = await self._generates(live, self._config.health.timeout)
+            if generates:
+                self._endpoints.on_progress(live)
+            return generates
+        if is_ejected_as_slow(live) and is_probe_due(live.health, monotonic()):
+            return await self._speed_recovery.is_as_fast_as_peer(live)
+        return True
 
     def _log_own_failure(self, error: BaseException) -> None:
         # Log at most once a minute that probes fail because of this process.
@@ -346,9 +360,11 @@ class HealthChecker:
         limit_s = self._silence_limit_s(live)
         silence_s = live.upstream.silence_duration_s(monotonic())
         timeout_s = max(self._config.health.timeout, limit_s - silence_s)
-        is_generating = await self._generates(live, timeout_s)
-        if not is_generating and self._was_paused():
-            is_generating = await self._generates(live, self._config.health.timeout)
+        try:
+            is_generating = await self._generates_despite_pause(live, timeout_s)
+        except NotSentError as not_sent:
+            self._log_own_failure(not_sent)
+            return
         if is_generating:
             if live.upstream.silence_duration_s(monotonic()) > silence_s:
                 self._silences.on_test_token(live)
@@ -357,15 +373,21 @@ class HealthChecker:
             # No client request has received a byte in the meantime either.
             log.warning(
                 "endpoint %s has sent nothing for %.1f s, and a test request for one token failed",
-                live.endpoint.name,
-                limit_s,
+                *(live.endpoint.name, limit_s),
             )
             self._endpoints.on_stall(live)
+
+    async def _generates_despite_pause(self, live: LiveEndpoint, timeout_s: float) -> bool:
+        is_generating = await self._generates(live, timeout_s)
+        if not is_generating and self._was_paused():
+            return await self._generates(live, self._config.health.timeout)
+        return is_generating
 
     async def _generates(self, live: LiveEndpoint, timeout_s: float) -> bool:
         # Return whether the engine generates one token in time.
         #
-        # A 4xx response shows nothing about the engine, so it counts as success.
+        # A 4xx response shows nothing about the engine, so it counts as success. Raises
+        # NotSentError.
         if _model_of(live) is None:
             return True
         status = await self._complete(live, timeout_s, {"prompt": "1", "max_tokens": 1})
@@ -376,7 +398,7 @@ class HealthChecker:
     ) -> int | None:
         # Request a completion with these members; return its status, or None without an answer.
         #
-        # No model of the engine is known, so nothing is sent to it: None.
+        # No model of the engine is known, so nothing is sent to it: None. Raises NotSentError.
         model = _model_of(live)
         if model is None:
             return None
@@ -385,7 +407,9 @@ class HealthChecker:
             body |= standalone_members(live.endpoint.engine)
         try:
             status, _ = await self._fetch(live, "/v1/completions", timeout_s, METRICS_LIMIT, body)
-        except PROBE_ERRORS:
+        except PROBE_ERRORS as error:
+            if is_not_sent(error):
+                raise NotSentError(str(error)) from None
             return None
         return status
 
@@ -496,42 +520,18 @@ class HealthChecker:
         # Return status and body of a POST with `json_body`, or of a GET without it.
         #
         # Raises one of PROBE_ERRORS when the engine cannot be reached or does not answer in time.
+        client = self._clients.get(live)
+        if client is None:
+            client = self._clients[live] = PollClient(live.endpoint.url, live.upstream.addresses)
+        client.configure(live.key_header, live.encryption)
         try:
-            if json_body is not None:
-                return await self._post(live, path, timeout_s, limit, json_body)
-            client = self._clients.get(live)
-            if client is None:
-                client = self._clients[live] = PollClient(
-                    live.endpoint.url, live.upstream.addresses
-                )
-            client.configure(live.key_header, live.encryption)
-            return await client.get(path, timeout_s, limit)
+            if json_body is None:
+                return await client.get(path, timeout_s, limit)
+            body = msgspec.json.encode(json_body)
+            return await client.post(path, body, timeout_s, limit)
         except PROBE_ERRORS as error:
             clear_frames(error)
             raise
-
-    async def _post(
-        self, live: LiveEndpoint, path: str, timeout_s: float, limit: int, json_body: object
-    ) -> tuple[int, bytes]:
-        assert self._session is not None
-        encryption = live.encryption
-        async with (
-            asyncio.timeout(timeout_s),
-            self._session.post(
-                live.endpoint.url + path,
-                headers=live.key_header,
-                json=json_body,
-                ssl=True if encryption is None else encryption.context,
-                server_hostname=None if encryption is None else encryption.server_name,
-            ) as response,
-        ):
-            # content.read(limit) would return only what has already arrived.
-            body = bytearray()
-            async for piece in response.content.iter_any():
-                body += piece
-                if len(body) >= limit:
-                    break
-            return response.status, bytes(body[:limit])
 
 
 def _report_unreadable_list(live: LiveEndpoint, reason: str) -> None:

@@ -7,8 +7,6 @@ import logging
 import socket
 import traceback
 
-import aiohttp
-
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.http.connect_errors import is_local_error, is_process_error
 from gateway.http.poll_client import ConnectError, ConnectionLostError
@@ -16,12 +14,16 @@ from gateway.protocol.response.http_framing import FramingError
 
 log = logging.getLogger("penstock")
 
-PROBE_ERRORS = (
-    *(aiohttp.ClientError, TimeoutError, OSError),
-    *(ConnectError, ConnectionLostError, FramingError),
-)
+PROBE_ERRORS = (TimeoutError, OSError, ConnectError, ConnectionLostError, FramingError)
 """What a request of a health check raises if its engine cannot be reached or does not answer."""
 CONNECTION_LOST = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
+
+
+class NotSentError(Exception):
+    """Raised if a health check or a test request could not be sent for a local reason.
+
+    This says nothing of the engine.
+    """
 
 
 def record_resolution(live: LiveEndpoint, error: BaseException) -> None:
@@ -50,6 +52,11 @@ def is_unreachable(error: BaseException) -> bool:
 def is_own_failure(error: BaseException) -> bool:
     """Return whether this process could not open a connection, which says nothing of the engine."""
     return isinstance(error, ConnectError) and is_process_error(error.os_error)
+
+
+def is_not_sent(error: BaseException) -> bool:
+    """Return whether no connection was opened for a local reason, or as the name is unknown."""
+    return isinstance(error, ConnectError) and is_local_error(error.os_error)
 
 
 def clear_frames(error: BaseException) -> None:

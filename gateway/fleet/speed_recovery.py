@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from random import Random
 from time import monotonic
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
@@ -26,7 +26,8 @@ log = logging.getLogger("penstock")
 Complete = Callable[[LiveEndpoint, float, dict[str, object]], Awaitable[int | None]]
 """Sends a completion request with a timeout in seconds and with these members in its body.
 
-Returns the status of the response, or None if there is none.
+Returns the status of the response, or None if there is none. Raises NotSentError if it could not be
+sent for a local reason.
 """
 
 
@@ -102,7 +103,7 @@ class SpeedRecovery:
         """Return whether an endpoint that was ejected as slow is as fast as a healthy peer again.
 
         It must be fast in CLEAR_ROUNDS comparisons. Returns True if there is no peer to compare
-        with, and False if the last measurement is too recent for another.
+        with, and False if the last measurement is too recent for another. Raises NotSentError.
         """
         # The ejected endpoint is idle and the peer is not. Therefore the shortest time that a peer
         # has needed since the ejection counts.
@@ -113,7 +114,7 @@ class SpeedRecovery:
             return False
         probe = PREFILL_PROBE if slowness.measure is Measure.TTFT else DECODE_PROBE
         for _ in range(CLEAR_ROUNDS):
-            own_s, peer_s = await asyncio.gather(self._time(live, probe), self._time(peer, probe))
+            own_s, peer_s = await self._time_both(live, peer, probe)
             if own_s is None or peer_s is None:
                 return own_s is not None
             peer_s = self._least_peer_s(live, slowness, peer_s)
@@ -125,6 +126,17 @@ class SpeedRecovery:
                 )
                 return False
         return True
+
+    async def _time_both(
+        self, live: LiveEndpoint, peer: LiveEndpoint, probe: SpeedProbe
+    ) -> tuple[float | None, float | None]:
+        # Both end before an exception of one is raised, so that no request is left behind.
+        times = (self._time(live, probe), self._time(peer, probe))
+        own_s, peer_s = await asyncio.gather(*times, return_exceptions=True)
+        for result in (own_s, peer_s):
+            if isinstance(result, BaseException):
+                raise result
+        return cast("tuple[float | None, float | None]", (own_s, peer_s))
 
     def _least_peer_s(self, live: LiveEndpoint, slowness: Slowness, peer_s: float) -> float:
         # Return the shortest time of peers during this slow period, in seconds.
@@ -138,6 +150,8 @@ class SpeedRecovery:
 
     async def _time(self, live: LiveEndpoint, probe: SpeedProbe) -> float | None:
         # Return the seconds that the endpoint needs for the probe, or None if the probe fails.
+        #
+        # Raises NotSentError.
         words = " ".join(str(self._endpoints.rng.randrange(1000)) for _ in range(probe.words))
         members: dict[str, object] = {
             "prompt": words,

@@ -12,10 +12,38 @@ from gateway.protocol.upstream_error import LOCAL_ERROR
 EXHAUSTION = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 LOCAL_ERRORS = EXHAUSTION | {errno.EACCES, errno.EADDRNOTAVAIL, errno.EAGAIN, errno.EPERM}
 
+NUMERIC = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+
+
+class NoFreePortError(OSError):
+    """Raised when all local ports are in use by connections to the same address."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.EADDRNOTAVAIL, "no local port is free for another connection to it")
+
+
+def lacks_port(error: OSError, host: str, port: int) -> bool:
+    """Return whether a connect to an IP address failed because no local port was free.
+
+    The error of a machine without any address that can reach `host` has the same number.
+    """
+    if error.errno != errno.EADDRNOTAVAIL:
+        return False
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM, flags=NUMERIC)
+        with socket.socket(found[0][0], socket.SOCK_DGRAM) as datagrams:
+            # This chooses the machine's own address as TCP does, and sends nothing.
+            datagrams.connect(found[0][4])
+    except OSError:
+        return False
+    return True
+
 
 def is_process_error(error: OSError) -> bool:
-    """Return whether a connect failed because this process lacks descriptors or memory."""
-    return not isinstance(error, socket.gaierror) and error.errno in EXHAUSTION
+    """Return whether a connect failed because descriptors, memory or local ports ran out."""
+    if isinstance(error, socket.gaierror):
+        return False
+    return error.errno in EXHAUSTION or isinstance(error, NoFreePortError)
 
 
 def is_local_error(error: OSError) -> bool:

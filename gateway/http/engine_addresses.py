@@ -18,7 +18,12 @@ from ipaddress import ip_address
 from time import monotonic
 from typing import Any, TypeVar
 
-from gateway.http.connect_errors import is_local_error
+from gateway.http.connect_errors import (
+    NoFreePortError,
+    is_local_error,
+    is_process_error,
+    lacks_port,
+)
 from gateway.http.eager_task import timeout_after
 
 log = logging.getLogger("penstock")
@@ -83,7 +88,12 @@ class EngineAddresses:
         """
         loop = asyncio.get_running_loop()
         if self.is_literal:
-            return await loop.create_connection(factory, self.host, self.port, **settings)
+            try:
+                return await loop.create_connection(factory, self.host, self.port, **settings)
+            except OSError as error:
+                if lacks_port(error, self.host, self.port):
+                    raise NoFreePortError from None
+                raise
         sock = await self._open_socket(monotonic() + within_s, within_s)
         try:
             return await loop.create_connection(factory, sock=sock, **settings)
@@ -106,7 +116,8 @@ class EngineAddresses:
                     async with timeout_after(limit_s):
                         return await _connected_socket(family, address)
                 except OSError as error:  # includes TimeoutError
-                    self._failed_at[address] = monotonic()
+                    if not is_process_error(error):
+                        self._failed_at[address] = monotonic()
                     # An address that this machine cannot use hides no refusal by another one.
                     if problem is None or not is_local_error(error):
                         problem = error
@@ -167,6 +178,11 @@ async def _connected_socket(family: socket.AddressFamily, address: Any) -> socke
             error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
                 raise OSError(error, os.strerror(error)) from None
+    except OSError as error:
+        sock.close()
+        if lacks_port(error, *address[:2]):
+            raise NoFreePortError from None
+        raise
     except BaseException:
         sock.close()
         raise

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import count
 
 import pytest
 from aiohttp import web
@@ -19,7 +20,9 @@ from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.engine_metrics import ScrapedLoad
 from gateway.fleet.health_checks import HealthChecker
 from gateway.fleet.live_endpoint import LiveEndpoint
+from gateway.http.engine_addresses import Address, EngineAddresses
 from gateway.http.poll_client import ConnectError
+from gateway.http.upstream import ConnectionPool
 from policies.health.endpoint_health import HealthEvent, HealthState
 from policies.routing_types import EngineKind
 from tests.unit.gateway.fleet.tables import table_of
@@ -268,6 +271,70 @@ async def test_a_probe_that_this_process_cannot_send_says_nothing_of_the_engine(
         assert live.cause is None
         assert live.health.state is HealthState.UP
     assert len([line for line in caplog.messages if "cannot open connections" in line]) == 1
+
+
+@asynccontextmanager
+async def _stalled(
+    monkeypatch: pytest.MonkeyPatch, engine: web.Application
+) -> AsyncIterator[tuple[HealthChecker, LiveEndpoint]]:
+    # Run an engine to which clients' requests get longer silences, and its health checker.
+    silence = count(1.0)
+    monkeypatch.setattr(ConnectionPool, "silence_duration_s", lambda *_: next(silence))
+    engine.router.add_get("/health", _in_pieces(b"ok"))
+    async with _polled(engine) as (watcher, table, _):
+        (live,) = table.all()
+        live.models = ("m",)
+        yield watcher, live
+
+
+@pytest.mark.parametrize(("status", "is_stalled"), [(200, False), (400, False), (500, True)])
+async def test_a_test_token_is_requested_at_the_addresses_that_requests_use(
+    monkeypatch: pytest.MonkeyPatch, status: int, is_stalled: bool
+) -> None:
+    async def look_up(host: str, port: int) -> Sequence[Address]:
+        return [(socket.AF_INET, ("127.0.0.1", port))]
+
+    async def complete(request: web.Request) -> web.Response:
+        assert await request.json() == {"model": "m", "prompt": "1", "max_tokens": 1}
+        return web.json_response({}, status=status)
+
+    engine = web.Application()
+    engine.router.add_post("/v1/completions", complete)
+    async with _stalled(monkeypatch, engine) as (watcher, live):
+        port = live.upstream.addresses.port
+        live.upstream.addresses = EngineAddresses("engine.invalid", port, look_up)
+        live.endpoint = replace(live.endpoint, url=f"http://engine.invalid:{port}")
+        watcher._clients.pop(live).close()
+        await watcher._check_progress(live)
+        assert live.is_stalled is is_stalled
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(OSError(number, "cannot") for number in (errno.EMFILE, errno.EADDRNOTAVAIL)),
+        socket.gaierror(socket.EAI_AGAIN, "no DNS server"),
+    ],
+)
+@pytest.mark.parametrize("is_stalled", [False, True])
+async def test_a_test_request_that_this_process_cannot_send_says_nothing_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, is_stalled: bool
+) -> None:
+    async def connect(*_: object, **__: object) -> None:
+        raise type(error)(*error.args)
+
+    async def health_status(*_: object) -> int:
+        return 200
+
+    async with _stalled(monkeypatch, web.Application()) as (watcher, live):
+        watcher._clients[live].close()
+        monkeypatch.setattr(EngineAddresses, "connect", connect)
+        if is_stalled:
+            watcher._endpoints.on_stall(live)
+            monkeypatch.setattr(watcher, "_health_status", health_status)
+        before = live.health
+        await (watcher._probe(live) if is_stalled else watcher._check_progress(live))
+        assert (live.is_stalled, live.health) == (is_stalled, before)
 
 
 def _unresolved() -> ConnectError:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from gateway.fleet.live_endpoint import LiveEndpoint
+from gateway.fleet.probe_errors import NotSentError
 from gateway.fleet.speed_recovery import SpeedRecovery
 from policies.health.speed_samples import Measure, Slowness, SpeedRecord
 from tests.replaced import replace_method
@@ -46,6 +49,25 @@ async def test_a_return_needs_three_good_comparisons_in_a_row(
     recovery, live, times = measured([0.2, 0.2, third_s], [0.2] * 3, monkeypatch)
     assert await recovery.is_as_fast_as_peer(live) is returns
     assert not times[live]
+
+
+async def test_a_probe_that_cannot_be_sent_gives_no_result_and_leaves_no_request_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recovery, live, _ = measured([], [], monkeypatch)
+    ended = list[LiveEndpoint]()
+
+    async def time(endpoint: LiveEndpoint, _: object) -> float:
+        if endpoint is live:
+            raise NotSentError("Too many open files")
+        await asyncio.sleep(0)
+        ended.append(endpoint)
+        return 0.2
+
+    monkeypatch.setattr(recovery, "_time", time)
+    with pytest.raises(NotSentError):
+        await recovery.is_as_fast_as_peer(live)
+    assert len(ended) == 1
 
 
 def measured(

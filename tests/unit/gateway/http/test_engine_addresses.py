@@ -14,6 +14,7 @@ import pytest
 import uvloop
 
 from gateway.http import engine_addresses
+from gateway.http.connect_errors import NoFreePortError
 from gateway.http.engine_addresses import AVOID_S, Address, EngineAddresses
 from gateway.http.poll_client import ConnectError, PollClient
 from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
@@ -109,6 +110,34 @@ async def test_an_address_that_this_machine_cannot_use_hides_no_refusal(
     }
     with pytest.raises(ConnectionRefusedError):
         await _connect(addresses)
+
+
+@pytest.mark.parametrize("host", ["engine.test", "127.0.0.1"])
+async def test_a_lack_of_free_ports_is_reported_as_such(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    class Socket(socket.socket):
+        def connect(self, address: object) -> None:
+            if self.type & socket.SOCK_STREAM:
+                raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+            super().connect(address)
+
+    async def look_up(host: str, port: int) -> Sequence[Address]:
+        return [(socket.AF_INET, ("127.0.0.1", port))]
+
+    monkeypatch.setattr(socket, "socket", Socket)
+    with pytest.raises(NoFreePortError):
+        await _connect(EngineAddresses(host, 8000, look_up))
+
+
+async def test_a_lack_of_descriptors_does_not_change_the_order_of_addresses(
+    network: FakeNetwork, addresses: EngineAddresses
+) -> None:
+    network.refusals = {FIRST: OSError(errno.EMFILE, "Too many open files")}
+    await _connect(addresses)
+    network.refusals = {}
+    await _connect(addresses)
+    assert network.tried == [FIRST, SECOND, FIRST]
 
 
 async def test_failed_connections_leave_no_reference_cycles(
