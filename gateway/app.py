@@ -540,12 +540,11 @@ class App:
 
     async def _sweep(self) -> None:
         # Check all deadlines regularly; the delay of this timer is measured as event loop lag.
-        due = monotonic() + SWEEP_S
         while True:
-            await asyncio.sleep(due - monotonic())
+            due = monotonic() + SWEEP_S  # a sweep that ends many connections takes long itself
+            await asyncio.sleep(SWEEP_S)
             now = monotonic()
             self.metrics.loop_lag_seconds.observe(max(0.0, now - due))
-            due = now + SWEEP_S
             try:
                 self.gateway.handoffs.sweep(now)
                 await self.connections.sweep(now)
