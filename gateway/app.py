@@ -32,7 +32,7 @@ from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.health_checks import HealthChecker
 from gateway.fleet.kv_events.event_reader_start import KvEventService
 from gateway.fleet.kv_events.prompt_learner import Tokenizer
-from gateway.fleet.model_lookup import find
+from gateway.fleet.model_alias_lookup import find
 from gateway.fleet.prefix_cache_view import create_prefix_caches
 from gateway.fleet.speed_monitor import STALL_CHECK_S
 from gateway.http.aiohttp_connection import AiohttpConnection

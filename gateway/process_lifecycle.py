@@ -24,8 +24,8 @@ import uvloop
 from gateway.app import App
 from gateway.restart import systemd_notify
 from gateway.restart.learned_state import collect_state, remaining_work
+from gateway.restart.old_process_side import HandoverError, Successor
 from gateway.restart.start_options import StartOptions
-from gateway.restart.successor import HandoverError, Successor
 from gateway.util.file_descriptors import reserve_descriptors
 
 log = logging.getLogger("penstock")

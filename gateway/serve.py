@@ -23,7 +23,7 @@ from time import monotonic
 from typing import Any
 
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.model_lookup import find
+from gateway.fleet.model_alias_lookup import find
 from gateway.http.client_interface import Client
 from gateway.metrics.metric_types import Histogram
 from gateway.protocol.api_table import Api

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from gateway.fleet.model_lookup import find
+from gateway.fleet.model_alias_lookup import find
 
 if TYPE_CHECKING:
     from gateway.admin.gateway_interface import GatewayInterface

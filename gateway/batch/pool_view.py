@@ -13,7 +13,7 @@ from gateway.batch.file_and_batch_objects import BatchRecord
 from gateway.batch.request_attempt import RequestAttempt
 from gateway.batch.window_schedule import PoolSchedule
 from gateway.config import BatchApi, Config
-from gateway.fleet.model_lookup import find
+from gateway.fleet.model_alias_lookup import find
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.api_keys import wrong_key

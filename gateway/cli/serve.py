@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gateway.app import App
     from gateway.config import Config, LoadedConfig
     from gateway.http.listener_sockets import SocketsByName
-    from gateway.restart.predecessor import Predecessor
+    from gateway.restart.new_process_side import Predecessor
     from gateway.workers.supervisor import Supervisor
 
 _SLOW_HASHING = (
@@ -108,7 +108,7 @@ def _inherit_sockets(config: Config) -> tuple[Predecessor | None, SocketsByName]
     # systemd.
     from gateway.http.listener_sockets import ActivationError, sockets_from_systemd
     from gateway.restart.channel import ChannelError
-    from gateway.restart.predecessor import find_predecessor
+    from gateway.restart.new_process_side import find_predecessor
 
     try:
         predecessor = find_predecessor(os.environ)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.config import Model
-from gateway.fleet.engine_model_names import engine_name
+from gateway.fleet.served_models import engine_name
 from kvtransfer import dialects
 from kvtransfer.dialects import BootstrapAddress, Dialect, Prerequisite
 from policies.filters import applicable

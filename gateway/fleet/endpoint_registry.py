@@ -15,9 +15,8 @@ from time import monotonic
 
 import msgspec
 
-from gateway.config import Config, EndpointSpec, Model
+from gateway.config import Config, EndpointSpec
 from gateway.fleet.endpoint_from_config import prior_belief, to_endpoint
-from gateway.fleet.engine_model_names import engine_name
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.http.outgoing_tls import ClientContexts
 from gateway.http.upstream import UpstreamTimeouts
@@ -83,33 +82,6 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
     changes: LoadChanges
     name_conflicts: tuple[tuple[str, EndpointSpec], ...] = ()
 
-    def filter_by_model(
-        self, model: str, candidates: tuple[Candidate, ...]
-    ) -> tuple[Candidate, ...]:
-        """Return the candidates whose engine lists this model name."""
-        listing = {id(member.live.load) for member in self.members if model in member.live.models}
-        return tuple(candidate for candidate in candidates if id(candidate.load) in listing)
-
-    def candidates_for(
-        self, model: Model, candidates: tuple[Candidate, ...]
-    ) -> tuple[Candidate, ...]:
-        """Return the candidates that may serve a configured model.
-
-        A candidate may serve it if its engine lists the model's name, or has sent no list of
-        models.
-        """
-        lists = {
-            id(member.live.load): member.live.models
-            for member in self.members
-            if member.live.has_list
-        }
-        return tuple(
-            candidate
-            for candidate in candidates
-            if (names := lists.get(id(candidate.load))) is None
-            or engine_name(model, candidate.endpoint) in names
-        )
-
     def lacks(self, path: str, candidates: tuple[Candidate, ...]) -> bool:
         """Return whether at least one candidate's engine is known to lack the API at `path`.
 
@@ -125,18 +97,6 @@ class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
             for member in self.members
             if id(member.live.load) in members
         )
-
-    def listed_names(self, pool: str) -> list[str]:
-        """Return the names of the models that the engines of a pool list, sorted.
-
-        Endpoints that are reserved for certain tenants are left out.
-        """
-        public = [
-            member.live
-            for member in self.members
-            if member.endpoint.pool == pool and not member.endpoint.tenants
-        ]
-        return sorted({name for live in public if live.has_list for name in live.models})
 
 
 class RegistryChanges(msgspec.Struct, frozen=True, eq=False):

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from gateway.disagg.internal_answer import InternalAnswer
 from gateway.fleet.live_endpoint import LiveEndpoint
-from gateway.fleet.model_lookup import find
+from gateway.fleet.model_alias_lookup import find
 from gateway.forwarding import forward
 from gateway.forwarding.engine_request_headers import engine_request_head
 from gateway.forwarding.response_headers import response_headers

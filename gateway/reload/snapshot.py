@@ -18,8 +18,14 @@ from gateway.config import AdmissionSpec, Config, Model, PolicySpec
 from gateway.disagg import pairing
 from gateway.fleet.endpoint_registry import RegistryPlan
 from gateway.fleet.endpoint_table import EndpointTable
-from gateway.fleet.engine_model_names import common_name, explicit_models, unlisted_message
-from gateway.fleet.model_lookup import NameTable
+from gateway.fleet.model_alias_lookup import NameTable
+from gateway.fleet.served_models import (
+    common_name,
+    explicit_models,
+    public_names,
+    serving_endpoints,
+    unlisted_message,
+)
 from gateway.forwarding import forward
 from gateway.protocol.request.api_keys import key_digest
 from gateway.protocol.request.cache_salts import new_cache_salts
@@ -146,11 +152,11 @@ def _route_table(models: Iterable[Model], parts: _RouteParts) -> _RouteTable:
     table, adoption = _RouteTable(), parts.adoption
     for model in models:
         pool = model.pool
-        listing = _candidates_for(parts.config, adoption, model, adoption.pools[pool])
+        listing = serving_endpoints(adoption, model, adoption.pools[pool])
         table.slots_by_model[model.name] = tuple(candidate.load.slot for candidate in listing)
         serving, names = parts.serving[pool], (model.name, *model.aliases)
         if serving and not pairing.serving_whole(listing):
-            message = unlisted_message(model, serving, adoption.listed_names(pool))
+            message = unlisted_message(model, serving, public_names(adoption, pool))
             table.unlisted.update(dict.fromkeys(names, message))
             continue
         route = _with_order(_route(model, listing, parts), adoption.changes)
@@ -377,14 +383,6 @@ def _admission(spec: AdmissionSpec, shares: Mapping[str, float]) -> Admission:
     known = admission_registry.params_type(spec.name).__struct_fields__
     params = {"weights": shares, **spec.params} if shares and "weights" in known else spec.params
     return admission_registry.build_admission(spec.name, params)
-
-
-def _candidates_for(
-    config: Config, adoption: RegistryPlan, model: Model, candidates: tuple[Candidate, ...]
-) -> tuple[Candidate, ...]:
-    if config.models:
-        return adoption.candidates_for(model, candidates)
-    return adoption.filter_by_model(model.name, candidates)
 
 
 def _models(config: Config, discovered: Mapping[str, Sequence[str]]) -> list[Model]:

@@ -14,7 +14,7 @@ import msgspec
 from gateway.config import LoadedConfig
 from gateway.http.listener_sockets import NO_SOCKETS, SocketsByName
 from gateway.reload.reloader import ReportLine
-from gateway.restart.predecessor import Predecessor
+from gateway.restart.new_process_side import Predecessor
 from gateway.restart.worker_launch_settings import WorkerSettings
 
 log = logging.getLogger("penstock")

@@ -1,10 +1,12 @@
-"""Reads certificate and key files, and checks that they belong together and have not expired.
+"""Reads certificate and key files, checks their contents, and detects that a file was replaced.
 
-The configuration and the command line use these checks. They read files and open no connection.
+The configuration and the command line use the checks. Listeners and clients of engines detect
+changes. Nothing here opens a connection.
 """
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -109,6 +111,15 @@ def certificate_validity(pair: KeyPair) -> CertificateValidity:
     begin_s = ssl.cert_time_to_seconds(str(certificate["notBefore"]))
     end_s = ssl.cert_time_to_seconds(str(certificate["notAfter"]))
     return CertificateValidity(begin_s, end_s, tuple(names))
+
+
+def file_stamp(path: str) -> tuple[int, ...] | None:
+    """Return a value that changes whenever the file, or a link to it, changes; None: no file."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def load_pair(context: ssl.SSLContext, pair: KeyPair) -> None:

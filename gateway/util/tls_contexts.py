@@ -5,14 +5,13 @@ The listeners and the clients of engines use this module. It reads files and ope
 
 from __future__ import annotations
 
-import os
 import ssl
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from gateway.util.certificate_files import KeyPair, certificate_validity, load_pair
+from gateway.util.certificate_files import KeyPair, certificate_validity, file_stamp, load_pair
 
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """The cipher suites for TLS 1.2: those with forward secrecy and authenticated encryption. TLS 1.3
@@ -111,7 +110,7 @@ def settings_files(settings: ServerSettings | ClientSettings) -> tuple[str, ...]
 
 def files_stamp(settings: ServerSettings | ClientSettings) -> tuple[tuple[int, ...] | None, ...]:
     """Return a value that changes whenever one of the TLS files, or a link to it, changes."""
-    return tuple(_stamp(path) for path in settings_files(settings))
+    return tuple(file_stamp(path) for path in settings_files(settings))
 
 
 def has_valid_ciphers(ciphers: str) -> bool:
@@ -151,11 +150,3 @@ def _server_context(settings: ServerSettings, pair: KeyPair) -> ssl.SSLContext:
             ssl.CERT_REQUIRED if settings.is_client_required else ssl.CERT_OPTIONAL
         )
     return context
-
-
-def _stamp(path: str) -> tuple[int, ...] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -43,7 +43,7 @@ from gateway.reload.auto_rollback import AutoRollbackMonitor
 from gateway.reload.file_watcher import FileWatcher
 from gateway.reload.reloader import ReportLine
 from gateway.restart import systemd_notify
-from gateway.restart.predecessor import Predecessor
+from gateway.restart.new_process_side import Predecessor
 from gateway.restart.worker_launch_settings import WorkerLaunchSettings, WorkerSettings
 from gateway.util.urls import http_url
 from gateway.workers import admin_server

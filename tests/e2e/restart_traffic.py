@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.restart.successor import READY_TIMEOUT_S
+from gateway.restart.old_process_side import READY_TIMEOUT_S
 from tests.e2e.processes import GatewayProcess
 from tests.fair_time import PATIENCE_S
 from tests.scraped import total

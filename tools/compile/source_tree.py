@@ -52,7 +52,7 @@ OFF_PATH = (
     *_modules("gateway/disagg", "failure_actions pairing state_machine"),
     *_modules(
         "gateway/fleet",
-        "endpoint_from_config engine_model_names model_lookup probe_errors speed_recovery",
+        "endpoint_from_config model_alias_lookup probe_errors served_models speed_recovery",
     ),
     *_modules("gateway/fleet", "health_checks model_list_changes poll_schedule silence_limits"),
     *_modules("gateway/fleet", "temporary_limits"),

@@ -52,7 +52,7 @@ from gateway.config import (
     load_with_warnings,
 )
 from gateway.fleet.endpoint_from_config import to_endpoint
-from gateway.fleet.engine_model_names import engine_name, explicit_models
+from gateway.fleet.served_models import engine_name, explicit_models
 from gateway.http.outgoing_tls import ClientContexts
 from kvtransfer.dialects import standalone_members
 from policies.engine_kinds import ENGINE_TRAITS

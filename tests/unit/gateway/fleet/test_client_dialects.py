@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.gateway.fleet.test_engine_model_names import CHAT, Engine, models, running
+from tests.unit.gateway.fleet.test_served_models import CHAT, Engine, models, running
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 TENANTS = [

@@ -15,11 +15,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from msgspec.structs import replace
 
+from gateway.config import Model
 from gateway.fleet.endpoint_registry import RegistryPlan
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.engine_metrics import ScrapedLoad
 from gateway.fleet.health_checks import HealthChecker
 from gateway.fleet.live_endpoint import LiveEndpoint
+from gateway.fleet.served_models import serving_endpoints
 from gateway.http.engine_addresses import Address, EngineAddresses
 from gateway.http.poll_client import ConnectError
 from gateway.http.upstream import ConnectionPool
@@ -82,8 +84,9 @@ async def test_long_and_chunked_responses_are_read_to_their_end() -> None:
         (live,) = table.all()
         assert (live.load.running, live.models) == (7, ("m",))
         (candidate,) = adoption.pools["engines"]
-        assert adoption.filter_by_model("m", (candidate,)) == (candidate,)
-        assert adoption.filter_by_model("another", (candidate,)) == ()
+        for name, serving in (("m", (candidate,)), ("another", ())):
+            model = Model(name=name, pool="engines")
+            assert serving_endpoints(adoption, model, (candidate,)) == serving
 
 
 async def test_a_leaving_endpoint_is_no_longer_probed(monkeypatch: pytest.MonkeyPatch) -> None:

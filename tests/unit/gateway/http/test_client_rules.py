@@ -18,7 +18,7 @@ from gateway.protocol.api_table import APIS, Api
 from gateway.protocol.request.http2_refusal import PREFACE
 from gateway.util.version import program_version
 from tests.fair_time import PATIENCE_S
-from tests.unit.gateway.fleet.test_engine_model_names import (
+from tests.unit.gateway.fleet.test_served_models import (
     CHAT,
     COMPLETIONS,
     Engine,

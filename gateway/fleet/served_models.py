@@ -1,8 +1,8 @@
-"""The engines' names of configured models, and which endpoints list them. No I/O.
+"""Decides which endpoints serve a model, and by which name their engines know it. No I/O.
 
 An endpoint serves a model only if its /v1/models lists the engine's name of it. If that list is
-unknown or the engine has none, the configuration decides. health_checks.py reads the lists, and
-reload/snapshot.py builds routes from them.
+unknown, the configuration decides. health_checks.py reads the lists, and reload/snapshot.py builds
+routes from these decisions.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from gateway.config import Config, Model
+from gateway.fleet.endpoint_registry import RegistryPlan
 from policies.routing_types import Candidate, Endpoint
 
 # The most names in a message, and the most characters of each.
@@ -32,6 +33,40 @@ def explicit_models(config: Config) -> list[Model]:
         else model
         for model in config.models
     ]
+
+
+def serving_endpoints(
+    plan: RegistryPlan, model: Model, candidates: tuple[Candidate, ...]
+) -> tuple[Candidate, ...]:
+    """Return the candidates that may serve a model.
+
+    A candidate may serve a configured model if its engine lists the model's name, or has sent no
+    list of models. Without configured models, only the list counts.
+    """
+    lists = {
+        id(member.live.load): member.live.models
+        for member in plan.members
+        if member.live.has_list or not plan.config.models
+    }
+    return tuple(
+        candidate
+        for candidate in candidates
+        if (names := lists.get(id(candidate.load))) is None
+        or engine_name(model, candidate.endpoint) in names
+    )
+
+
+def public_names(plan: RegistryPlan, pool: str) -> list[str]:
+    """Return the names of the models that the engines of a pool list, sorted.
+
+    Endpoints that are reserved for certain tenants are left out.
+    """
+    public = [
+        member.live
+        for member in plan.members
+        if member.endpoint.pool == pool and not member.endpoint.tenants
+    ]
+    return sorted({name for live in public if live.has_list for name in live.models})
 
 
 def engine_name(model: Model, endpoint: Endpoint) -> str:

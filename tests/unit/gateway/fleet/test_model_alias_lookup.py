@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.model_lookup import NameTable, find
+from gateway.fleet.model_alias_lookup import NameTable, find
 from gateway.util.name_patterns import NameFilter, NamePattern, parse_pattern
 
 TEXTS = st.text("ab", max_size=4)
