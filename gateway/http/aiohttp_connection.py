@@ -47,13 +47,12 @@ MAX_HEADERS = 128
 MAX_HEAD_BYTES = 64 * 1024  # bytes of one request's head
 WEIGHT = 4  # a request takes about as long as four that FastConnection serves
 MAX_UNREAD = 64 * 1024  # bytes that may wait for the parser; the rest stays in the socket
-PARSER_SLICE = (
-    16 * 1024
-)  # bytes fed to the parser at once; its objects take several times their size
+PARSER_SLICE = 16 * 1024  # bytes fed to the parser at once; its objects take several times as much
 MAX_QUEUED = 2**30  # disables aiohttp's own limit on queued requests; here at most one is queued
 
-# Like PARSER_SLICE, for chunked bodies: the parser creates an object per chunk, even of one byte.
-CHUNKED_SLICE = 1024
+# The parser creates an object per chunk, even of one byte. So a slice of a chunked body is this
+# short if it has more lines than MANY_LINES. A chunk has two lines, a head at most MAX_HEADERS + 2.
+MANY_CHUNKS_SLICE, MANY_LINES = 512, MAX_HEADERS + 2
 
 
 class AiohttpConnection(ClientConnection, RequestHandler):
@@ -288,11 +287,13 @@ class AiohttpConnection(ClientConnection, RequestHandler):
     def _parse(self) -> None:
         # Feed buffered bytes to the parser, up to the end of one request.
         #
-        # The next request stays buffered until this one is served. A chunked body is parsed in
-        # slices of CHUNKED_SLICE bytes, each in a loop iteration of its own.
+        # The next request stays buffered until this one is served. Each slice of a chunked body is
+        # parsed in a loop iteration of its own.
         while self._offset < len(self._unread) and self._may_parse():
-            size = CHUNKED_SLICE if self._is_chunked else PARSER_SLICE
-            piece = self._unread[self._offset : self._offset + size]
+            piece = self._unread[self._offset : self._offset + PARSER_SLICE]
+            is_sized_body = self._in_body() and not self._is_chunked
+            if not is_sized_body and piece.count(b"\n") > MANY_LINES:
+                piece = piece[:MANY_CHUNKS_SLICE]
             self._offset += len(piece)
             self._feed(piece)
             if self._is_chunked and self._offset < len(self._unread):

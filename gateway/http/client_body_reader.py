@@ -18,7 +18,7 @@ from gateway.http.client_connection import add_piece
 from gateway.protocol.errors import Failure, GatewayError
 
 CONTINUE = "100-continue"  # the only value of `Expect` that the gateway supports
-CHUNKS_PER_ITERATION = 32  # chunks that are read in one event loop iteration
+CHUNKS_PER_ITERATION = 16  # chunks that are read in one event loop iteration
 
 
 def check_headers(headers: Mapping[str, str], limits: Limits) -> bool:

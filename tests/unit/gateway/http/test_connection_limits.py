@@ -505,11 +505,40 @@ async def test_a_body_of_many_tiny_chunks_is_parsed_over_many_loop_iterations() 
         await turns()
         other.data_received(request())
     assert [body for _, body, _ in harness.served] == [b"{}"] * 5
-    for _ in range(30):
+    for _ in range(40):
         await turns()
     assert harness.served[-1][1] == b"x" * 10_000
     for transport in transports:
         transport.close()
+    await turns()
+
+
+@pytest.mark.parametrize(
+    ("chunk", "count", "most_bytes", "most_iterations"),
+    [(b"1\r\nx\r\n", 10_000, 100, 700), (b"1000\r\n" + b"x" * 4096 + b"\r\n", 60, 16_384, 30)],
+)
+async def test_one_iteration_parses_few_chunks_or_many_bytes(
+    chunk: bytes, count: int, most_bytes: int, most_iterations: int
+) -> None:
+    harness = Harness()
+    connection = harness.aiohttp_connection()
+    transport = FakeTransport(connection)
+    connection.connection_made(transport)
+    head = request(b"", length="Transfer-Encoding: chunked")
+    parsed = [0]
+
+    def count_parsed() -> None:
+        body = connection._newest_body
+        parsed.append(parsed[-1] if body is None else body.total_bytes)
+
+    connection.data_received(head + chunk * count + b"0\r\n\r\n")
+    count_parsed()
+    while not harness.served:
+        await asyncio.sleep(0)
+        count_parsed()
+    assert max(after - before for before, after in pairwise(parsed)) <= most_bytes
+    assert len(parsed) <= most_iterations
+    transport.close()
     await turns()
 
 
