@@ -5,6 +5,7 @@ Chats have only functions, whose arguments are a JSON object. The text is its me
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,13 @@ from gateway.protocol.translate.request_reader import check_members, encode, map
 
 _MEMBERS = frozenset({"type", "name", "description", "format", "defer_loading", "allowed_callers"})
 _INPUT = "input"
+_CUT = re.compile(
+    r'\s*\{\s*"input"\s*:\s*"((?:[^"\\]++|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*+)'
+    r'(?:\\(?:u[0-9a-fA-F]{0,3})?|"\s*)?'
+)
+"""Arguments whose text is cut off within the input, within an escape, or before the last brace."""
+_HALF_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
+_BEFORE_INPUT = '{"input":"'
 
 
 class _Arguments(msgspec.Struct, frozen=True):
@@ -21,6 +29,7 @@ class _Arguments(msgspec.Struct, frozen=True):
 
 
 _read = msgspec.json.Decoder(_Arguments).decode
+_read_text = msgspec.json.Decoder(str).decode
 
 
 def custom_function(tool: Mapping[str, Any], path: str, name: str) -> dict[str, Any]:
@@ -56,11 +65,23 @@ def custom_arguments(text: str) -> str:
 def custom_input(arguments: str) -> str:
     """Return the input of a custom tool from the arguments of the chat function.
 
-    Arguments in another form, which a model may write, are the input themselves.
+    Of arguments that are cut off, it is the input so far. Arguments in another form, which a model
+    may write, are the input themselves.
     """
     try:
         return _read(arguments).input
     except (msgspec.DecodeError, RecursionError):
+        return _cut_input(arguments)
+
+
+def _cut_input(arguments: str) -> str:
+    cut = _CUT.fullmatch(arguments)
+    if cut is None:
+        beginning = "".join(arguments[:64].split())
+        return "" if len(arguments) <= 64 and _BEFORE_INPUT.startswith(beginning) else arguments
+    try:
+        return _read_text(f'"{_HALF_PAIR.sub("", cut[1])}"')
+    except msgspec.DecodeError:
         return arguments
 
 

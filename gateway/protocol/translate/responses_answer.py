@@ -37,6 +37,8 @@ _ECHOED: Mapping[str, Any] = {
     "user": None,
 }
 """Members of a request that its response repeats, with their default values."""
+_CUT_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
+"""The reason of an incomplete response for each finish reason that cuts off an answer."""
 
 
 def echo(request: bytes) -> dict[str, Any]:
@@ -69,7 +71,8 @@ def from_chat(body: bytes | bytearray, model: str, echoed: Mapping[str, Any]) ->
     choice, key = answer.choices[0], answer.id.removeprefix("chatcmpl-")
     message, output = choice.message, list[dict[str, Any]]()
     if message.thought:
-        output.append(reasoning_item(f"rs_{key}_{len(output)}", to_text([message.thought])))
+        thought = to_text([message.thought])
+        output.append(reasoning_item(f"rs_{key}_{len(output)}", "completed", thought))
     if text := message.content or message.refusal:
         whole = to_text([text])
         part = text_part(whole, choice.token_logprobs) if message.content else refusal_part(whole)
@@ -78,7 +81,8 @@ def from_chat(body: bytes | bytearray, model: str, echoed: Mapping[str, Any]) ->
     for call in message.tool_calls or ():
         number, arguments = f"{key}_{len(output)}", call.function.arguments or ""
         if call.function.name in custom:
-            item = custom_item(f"ctc_{number}", call, to_text([custom_input(arguments)]))
+            written = to_text([custom_input(arguments)])
+            item = custom_item(f"ctc_{number}", call, "completed", written)
         else:
             item = call_item(f"fc_{number}", call, "completed", names, to_text([arguments]))
         output.append(item)
@@ -116,8 +120,7 @@ def ended(finish_reason: str | None, output: list[dict[str, Any]]) -> dict[str, 
     The status of a response that was cut off is `incomplete`, and so is that of its last output
     item.
     """
-    reasons = {"length": "max_output_tokens", "content_filter": "content_filter"}
-    reason = reasons.get(finish_reason or "")
+    reason = _CUT_REASONS.get(finish_reason or "")
     if reason is not None and output:
         output[-1] = output[-1] | {"status": "incomplete"}
     return {
@@ -125,6 +128,11 @@ def ended(finish_reason: str | None, output: list[dict[str, Any]]) -> dict[str, 
         "incomplete_details": None if reason is None else {"reason": reason},
         "output": output,
     }
+
+
+def last_status(finish_reason: str | None) -> str:
+    """Return the status of the item that the model wrote last, for the answer's finish reason."""
+    return "incomplete" if finish_reason in _CUT_REASONS else "completed"
 
 
 def usage_of(usage: ChatUsage) -> dict[str, Any]:
@@ -160,10 +168,15 @@ def message_item(item_id: str, part: dict[str, Any] | None, status: str) -> dict
     }
 
 
-def reasoning_item(item_id: str, text: Text | None) -> dict[str, Any]:
+def reasoning_item(item_id: str, status: str, text: Text | None) -> dict[str, Any]:
     """Return an output item with reasoning text, or without content if `text` is None."""
-    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
-    return {"id": item_id, "type": "reasoning", "summary": [], "content": content}
+    return {
+        "id": item_id,
+        "type": "reasoning",
+        "status": status,
+        "summary": [],
+        "content": [] if text is None else [{"type": "reasoning_text", "text": text}],
+    }
 
 
 def function_names(echoed: Mapping[str, Any]) -> Mapping[str, Mapping[str, str]]:
@@ -202,11 +215,12 @@ def call_item(
     }
 
 
-def custom_item(item_id: str, call: ChatToolCall, text: Text) -> dict[str, Any]:
+def custom_item(item_id: str, call: ChatToolCall, status: str, text: Text) -> dict[str, Any]:
     """Return the call of a custom tool as an output item, with its input."""
     return {
         "id": item_id,
         "type": "custom_tool_call",
+        "status": status,
         "call_id": call.id or "",
         "name": call.function.name or "",
         "input": text,

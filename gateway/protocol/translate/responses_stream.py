@@ -21,6 +21,7 @@ from gateway.protocol.translate.responses_answer import (
     custom_item,
     ended,
     function_names,
+    last_status,
     message_item,
     reasoning_item,
     refusal_part,
@@ -139,8 +140,10 @@ class ResponsesStream(StreamTranslator):
                 "response.content_part.added", self._locate_part(part=self._part(""))
             )
 
-    def _close(self) -> Iterator[bytes]:
+    def _close(self, status: str = "completed") -> Iterator[bytes]:
         # End the current item: yield the events that repeat its text, and the item itself.
+        #
+        # status  "completed", or "incomplete" if the answer is cut off within the item
         item = self._item
         if item is None:
             return
@@ -153,7 +156,7 @@ class ResponsesStream(StreamTranslator):
             yield from self._emit(f"{name}.delta", {**position, "delta": text})
             yield from self._emit(f"{name}.done", {**position, "input": text})
         elif item.kind == "call":
-            name = self._item_now("completed", text)["name"]
+            name = self._item_now(status, text)["name"]
             done = {**position, "name": name, "arguments": text}
             yield from self._emit("response.function_call_arguments.done", done)
         else:
@@ -161,7 +164,7 @@ class ResponsesStream(StreamTranslator):
             yield from self._emit(
                 "response.content_part.done", self._locate_part(part=self._part(text))
             )
-        finished = self._item_now("completed", text)
+        finished = self._item_now(status, text)
         event = {"output_index": len(self._output), "item": finished}
         yield from self._emit("response.output_item.done", event)
         self._output.append(finished)
@@ -178,14 +181,14 @@ class ResponsesStream(StreamTranslator):
     def _item_now(self, status: str, text: Text | None) -> dict[str, Any]:
         # Return the current output item in the form that an event contains.
         #
-        # status  "in_progress" or "completed"
+        # status  "in_progress", "completed" or "incomplete"
         # text    the item's text so far; None when the item is announced
         item = self._item
         assert item is not None
         if item.kind == "reasoning":
-            return reasoning_item(item.item_id, text)
+            return reasoning_item(item.item_id, status, text)
         if item.kind == "custom" and item.call is not None:
-            return custom_item(item.item_id, item.call, text or "")
+            return custom_item(item.item_id, item.call, status, text or "")
         if item.call is not None:
             return call_item(item.item_id, item.call, status, self._names, text or "")
         part = None if text is None else self._part(text)
@@ -232,7 +235,7 @@ class ResponsesStream(StreamTranslator):
         return format_event(name, event)
 
     def _end(self) -> Iterator[bytes]:
-        yield from self._close()
+        yield from self._close(last_status(self.ending.finish_reason))
         last = ended(self.ending.finish_reason, self._output) | {"usage": usage_of(self.usage)}
         yield from self._emit(f"response.{last['status']}", {"response": self._head | last})
 

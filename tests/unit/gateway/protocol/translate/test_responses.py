@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from gateway.protocol.errors import GatewayError
 from gateway.protocol.translate import responses_answer, responses_request
+from gateway.protocol.translate.custom_tools import custom_input
 from gateway.protocol.translate.responses_stream import ResponsesStream
 from tests.unit.gateway.protocol.translate.chats import (
     Piece,
@@ -31,6 +32,14 @@ PIECES: list[Piece] = [
     ("call", ("run", '{"a":1}')),
     ("call", ("up", "{}")),
 ]
+
+
+CUSTOM = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Patch a file.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: WORD"},
+}
 
 
 def chat(**members: Any) -> dict[str, Any]:
@@ -239,15 +248,53 @@ def test_the_events_of_a_stream_are_what_the_sdk_expects_in_order() -> None:
     ]
 
 
-def test_an_answer_that_is_cut_off_is_incomplete() -> None:
-    out = feed(ResponsesStream("m", echoed()), stream([("text", "a")], "length"))
+@pytest.mark.parametrize(
+    "last",
+    [
+        ("text", "a"),
+        ("thought", "a"),
+        ("call", ("run", '{"a')),
+        ("call", ("patch", '{"input": "a')),
+    ],
+)
+def test_an_answer_that_is_cut_off_is_incomplete(last: Piece) -> None:
+    known = responses_answer.echo(json.dumps(REQUEST | {"tools": [CUSTOM, TOOL]}).encode())
+    pieces: list[Piece] = [("call", ("run", "{}")), last] if last[0] == "call" else [last]
+    out = feed(ResponsesStream("m", known), stream(pieces, "length"))
     assert events(out)[-1]["type"] == "response.incomplete"
     response = response_of(out)
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
-    whole = json.loads(
-        b"".join(responses_answer.from_chat(answer([("text", "a")], "length"), "m", echoed()))
-    )
+    whole = json.loads(b"".join(responses_answer.from_chat(answer(pieces, "length"), "m", known)))
     assert response == whole
+    done = [e["item"] for e in events(out) if e["type"] == "response.output_item.done"]
+    assert done == response["output"]
+    assert [item["status"] for item in done[:-1]] == ["completed"] * (len(pieces) - 1)
+    assert done[-1]["status"] == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("", ""),
+        ('{"inp', ""),
+        ('{ "input" : ', ""),
+        ('{"input": "', ""),
+        ('{"input": "add \\"a\\"', 'add "a"'),
+        ('{"input": "a\\', "a"),
+        ('{"input": "a\\u00', "a"),
+        ('{"input": "a\\u00e9', "aé"),
+        ('{"input": "a\\ud83d', "a"),
+        ('{"input": "a\\ud83d\\ude', "a"),
+        ('{"input": "a\\ud83d\\ude00', "a\U0001f600"),
+        ('{"input": "a"', "a"),
+        ('{"input": "a", "x', '{"input": "a", "x'),
+        ('{"input": 7', '{"input": 7'),
+    ],
+)
+def test_a_custom_tool_whose_input_is_cut_off_gets_the_input_so_far(
+    arguments: str, text: str
+) -> None:
+    assert custom_input(arguments) == text
 
 
 def test_an_error_in_a_stream_fails_the_response() -> None:
@@ -275,12 +322,6 @@ def test_without_tools_nothing_says_how_to_call_them(choice: str) -> None:
         assert not request.keys() & {"tools", "tool_choice", "parallel_tool_calls"}
 
 
-CUSTOM = {
-    "type": "custom",
-    "name": "patch",
-    "description": "Patch a file.",
-    "format": {"type": "grammar", "syntax": "lark", "definition": "start: WORD"},
-}
 PATCH = 'add "a"\nand é'
 
 
