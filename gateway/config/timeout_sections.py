@@ -13,7 +13,11 @@ from gateway.config.yaml_source import number_if_substituted
 class Timeouts(Section):
     """Timeouts: how long the gateway waits for an engine, and for requests when it stops."""
 
-    connect: Duration = setting("1s", "Maximum time to connect to an engine.")
+    connect: Duration = setting(
+        "1s",
+        "Maximum time to connect to an engine. If no address of its host name is known yet, "
+        "finding one may take as long before.",
+    )
     first_byte: Duration = setting(
         "600s",
         "Maximum time from sending a request to an engine to the first byte of its response.",

@@ -2,9 +2,9 @@
 
 A name is looked up for each new connection, because it leads elsewhere when an engine moves. A
 resolver that is slow or out of order shows nothing about the engine, so the addresses of the last
-lookup are used then. They are forgotten if the resolver says that the name does not exist: another
-server may have them by now. If a name has several addresses, a silent one must not use up the
-time of the others.
+lookup are used then, and those of the running lookup if they all fail. They are forgotten if the
+resolver says that the name does not exist: another server may have them by now. If a name has
+several addresses, a silent one must not use up the time of the others.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ log = logging.getLogger("penstock")
 PATIENCE_S = 0.1
 """Seconds from the start of a lookup after which the addresses of the last one are used."""
 
-LOOKUP_SHARE = 0.9
-"""Share of the time to connect that the first lookup of a name may take."""
+RECENT_S = 30.0
+"""Seconds for which addresses count as recent; after that they are used OLD_PATIENCE_S later."""
+
+OLD_PATIENCE_S = 0.5
+"""The same as PATIENCE_S for older addresses, unless the last lookup failed."""
 
 AVOID_S = 30.0
 """Seconds for which an address that accepted no connection is tried after all others."""
@@ -64,7 +67,7 @@ class EngineAddresses:
     """The addresses of one engine's host, given by an address or by a name."""
 
     __slots__ = (
-        *("_failed_at", "_known", "_look_up", "_lookup", "_problem", "_started_at"),
+        *("_failed_at", "_found_at", "_known", "_look_up", "_lookup", "_problem", "_started_at"),
         *("host", "is_literal", "port"),
     )
 
@@ -75,68 +78,93 @@ class EngineAddresses:
         self._known: Sequence[Address] = ()
         self._problem: OSError | None = None  # of the last lookup
         self._lookup: asyncio.Task[None] | None = None  # the one that is running
-        self._started_at = 0.0
+        self._started_at = self._found_at = 0.0  # times of the newest lookup, and of _known
         self._failed_at: dict[Any, float] = {}
 
     async def connect(
-        self, factory: Callable[[], ProtocolT], within_s: float, **settings: Any
+        self, factory: Callable[[], ProtocolT], lookup_s: float, connect_s: float, **settings: Any
     ) -> tuple[asyncio.Transport, ProtocolT]:
         """Open a connection, as the event loop's create_connection() does with `settings`.
 
-        The caller limits the time to `within_s` seconds. Raises OSError, which is a gaierror if the
-        name could not be resolved and no earlier address of it is known.
+        Raises OSError, which is a gaierror if no address of the name was found within `lookup_s`
+        seconds, and a TimeoutError if no connection was opened within `connect_s` seconds after
+        that.
         """
-        loop = asyncio.get_running_loop()
         if self.is_literal:
+            async with timeout_after(connect_s):
+                return await self._connect_literal(factory, settings)
+        lookup = await self._find(lookup_s)
+        async with timeout_after(connect_s):
+            sock = await self._open_socket(lookup, monotonic() + connect_s)
             try:
-                return await loop.create_connection(factory, self.host, self.port, **settings)
-            except OSError as error:
-                if lacks_port(error, self.host, self.port):
-                    raise NoFreePortError from None
+                loop = asyncio.get_running_loop()
+                return await loop.create_connection(factory, sock=sock, **settings)
+            except BaseException:
+                sock.close()
                 raise
-        sock = await self._open_socket(monotonic() + within_s, within_s)
+
+    async def _connect_literal(
+        self, factory: Callable[[], ProtocolT], settings: dict[str, Any]
+    ) -> tuple[asyncio.Transport, ProtocolT]:
+        loop = asyncio.get_running_loop()
         try:
-            return await loop.create_connection(factory, sock=sock, **settings)
-        except BaseException:
-            sock.close()
+            return await loop.create_connection(factory, self.host, self.port, **settings)
+        except OSError as error:
+            if lacks_port(error, self.host, self.port):
+                raise NoFreePortError from None
             raise
 
-    async def _open_socket(self, until: float, within_s: float) -> socket.socket:
+    async def _open_socket(self, lookup: asyncio.Task[None], until: float) -> socket.socket:
         # Return a socket that is connected to the first address that accepts it.
-        addresses = await self._find(within_s)
-        avoided = monotonic() - AVOID_S
-        ordered = sorted(
-            addresses, key=lambda found: self._failed_at.get(found[1], avoided) > avoided
-        )
+        #
+        # While `lookup` is running, the last known addresses leave it and its result some time.
+        tried = set[Any]()
         problem: OSError | None = None
         try:
-            for index, (family, address) in enumerate(ordered):
-                limit_s = (until - monotonic()) / (len(ordered) - index)
+            while untried := [found for found in self._ordered() if found[1] not in tried]:
+                family, address = untried[0]
+                tried.add(address)
+                shares = len(untried) + (not lookup.done())
                 try:
-                    async with timeout_after(limit_s):
+                    async with timeout_after((until - monotonic()) / shares):
                         return await _connected_socket(family, address)
                 except OSError as error:  # includes TimeoutError
-                    if not is_process_error(error):
-                        self._failed_at[address] = monotonic()
-                    # An address that this machine cannot use hides no refusal by another one.
-                    if problem is None or not is_local_error(error):
-                        problem = error
+                    problem = self._note_failure(problem, error, address)
+                if len(untried) == 1 and not is_process_error(problem):
+                    await asyncio.wait([lookup], timeout=(until - monotonic()) / 2)
             raise problem or OSError(f"the host name {self.host} has no address")
         finally:
             del problem  # its traceback refers to this frame: a cycle
 
-    async def _find(self, within_s: float) -> Sequence[Address]:
+    def _ordered(self) -> list[Address]:
+        # Return the known addresses; those that accepted no connection lately come last.
+        avoided = monotonic() - AVOID_S
+        failed_at = self._failed_at
+        return sorted(self._known, key=lambda found: failed_at.get(found[1], avoided) > avoided)
+
+    def _note_failure(self, problem: OSError | None, error: OSError, address: Any) -> OSError:
+        # Record that an address failed; return what to report of it and of those tried before.
+        #
+        # An address that this machine cannot use hides no refusal by another one.
+        if not is_process_error(error):
+            self._failed_at[address] = monotonic()
+        return error if problem is None or not is_local_error(error) else problem
+
+    async def _find(self, lookup_s: float) -> asyncio.Task[None]:
+        # Wait until an address is known; return a lookup that is running or has just ended.
         now = monotonic()
         if self._lookup is None:
             self._started_at = now
             name = f"look up {self.host}"
             self._lookup = asyncio.create_task(self._refresh(), name=name)
-        lookup, wait_s = self._lookup, LOOKUP_SHARE * within_s
+        lookup, wait_s = self._lookup, lookup_s
         if self._known:
-            wait_s = min(wait_s, max(0.0, self._started_at + PATIENCE_S - now))
+            is_recent = now - self._found_at < RECENT_S or self._problem is not None
+            patience_s = PATIENCE_S if is_recent else OLD_PATIENCE_S
+            wait_s = min(wait_s, max(0.0, self._started_at + patience_s - now))
         await asyncio.wait([lookup], timeout=wait_s)
         if self._known:
-            return self._known
+            return lookup
         if self._problem is not None and lookup.done():
             # A new one: the traceback of a shared exception would grow with each request.
             raise type(self._problem)(*self._problem.args)
@@ -159,7 +187,7 @@ class EngineAddresses:
                 )
             self._problem = error.with_traceback(None)
         else:
-            self._known, self._problem = found, None
+            self._known, self._problem, self._found_at = found, None, monotonic()
             kept = {address for _, address in found}
             self._failed_at = {at: when for at, when in self._failed_at.items() if at in kept}
         finally:

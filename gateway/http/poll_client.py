@@ -190,6 +190,7 @@ class PollClient:
         try:
             _, connection = await addresses.connect(
                 _PollConnection,
+                within_s / 2,  # an answer needs some of the time, too
                 within_s,
                 ssl=None if encryption is None else encryption.context,
                 server_hostname=name,

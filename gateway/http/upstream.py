@@ -19,7 +19,7 @@ import msgspec
 from gateway.http.ack_delay import delay_acks
 from gateway.http.client_read_turns import LONG_READ
 from gateway.http.connect_errors import connect_error_kind
-from gateway.http.eager_task import EagerFuture, new_future, timeout_after
+from gateway.http.eager_task import EagerFuture, new_future
 from gateway.http.engine_addresses import EngineAddresses
 from gateway.http.socket_send import descriptor_of
 from gateway.http.write_queue import WriteQueue
@@ -504,14 +504,13 @@ class ConnectionPool:
         connection = UpstreamConnection(self)
         protocol = cast(asyncio.Protocol, connection)
         try:
-            async with timeout_after(self.timeouts.connect_s):
-                try:
-                    await self._open(protocol)
-                except asyncio.CancelledError:
-                    # The socket may be connected already; uvloop would then not report its end.
-                    connection.abort()
-                    self.discard(connection)
-                    raise
+            try:
+                await self._open(protocol)
+            except (asyncio.CancelledError, TimeoutError):
+                # The socket may be connected already; uvloop would then not report its end.
+                connection.abort()
+                self.discard(connection)
+                raise
         except TimeoutError:
             message = f"no connection within {self.timeouts.connect_s:g} s"
             raise UpstreamError("connect_timeout", message, was_sent=False) from None
@@ -523,10 +522,11 @@ class ConnectionPool:
     async def _open(self, protocol: asyncio.Protocol) -> None:
         encryption, addresses, within_s = self._encryption, self.addresses, self.timeouts.connect_s
         if encryption is None:
-            await addresses.connect(lambda: protocol, within_s)
+            await addresses.connect(lambda: protocol, within_s, within_s)
             return
         transport, _ = await addresses.connect(
             lambda: protocol,
+            within_s,
             within_s,
             ssl=encryption.context,
             server_hostname=encryption.server_name or addresses.host,

@@ -15,12 +15,19 @@ import uvloop
 
 from gateway.http import engine_addresses
 from gateway.http.connect_errors import NoFreePortError
-from gateway.http.engine_addresses import AVOID_S, Address, EngineAddresses
+from gateway.http.engine_addresses import (
+    AVOID_S,
+    OLD_PATIENCE_S,
+    PATIENCE_S,
+    RECENT_S,
+    Address,
+    EngineAddresses,
+)
 from gateway.http.poll_client import ConnectError, PollClient
 from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.upstream_error import UpstreamError
-from tests.fair_time import PATIENCE_S
+from tests import fair_time
 from tests.virtual_time import VIRTUAL_TIME
 
 pytestmark = VIRTUAL_TIME
@@ -35,6 +42,7 @@ class FakeNetwork:
 
     addresses  what the resolver answers, or the error that it raises
     lookup_s   seconds that a lookup takes
+    accept_s   seconds that a server takes to accept a connection
     silent     addresses that do not answer
     refusals   errors that connections to addresses raise
     tried      addresses to which a connection was attempted, in order
@@ -42,7 +50,7 @@ class FakeNetwork:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.addresses: Sequence[tuple[str, int]] | Exception = (FIRST, SECOND)
-        self.lookup_s = 0.0
+        self.lookup_s = self.accept_s = 0.0
         self.silent: set[tuple[str, int]] = set()
         self.refusals: dict[tuple[str, int], OSError] = {}
         self.tried: list[tuple[str, int]] = []
@@ -63,6 +71,7 @@ class FakeNetwork:
         if address in self.refusals:
             refusal = self.refusals[address]
             raise type(refusal)(*refusal.args)
+        await asyncio.sleep(self.accept_s)
         ours, theirs = socket.socketpair()
         theirs.close()
         ours.setblocking(False)
@@ -70,8 +79,7 @@ class FakeNetwork:
 
 
 async def _connect(addresses: EngineAddresses, within_s: float = 1.0) -> None:
-    async with asyncio.timeout(within_s):
-        transport, _ = await addresses.connect(asyncio.Protocol, within_s)
+    transport, _ = await addresses.connect(asyncio.Protocol, within_s, within_s)
     transport.close()
 
 
@@ -243,6 +251,92 @@ async def test_a_slow_first_lookup_is_no_fault_of_the_engine(
     pool.close()
 
 
+@pytest.mark.parametrize("accept_s", [0.9, 1.1])
+async def test_a_slow_first_lookup_takes_no_time_from_the_connection(
+    network: FakeNetwork, addresses: EngineAddresses, accept_s: float
+) -> None:
+    network.lookup_s, network.accept_s = 0.85, accept_s
+    network.addresses = (FIRST,)
+    if accept_s < 1.0:
+        await _connect(addresses)
+    else:
+        with pytest.raises(TimeoutError):
+            await _connect(addresses)
+    assert network.tried == [FIRST]
+
+
+async def test_a_first_lookup_leaves_a_health_check_half_of_its_time(
+    network: FakeNetwork, addresses: EngineAddresses
+) -> None:
+    network.lookup_s = 0.55
+    polls = PollClient("http://engine.test:8000", addresses)
+    with pytest.raises(ConnectError) as unresolved:
+        await polls.get("/health", 1.0, 100)
+    assert isinstance(unresolved.value.os_error, socket.gaierror)
+    network.lookup_s = 0.45
+    await asyncio.sleep(1.0)
+    await _connect(addresses)
+    assert network.tried == [FIRST]
+
+
+@pytest.mark.parametrize("lookup_s", [0.4, 3.0])
+async def test_old_addresses_are_used_only_if_the_resolver_takes_half_a_second(
+    network: FakeNetwork, addresses: EngineAddresses, lookup_s: float
+) -> None:
+    network.addresses = (FIRST,)
+    await _connect(addresses)
+    await asyncio.sleep(RECENT_S + 1.0)
+    network.addresses, network.lookup_s = (SECOND,), lookup_s
+    started = asyncio.get_running_loop().time()
+    await _connect(addresses)
+    waited_s = asyncio.get_running_loop().time() - started
+    assert waited_s == pytest.approx(min(lookup_s, OLD_PATIENCE_S))
+    await _connect(addresses)
+    expected = SECOND if lookup_s < OLD_PATIENCE_S else FIRST
+    assert network.tried == [FIRST, expected, expected]
+
+
+async def test_while_lookups_fail_old_addresses_wait_no_longer_than_others(
+    network: FakeNetwork, addresses: EngineAddresses
+) -> None:
+    await _connect(addresses)
+    network.addresses, network.lookup_s = AGAIN, 3.0
+    await asyncio.sleep(RECENT_S + 1.0)
+    await _connect(addresses)
+    await asyncio.sleep(5.0)
+    started = asyncio.get_running_loop().time()
+    await _connect(addresses)
+    assert asyncio.get_running_loop().time() - started == pytest.approx(PATIENCE_S)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+async def test_if_the_last_addresses_fail_those_of_a_slow_lookup_are_tried(
+    network: FakeNetwork, addresses: EngineAddresses, refuses: bool
+) -> None:
+    network.addresses = (FIRST,)
+    await _connect(addresses)
+    network.addresses, network.lookup_s = (SECOND,), 0.4
+    if refuses:
+        network.refusals = {FIRST: ConnectionRefusedError(errno.ECONNREFUSED, "refused")}
+    else:
+        network.silent = {FIRST}
+    await _connect(addresses)
+    assert network.tried == [FIRST, FIRST, SECOND]
+
+
+@pytest.mark.parametrize("lookup_s", [0.3, 3.0])
+async def test_no_address_is_tried_twice_for_one_connection(
+    network: FakeNetwork, addresses: EngineAddresses, lookup_s: float
+) -> None:
+    await _connect(addresses)
+    network.lookup_s = lookup_s
+    refusal = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+    network.refusals = {FIRST: refusal, SECOND: refusal}
+    with pytest.raises(ConnectionRefusedError):
+        await _connect(addresses)
+    assert network.tried == [FIRST, FIRST, SECOND]
+
+
 async def test_an_address_needs_no_lookup() -> None:
     async def fail(host: str, port: int) -> Sequence[Address]:
         raise AssertionError
@@ -264,7 +358,7 @@ def test_a_known_address_needs_no_thread_of_the_resolver(is_open: bool) -> None:
         async def look_up(host: str, port: int) -> Sequence[Address]:
             return [(socket.AF_INET, ("127.0.0.1", port))]
 
-        await _connect(EngineAddresses("engine.test", port, look_up), PATIENCE_S)
+        await _connect(EngineAddresses("engine.test", port, look_up), fair_time.PATIENCE_S)
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
