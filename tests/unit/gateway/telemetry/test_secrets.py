@@ -14,6 +14,7 @@ import pytest
 
 from gateway.telemetry import span_exporter
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
+from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.telemetry.otlp_collector import collector
 
 LOOK_S = 0.3
@@ -59,10 +60,16 @@ WHOSE = {
 
 
 async def page_text(http: aiohttp.ClientSession, url: str, accept: str) -> str:
-    text = ""
+    # Return the whole text of a page, or what a stream of events says in LOOK_S seconds.
+    text, loop = "", asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(LOOK_S), http.get(url, headers={"Accept": accept}) as answer:
+        async with (
+            asyncio.timeout(PATIENCE_S) as limit,
+            http.get(url, headers={"Accept": accept}) as answer,
+        ):
             async for piece in answer.content.iter_any():
+                if not text and answer.content_type == "text/event-stream":
+                    limit.reschedule(loop.time() + LOOK_S)
                 text += piece.decode(errors="replace")
     except TimeoutError:
         assert text, f"{url} said nothing"
