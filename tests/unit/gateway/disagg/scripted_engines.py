@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from time import monotonic
 from typing import Any
 
@@ -377,6 +377,21 @@ class SplitGateway:
         for pair in names:
             figures = self.app.gateway.handoffs.pairs[pair] = PairFigures()
             figures.served, figures.prefill_s, figures.handoff_s = 1, 0.01, 0.01
+
+    @contextmanager
+    def choosing(self, half: ScriptedEngine) -> Iterator[None]:
+        # Make the gateway choose `half` among endpoints that are idle: the others have one request
+        # more during the block. Otherwise it chooses at random.
+        others = [
+            live.load for live in self.app.gateway.endpoints.all() if live.endpoint.url != half.url
+        ]
+        for load in others:
+            load.in_flight += 1
+            load.mark_changed()
+        yield
+        for load in others:
+            load.in_flight -= 1
+            load.mark_changed()
 
     async def at_rest(self) -> None:
         async with asyncio.timeout(PATIENCE_S):
