@@ -225,7 +225,7 @@ async def test_a_broken_prefill_is_retried_on_another_engine_and_only_the_broken
     None
 ):
     async with split_gateway(NIXL, [resets, prefills()], [decodes]) as f:
-        while not f.prefill[0].requests:
+        with f.choosing(f.prefill[0]):
             assert (await f.ask()).text == WHOLE
         assert f.error_count(f.prefill[0]) == 1
         assert f.error_count(f.prefill[1]) == f.error_count(f.decode[0]) == 0
