@@ -380,17 +380,19 @@ class SplitGateway:
 
     @contextmanager
     def choosing(self, half: ScriptedEngine) -> Iterator[None]:
-        # Make the gateway choose `half` among endpoints that are idle: the others have one request
-        # more during the block. Otherwise it chooses at random.
+        # Make the gateway choose `half` among engines of its role that are idle: the others are
+        # busier during the block. Otherwise it chooses at random.
         others = [
             live.load for live in self.app.gateway.endpoints.all() if live.endpoint.url != half.url
         ]
         for load in others:
             load.in_flight += 1
+            load.prefill_tokens += 10**6
             load.mark_changed()
         yield
         for load in others:
             load.in_flight -= 1
+            load.prefill_tokens -= 10**6
             load.mark_changed()
 
     async def at_rest(self) -> None:
