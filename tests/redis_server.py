@@ -37,9 +37,13 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}"
 
     @property
-    def resident_bytes(self) -> int:
+    def pid(self) -> int:
         assert self._process is not None
-        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return self._process.pid
+
+    @property
+    def resident_bytes(self) -> int:
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def start(self) -> None:
