@@ -163,7 +163,7 @@ def test_the_command_writes_all_files_with_the_given_runbook_url(
 
 
 NAMES = st.from_regex(r"[a-z_:][a-z0-9_:]{0,8}", fullmatch=True).filter(
-    lambda name: name not in ("and", "or", "inf", "nan")
+    lambda name: name not in ("and", "or", "unless", "bool", "offset", "inf", "nan", "vector")
 )
 LABELS = st.dictionaries(
     st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True),
