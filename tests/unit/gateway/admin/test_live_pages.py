@@ -17,6 +17,7 @@ from gateway.admin import live_stream as hubs
 from gateway.admin.live_pages import FILES
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.fair_time import PATIENCE_S, Stopwatch
+from tests.virtual_time import VIRTUAL_TIME
 
 OWN = [
     name
@@ -93,11 +94,12 @@ def test_scripts_use_no_html_sinks_and_import_only_served_files(name: str) -> No
     assert {path.removeprefix("./") for path in re.findall(r'from "([^"]+)"', script)} <= set(FILES)
 
 
+@VIRTUAL_TIME
 async def test_the_view_contains_requests_endpoints_and_pools(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hubs, "FRESH_S", -1.0)  # no cached frame
-    async with gateway_fleet(2, pool={"policy": "prefix_aware"}) as fleet:
+    async with gateway_fleet(2, 10, pool={"policy": "prefix_aware"}) as fleet:
         before = await live(fleet)
         assert before["totals"]["goodput"] == []
         for _ in range(6):

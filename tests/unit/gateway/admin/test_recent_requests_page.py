@@ -21,6 +21,9 @@ from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.request_record import Exchange
 from gateway.telemetry.recent_requests import RecentExchanges
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 
 def ended(number: int, outcome: str = "served", slo_outcome: str = "met") -> Exchange:

@@ -8,6 +8,9 @@ import json
 from gateway.cli import main
 from tests.chaos.gateway_fleet import Answer, GatewayFleet, gateway_fleet
 from tests.command_runner import CommandRunner
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 
 async def typed(fleet: GatewayFleet, *words: str) -> tuple[int, str]:

@@ -10,6 +10,9 @@ from gateway.cli import main
 from gateway.trials.shadow import MIN_COMPARED
 from tests.command_runner import CommandRunner
 from tests.unit.gateway.reload.running import Running, running
+from tests.virtual_time import VIRTUAL_TIME
+
+pytestmark = VIRTUAL_TIME
 
 PLAIN = "    policy: prefix_aware\n"
 TRIED = PLAIN + "    shadow: [least_loaded]\n    canary: {policy: round_robin, percent: 50}\n"

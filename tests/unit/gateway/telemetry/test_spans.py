@@ -25,6 +25,7 @@ from tests.e2e.split_fleet import SENTENCE, split_fleet
 from tests.fair_time import PATIENCE_S
 from tests.replaced import replace_method
 from tests.unit.gateway.telemetry.otlp_collector import Collector, collector
+from tests.virtual_time import VIRTUAL_TIME
 
 ID, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{ID}-{SPAN}-01", f"00-{ID}-{SPAN}-00"
@@ -85,8 +86,9 @@ def test_spans_have_predicted_and_actual_times_and_unix_time_stamps() -> None:
     assert times["decode"] == ("1000002000000000", "1000003000000000")
 
 
+@VIRTUAL_TIME
 async def test_a_request_is_one_tree_from_its_first_byte_to_its_last(sent: list[str]) -> None:
-    async with collector() as there, gateway_fleet(2, observability=seen(there)) as fleet:
+    async with collector() as there, gateway_fleet(2, 100, observability=seen(there)) as fleet:
         for _ in range(3):
             assert (await fleet.ask(tokens=6)).fate == "ok"
         await there.heard(21)

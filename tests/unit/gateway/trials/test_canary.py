@@ -18,6 +18,7 @@ from gateway.request_record import Exchange
 from gateway.trials.canary import CanaryArms, CanarySampler, create_sampler
 from policies.routing_types import Request
 from tests.unit.gateway.reload.running import running
+from tests.virtual_time import VIRTUAL_TIME
 
 PLAIN = "    policy: prefix_aware\n"
 
@@ -92,10 +93,11 @@ def test_a_request_that_outlives_its_canary_is_not_counted() -> None:
     ]
 
 
+@VIRTUAL_TIME
 async def test_a_canary_serves_its_sessions_is_compared_and_promoted_by_a_reload(
     tmp_path: Path,
 ) -> None:
-    async with running(tmp_path) as harness:
+    async with running(tmp_path, speed=100.0) as harness:
         canaried = harness.text().replace(
             PLAIN, PLAIN + "    canary: {policy: round_robin, percent: 50}\n"
         )
