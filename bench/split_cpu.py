@@ -87,6 +87,20 @@ def main() -> None:
     Three values are printed: for the whole request, for the split request, and their ratio. The
     goal applies only to answers that are not streamed.
     """
+    options = _options()
+    build_tools()
+    base = free_base()
+    with tempfile.TemporaryDirectory() as folder, backend(base):
+        work, command = Path(folder), _command(backend_urls(base))
+        _print_instructions(command, work, base + 100)
+        running = start(System("penstock", "split", base + 100, command), work)
+        try:
+            _print_cpu_times(running, work, Pace(options.window_ms, 150), options.rounds)
+        finally:
+            running.stop()
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -102,32 +116,22 @@ def main() -> None:
         default=1000,
         help="length of a measured period in milliseconds (default: %(default)s)",
     )
-    options = parser.parse_args()
-    build_tools()
-    base, pace = free_base(), Pace(options.window_ms, 150)
-    with tempfile.TemporaryDirectory() as folder, backend(base):
-        work, command = Path(folder), _command(backend_urls(base))
-        for kind in KINDS:
-            if not kind.stream:
-                bodies_of = [kind.body(model) for model in (MODEL, SPLIT)]
-                counts = [
-                    uvloop.run(_instructions(command, work, base + 100, body)) for body in bodies_of
-                ]
-                _print(kind, "instructions", [tuple(counts)])
-        running = start(System("penstock", "split", base + 100, command), work)
-        try:
-            for kind in KINDS:
-                bodies = {
-                    model: write_bodies(work / model, [kind.body(model)])
-                    for model in (MODEL, SPLIT)
-                }
-                rounds = [
-                    tuple(_cpu_us(running, pace, bodies[model]) for model in bodies)
-                    for _ in range(options.rounds)
-                ]
-                _print(kind, "us", rounds)
-        finally:
-            running.stop()
+    return parser.parse_args()
+
+
+def _print_instructions(command: Command, work: Path, port: int) -> None:
+    for kind in KINDS:
+        if not kind.stream:
+            bodies = [kind.body(model) for model in (MODEL, SPLIT)]
+            counts = [uvloop.run(_instructions(command, work, port, body)) for body in bodies]
+            _print(kind, "instructions", [tuple(counts)])
+
+
+def _print_cpu_times(running: Running, work: Path, pace: Pace, rounds: int) -> None:
+    for kind in KINDS:
+        bodies = [write_bodies(work / model, [kind.body(model)]) for model in (MODEL, SPLIT)]
+        times = [tuple(_cpu_us(running, pace, file) for file in bodies) for _ in range(rounds)]
+        _print(kind, "us", times)
 
 
 def _command(urls: list[str]) -> Command:

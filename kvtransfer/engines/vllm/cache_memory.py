@@ -28,32 +28,11 @@ def read_facts(config: Any, caches: Any) -> CacheFacts:
 
     Raises UnsupportedCache for a kind of cache that cannot be transferred.
     """
-    groups = [group for group in caches.kv_cache_groups if group.enable_kv_transfer]
-    if len(groups) != 1 or len(caches.kv_cache_tensors) != 1:
-        raise UnsupportedCache(
-            f"{len(groups)} cache groups in {len(caches.kv_cache_tensors)} tensors are not "
-            "supported"
-        )
-    parallel, spec = config.parallel_config, groups[0].kv_cache_spec
-    if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
-        raise UnsupportedCache(
-            "pipeline parallelism and decode context parallelism are not supported"
-        )
-    if getattr(spec, "page_size_padded", None) or spec.num_head_slots is not None:
-        raise UnsupportedCache("a KV cache with padded pages or packed heads is not supported")
+    group = _transferred_group(caches)
+    parallel, spec = config.parallel_config, group.kv_cache_spec
     latent = "MLA" in type(spec).__name__
-    if not latent and spec.head_size_v != spec.head_size:
-        raise UnsupportedCache(
-            "a KV cache whose keys and values have different sizes is not supported"
-        )
-    (backend, *others) = {
-        backend.get_name() for backend in get_current_attn_backends(config, groups[0].layer_names)
-    }
-    if others:
-        raise UnsupportedCache(
-            f"the layers use several attention backends ({backend}, "
-            f"{others}), which is not supported"
-        )
+    _refuse_unsupported(parallel, spec, latent)
+    backend = _attention_backend(config, group)
     kind = config.cache_config.cache_dtype
     return CacheFacts(
         backend=backend,
@@ -69,6 +48,41 @@ def read_facts(config: Any, caches: Any) -> CacheFacts:
         latent=latent,
         page_format=_page_format(config, spec) if backend == "CPU_ATTN" else "",
     )
+
+
+def _transferred_group(caches: Any) -> Any:
+    # Return the only group of layers whose KV is transferred. It must be in one tensor.
+    groups = [group for group in caches.kv_cache_groups if group.enable_kv_transfer]
+    if len(groups) != 1 or len(caches.kv_cache_tensors) != 1:
+        raise UnsupportedCache(
+            f"{len(groups)} cache groups in {len(caches.kv_cache_tensors)} tensors are not "
+            "supported"
+        )
+    return groups[0]
+
+
+def _refuse_unsupported(parallel: Any, spec: Any, latent: bool) -> None:
+    if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        raise UnsupportedCache(
+            "pipeline parallelism and decode context parallelism are not supported"
+        )
+    if getattr(spec, "page_size_padded", None) or spec.num_head_slots is not None:
+        raise UnsupportedCache("a KV cache with padded pages or packed heads is not supported")
+    if not latent and spec.head_size_v != spec.head_size:
+        raise UnsupportedCache(
+            "a KV cache whose keys and values have different sizes is not supported"
+        )
+
+
+def _attention_backend(config: Any, group: Any) -> str:
+    # Return the name of the attention backend, which must be the same for all layers.
+    backends = get_current_attn_backends(config, group.layer_names)
+    name, *others = {backend.get_name() for backend in backends}
+    if others:
+        raise UnsupportedCache(
+            f"the layers use several attention backends ({name}, {others}), which is not supported"
+        )
+    return str(name)
 
 
 def _page_format(config: Any, spec: Any) -> str:
