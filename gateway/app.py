@@ -403,7 +403,7 @@ class App:
             await asyncio.sleep(IDLE_CHECK_S)
 
     async def _fail_requests(self) -> None:
-        # Fail all running requests; a stream within an event may first receive the event's end.
+        # Fail all running requests; a stream in the middle of an event may first receive its rest.
         ends = monotonic() + FAIL_S / 2
         self._endpoints.stop_routing()
         self._admission.retries.stop()

@@ -244,7 +244,7 @@ class Agent:
         """Let one receiving agent (sink) fetch the KV of `tokens` tokens in `blocks`.
 
         The blocks must stay unchanged until the offer has ended. It ends when the KV has been
-        fetched, or after `ttl_s` seconds unless a sink is fetching it. It ends at once, as
+        fetched, or after `ttl_s` seconds unless a sink is fetching it. It ends immediately, as
         CANCELLED, if its sink had waited for it and gave up.
 
         name          a name that no other open offer has; preferably never reused
@@ -284,7 +284,7 @@ class Agent:
     ) -> Landing:
         """Fetch the KV of tokens [skip_tokens, tokens) from another agent's offer into `blocks`.
 
-        Returns at once with an object that represents the transfer. The blocks belong to the
+        Returns immediately with an object that represents the transfer. The blocks belong to the
         transfer until it has ended.
 
         ticket     the offer's ticket (permission); None: fetch by name an offer that is public or

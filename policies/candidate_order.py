@@ -334,7 +334,7 @@ class CandidateOrder:
                     best[shorter] = entry[0]
 
     def _add_untested(self, query: RoutingQuery, chosen: dict[int, None]) -> None:
-        # Add an idle candidate of which nothing but its label is known, each in turn.
+        # Add one idle candidate whose speed is known only from its label. They take turns.
         is_tested, untested = self._ranking.is_tested, self._untested
         for _ in range(min(UNTESTED_TRIED, len(untested))):
             slot = untested.popleft()

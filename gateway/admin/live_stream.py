@@ -1,7 +1,7 @@
 """Takes metric samples on a schedule, and sends a frame of the live view to its watchers.
 
 While none watches, the metrics are sampled every five seconds, so that a new watcher sees the last
-minute at once. live_view.py builds a frame, and live_pages.py serves it over HTTP.
+minute immediately. live_view.py builds a frame, and live_pages.py serves it over HTTP.
 """
 
 from __future__ import annotations

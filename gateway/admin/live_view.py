@@ -191,7 +191,7 @@ def _latency_of(
 def _sparks(history: Sequence[MetricSample], now: float) -> dict[str, list[int]]:
     # Return the requests in flight of each endpoint, one number per second of the last minute.
     #
-    # If a second has no sample, its chart value is that of the second before.
+    # A second without a sample gets the number of the second before.
     moments: list[MetricSample | None] = [None] * SPARK_S
     for mark in history:
         index = SPARK_S - 1 - int(now - mark.at)

@@ -218,7 +218,7 @@ class AutoPolicyController:
         )
 
     async def _change(self, pool: str, text: bytes, reason: str) -> ChangeResult:
-        # The text is applied only if it changes nothing but this pool's policy or pin.
+        # Apply `text` as the new configuration, if it changes only this pool's policy or pin.
         tried = await self._target.change(text, reason, dry_run=True)
         own = (f"pools.{pool}.policy", f"pools.{pool}.auto")
         others = [path for path in tried.changed if not path.startswith(own)]

@@ -91,7 +91,7 @@ class StreamedAnswer:
         self._usage = {"completion_tokens": 0}
 
     def body(self) -> bytes:
-        """Return the JSON body of the complete answer, as of an answer that is not streamed."""
+        """Return the complete answer in the JSON form of an answer that is not streamed."""
         envelope = {
             name: value
             for name, value in _decode(self.first).items()

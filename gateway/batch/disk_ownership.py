@@ -1,7 +1,7 @@
 """Leases on batches: at most one gateway process of a machine runs a batch at a time.
 
 A lease names its owner, and when it expires. A running owner also holds a lock on a file. When the
-process dies, the kernel frees the lock, and other processes take over its batches at once. The
+process dies, the kernel frees the lock, and other processes take over its batches immediately. The
 expiry is needed for an owner that hangs. All calls block; use them in threads.
 """
 
@@ -88,7 +88,7 @@ class BatchOwner:
             call()
 
     def release(self, batch: Path) -> None:
-        """Release this owner's lease on a batch, so that another process may take it at once."""
+        """Release this owner's lease on a batch; another process may then take it immediately."""
         with locked(batch / "owner") as file:
             lease = _read_lease(file)
             if lease is not None and lease.owner == self.name:

@@ -94,7 +94,7 @@ class JsonList:
         while True:
             at = self._beyond(_FLAT, at)
             mark = self._text[at : at + 1]
-            if mark == b'"':  # of a string that is longer than the window
+            if mark == b'"':  # the string does not end within the window
                 at = self._string_end(at)
                 continue
             if not mark:

@@ -138,7 +138,7 @@ class PoolView:
         now      monotonic time in seconds
         """
         queue = self._queue
-        if queue is None:  # requests to a pool without a queue end with an error at once
+        if queue is None:  # requests to a pool without a queue end with an error immediately
             return section.concurrency
         limiter = self._limiter = self._limiter or ConcurrencyLimiter(
             section.share, section.concurrency

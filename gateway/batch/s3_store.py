@@ -6,7 +6,7 @@
     inputs/TENANT/ID                   the batch's own copy of its input file
     journals/TENANT/ID/NUMBER          entries of its journal, in the order of the numbers
     open/TIME-TENANT-ID                exists for each unfinished batch
-    probe/NAME                         written at the start of a process, and deleted at once
+    probe/NAME                         written at the start of a process, and deleted immediately
 
 TENANT is a digest of the tenant's name. All gateways with the same bucket and prefix share this
 data.

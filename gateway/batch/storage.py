@@ -143,7 +143,7 @@ class BatchStorage(Protocol):
         """Prepare the storage for this process. Call this before any other method."""
 
     def close(self) -> None:
-        """Release what open() has taken; other processes may take this one's batches at once."""
+        """Release what open() has taken. Other processes may then take its batches immediately."""
 
     # Files
 

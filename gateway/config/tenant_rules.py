@@ -88,7 +88,9 @@ def warnings(data: Any) -> Iterator[RuleFinding]:
 
 
 def _served(spec: Any, domains: Mapping[str, str]) -> set[str]:
-    # Return the cache domains that an endpoint serves but cannot keep apart; empty if it can.
+    # Return the cache domains whose tenants an endpoint serves, if its engine takes no cache salt.
+    #
+    # An engine that takes a salt keeps the domains apart; the set is empty for it.
     if _takes_salt(spec):
         return set()
     names = [name for name in _list(get_member(spec, "tenants")) if isinstance(name, str)]

@@ -1,7 +1,7 @@
 """One attempt of a split request at a pair of engines: runs the state machine on its two legs.
 
 An attempt sends two HTTP requests, its legs. Each leg only reports how it ended. The table in
-state_machine.py says which actions follow. They are carried out at once, one event at a time.
+state_machine.py says which actions follow. They are carried out immediately, one event at a time.
 
 At the end, both reservations of capacity are released, and KV that is no longer needed is freed.
 Both connections are closed, or back in their pools. leg_requests.py builds the requests, and
@@ -125,7 +125,7 @@ class PairAttempt(AttemptState):
                 event = self._events.pop(0)
         except (
             Exception
-        ) as bug:  # raised in run(): in this callback it would leave run() waiting for ever
+        ) as bug:  # raised in run(): in this callback it would leave run() waiting forever
             self._bug, self.state = bug, State.FAILED
         self._is_acting = False
         if self.state in END_STATES:
@@ -312,8 +312,8 @@ class PairAttempt(AttemptState):
         # End the forecast of the KV transfer, because the first token has come, and learn from it.
         #
         # The answer may take long to end, and the next requests need the link's speed now.
-        # The speed is unknown if the answer comes at once after its last token, or if the prefill
-        # endpoint answers after the decoder.
+        # The speed is unknown if the answer comes immediately after its last token, or if the
+        # prefill endpoint answers after the decoder.
         transfer, now = self.transfer, monotonic()
         if transfer is None:
             return

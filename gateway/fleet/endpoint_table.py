@@ -261,7 +261,7 @@ class EndpointTable:
         return not any(peer.load.is_available for peer in pool if peer.endpoint.role is role)
 
     def on_connection_refused(self, live: LiveEndpoint) -> None:
-        """Eject an endpoint at once, because it refused the connection of a health check."""
+        """Eject an endpoint immediately, because it refused the connection of a health check."""
         self.on_event(live, HealthEvent.CONNECT_FAILED)
 
     def silence_limit_s(self, live: LiveEndpoint) -> float:

@@ -2,7 +2,7 @@
 
 - gateway/fleet/poll_schedule.py decides which pages a poll requests.
 - All requests use connections that stay open (gateway/http/poll_client.py).
-- A request that could not be sent for a local reason says nothing of the engine: NotSentError.
+- A request that could not be sent for a local reason says nothing about the engine: NotSentError.
 - If an engine's metrics cannot be read, policies rely on the gateway's own count of requests.
 - gateway/fleet/speed_recovery.py decides whether an endpoint that was ejected as slow may return.
 """

@@ -1,7 +1,7 @@
 """Combines changes of engines' model lists, so that routes are not rebuilt after each of them.
 
 With many endpoints, rebuilding the routes takes milliseconds. A roll-out changes the lists of up to
-a thousand engines within a short time. The first change is reported at once, and later ones
+a thousand engines within a short time. The first change is reported immediately, and later ones
 together after a pause.
 """
 
@@ -23,7 +23,7 @@ the time.
 class ModelListNews:
     """Calls `report` after changes of engines' model lists.
 
-    The first change is reported at once. Changes shortly after it are reported together.
+    The first change is reported immediately. Changes shortly after it are reported together.
     """
 
     __slots__ = ("_has_news", "_is_held_back", "_next_at", "_report", "_timer")

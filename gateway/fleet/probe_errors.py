@@ -22,7 +22,7 @@ CONNECTION_LOST = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
 class NotSentError(Exception):
     """Raised if a health check or a test request could not be sent for a local reason.
 
-    This says nothing of the engine.
+    This says nothing about the engine.
     """
 
 
@@ -50,7 +50,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def is_own_failure(error: BaseException) -> bool:
-    """Return whether this process could not open a connection, which says nothing of the engine."""
+    """Return whether this process lacks the means to connect. The engine may be healthy."""
     return isinstance(error, ConnectError) and is_process_error(error.os_error)
 
 

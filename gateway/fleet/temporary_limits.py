@@ -18,8 +18,9 @@ LEAST_WAIT_S, MOST_WAIT_S = 1.0, 60.0
 def hold_back(live: LiveEndpoint, wait_s: float | None, now: float) -> None:
     """Limit the endpoint's concurrent requests for some seconds, because its engine refused one.
 
-    A refusal (429, 503) is no fault of the endpoint, so the endpoint is not ejected. But it refuses
-    faster than others serve, and has no load: policies would pick it first for every request.
+    A refusal (429, 503) is not a fault of the endpoint, so the endpoint is not ejected. But it
+    refuses faster than others serve, and has no load. Policies would pick it first for every
+    request.
 
     - With a Retry-After, it gets no requests for that time.
     - Without one, its engine is probably full. The number of requests that it runs becomes the

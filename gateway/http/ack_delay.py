@@ -12,7 +12,7 @@ QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)  # Linux only
 def delay_acks(transport: asyncio.Transport | None) -> None:
     """Let the kernel acknowledge two chunks of a stream with one packet.
 
-    By default, Linux acknowledges each chunk at once (quick-ack mode) on a connection that only
+    By default, Linux acknowledges each chunk immediately (quick-ack mode) on a connection that only
     receives. That costs CPU time on both sides. With TCP_QUICKACK off, it waits for a second chunk,
     at most 40 ms.
 

@@ -1,8 +1,8 @@
 """Allocates and frees large request bodies without blocking the event loop.
 
 For 30 MiB, growing a buffer can copy it within the heap for 8 ms, and freeing it at once takes 4 to
-8 ms, because the kernel takes the pages back one by one. So a body gets its full size at once,
-which touches no page, and its pages are freed in steps.
+8 ms, because the kernel takes the pages back one by one. So a body gets its full size from the
+start, which touches no page, and its pages are freed in steps.
 """
 
 from __future__ import annotations

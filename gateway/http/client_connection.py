@@ -316,7 +316,7 @@ class ClientConnection(ABC):
         """Close the connection once all written bytes have been sent."""
 
     def abort(self) -> None:
-        """Close the connection at once. Bytes that have not been sent are lost."""
+        """Close the connection immediately. Bytes that have not been sent are lost."""
         if self.transport is not None:
             self.transport.abort()
 

@@ -199,7 +199,7 @@ class ClientConnections:
     def abort_later(self, connection: CountedConnection, kernel_bytes: int) -> None:
         """Abort a connection whose unread bytes were dropped, after a random delay.
 
-        The delay keeps its client from connecting again at once. Hundreds of clients that do so
+        The delay keeps its client from connecting again immediately. Hundreds of clients that do so
         would fill the queue of connections to accept, and others would wait there. It is left out
         while the connections that wait for their end may hold MAX_DELAYED_BYTES in the kernel.
 

@@ -1,8 +1,8 @@
-"""Eager tasks: coroutines that resume at once, inside the callback that completes what they await.
+"""Eager tasks: coroutines that resume inside the callback that completes what they await.
 
 asyncio resumes a Task in a later event loop iteration, which costs a few microseconds each time. An
-EagerTask starts at once. When it awaits an EagerFuture, it resumes inside that future's resolve().
-Any other await turns it into a regular Task, as timeout_after() does.
+EagerTask starts immediately. When it awaits an EagerFuture, it resumes inside that future's
+resolve(). Any other await turns it into a regular Task, as timeout_after() does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ An exception costs as much as several steps.
 
 
 class EagerFuture(asyncio.Future[None]):
-    """A future whose resolve() resumes the waiting EagerTask at once.
+    """A future whose resolve() resumes the waiting EagerTask immediately.
 
     A regular Task may await it too; it resumes in a later event loop iteration as usual.
     """
@@ -94,7 +94,7 @@ class EagerTask:
     def cancel(self) -> None:
         """Cancel the task like asyncio.Task.cancel().
 
-        If the coroutine awaits an EagerFuture, it is cancelled at once.
+        If the coroutine awaits an EagerFuture, it is cancelled immediately.
         """
         waits_for = self._waits_for
         if self._task is not None:
@@ -111,7 +111,7 @@ class EagerTask:
 class _Remainder(Coroutine[Any, Any, None]):
     # The rest of a coroutine that ran eagerly and now continues in a Task, awaiting `awaited`.
     #
-    # This class is no generator, because a Task may be cancelled before its first step, and a
+    # This class is not a generator, because a Task may be cancelled before its first step, and a
     # generator that has not started does not pass the cancellation on to the code inside it.
     #
     # `on_done` is called when the coroutine ends. A done callback of the Task would run an event

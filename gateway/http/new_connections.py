@@ -1,10 +1,10 @@
 """Accepts the clients that connect at the same moment, and begins their connections in turn.
 
-The event loop accepts one connection of a listening socket per iteration, and begins it at once. A
-client would wait there for hundreds of iterations behind others that have connected before.
-Therefore, when connections come in successive iterations, all others in the socket's queue are
-accepted as well. They wait for their turn as plain sockets: what their clients send stays in the
-kernel, and there is no protocol object, no TLS handshake and no timeout yet.
+The event loop accepts one connection of a listening socket per iteration, and begins it
+immediately. A client would wait there for hundreds of iterations behind others that have connected
+before. Therefore, when connections come in successive iterations, all others in the socket's queue
+are accepted as well. They wait for their turn as plain sockets: what their clients send stays in
+the kernel, and there is no protocol object, no TLS handshake and no timeout yet.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class WaitingClient:
         return True
 
     def abort(self) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately."""
         accepted, self._accepted = self._accepted, None
         if accepted is not None:
             accepted.close()

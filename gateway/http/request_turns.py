@@ -24,7 +24,7 @@ Most of their work follows in later callbacks, so the time that begin() takes is
 """
 
 LATER_BEGINNINGS = 32
-"""Number of later requests of open connections that begin at once per event loop iteration.
+"""Number of later requests of open connections that begin immediately per event loop iteration.
 
 They take about 4 ms. Usual traffic stays below it, so that its requests never wait.
 """
@@ -33,7 +33,7 @@ MAX_SKIPPED = 32
 """Maximum number of waiting clients per event loop iteration that turn out to have left."""
 
 MAX_HELD_BYTES = 4 * 1024 * 1024
-"""Bytes of requests that may wait in memory here; further requests begin at once."""
+"""Bytes of requests that may wait in memory here; further requests begin immediately."""
 
 
 class Waiting(Protocol):
@@ -51,8 +51,8 @@ class RequestTurns:
                  first address has the next turn
     _held_bytes  sum of these bytes
     _begun       number of connections and requests that have begun in this event loop iteration
-    later_begun  number of later requests that have begun at once, without waiting, in about this
-                 event loop iteration; the write queue resets it when it sends
+    later_begun  number of later requests that have begun immediately, without waiting, in about
+                 this event loop iteration; the write queue resets it when it sends
     """
 
     __slots__ = ("_begun", "_held_bytes", "_is_scheduled", "_loop", "_waiting", "later_begun")

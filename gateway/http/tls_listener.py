@@ -270,7 +270,7 @@ class Handshake(asyncio.Protocol):
         """
 
     def abort(self) -> None:
-        """Close the connection at once, without completing the TLS handshake."""
+        """Close the connection immediately, without completing the TLS handshake."""
         if self._raw is not None:
             self._raw.abort()
 

@@ -133,7 +133,7 @@ class UpstreamConnection:
         return done
 
     def abort(self) -> None:
-        """Close the connection at once, so that the engine cancels the request."""
+        """Close the connection immediately, so that the engine cancels the request."""
         if self._downstream is not None:
             self._downstream.set_source(None)
         self._relay = self._downstream = None
@@ -292,7 +292,7 @@ class UpstreamConnection:
             self.abort()
             return
         long_read = self._long_read
-        if not long_read:  # relay this slice at once
+        if not long_read:  # relay this slice immediately
             self._long_read = 2 * LONG_READ
         try:
             self.data_received(data)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 WRITES_PER_TURN = 32  # writes per loop iteration, about a millisecond
 
-# Chunks that may be deferred. Beyond that they are relayed at once, because otherwise the gateway
-# would read from engines much faster than clients receive.
+# Chunks that may be deferred. Beyond that they are relayed immediately, because otherwise the
+# gateway would read from engines much faster than clients receive.
 MAX_DEFERRED = 1024
 MAX_DEFERRED_BYTES = 4 * 1024 * 1024  # maximum bytes of all deferred chunks together
 BYTES_PER_TURN = 256 * 1024  # deferred bytes that are relayed per loop iteration, about

@@ -71,7 +71,7 @@ def difference(after: BucketCounts, before: BucketCounts) -> BucketCounts:
 
     If the sketch was reset in between, all of `after` is returned.
     """
-    # Comparing the keys as sets takes a tenth of a second pass in Python over the counts.
+    # To find a lost bucket, the keys are compared as sets: ten times as fast as a loop in Python.
     old = before.get
     grown = {bucket: added for bucket, count in after.items() if (added := count - old(bucket, 0))}
     was_reset = not before.keys() <= after.keys() or min(grown.values(), default=0) < 0

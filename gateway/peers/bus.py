@@ -22,7 +22,7 @@ ID_BYTES = 8
 BROADCAST = bytes(ID_BYTES)
 
 FrameHandler = Callable[[bytes, float], None]
-"""A function that receives a frame and its age in seconds. It must return at once and must not
+"""A function that receives a frame and its age in seconds. It must return immediately and must not
 raise."""
 
 DropCounter = Callable[[str], None]
@@ -53,7 +53,7 @@ class Bus(Protocol):
     """
 
     async def start(self, own_id: bytes, deliver: FrameHandler) -> None:
-        """Begin to connect to the other gateways, and return at once.
+        """Begin to connect to the other gateways, and return immediately.
 
         own_id   the id of this gateway, which is its address on the bus
         deliver  function that is called with each received frame
@@ -61,7 +61,7 @@ class Bus(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Send waiting frames if possible at once, then disconnect from the other gateways."""
+        """Send waiting frames if possible immediately, then disconnect from the other gateways."""
         ...
 
     def publish(self, frame: bytes, to: bytes = BROADCAST) -> None:

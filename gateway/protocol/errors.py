@@ -16,7 +16,7 @@ import msgspec
 
 MAX_PLAIN_ERROR = 2048  # characters of an error in plain text that are kept
 
-# The longest Retry-After that SDKs obey is one to two minutes; some retry a longer one at once.
+# The longest Retry-After that SDKs obey is one to two minutes; some retry a longer one immediately.
 MAX_RETRY_AFTER_S = 60.0
 
 

@@ -126,7 +126,7 @@ class HealthScreen:
         self._silent: list[str] = []
         self._is_over = (
             not exchange.failed_attempts
-        )  # refused connections alone are no reason to check
+        )  # refused connections alone are not a reason to check
 
     async def check(self, choice: Pick | EndpointPair | None) -> Sequence[str] | None:
         """Check the endpoints picked for a retry; return the names to leave out of the next pick.

@@ -279,7 +279,8 @@ class ConfigRollout:
         )
         numbers = {worker: _number(response) for worker, response in by_worker.items()}
         self._set_running(loaded, max(self.version, *numbers.values()))
-        # A worker that had read a changed secret earlier has not counted this version.
+        # Workers must count versions alike. One that had already read a changed secret file has
+        # applied nothing now and counted no version, so it is replaced.
         for worker, number in numbers.items():
             if number != self.version:
                 self._on_lost(worker)

@@ -36,8 +36,8 @@ class SupervisorMetrics:
     def __init__(self) -> None:
         registry = self._registry = MetricRegistry()
         self._process = ProcessMetrics()
-        # The supervisor chooses policies for its workers and watches for drift; their own families
-        # stay empty.
+        # The supervisor chooses policies and watches for drift on behalf of its workers, whose own
+        # metrics of these stay empty.
         self._auto_registry = MetricRegistry()
         self.auto_metrics = AutoMetrics(self._auto_registry)
         self.drift_metrics = DriftMetrics(self._auto_registry)

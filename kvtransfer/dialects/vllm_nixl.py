@@ -2,7 +2,7 @@
 
 The object kv_transfer_params in the prefill response says where the KV is. It is copied to the
 decode request, after checks: an empty list of blocks ends the decode engine's process, and a
-missing name makes the request wait for ever. A loopback address in it is replaced by the host of
+missing name makes the request wait forever. A loopback address in it is replaced by the host of
 the prefill URL. Source: vLLM 0.11 to 0.33.
 """
 

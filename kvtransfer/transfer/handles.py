@@ -179,7 +179,7 @@ class Offer(TransferHandle):
         return ticket is not None
 
     def revoke(self, detail: str = "") -> None:
-        """Take the offered blocks back at once, even if another agent is reading them.
+        """Take the offered blocks back immediately, even if another agent is reading them.
 
         The offer ends as CANCELLED.
         """

@@ -301,7 +301,7 @@ class TransferSink:
         return [(after, self._slice(moving, after, runs)) for after, runs in following]
 
     def on_bad_window(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
-        """End a fetch whose source has another plan, so that missing bytes would never come."""
+        """End a fetch whose source has another plan, because it would never complete."""
         reservation = self._find_moving(link, transfer)
         return (
             [] if reservation is None else self._end(reservation, EndReason.PROTOCOL, detail, now)

@@ -122,8 +122,8 @@ class TransferSource:
     def offer(self, number: int, spec: OfferSpec, now: float) -> tuple[str, list[Command]]:
         """Protect the blocks of an offer from reuse; return its ticket, and commands to execute.
 
-        If the agent that wanted the offer has given up, the offer ends at once. Raises ValueError
-        for an invalid offer.
+        If the agent that wanted the offer has given up, the offer ends immediately. Raises
+        ValueError for an invalid offer.
         """
         self._check(spec)
         generations = [region.generations_of(spec.blocks) for region in self._regions]
@@ -177,7 +177,7 @@ class TransferSource:
         return offer.ticket
 
     def revoke(self, number: int, reason: EndReason, detail: str, now: float) -> list[Command]:
-        """End an offer at once. Agents that are still reading notice that its blocks changed."""
+        """End an offer immediately. Agents that still read it notice that its blocks changed."""
         offer = self._offers.get(number)
         return [] if offer is None else self._end(offer, reason, detail, now)
 
@@ -224,7 +224,7 @@ class TransferSource:
         )
 
     def on_lost(self, link: Link, reason: EndReason, detail: str, now: float) -> list[Command]:
-        """End every KV transfer of a lost connection. Its blocks are free at once."""
+        """End every KV transfer of a lost connection. Its blocks are free immediately."""
         send_queue = self._send_queues.pop(link, None)
         if send_queue is None:
             return []
@@ -529,7 +529,7 @@ class TransferSource:
     ) -> list[Command]:
         # End an offer with all its shares; every offer ends here.
         #
-        # The blocks change owner at once; readers find them stale.
+        # The blocks change owner immediately; readers find them stale.
         if offer.number not in self._offers:
             return []
         if offer.whole is not None:

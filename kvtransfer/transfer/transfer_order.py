@@ -47,7 +47,7 @@ class TransferOrder:
     """A queue of KV transfers, ordered by priority, then earliest deadline, then longest wait.
 
     After each `promote_s` seconds of waiting, a transfer's priority rises by one level. So no
-    transfer waits for ever.
+    transfer waits forever.
     """
 
     def __init__(self, promote_s: float = 0.5) -> None:

@@ -64,7 +64,7 @@ class InprocWire:
     """The simulated network between the Inproc transports of one process.
 
     freeze, thaw    suspend an agent like SIGSTOP, and resume it
-    kill            end an agent for ever
+    kill            end an agent forever
     stall, unstall  hold back all messages from and to an agent that keeps running, and deliver them
 
     All calls run on `clock`, which its owner closes.
@@ -151,7 +151,7 @@ class InprocWire:
 class WireClock:
     """The clock of one agent on the simulated network.
 
-    It stops while the agent is frozen, and for ever when the agent is killed.
+    It stops while the agent is frozen, and forever when the agent is killed.
     """
 
     def __init__(self, wire: InprocWire, address: Callable[[], str]) -> None:

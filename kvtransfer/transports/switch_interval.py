@@ -95,7 +95,7 @@ class SwitchIntervalHold:
                 SWITCH_INTERVAL.restore()
 
     def close(self) -> None:
-        """Stop holding the interval for ever, because the link has ended. Later calls do
+        """Stop holding the interval forever, because the link has ended. Later calls do
         nothing.
         """
         with self._lock:

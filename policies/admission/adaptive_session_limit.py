@@ -326,7 +326,7 @@ class WorkingSet:
             self._end(name, now)
 
     def _end(self, name: SessionKey, now: float) -> None:
-        # Remove a session at once because its client ended it, and report that to other gateways.
+        # Remove a session that its client has ended, and report that to other gateways.
         one = self._active.pop(name)
         self.tokens -= one.tokens
         self._drain.record(now, one.tokens)

@@ -33,7 +33,7 @@ class ConcurrencyLimit:
         return self.own + sum(self._peers.values()) if self._peers else self.own
 
     def has_place(self, requests: int) -> bool:
-        """Return whether so many more requests may begin at once.
+        """Return whether so many more requests may begin now.
 
         A request with more prompts than the limit may begin while no other request is in progress.
         """
@@ -47,7 +47,7 @@ class ConcurrencyLimit:
     def release(self, requests: int, held_s: float | None) -> None:
         """Count requests that have ended, after `held_s` seconds; None: they were refused.
 
-        Under overload most requests are refused at once. They do not say how long others take.
+        Under overload most requests are refused immediately. They do not say how long others take.
         """
         self.own -= requests
         if held_s is not None:

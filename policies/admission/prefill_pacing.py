@@ -41,7 +41,7 @@ class PrefillPace:
         """Return by how many seconds of prefill the endpoint exceeds its allowed pace at time
         `now`.
 
-        If the result is 0, another prompt may be sent at once.
+        If the result is 0, another prompt may be sent immediately.
 
         tpot_s  the TPOT budget of the endpoint's answers, in seconds per token
         """

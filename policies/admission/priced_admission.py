@@ -83,7 +83,7 @@ class PricedAdmissionParams(AdmissionParams, frozen=True):
                    share of the TTFT budget
     queue_share    the same share in a fully overloaded pool
     doubt          number of standard deviations that are subtracted from the requested work before
-                   it is compared, because a few long prompts by chance are no overload
+                   it is compared, because a few long prompts by chance are not an overload
     steepness      how fast the price grows when the queue exceeds the free share
     bend           exponent of a request's work in its price, 0 to 1. Below 1, long prompts pay less
                    than in proportion to their work; at 0, all requests pay the same
@@ -340,9 +340,9 @@ class PricedAdmission:
         # Return whether a candidate would start the request soon without slowing its running
         # answers.
         #
-        # Without any promised budget every request may begin at once. The policy may pick another
-        # candidate, so the excess of all endpoints together is bounded as well. Tenants below their
-        # fair share may exceed the pace further than tenants above it.
+        # Without any promised budget every request may begin immediately. The policy may pick
+        # another candidate, so the excess of all endpoints together is bounded as well. Tenants
+        # below their fair share may exceed the pace further than tenants above it.
         slo, rule = query.request.slo, self._rule
         if self._budget is None and not slo.is_promised:
             return True

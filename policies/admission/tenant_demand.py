@@ -88,7 +88,7 @@ class TenantDemand:
     def demand(self, waiting_s: float, doubt: float) -> float:
         """Return the work that was recently requested, in engine seconds per second.
 
-        A margin for chance is subtracted, because a few large requests at once are no overload.
+        A margin for chance is subtracted, because a few large requests at once are not an overload.
 
         waiting_s  seconds of work of the waiting requests, which are added to the recent ones
         doubt      the margin, in standard deviations

@@ -26,7 +26,7 @@ from the endpoints that cache their prompts.
 LEAST_REQUESTS = 200
 MOST_SWITCHES, HOUR_S = 3, 3600.0
 SURE = 2.0
-"""Factor by which a gain must exceed the required gain to change the policy at once.
+"""Factor by which a gain must exceed the required gain to change the policy immediately.
 
 A smaller gain changes the policy only after a second estimate has confirmed it.
 """

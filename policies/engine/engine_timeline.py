@@ -66,8 +66,8 @@ class EngineTimeline(EngineModel):
     def expect_kv(self, load: EngineLoad, prompt: QueuedPrompt) -> None:
         """Record a prompt that another endpoint computes, and that will be decoded here.
 
-        The prompt is not queued. The forecast counts its KV at once, but other prompts may still
-        begin before that KV arrives.
+        The prompt is not queued. The forecast counts its KV immediately, but other prompts may
+        still begin before that KV arrives.
         """
         prompt.remaining_tokens, prompt.is_planned, prompt.awaits_kv = 0, True, True
         self.answers_due_at = -inf
@@ -212,7 +212,7 @@ class EngineTimeline(EngineModel):
     def _update_forecast(self, load: EngineLoad, now: float) -> None:
         # Update the forecast after a change.
         #
-        # The times of prompts are updated at once, the rest only if it is older than STALE_S.
+        # The times of prompts are updated immediately, the rest only if it is older than STALE_S.
         if now - self.forecast_at >= STALE_S or self.queue or load.peer_load.shares:
             load_forecast.refresh_forecast(self, load, now)
             return

@@ -56,7 +56,7 @@ class HealthLimits(msgspec.Struct, frozen=True):
     """The limits that decide when an endpoint is ejected, and for how long.
 
     failures_in_a_row    consecutive failures that eject an endpoint; a refused connection ejects it
-                         at once
+                         immediately
     first_s              seconds of the first ejection. Each further ejection after a return doubles
                          them. A failed probe doubles them only for a slow endpoint
     longest_s            maximum seconds of an ejection
@@ -217,7 +217,7 @@ def _return(health: Health, transition: _Transition) -> Health:
 def _return_needed(health: Health, transition: _Transition) -> Health:
     # Use a pool's only endpoint again after a successful probe.
     #
-    # It is used again at once, or after `first_s` seconds if the endpoint flaps.
+    # It is used again immediately, or after `first_s` seconds if the endpoint flaps.
     if health.ejections > 1 and transition.now < min(
         health.until, health.since + transition.limits.first_s
     ):

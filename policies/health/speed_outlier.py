@@ -128,7 +128,7 @@ class _Finding:
     def __init__(self) -> None:
         self.worst: Slowness | None = None
         self.change, self.clear, self.has_enough = 0.0, True, False
-        # Measures whose samples since the last review are no evidence.
+        # Measures whose samples since the last review are not evidence.
         self.cleared: list[Measure] = []
 
     def add(self, slowness: Slowness, change: float, *, has_enough: bool) -> None:

@@ -55,7 +55,7 @@ JOIN_S, IDLE_JOIN_S = 0.03, 0.005
 """Seconds after the begin of a prefill step in which a new prompt may still become part of it.
 
 JOIN_S       for an engine with streams, which first finishes the running decode step
-IDLE_JOIN_S  for an engine without streams, which begins the step at once
+IDLE_JOIN_S  for an engine without streams, which begins the step immediately
 """
 
 LEAST_PACED = 3.0

@@ -273,7 +273,7 @@ def doubted_wait_s(
 
     expected_s  seconds that the endpoint would usually need, as in `remaining_wait_s`
     waited_s    seconds that the request has waited
-    is_behind   whether other prompts are computed before its own; it is then late at once
+    is_behind   whether other prompts are computed before its own; it is then late immediately
 
     The result is computed as in `remaining_wait_s`, except that the endpoint is expected to take at
     least DOUBT_RATIO times as long. Returns None while the request is not late.

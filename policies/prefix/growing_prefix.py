@@ -40,7 +40,7 @@ class GrowingPrefixes:
 
     The end of a prompt is the key of its last whole block, plus the bytes after that block up to
     the end of the last message. A session gets its name at the second turn, because a prompt that
-    is never continued is no session.
+    is never continued is not a session.
     """
 
     __slots__ = ("_blocks", "_ends", "_remembered")

@@ -224,7 +224,9 @@ class PriceLoop:
         after_pace: float,
         work: float,
     ) -> float:
-        # Return the loss of answers of one age of which some may be late: theirs is no cube.
+        # Return the loss of answers of one age, some of which may be late.
+        #
+        # Late answers lose in proportion to their time, so _loss() is used, not a cube.
         harm: float = 0.0
         delay: float = (delayed_s - group[2]) * self.per_tpot
         for ratio in ratios:
@@ -243,8 +245,8 @@ class PriceLoop:
 def prefill_share(load: EndpointLoad) -> float:
     """Return the share of the expected step time, 0 to 1, that prefills of later requests take.
 
-    A running answer is expected to feel half of them, because half of its tokens are generated in
-    the mean.
+    A running answer is slowed down by half of these prefills: on average, half of its tokens are
+    already generated.
     """
     context_s: float = load.decode_s_per_context_token
     if context_s > load.belief.context_s:  # stretched by prefills

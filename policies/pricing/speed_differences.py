@@ -83,7 +83,7 @@ class LateTests:
     """Decides when the label of an idle endpoint is tested by a request that it says would be late.
 
     A label that lets no request be in time is never tested by one that is in time, and the endpoint
-    would stay idle for ever if the label is wrong. So once PASSED requests have passed the endpoint
+    would stay idle forever if the label is wrong. So once PASSED requests have passed the endpoint
     by, one is risked that the label makes no later than most. However many such endpoints there
     are, and whether or not the tests teach anything, PASSED requests pass between two tests.
     """

@@ -192,7 +192,7 @@ def kv_compatibility_key(engine: str, model: str, labels: Mapping[str, str]) -> 
     """Return a key that is equal for endpoints with compatible KV caches.
 
     It consists of the engine, the model, and the labels `version` and `kv_dtype`. An engine refuses
-    a peer of another version in its handshake (engines.md B.1), but only after the prefill was
+    a peer of another version in its handshake, but only after the prefill was
     computed.
     """
     return "/".join((engine, model, labels.get("version", ""), labels.get("kv_dtype", "")))
@@ -262,7 +262,7 @@ def end_transfer(transfer: PendingTransfer, pair: EndpointPair, first_token_at: 
 def unsplittable_reason(shape: SplitShape) -> SplitReason | None:
     """Return why a request cannot be split between two endpoints, or None if it can.
 
-    Sources: engines.md B.1 (not splittable) and 0.9.
+    Engines hand over the KV of one prompt and one choice, without scores of prompt tokens.
     """
     if not shape.can_hand_over:
         return SplitReason.API

@@ -15,7 +15,7 @@ A handoff teaches the rate only by the time for which it had its links to itself
 transfers before it are in the forecast already.
 
 Before anything is known of a fleet, and again when nothing has been learnt of it for MEMORY_S, a
-link that has a transfer in progress is expected to be busy for ever: the first transfer over each
+link that has a transfer in progress is expected to be busy forever: the first transfer over each
 link is a test of its speed. Otherwise all requests of a burst would be sent over links that may be
 a hundred times slower than assumed.
 
@@ -113,7 +113,7 @@ class PairMeans:
             mean.add(weight, total, now)
 
     def add_to_pair(self, names: Names, weight: float, total: float, now: float) -> None:
-        """Add a measurement that says nothing of other pairs."""
+        """Add a measurement that says nothing about other pairs."""
         self.is_empty = False
         _get_or_add(self._pairs, names, self._new_mean).add(weight, total, now)
 
@@ -189,11 +189,11 @@ class LinkQueue:
         return tuple(self._pairs)
 
     def add(self, transfer: PendingTransfer, speed: PairSpeed) -> None:
-        """Queue a transfer. All of its pair are expected to take as long as `speed` says."""
+        """Queue a transfer. All transfers of its pair are from now on expected at this speed."""
         self._change(transfer.names, 1, transfer.tokens, speed)
 
     def set_speed(self, names: Names, speed: PairSpeed) -> None:
-        """Expect the queued transfers of a pair to take as long as `speed` says."""
+        """Set the expected speed of all queued transfers of a pair."""
         self._change(names, 0, 0, speed)
 
     def on_ready(self, transfer: PendingTransfer, now: float) -> None:

@@ -128,7 +128,7 @@ class KubernetesSource:
                         self._version, failures = "", 0
                 else:
                     self._is_failing, failures = False, 0
-                # A watch that had events ended in the ordinary way and is resumed at once.
+                # A watch that had events ended in the ordinary way and is resumed immediately.
                 if not has_events:
                     await self._sleep(self._wait_s * self._rng.uniform(0.5, 1.0))
                     self._wait_s = min(LONGEST_PAUSE_S, 2 * self._wait_s)

@@ -144,7 +144,7 @@ def engine_body(
 def _without_internal(value: msgspec.Raw) -> msgspec.Raw | None:
     # Return an object without its engine-internal members.
     #
-    # The result is None if there is nothing to remove, or `value` is no object.
+    # The result is None if there is nothing to remove, or if `value` is not an object.
     try:
         members = decode_object(value)
     except TooManyMembersError:

@@ -37,7 +37,7 @@ class TrustedProxies:
         return is_proxy
 
     def client_address(self, headers: Mapping[str, str], peer: str) -> str:
-        """Return the client's address: the last in X-Forwarded-For that is no trusted proxy's.
+        """Return the client's address: the last in X-Forwarded-For that is not a trusted proxy's.
 
         Each proxy appends the address from which it received the request. Anything before that may
         have been written by the client itself. The search goes from right to left and ends at text

@@ -45,6 +45,6 @@ class OutputQueue:
         return b"".join(taken)
 
     def take_all(self) -> bytes:
-        """Generate and return all output at once."""
+        """Generate and return all output in one step."""
         waiting, self._waiting = self._waiting, deque()
         return b"".join(piece for pieces in waiting for piece in pieces)

@@ -64,7 +64,7 @@ class PayloadScan:
         self._unscanned = _NOTHING
 
     def _begin_scan(self, is_sse: bool) -> None:
-        # Only a response that does not arrive whole in one read needs these fields.
+        # The fields below are needed only if the response arrives in more than one read.
         self._is_sse = is_sse
         self._unscanned = bytearray()
         self._has_done_marker = False

@@ -380,7 +380,7 @@ class Relay(PayloadScan):
                 "web_page",
                 "the engine answered with a web page (text/html) and not with an API response",
             )
-        # Only a response that does not arrive whole in one read needs these fields.
+        # The fields below are needed only if the response arrives in more than one read.
         self._begin_scan(head.is_sse)
         self._is_torn = False
         self._unprocessed: deque[bytes] | None = None  # pieces of a long held start, in BEHIND
@@ -494,7 +494,7 @@ class Relay(PayloadScan):
             self.state = BEHIND
 
     def _catch_up(self, now: float) -> bytes:
-        # Process all that was received earlier, at once.
+        # Process all that was received earlier, in one step.
         out = []
         while self.state is BEHIND:
             out.append(self._process_step(now))

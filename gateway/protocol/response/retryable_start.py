@@ -117,7 +117,7 @@ class HeldChunks(RetryableStart):
     """The beginning of a stream of chat or completion chunks.
 
     It is held back until the first event. With `hold_until_token`, it is held back until the first
-    token. Comments are no events: engines send them while the prompt waits or is computed.
+    token. Comments are not events: engines send them while the prompt waits or is computed.
     """
 
     __slots__ = (

@@ -68,7 +68,7 @@ TOKEN_PATTERN = re.compile(
     rb'|(?:tool_calls|token_ids)":%b\[%b[^\]\s])' % (_BLANKS, _BLANKS, _BLANKS)
 )
 QUOTED_FINISH_REASON = re.compile(rb'"finish_reason":%b"' % _BLANKS)
-# A member whose value follows at once: a chunk's framing may stand between a name and its value.
+# A member whose value directly follows: a chunk's framing may stand between name and value.
 _FIRST_MEMBER = re.compile(rb'"\w+":( ?)[^\s]')
 _CODE = re.compile(rb'"code":\s*(4\d\d)(?!\d)')
 _FINISH = re.compile(rb'"finish_reason": ?"(\w+)"')

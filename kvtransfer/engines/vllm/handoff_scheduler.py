@@ -332,7 +332,7 @@ class HandoffScheduler:
 
         Returns whether its blocks are still in use by offers, and its kv_transfer_params. They are
         in use until every worker reports the end. If `is_whole` is False, the request was aborted
-        and its offers end at once.
+        and its offers end immediately.
         """
         if self._prefills is None:
             return None

@@ -212,7 +212,7 @@ class RdmaLink:
             raise TransportError(self._reason)
 
     def join(self) -> None:
-        """Wait for the thread of the RDMA connection to end; return at once if called on that
+        """Wait for the thread of the RDMA connection to end; return immediately if called on that
         thread.
         """
         if threading.current_thread() is not self._thread:
@@ -233,8 +233,8 @@ class RdmaLink:
             if not self._dialled:
                 self._owner.on_linked(
                     self
-                    # The owner may close the link at once, before the device does anything for an
-                    # unproven peer.
+                    # The owner may close the link immediately, before the device does anything for
+                    # an unproven peer.
                 )
             if not self._closing:
                 self._renew()

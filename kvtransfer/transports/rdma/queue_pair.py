@@ -73,8 +73,8 @@ class QueuePairEpochs:
         self.is_writable = self._joined and (self.is_writable or message.epoch == self.epoch)
 
     def end(self) -> None:
-        """Close the current queue pair at once. Afterwards neither agent reads or writes memory by
-        it.
+        """Close the current queue pair immediately. Afterwards neither agent reads or writes memory
+        by it.
         """
         self.is_writable = self._joined = False
         if self.pair is not None:

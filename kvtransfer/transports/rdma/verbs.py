@@ -332,7 +332,7 @@ class QueuePair:
             self._qp.post_send(request)
 
     def close(self) -> None:
-        """Close this end of the RDMA connection at once.
+        """Close this end of the RDMA connection immediately.
 
         Afterwards the device accesses no memory for it.
         """

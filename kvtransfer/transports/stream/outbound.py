@@ -136,7 +136,7 @@ class Outbound:
         return self._begin == self._end and not self._queue and self._body is None
 
     def send_at_once(self, frame: bytes) -> bool:
-        """Write a frame at once without queueing it. Returns False if it must be queued instead.
+        """Write a frame now, without queueing it. Returns False if it must be queued instead.
 
         A part for which the socket has no room is buffered. Errors of the socket are left to
         `send_available`.
