@@ -21,7 +21,7 @@ from gateway.disagg.attempt_record import AttemptState
 from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
 from gateway.disagg.state_machine import END_STATES, LEG_ENDS, TABLE, Act, Event, Row, State
-from gateway.forwarding import forward
+from gateway.forwarding import engine_refusal
 from gateway.http.eager_task import new_future
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.usage_and_error_search import TokenUsage
@@ -215,7 +215,7 @@ class PairAttempt(AttemptState):
     def _judge_refusal(self, relay: Relay) -> UpstreamError | None:
         # Keep an engine's error response for the client; return an error if the engine failed.
         try:
-            status = forward.refusal_status(relay)
+            status = engine_refusal.refusal_status(relay)
         except UpstreamError as broke:
             # The error's traceback refers to this frame and its callers, a reference cycle.
             return broke.with_traceback(None)
@@ -372,7 +372,7 @@ class PairAttempt(AttemptState):
         is_prefill = prefill is not None and prefill.relay is refused
         pick = self.pair.prefill if is_prefill else self.pair.decode
         name = pick.candidate.endpoint.name
-        forward.forward_refusal(self.exchange, self.context.client, refused, name)
+        engine_refusal.forward_refusal(self.exchange, self.context.client, refused, name)
 
     # The end
 

@@ -1,12 +1,12 @@
 """One attempt to serve a request at one endpoint: the request to the engine, and its answer.
 
 The gateway builds the request itself. It has a fixed path, its own length, the endpoint's key
-and some of the client's headers (headers.py). gateway/proxy/attempt_loop.py picks the endpoint.
+and some of the client's headers (engine_request_headers.py). gateway/proxy/attempt_loop.py picks
+the endpoint.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -16,7 +16,6 @@ from gateway.forwarding.engine_request_headers import engine_request_head
 from gateway.forwarding.response_headers import response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, Api
-from gateway.protocol.errors import response_not_found
 from gateway.protocol.request.call import Call
 from gateway.protocol.request.json_splice import shows_usage
 from gateway.protocol.request.multipart import form_type
@@ -28,24 +27,18 @@ from gateway.protocol.response.answer_events import (
     write_response,
 )
 from gateway.protocol.response.event_relay import EventRelay
-from gateway.protocol.response.relay import Relay, UpstreamError
+from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.resumable_relay import RecordedRelay
 from gateway.protocol.response.rewrite import ANY_NAME, ModelNameRewriter, versioned_name
 from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
 from gateway.protocol.response.transcript_relay import TranscriptRelay
-from gateway.protocol.upstream_error import MODEL_GONE
 from gateway.request_record import Exchange
 from kvtransfer.dialects import known_members
 from policies.routing_types import EngineKind
 
 # Local names: Enum attribute access is slow before Python 3.12.
 TRTLLM, OPENAI = EngineKind.TRTLLM, EngineKind.OPENAI
-# 4xx statuses about the gateway's key for the engine or the engine's queue, which the client cannot
-# fix.
-ENDPOINT_FAULTS = frozenset({401, 403, 407, 408, 429})
 _EVENT_WRITERS: Mapping[Api, EventWriter] = {MESSAGES: write_message, RESPONSES: write_response}
-# The error message of vLLM and SGLang for a model that they do not have.
-_MODEL_GONE = re.compile(rb"[Mm]odel .{1,256} (does not exist|not found)")
 
 
 def prepare(
@@ -151,53 +144,6 @@ def _accepted_members(api: Api, engine: EngineKind) -> frozenset[str] | None:
     if api is not CHAT and api is not COMPLETIONS:
         return None
     return known_members(engine, chat=api is CHAT)
-
-
-def settle_failure(
-    exchange: Exchange, client: Client, relay: Relay, reservation: Reservation
-) -> None:
-    """End a request whose answer is an error response, or a stream that ended with an error event.
-
-    Raises UpstreamError if the engine itself failed before the client received anything.
-    """
-    if relay.is_refused:
-        forward_refusal(exchange, client, relay, reservation.endpoint.name)
-    else:
-        exchange.set_interrupted("engine_error")
-        reservation.on_failed(UpstreamError("engine_error", "error event in the stream"))
-
-
-def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: str) -> None:
-    """Send an engine's 4xx or 501 response to the client, because the request caused the error.
-
-    Raises UpstreamError for other statuses.
-    """
-    status, stored = refusal_status(relay), exchange.stored_at
-    if status == 404 and stored is not None:
-        raise response_not_found(stored.response_id)
-    exchange.status, exchange.outcome, exchange.reason = status, "refused", "engine"
-    headers = [
-        ("x-request-id", exchange.id),
-        ("x-should-retry", "false"),
-        ("x-penstock-endpoint", endpoint),
-    ]
-    body = exchange.api.errors.from_engine(status, relay.refusal_body)
-    client.send_response(status, body, headers)
-
-
-def refusal_status(relay: Relay) -> int:
-    """Return the status of an engine's error response if the request caused the error.
-
-    Raises UpstreamError if the engine itself failed. A 501 is not a failure of the engine: it lacks
-    an API or a feature, which the model's other engines lack too.
-    """
-    status = relay.status
-    if status == 404 and _MODEL_GONE.search(relay.refusal_body):
-        raise UpstreamError(MODEL_GONE, "the engine no longer serves the requested model")
-    if (status != 501 and not 400 <= status < 500) or status in ENDPOINT_FAULTS:
-        wait_s = None if relay.head is None else relay.head.wait_s
-        raise UpstreamError(f"status_{status}", f"the engine answered {status}", wait_s=wait_s)
-    return status
 
 
 def new_recorded_relay(

@@ -32,7 +32,7 @@ from gateway.config import Resume
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.reservation import Reservation
 from gateway.fleet.speed_monitor import hardware_key
-from gateway.forwarding import forward
+from gateway.forwarding import engine_refusal, forward
 from gateway.http.client_interface import Client
 from gateway.http.upstream import UpstreamConnection
 from gateway.protocol.upstream_error import UpstreamError
@@ -227,7 +227,9 @@ class Race:
             try:
                 await self._task
                 if self._relay.is_refused or self._relay.has_error_event:
-                    forward.settle_failure(self._exchange, self._client, self._relay, reservation)
+                    engine_refusal.settle_failure(
+                        self._exchange, self._client, self._relay, reservation
+                    )
                 else:
                     self._exchange.status = 200
                     reservation.on_served(self._relay.usage)

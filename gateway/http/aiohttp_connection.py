@@ -36,6 +36,7 @@ from gateway.http.large_bodies import LARGE_BODY, JoinInTurn
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.api_table import API_PATHS, stored_api
 from gateway.protocol.errors import Failure, GatewayError, new_request_id
+from gateway.protocol.request.request_head import MAX_HEAD_BYTES
 
 ALLOWED_METHODS = frozenset({"POST"})
 SUPPORTED_VERSIONS = (HttpVersion11, HttpVersion10)  # aiohttp's parser also accepts 0.9 and 2.0
@@ -44,7 +45,6 @@ SUPPORTED_VERSIONS = (HttpVersion11, HttpVersion10)  # aiohttp's parser also acc
 MAX_URI_BYTES = 8190
 MAX_FIELD_BYTES = 8192
 MAX_HEADERS = 128
-MAX_HEAD_BYTES = 64 * 1024  # bytes of one request's head
 WEIGHT = 4  # a request takes about as long as four that FastConnection serves
 MAX_UNREAD = 64 * 1024  # bytes that may wait for the parser; the rest stays in the socket
 PARSER_SLICE = 16 * 1024  # bytes fed to the parser at once; its objects take several times as much

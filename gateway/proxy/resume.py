@@ -11,7 +11,7 @@ from functools import partial
 
 from gateway.config import Resume
 from gateway.fleet.reservation import Reservation
-from gateway.forwarding import forward
+from gateway.forwarding import engine_refusal, forward
 from gateway.forwarding.engine_request_headers import engine_request_head
 from gateway.forwarding.response_headers import response_headers
 from gateway.http.client_interface import Client
@@ -250,7 +250,7 @@ class RestPlan:
         finally:
             self._relay.add_rest(relay, ledger.usage)
         if relay.is_refused:
-            return f"status_{forward.refusal_status(relay)}"
+            return f"status_{engine_refusal.refusal_status(relay)}"
         reservation.on_served(relay.usage)
         return RESUMED
 

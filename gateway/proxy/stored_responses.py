@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from gateway.disagg.internal_answer import InternalAnswer
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.model_alias_lookup import find
-from gateway.forwarding import forward
+from gateway.forwarding import engine_refusal, forward
 from gateway.forwarding.engine_request_headers import engine_request_head
 from gateway.forwarding.response_headers import response_headers
 from gateway.http.client_interface import Client
@@ -161,7 +161,7 @@ async def _send(exchange: Exchange, client: Client, live: LiveEndpoint, relay: R
     exchange.sent_at = monotonic()
     await live.upstream.send(head, _Bytes(b""), relay, client)
     if relay.is_refused:
-        forward.forward_refusal(exchange, client, relay, stored.endpoint)
+        engine_refusal.forward_refusal(exchange, client, relay, stored.endpoint)
     else:
         exchange.status = 200
 

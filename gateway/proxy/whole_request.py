@@ -8,7 +8,7 @@ from time import monotonic
 from msgspec.structs import replace
 
 from gateway.fleet.reservation import Reservation
-from gateway.forwarding.forward import settle_failure
+from gateway.forwarding.engine_refusal import settle_failure
 from gateway.forwarding.hedge import OVERTAKEN
 from gateway.http.client_interface import Client
 from gateway.protocol.request.call import Call

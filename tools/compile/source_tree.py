@@ -61,7 +61,7 @@ OFF_PATH = (
     *_modules("gateway/http", "aiohttp_connection client_body_reader client_interface"),
     *_modules("gateway/http", "connect_errors head_errors health_api"),
     *_modules("gateway/http", "api_application listener_sockets outgoing_tls socket_send"),
-    *_modules("gateway/http", "tls_listener"),
+    *_modules("gateway/http", "tls_listener url_errors"),
     *_modules("gateway/metrics", "auto_metrics catalogue drift_metrics exposition labels"),
     *_modules("gateway/metrics", "mirror_metrics process_metrics quantile_sketch runtime_gauges"),
     *_modules("gateway/metrics", "trial_metrics"),

@@ -14,9 +14,10 @@ from gateway.protocol.api_table import API_PATHS, Api
 from gateway.protocol.byte_scan import body_span, whole_body
 from gateway.protocol.request.service_level_headers import HeaderFields
 
-MAX_HEAD_BYTES = 8 * 1024  # bytes; the full parser handles, and if necessary refuses, longer ones
+# Heads with more bytes are read, and if necessary refused, by aiohttp_connection.py.
+MAX_FAST_HEAD_BYTES = 8 * 1024
 MAX_FIELDS = 64
-MAX_PARTIAL_HEAD = 64 * 1024  # bytes; applies to heads of all kinds
+MAX_HEAD_BYTES = 64 * 1024  # bytes; applies to heads of all kinds
 
 # The pattern rejects blanks before a colon or at the end of a line, bytes outside printable ASCII,
 # continuation lines, bare CR or LF. Each byte can match only one part, so matching takes linear
@@ -94,7 +95,7 @@ def remains_partial_head(head: bytes, data: bytes) -> bool:
 
     Only `data` is searched, so that a head that arrives in many pieces takes little time.
     """
-    if len(head) + len(data) > MAX_PARTIAL_HEAD:
+    if len(head) + len(data) > MAX_HEAD_BYTES:
         return False
     if _END in head[-3:] + data:
         return False
@@ -108,7 +109,7 @@ def read_head(data: bytes, offset: int) -> RequestHead | None:
     if the full parser has to parse it.
     """
     # Without its end, matching a head takes longest: it gives back each value byte by byte.
-    end = data.find(_END, offset, offset + MAX_HEAD_BYTES)
+    end = data.find(_END, offset, offset + MAX_FAST_HEAD_BYTES)
     if end < 0:
         return None
     match = _HEAD.match(data, offset, end + len(_END))

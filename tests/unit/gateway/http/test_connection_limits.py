@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from gateway.config import Limits
 from gateway.http import connection_limits
-from gateway.http.aiohttp_connection import MAX_HEAD_BYTES, PARSER_SLICE, AiohttpConnection
+from gateway.http.aiohttp_connection import PARSER_SLICE, AiohttpConnection
 from gateway.http.client_connection import ClientConnection
 from gateway.http.connection_limits import ENDED_AT_ONCE, SWEPT_AT_ONCE, ClientConnections
 from gateway.http.fast_connection import MAX_UNREAD, FastConnection
 from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.request.request_head import MAX_HEAD_BYTES
 from gateway.util.client_networks import Networks
 from tests.replaced import stand_in
 from tests.unit.gateway.http.connection_harness import (

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from gateway.protocol.api_table import API_PATHS
 from gateway.protocol.request import request_head
 from gateway.protocol.request.request_head import (
+    MAX_FAST_HEAD_BYTES,
     MAX_HEAD_BYTES,
-    MAX_PARTIAL_HEAD,
     is_partial_head,
     read_head,
     remains_partial_head,
@@ -167,7 +167,7 @@ def test_every_prefix_of_an_ordinary_head_is_recognised(
 
 @pytest.mark.parametrize(
     "text",
-    [b"\x16\x03", b"\r\nGET", b"GET / HTTP/1.1\nHost", b"get", b"", b"A" * (MAX_PARTIAL_HEAD + 1)],
+    [b"\x16\x03", b"\r\nGET", b"GET / HTTP/1.1\nHost", b"get", b"", b"A" * (MAX_HEAD_BYTES + 1)],
 )
 def test_an_invalid_beginning_is_no_partial_head(text: bytes) -> None:
     assert not is_partial_head(text)
@@ -222,9 +222,9 @@ def test_heads_in_any_order_have_the_span_that_a_pattern_finds(
 
 def test_a_head_longer_than_the_limit_is_not_ordinary() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 7\r\nX-A: %b\r\n\r\n"
-    assert read_head(head % (b"a" * (MAX_HEAD_BYTES - len(head) + 2)), 0) is not None
-    assert read_head(head % (b"a" * (MAX_HEAD_BYTES - len(head) + 3)), 0) is None
-    assert is_partial_head(head[:-4] % (b"a" * MAX_HEAD_BYTES))
+    assert read_head(head % (b"a" * (MAX_FAST_HEAD_BYTES - len(head) + 2)), 0) is not None
+    assert read_head(head % (b"a" * (MAX_FAST_HEAD_BYTES - len(head) + 3)), 0) is None
+    assert is_partial_head(head[:-4] % (b"a" * MAX_FAST_HEAD_BYTES))
 
 
 def test_a_head_without_its_end_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
