@@ -12,6 +12,7 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from gateway.config import Config
+from gateway.http.connect_errors import is_process_error
 
 CONNECT_S = 1.0
 MAX_CONNECTS = 64
@@ -59,8 +60,9 @@ async def _connects(url: str) -> bool:
     try:
         async with asyncio.timeout(CONNECT_S):
             _, writer = await asyncio.open_connection(parts.hostname, port)
-    except (OSError, TimeoutError):
-        return False
+    except (OSError, TimeoutError) as error:
+        # Without descriptors in this process, nothing is known of the endpoint.
+        return is_process_error(error)
     writer.close()
     with suppress(OSError):
         await writer.wait_closed()

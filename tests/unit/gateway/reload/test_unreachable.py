@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
+from gateway.reload import reachability
 from tests.ports import free_port
 from tests.unit.gateway.reload.running import Running, running
 from tests.virtual_time import VIRTUAL_TIME
@@ -39,6 +41,17 @@ async def test_a_change_to_endpoints_that_all_refuse_connections_is_refused_with
         assert "none of its endpoints accepts a connection" in problem["message"]
         assert harness.app.gateway.snapshot is before
         assert await harness.ask() == "ok"
+
+
+async def test_without_descriptors_nothing_is_known_of_whether_endpoints_are_reachable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def open_connection(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    assert not await reachability._any_reachable([closed_url()])
+    monkeypatch.setattr(asyncio, "open_connection", open_connection)
+    assert await reachability._any_reachable([closed_url()])
 
 
 async def test_one_reachable_endpoint_is_enough(tmp_path: Path) -> None:
