@@ -270,6 +270,7 @@ class LegRequests:
         )
         if call.request.stream:
             relay.event_writer = chunk_writer(self._members)
+            relay.asked_at = exchange.accepted_at
         return relay
 
     def note_usage(self, usage: TokenUsage) -> None:

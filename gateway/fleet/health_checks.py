@@ -40,6 +40,7 @@ from gateway.fleet.speed_recovery import SpeedRecovery, is_ejected_as_slow
 from gateway.http.poll_client import PollClient
 from gateway.protocol.api_table import RESPONSES, api_paths
 from gateway.protocol.response.http_framing import FramingError
+from gateway.protocol.response.usage_and_error_search import client_error_status, find_error_body
 from gateway.protocol.response_store_probe import shows_store, store_request
 from gateway.protocol.translate.translation_table import TRANSLATIONS
 from kvtransfer.dialects import standalone_members
@@ -397,6 +398,7 @@ class HealthChecker:
         self, live: LiveEndpoint, timeout_s: float, members: dict[str, object]
     ) -> int | None:
         # Request a completion with these members; return its status, or None without an answer.
+        # An error with status 200 counts by its code.
         #
         # No model of the engine is known, so nothing is sent to it: None. Raises NotSentError.
         model = _model_of(live)
@@ -406,12 +408,12 @@ class HealthChecker:
         if live.endpoint.role is not Role.BOTH:
             body |= standalone_members(live.endpoint.engine)
         try:
-            status, _ = await self._fetch(live, "/v1/completions", timeout_s, METRICS_LIMIT, body)
+            answer = await self._fetch(live, "/v1/completions", timeout_s, METRICS_LIMIT, body)
         except PROBE_ERRORS as error:
             if is_not_sent(error):
                 raise NotSentError(str(error)) from None
             return None
-        return status
+        return completion_status(*answer)
 
     async def _scrape(self, live: LiveEndpoint) -> None:
         path = ENGINE_TRAITS[live.endpoint.engine].metrics_path
@@ -449,8 +451,8 @@ class HealthChecker:
             if 400 <= status < 500 and status != RATE_LIMITED:
                 _report_unreadable_list(live, f"the engine answered {status}")
             return
-        live.models_at, live.has_bad_list = monotonic(), False
-        if (names, status == 200) != (live.models, live.has_list):
+        is_first, live.models_at, live.has_bad_list = live.models_at is None, monotonic(), False
+        if is_first or (names, status == 200) != (live.models, live.has_list):
             live.models, live.has_list = names, status == 200
             self._model_lists.on_changed()
         if not live.api_paths:
@@ -545,6 +547,14 @@ def _report_unreadable_list(live: LiveEndpoint, reason: str) -> None:
             MODELS_PATH,
             reason,
         )
+
+
+def completion_status(status: int, body: bytes) -> int:
+    """Return the status of an engine's answer, or that of an error sent with status 200."""
+    error = find_error_body(body) if status == 200 else None
+    if error is None:
+        return status
+    return client_error_status(body, error) or 500
 
 
 def _model_of(live: LiveEndpoint) -> str | None:

@@ -75,6 +75,7 @@ def prepare(
     )
     if call.request.stream:
         relay.event_writer = chunk_writer(call.members)
+        relay.asked_at = exchange.accepted_at
     start = reservation.upstream.request_head(call.api.path)
     head = engine_request_head(start, exchange, client.headers, len(body.body), endpoint.name)
     return head, body, relay
@@ -119,9 +120,11 @@ def _prepare_special(
     is_http_1_0 = client.is_http_1_0
     if api.grammar is None:
         relay: Relay = TranscriptRelay(headers, on_first, is_http_1_0, rewriter, gaps)
+        relay.asked_at = exchange.accepted_at
     else:
         grammar, errors = api.grammar, api.errors
         relay = EventRelay(headers, on_first, is_http_1_0, rewriter, gaps, grammar, errors)
+        relay.asked_at = exchange.accepted_at
         if body.request.stream:
             relay.event_writer = _EVENT_WRITERS.get(api)
     if exchange.response_ids is not None:

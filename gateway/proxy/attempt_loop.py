@@ -18,8 +18,8 @@ from typing import Protocol, TypeVar
 
 from gateway.http.client_interface import Client
 from gateway.protocol.errors import Failure, GatewayError, shutting_down
-from gateway.protocol.response.relay import SHUTDOWN, UpstreamError
-from gateway.protocol.upstream_error import MODEL_GONE
+from gateway.protocol.response.relay import UpstreamError
+from gateway.protocol.upstream_error import MODEL_GONE, SHUTDOWN
 from gateway.proxy.context_length import is_too_long, too_long_error
 from gateway.request_record import Exchange
 from gateway.route import Gateway, Route

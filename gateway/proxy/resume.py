@@ -19,10 +19,11 @@ from gateway.protocol.api_table import COMPLETIONS
 from gateway.protocol.request.call import Call
 from gateway.protocol.response.answer_events import write_chunks_with_usage
 from gateway.protocol.response.http_framing import LAST_CHUNK, encode_chunk
-from gateway.protocol.response.relay import SHUTDOWN, Relay, UpstreamError
+from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.resumable_relay import ContinuationRelay, RecordedRelay
 from gateway.protocol.response.resume_eligibility import call_with_token_ids, continuation_terms
 from gateway.protocol.response.token_ledger import DIVERGED, Ledger, LedgerRecorder
+from gateway.protocol.upstream_error import SHUTDOWN
 from gateway.proxy.attempt_loop import attempts, end_stream_with_error
 from gateway.request_record import Exchange
 from gateway.route import Gateway, Route

@@ -178,7 +178,9 @@ def _relay(gateway: Gateway, exchange: Exchange, client: Client, live: LiveEndpo
         rewriter = forward.new_rewriter(live.endpoint.engine, RESPONSES, served, stored.model)
     headers = response_headers(exchange, client, stored.endpoint)
     grammar, errors = RESPONSES.grammar, RESPONSES.errors
-    return EventRelay(headers, None, client.is_http_1_0, rewriter, None, grammar, errors)
+    relay = EventRelay(headers, None, client.is_http_1_0, rewriter, None, grammar, errors)
+    relay.asked_at = exchange.accepted_at
+    return relay
 
 
 async def _keeps_responses(gateway: Gateway, live: LiveEndpoint, model: str) -> bool:

@@ -71,7 +71,7 @@ class HeldAnswer:
         self._may_begin_blank = may_begin_blank
         self.data, self.payload = bytearray(), bytearray()
 
-    def is_overdue(self, now: float) -> bool:
+    def is_overdue(self, now: float, asked_at: float | None) -> bool:
         """Return False: the client cannot use a part of the answer."""
         return False
 

@@ -6,6 +6,7 @@ are scanned. Only a piece that ends a long event is scanned with that whole even
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from gateway.protocol.python_byte_scan import ERROR_NAME, EVENT_MARKER
@@ -156,13 +157,16 @@ class PayloadScan:
             self._finish_payload = payload
             if self.choice_count > 1:
                 self._finished_choices |= find_finished_choices(payload)
-        if payload.find(ERROR_NAME) >= 0 and ERROR_EVENT_PATTERN.search(payload):
-            self.has_error_event = True
+        if payload.find(ERROR_NAME) >= 0 and (error := ERROR_EVENT_PATTERN.search(payload)):
+            self._note_error_event(error)
         self._last_payload = payload
         if payload.find(DONE_MARKER) >= 0 and has_done_marker(payload):
             self._has_done_marker = True
         if not payload.endswith(EVENT_ENDS):
             self._keep_partial_event(payload)
+
+    def _note_error_event(self, event: re.Match[bytes]) -> None:
+        self.has_error_event = True
 
     def _find_token(self, payload: bytes, now: float) -> None:
         if TOKEN_PATTERN.search(payload):

@@ -45,9 +45,9 @@ from gateway.protocol.response.usage_and_error_search import (
     find_finished_choices,
     find_leading_error,
     finish_reason_marker,
+    is_flat_error,
 )
 from gateway.protocol.translate.translator import AnswerTranslator
-from gateway.protocol.upstream_error import SHUTDOWN as SHUTDOWN
 from gateway.protocol.upstream_error import UpstreamError as UpstreamError
 
 MAX_ERROR_BYTES = 64 * 1024 * 1024  # bytes of an error body; engines repeat a bad request in it
@@ -61,27 +61,22 @@ read_head, read_whole = _heads.read, _heads.read_whole
 class Relay(PayloadScan):
     """Relays one response: pass the engine's bytes to feed(), and send the result to the client.
 
-    Some bytes cause more work than may be done at once. Then `state` is BEHIND, and feed() must be
-    called with b"" in a later iteration of the event loop.
-
     Set by the caller:
 
     own_headers       the gateway's header fields, each ending in CRLF, without framing
     on_first_token    called once, at the first generated token
     is_http_1_0       whether the client cannot read chunks; it gets the bare body, then a close
-    hold_until_token  whether a stream is held back until its first token, because engines send an
-                      event with the role before it
+    hold_until_token  whether a stream is held back until its first token, not its first event
     chunk_gaps        histogram of the times between chunks in seconds, or None
     rewriter          replaces the engine's model name by the client's; None if they are equal
     translator        translates the payload to the client's API; None if the engine has that API
     choice_count      number of choices that the client requested; each ends with a finish reason
-    event_writer      turns a whole answer into the events of a stream; None if the client requested
-                      no stream
+    event_writer      turns a whole answer into the events of a stream; None if none is requested
+    asked_at          monotonic time at which the client requested the stream; may be unset
 
     Results, with times as given to feed() or None:
 
-    is_committed     whether bytes of the body have been returned for the client, so that no retry
-                     is possible
+    is_committed     whether bytes of the body were returned for the client: no retry is possible
     has_error_event  whether the stream ended with an error event, of the engine or of the gateway
     is_converted     whether the engine sent a whole answer in place of a stream
     is_refused       whether the engine's `status` is not 2xx, or the stream began with an error
@@ -94,8 +89,9 @@ class Relay(PayloadScan):
         *("_unprocessed", "bytes_sent", "chunk_gaps", "event_writer", "first_byte_at", "head"),
         *("hold_until_token", "is_committed", "is_converted", "is_http_1_0", "is_refused"),
         *("last_data_at", "own_headers", "refusal_body", "rewriter", "state", "status"),
-        "translator",
+        *("asked_at", "translator"),
     )
+    asked_at: float | None  # not set by __init__(), which runs for each request
 
     def __init__(
         self,
@@ -126,8 +122,7 @@ class Relay(PayloadScan):
         self.refusal_body = b""
         self._body: ResponseBody = NOT_STARTED
         self._partial_head: PartialHead | None = None
-        # Bytes held back from the client: first events that may still be an error, or an incomplete
-        # JSON answer.
+        # Held back from the client: events that may still be an error, or a part of a JSON answer.
         self._held_start: RetryableStart | HeldAnswer | None = None
 
     @property
@@ -150,8 +145,9 @@ class Relay(PayloadScan):
     def feed(self, data: bytes, now: float) -> bytes:
         """Process bytes from the engine, and return bytes for the client.
 
-        In the state BEHIND, pass b"" to process more of the bytes received before. Other bytes make
-        the relay process all of these first. `now` is in monotonic seconds.
+        If they cause more work than may be done at once, `state` is BEHIND. Then b"", in a later
+        iteration of the event loop, makes the relay process more of them, and other bytes make it
+        process all of them first. `now` is in monotonic seconds.
 
         Raises UpstreamError if the response is malformed or broken.
         """
@@ -186,6 +182,13 @@ class Relay(PayloadScan):
             data = self._finish_body(data)
         self.bytes_sent += len(data)
         return data
+
+    def _note_error_event(self, event: re.Match[bytes]) -> None:
+        if is_flat_error(event):  # nothing of this read is forwarded
+            is_cut = not self._last_payload.endswith(b"\n")
+            self._is_torn = is_cut or not (self._must_reframe or self._body.was_at_boundary)
+            raise UpstreamError("engine_error", "the engine sent an error event")
+        super()._note_error_event(event)
 
     def _scan_whole_chunks(self, chunks: ChunkedBody, data: bytes, now: float) -> bool:
         # Scan `data` if it consists of whole chunks, in the usual form; return whether it does.
@@ -268,7 +271,7 @@ class Relay(PayloadScan):
 
     @property
     def _is_done_sent(self) -> bool:
-        # Return whether the client has received the event [DONE], after which nothing may follow.
+        # After the event [DONE] nothing may follow.
         return self._has_done_marker
 
     def _begin(self, data: bytes, now: float) -> bytes:
@@ -331,7 +334,7 @@ class Relay(PayloadScan):
         return self._commit(data, now)
 
     def _hold_or_commit(self, held: RetryableStart | HeldAnswer, data: bytes, now: float) -> bytes:
-        if held.is_undecided(data) and not held.is_overdue(now):
+        if held.is_undecided(data) and not held.is_overdue(now, getattr(self, "asked_at", None)):
             self._held_start, self.last_data_at = held, now
             return b""
         if isinstance(held, HeldAnswer) and held.is_complete:
@@ -354,8 +357,7 @@ class Relay(PayloadScan):
         self._usage_payload = self._finish_payload = bytes(held.payload)
         return self._commit(data, now)
 
-    # Methods that depend on the stream's event format. event_relay.py overrides them.
-
+    # These methods depend on the stream's event format. event_relay.py overrides them.
     def _new_held_start(self) -> RetryableStart:
         return HeldChunks(self.hold_until_token)
 
@@ -422,10 +424,8 @@ class Relay(PayloadScan):
         # Treat an error at the start of a stream, or of a body, as an error response.
         #
         # Raises UpstreamError if the request did not cause the error.
-        if self._is_sse:
-            status = self._leading_error_status(data, error)
-        else:
-            status = client_error_status(data, error)
+        find_status = self._leading_error_status if self._is_sse else client_error_status
+        status = find_status(data, error)
         if status is None:
             raise UpstreamError("engine_error", "the engine sent an error event or body")
         self.is_refused, self.status, self.state = True, status, REFUSED
@@ -441,7 +441,7 @@ class Relay(PayloadScan):
         if self._is_sse:
             self._reason_marker = finish_reason_marker(data)
         self.first_byte_at = now
-        # Call the callback last. It releases the request, which a retry needs if feed() raises.
+        # Called last: it releases the request, which a retry needs if feed() raises.
         on_first, self.on_first_token = self.on_first_token, None
         head = self._client_head()
         self.bytes_sent += len(head)

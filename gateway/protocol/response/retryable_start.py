@@ -63,10 +63,11 @@ class RetryableStart(ABC):
     data  the bytes received so far, with chunk framing
     """
 
-    __slots__ = ("_error_end", "data")
+    __slots__ = ("_error_end", "_since", "data")
 
     def __init__(self) -> None:
         self.data = bytearray()
+        self._since: float | None = None
         self._error_end = -1  # where the first bytes of an error event end; -1 without one
 
     def is_undecided(self, piece: bytes) -> bool:
@@ -85,12 +86,17 @@ class RetryableStart(ABC):
         is_whole = any(self.data.find(end, start) >= 0 for end in EVENT_ENDS)
         return len(self.data) < MAX_LEADING_ERROR and not (is_whole or self._has_ended)
 
-    def is_overdue(self, now: float) -> bool:
+    def is_overdue(self, now: float, asked_at: float | None) -> bool:
         """Return whether the client must get what is held back, because it has waited too long.
 
-        `now` is in monotonic seconds.
+        Comments and events that come for a long time must keep the client's connection alive.
+
+        now       the time, in monotonic seconds
+        asked_at  when the client's request came, or None: the first call counts instead
         """
-        return False
+        if self._since is None:
+            self._since = now if asked_at is None else asked_at
+        return now - self._since >= MAX_COMMENTS_S
 
     @property
     def _has_ended(self) -> bool:
@@ -122,7 +128,6 @@ class HeldChunks(RetryableStart):
 
     __slots__ = (
         *("_begins_with_comment", "_data_at", "_event_count", "_hold_until_token", "_limit"),
-        "_since",
     )
 
     def __init__(self, hold_until_token: bool) -> None:
@@ -130,17 +135,13 @@ class HeldChunks(RetryableStart):
         self._hold_until_token = hold_until_token
         self._begins_with_comment = False
         self._data_at = -1  # where the first line with data begins
-        self._since: float | None = None
         self._event_count = 0
         self._limit = MAX_HELD_BYTES
 
-    def is_overdue(self, now: float) -> bool:
-        # Comments that come for a long time must keep the client's connection alive.
-        if not self._begins_with_comment or self._data_at >= 0:
-            return False
-        if self._since is None:
-            self._since = now
-        return now - self._since >= MAX_COMMENTS_S
+    def is_overdue(self, now: float, asked_at: float | None) -> bool:
+        """Return whether comments are held back too long; an event that has begun will end soon."""
+        holds_comments = self._begins_with_comment and self._data_at < 0
+        return holds_comments and super().is_overdue(now, asked_at)
 
     def _find_error(self, start: int) -> int:
         end = len(self.data) if self._hold_until_token else leading_error_end(self.data)

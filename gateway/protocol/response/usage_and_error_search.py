@@ -32,10 +32,11 @@ MAX_FIRST_EVENT    bytes until the stream must show whether it begins with an er
 MAX_LEADING_ERROR  bytes of such an error; larger because engines repeat a bad request in it
 """
 MAX_COMMENTS_S = 20.0
-"""How many seconds a stream is held back that has sent only comments, such as `: ping`.
+"""For how many seconds after the client's request comments before the first event are held back.
 
-Another engine can serve the request until then. Afterwards the comments are passed on, because
-proxies close connections on which nothing is sent for a minute.
+Another engine can serve the request until then. Afterwards comments, such as `: ping`, are passed
+on as they come, because proxies close connections on which nothing is sent for a minute. The same
+holds for named events that show no work of the engine.
 """
 DATA_LINE = b"\ndata:"  # after the size of a chunk or another line
 MAX_REFUSAL_BYTES = 64 * 1024
@@ -55,12 +56,18 @@ PROMPT_IDS      the JSON name of the list of ids
 # reads is searched from that many bytes before each read.
 _BLANKS = rb"\s{0,64}"
 LONGEST_MATCH = 160
+# Older releases of vLLM, SGLang and TensorRT-LLM send the members of an error without the object
+# `error` around them, after this one.
+_FLAT_ERROR = rb'"object":\s{0,4}"error"'
 # Begins with a fixed text, which `re` searches for quickly, and then looks back for a line break.
-ERROR_EVENT_PATTERN = re.compile(rb'data:(?<![^\n]data:)%b\{%b"error"' % (_BLANKS, _BLANKS))
+ERROR_EVENT_PATTERN = re.compile(
+    rb'data:(?<![^\n]data:)%b\{%b(?:"error"|%b)' % (_BLANKS, _BLANKS, _FLAT_ERROR)
+)
 # In a chunked body a size line may come first.
 _ERROR_BODY = re.compile(
-    rb'(?:[0-9a-fA-F]{1,15}[^\r\n]{0,64}\r\n)?%b\{%b"error"%b:%b(?!null)'
-    % (_BLANKS, _BLANKS, _BLANKS, _BLANKS)
+    rb"(?:[0-9a-fA-F]{1,15}[^\r\n]{0,64}\r\n)?%b\{%b"
+    rb'(?:"error"%b:%b(?!null)|%b|"type":\s{0,4}"error")'  # the last one in Anthropic's API
+    % (_BLANKS, _BLANKS, _BLANKS, _BLANKS, _FLAT_ERROR)
 )
 _ERROR_BODY_BYTES = 64
 TOKEN_PATTERN = re.compile(
@@ -226,6 +233,11 @@ def client_error_status(events: bytes, error: re.Match[bytes]) -> int | None:
         else _CODE.search(events, error.start())
     )
     return None if code is None else int(code[1])
+
+
+def is_flat_error(event: re.Match[bytes]) -> bool:
+    """Return whether an error event lacks the member `error`, without which SDKs overlook it."""
+    return event[0].find(b'"object"') >= 0
 
 
 def has_done_marker(events: bytes) -> bool:

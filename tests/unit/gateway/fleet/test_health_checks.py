@@ -290,16 +290,26 @@ async def _stalled(
         yield watcher, live
 
 
-@pytest.mark.parametrize(("status", "is_stalled"), [(200, False), (400, False), (500, True)])
+@pytest.mark.parametrize(
+    ("status", "answer", "is_stalled"),
+    [
+        (200, {}, False),
+        (200, {"object": "error", "message": "too long", "code": 400}, False),
+        (200, {"object": "error", "message": "dead", "code": 500}, True),
+        (200, {"error": "dead"}, True),
+        (400, {}, False),
+        (500, {}, True),
+    ],
+)
 async def test_a_test_token_is_requested_at_the_addresses_that_requests_use(
-    monkeypatch: pytest.MonkeyPatch, status: int, is_stalled: bool
+    monkeypatch: pytest.MonkeyPatch, status: int, answer: dict[str, object], is_stalled: bool
 ) -> None:
     async def look_up(host: str, port: int) -> Sequence[Address]:
         return [(socket.AF_INET, ("127.0.0.1", port))]
 
     async def complete(request: web.Request) -> web.Response:
         assert await request.json() == {"model": "m", "prompt": "1", "max_tokens": 1}
-        return web.json_response({}, status=status)
+        return web.json_response(answer, status=status)
 
     engine = web.Application()
     engine.router.add_post("/v1/completions", complete)

@@ -100,12 +100,14 @@ def test_a_long_error_body_is_truncated_and_an_endless_one_is_a_failure() -> Non
     st.lists(st.integers(1, 300), max_size=8),
     CUTS,
     st.sampled_from(["\n\n", "\r\n\r\n"]),
+    st.booleans(),
 )
 def test_a_client_error_at_the_start_of_a_stream_is_a_refusal(
-    message: str, sizes: list[int], cuts: list[int], end: str
+    message: str, sizes: list[int], cuts: list[int], end: str, is_flat: bool
 ) -> None:
     # SGLang and vLLM send status 200 before they have checked all of a request.
-    error = json.dumps({"error": {"message": message, "type": "BadRequestError", "code": 400}})
+    members = {"message": message, "type": "BadRequestError", "code": 400}
+    error = json.dumps({"object": "error", **members} if is_flat else {"error": members})
     events = f"data: {error}{end}{DONE}".encode()
     wire = HEAD + chunked(events, [len(error) + 6 + len(end), *sizes])
     relay = Relay(OWN_HEADERS)

@@ -10,6 +10,8 @@ import json
 
 import pytest
 
+from gateway.protocol.api_table import MESSAGES, RESPONSES, Api
+from gateway.protocol.response.event_relay import EventRelay
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import MAX_COMMENTS_S, MAX_FIRST_EVENT
 from tests.fair_time import PATIENCE_S
@@ -23,6 +25,7 @@ from tests.unit.gateway.disagg.scripted_engines import (
     decodes,
     split_gateway,
 )
+from tests.virtual_time import VIRTUAL_TIME
 
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 TOKEN = {  # an event so long that the gateway does not hold back the one after it
@@ -188,6 +191,34 @@ def test_comments_are_passed_on_after_a_while_to_keep_the_client_connected() -> 
     assert relay.feed(PING, 130.0) == PING
 
 
+def test_comments_are_held_back_from_the_request_on_and_not_from_the_first_comment() -> None:
+    relay = Relay(b"x-request-id: req_1\r\n")
+    relay.asked_at = 100.0
+    assert relay.feed(EVENTS, 100.1) == b""
+    assert relay.feed(PING, 99.0 + MAX_COMMENTS_S) == b""
+    assert relay.feed(PING, 100.0 + MAX_COMMENTS_S).endswith(b"\r\n\r\n" + 2 * PING)
+
+
+@pytest.mark.parametrize(
+    ("api", "beat"),
+    [
+        (MESSAGES, PING),
+        (MESSAGES, b'24\r\nevent: ping\ndata: {"type": "ping"}\n\n\r\n'),
+        (RESPONSES, PING),
+    ],
+)
+def test_named_events_without_work_are_held_back_no_longer_than_comments(
+    api: Api, beat: bytes
+) -> None:
+    assert api.grammar is not None
+    relay = EventRelay(b"", None, False, None, None, api.grammar, api.errors)
+    relay.asked_at = 100.0
+    assert relay.feed(EVENTS + beat, 101.0) == b""
+    assert relay.feed(beat, 99.0 + MAX_COMMENTS_S) == b""
+    assert relay.feed(beat, 100.0 + MAX_COMMENTS_S).endswith(b"\r\n\r\n" + 3 * beat)
+    assert relay.feed(beat, 101.0 + MAX_COMMENTS_S) == beat
+
+
 def test_a_comment_that_contains_the_word_of_a_data_line_is_a_comment() -> None:
     comment = b": metadata: x\n\n"
     relay = Relay(b"")
@@ -203,3 +234,30 @@ def test_a_comment_that_ends_in_a_time_does_not_look_like_the_end_of_the_stream(
         assert relay.feed(piece, 1.0) == b""
     begun = relay.feed(events(TOKEN), 2.0)
     assert begun.endswith(b"\r\n\r\n" + b"%x\r\n%b\r\n" % (len(comment), comment) + events(TOKEN))
+
+
+@VIRTUAL_TIME
+async def test_a_stream_of_comments_begins_twenty_seconds_after_its_request() -> None:
+    begun = list[float]()
+
+    async def sends_comments(request: EngineRequest) -> None:
+        await asyncio.sleep(15.0)
+        request.writer.write(EVENTS + PING)
+        while not begun:
+            await asyncio.sleep(1.0)
+            request.writer.write(PING)
+        request.writer.write(events(TOKEN) + b"0\r\n\r\n")
+
+    models = [{"name": MODEL, "pool": "main"}]
+    sides = {"models": models, "retries": {"hedge": 0}, "health": {"progress": "600s"}}
+    async with split_gateway(
+        "vllm_nixl", [], [sends_comments], decode_role="both", **sides
+    ) as running:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        async with running.listen() as stream:
+            await stream.readline()
+            begun.append(loop.time() - started)
+            await stream.read()
+        assert begun[0] == pytest.approx(MAX_COMMENTS_S, abs=1.5)
+        await running.at_rest()
