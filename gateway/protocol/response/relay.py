@@ -72,7 +72,7 @@ class Relay(PayloadScan):
     translator        translates the payload to the client's API; None if the engine has that API
     choice_count      number of choices that the client requested; each ends with a finish reason
     event_writer      turns a whole answer into the events of a stream; None if none is requested
-    asked_at          monotonic time at which the client requested the stream; may be unset
+    asked_at          monotonic time at which the client requested the stream, or None
 
     Results, with times as given to feed() or None:
 
@@ -91,7 +91,6 @@ class Relay(PayloadScan):
         *("last_data_at", "own_headers", "refusal_body", "rewriter", "state", "status"),
         *("asked_at", "translator"),
     )
-    asked_at: float | None  # not set by __init__(), which runs for each request
 
     def __init__(
         self,
@@ -117,6 +116,7 @@ class Relay(PayloadScan):
         self.event_writer: EventWriter | None = None
         self.is_committed = self.is_converted = self.is_refused = False
         self.bytes_sent = self.status = 0
+        self.asked_at: float | None = None
         self.first_byte_at: float | None = None
         self.last_data_at: float | None = None
         self.refusal_body = b""
@@ -334,7 +334,7 @@ class Relay(PayloadScan):
         return self._commit(data, now)
 
     def _hold_or_commit(self, held: RetryableStart | HeldAnswer, data: bytes, now: float) -> bytes:
-        if held.is_undecided(data) and not held.is_overdue(now, getattr(self, "asked_at", None)):
+        if held.is_undecided(data) and not held.is_overdue(now, self.asked_at):
             self._held_start, self.last_data_at = held, now
             return b""
         if isinstance(held, HeldAnswer) and held.is_complete:
