@@ -7,6 +7,8 @@ import json
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -14,6 +16,8 @@ import aiohttp
 from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
 from tests.fair_time import pace
 
+LONG_S = 600.0
+"""Maximum seconds of a request or a shutdown, which no test reaches."""
 CONFIG = """
 models: [{{name: demo-8b, pool: main}}]
 pools:
@@ -64,13 +68,16 @@ async def send_unstreamed(http: aiohttp.ClientSession, url: str, tokens: int) ->
 
 
 async def terminate_under_load(
-    gateway: GatewayProcess, streams: int, tokens: int, unstreamed: int = 0
+    gateway: GatewayProcess, streams: int, tokens: int, unstreamed: int, engines: list[str]
 ) -> Counter[str]:
     # Send SIGTERM while requests are open; return how many ended in which way.
+    #
+    # Engines that decode slowly because of a fault lose it when the gateway accepts no more
+    # connections.
     begun = asyncio.Semaphore(0)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
-        connector=connector, timeout=aiohttp.ClientTimeout(total=100 * pace())
+        connector=connector, timeout=aiohttp.ClientTimeout(total=LONG_S)
     ) as http:
         tasks = [
             asyncio.create_task(send_streamed(http, gateway.url, begun, tokens))
@@ -84,34 +91,57 @@ async def terminate_under_load(
             await begun.acquire()
         assert not any(task.done() for task in tasks)
         os.kill(gateway.pid, signal.SIGTERM)
-        state = ""
-        while state != "draining":
-            async with http.get(f"{gateway.admin_url}/readyz") as answer:
-                state = (await answer.text()).strip()
-        late = asyncio.create_task(send_streamed(http, gateway.url, begun, 1))
-        assert await late == "complete"  # the gateway still serves during its grace period
+        if engines:
+            await until_draining(http, gateway)
+            # The gateway still serves during its grace period.
+            assert await send_streamed(http, gateway.url, begun, 1) == "complete"
+            await until_closed(gateway)
+            assert not any(task.done() for task in tasks)
+            for engine in engines:
+                async with http.delete(f"{engine}/mock/fault") as answer:
+                    assert answer.status == 200
         return Counter(await asyncio.gather(*tasks))
 
 
-def results_of_sigterm(
-    folder: Path, speed: str, shutdown: str, streams: int, tokens: int, unstreamed: int = 0
-) -> Counter[str]:
+async def until_draining(http: aiohttp.ClientSession, gateway: GatewayProcess) -> None:
+    state = ""
+    while state != "draining":
+        async with http.get(f"{gateway.admin_url}/readyz") as answer:
+            state = (await answer.text()).strip()
+
+
+async def until_closed(gateway: GatewayProcess) -> None:
+    async with asyncio.timeout(LONG_S):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+            except ConnectionRefusedError:
+                return
+            writer.close()
+            await asyncio.sleep(0.05)
+
+
+@contextmanager
+def fleet(
+    folder: Path, grace: str, shutdown: str, *options: str
+) -> Iterator[tuple[GatewayProcess, list[str]]]:
     with (
-        mock_fleet("--speed", speed, "--max-num-seqs", "512") as urls,
-        gateway_process(
-            folder, CONFIG.format(*urls, grace=f"{2 * pace():.1f}s", shutdown=shutdown)
-        ) as gateway,
+        mock_fleet(*options, "--max-num-seqs", "512") as urls,
+        gateway_process(folder, CONFIG.format(*urls, grace=grace, shutdown=shutdown)) as gateway,
     ):
-        return asyncio.run(terminate_under_load(gateway, streams, tokens, unstreamed))
+        yield gateway, urls
 
 
 def test_no_open_stream_is_truncated(tmp_path: Path) -> None:
-    shutdown = f"{60 * pace():.0f}s"
-    # Slow mocks, so that no stream ends before the last one has begun.
-    counts = results_of_sigterm(tmp_path, "0.5", shutdown, streams=500, tokens=int(300 * pace()))
+    # Decoding is slow until the gateway accepts no more connections, so that no stream ends before.
+    options = "--speed", "2", "--fault", "slow:x=200:decode"
+    # A client without CPU would miss a short grace period.
+    with fleet(tmp_path, f"{3 * pace():.1f}s", f"{LONG_S:.0f}s", *options) as (gateway, urls):
+        counts = asyncio.run(terminate_under_load(gateway, 500, 300, 0, urls))
     assert counts == {"complete": 500}
 
 
 def test_requests_open_at_the_shutdown_limit_end_with_a_retryable_error(tmp_path: Path) -> None:
-    counts = results_of_sigterm(tmp_path, "0.25", "1s", streams=100, tokens=20_000, unstreamed=20)
+    with fleet(tmp_path, "100ms", "1s", "--speed", "0.25") as (gateway, _):
+        counts = asyncio.run(terminate_under_load(gateway, 100, 20_000, 20, []))
     assert counts == {"error_event": 100, "503 shutting_down true close": 20}
