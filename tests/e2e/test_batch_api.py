@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
 from tests.ports import free_port
 
 MODEL = "demo-8b"
-WITHIN_S = 60.0
+WITHIN_S = 180.0
 CONFIG = """
 models: [{{name: demo-8b, pool: main, resume: {{}}}}]
 pools: {{main: {{endpoints: [{{url: '{0}'}}, {{url: '{1}'}}]}}}}
@@ -41,7 +42,7 @@ class Setup(NamedTuple):
 
 
 def client(url: str, key: str) -> OpenAI:
-    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20)
+    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +340,9 @@ def test_the_folder_shows_no_tenant_name_and_no_key(setup: Setup) -> None:
     paths = [path for path in setup.folder.rglob("*") if path.is_file()]
     assert paths
     assert not [path for path in paths if "acme" in str(path.relative_to(setup.folder))]
-    assert not [path for path in paths if b"sk-acme" in path.read_bytes()]
+    for path in paths:
+        with suppress(FileNotFoundError):  # the gateway has deleted it by now
+            assert b"sk-acme" not in path.read_bytes()
 
 
 LIMITED = """

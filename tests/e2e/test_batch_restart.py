@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import openai
 import pytest
@@ -25,9 +26,12 @@ from mockgpu.mock_tokenizer import expected_text
 from tests.chaos.fleet_processes import MockProcess
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.e2e.test_batch_api import TOOL, chat, client, create, results, until, upload, wait
+from tests.fair_time import pace
 from tests.scraped import total
 
 LINES, TOKENS = 24, 60
+TOKENS_LONG = int(200 * pace())
+"""Tokens of an answer that has not ended when it is interrupted, even if tests get little CPU."""
 CONFIG = """
 models: [{{name: demo-8b, pool: main, resume: {{}}}}]
 pools: {{main: {{endpoints: [{{url: '{0}', max_concurrency: 8}}]}}}}
@@ -82,11 +86,15 @@ def test_a_killed_gateway_resumes_its_batch_and_repeats_no_finished_request(
     engine: MockProcess, tmp_path: Path
 ) -> None:
     config, asked = CONFIG.format(engine.url, tmp_path / "store"), lines()
+    for line in asked[:4]:
+        line["body"]["max_tokens"] = 4
+    set_fault(engine, "slow:x=20:decode")  # so that most requests have not ended at the kill
     with gateway_process(tmp_path, config) as running, client(running.url, "none") as sdk:
         batch_id = create(sdk, upload(sdk, asked)).id
         until(lambda: completed(sdk, batch_id) >= 4)
         os.kill(running.pid, signal.SIGKILL)
         running.wait()
+    set_fault(engine, "")
     at_kill = journal_results(tmp_path)
     assert 4 <= at_kill < LINES
     with gateway_process(tmp_path, config) as running, client(running.url, "none") as sdk:
@@ -98,6 +106,11 @@ def test_a_killed_gateway_resumes_its_batch_and_repeats_no_finished_request(
         assert not list((tmp_path / "store" / "open").iterdir())
 
 
+def set_fault(engine: MockProcess, spec: str) -> None:
+    body = json.dumps({"spec": spec}).encode()
+    urlopen(Request(f"{engine.url}/mock/fault", body, {"content-type": "application/json"})).close()
+
+
 def journal_results(folder: Path) -> int:
     (journal,) = (folder / "store").glob("batches/*/*/journal")
     return sum(b'"result"' in line for line in journal.read_bytes().splitlines())
@@ -106,7 +119,7 @@ def journal_results(folder: Path) -> int:
 def test_an_answer_that_gives_way_to_live_requests_continues_from_its_tokens(
     engine: MockProcess, tmp_path: Path
 ) -> None:
-    config, asked = CONFIG.format(engine.url, tmp_path / "store"), lines(8, 200)
+    config, asked = CONFIG.format(engine.url, tmp_path / "store"), lines(8, TOKENS_LONG)
     before = generated(engine)
     with gateway_process(tmp_path, config) as running, client(running.url, "none") as sdk:
         batch_id = create(sdk, upload(sdk, asked)).id
@@ -127,7 +140,7 @@ def test_an_answer_that_gives_way_to_live_requests_continues_from_its_tokens(
         assert total(metrics, "penstock_requests_total", **by_reason) == stopped
         assert total(metrics, "penstock_client_disconnects_total") == 0
         # At most a few tokens were on their way when a connection was closed.
-        extra = generated(engine) - before - 8 * 200 - live
+        extra = generated(engine) - before - 8 * TOKENS_LONG - live
         assert 0 <= extra <= 8 * kept
 
 
@@ -156,7 +169,10 @@ def test_requests_that_cannot_be_continued_start_again_and_are_counted(
     engine: MockProcess, tmp_path: Path, members: dict[str, Any]
 ) -> None:
     config = CONFIG.format(engine.url, tmp_path / "store")
-    asked = [chat(f"line-{at}", f"Question {at}?", max_tokens=200, **members) for at in range(8)]
+    number = range(8)
+    asked = [
+        chat(f"line-{at}", f"Question {at}?", max_tokens=TOKENS_LONG, **members) for at in number
+    ]
     with gateway_process(tmp_path, config) as running, client(running.url, "none") as sdk:
         batch_id = create(sdk, upload(sdk, asked)).id
         until(lambda: total(page(running.admin_url), "penstock_batch_running") == 8)
@@ -170,17 +186,20 @@ def test_requests_that_cannot_be_continued_start_again_and_are_counted(
         choices = found[line["custom_id"]]["response"]["body"]["choices"]
         texts = [choice["message"]["content"] for choice in choices]
         count = members.get("n", 1)
-        assert texts == [expected_text(line["body"], 200, choice) for choice in range(count)]
+        expected = [expected_text(line["body"], TOKENS_LONG, choice) for choice in range(count)]
+        assert texts == expected
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
 def test_a_cancelled_or_expired_batch_has_one_result_per_request(
     engine: MockProcess, tmp_path: Path, is_cancelled: bool
 ) -> None:
-    config, asked = CONFIG.format(engine.url, tmp_path / "store"), lines(60)
+    config, asked = CONFIG.format(engine.url, tmp_path / "store"), lines(60, int(60 * pace()))
+    for line in asked[:8]:
+        line["body"]["max_tokens"] = 4  # so that some requests end soon after the start
     with gateway_process(tmp_path, config) as running, client(running.url, "none") as sdk:
         file_id = upload(sdk, asked)
-        window = "24h" if is_cancelled else "3s"
+        window = "24h" if is_cancelled else f"{3 * pace():.0f}s"
         options: Any = {"input_file_id": file_id, "completion_window": window}
         batch_id = sdk.batches.create(endpoint="/v1/chat/completions", **options).id
         sdk.files.delete(file_id)  # the batch has its own link to the content
@@ -213,7 +232,10 @@ def test_a_batch_near_the_end_of_its_window_gets_places_in_a_pool_that_is_always
         endless_live_requests(running.url, 24),
     ):
         until(lambda: total(page(running.admin_url), "penstock_waiting") > 0)
-        options: Any = {"input_file_id": upload(sdk, asked), "completion_window": "12s"}
+        options: Any = {
+            "input_file_id": upload(sdk, asked),
+            "completion_window": f"{12 * pace():.0f}s",
+        }
         batch_id = sdk.batches.create(endpoint="/v1/chat/completions", **options).id
         until(lambda: schedule(sdk, batch_id) in ("hurried", "behind"))
         until(lambda: total(page(running.admin_url), "penstock_batch_reserved_places") >= 1)

@@ -19,7 +19,16 @@ from openai import OpenAI
 from tests.chaos.fleet_processes import MockProcess
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.e2e.test_batch_api import KEYS, client, create, results, until, upload, wait
-from tests.e2e.test_batch_restart import burst, check_texts, completed, generated, lines, page
+from tests.e2e.test_batch_restart import (
+    TOKENS_LONG,
+    burst,
+    check_texts,
+    completed,
+    generated,
+    lines,
+    page,
+)
+from tests.fair_time import pace
 from tests.ports import free_port
 from tests.s3_server import BUCKET, s3_process
 from tests.s3_server import KEYS as S3_KEYS
@@ -102,7 +111,7 @@ def owner_and_other(fleet: Fleet) -> tuple[GatewayProcess, GatewayProcess]:
 
 
 def test_a_batch_goes_to_another_gateway_when_its_owner_is_killed(fleet: Fleet) -> None:
-    asked = lines(64, 60)
+    asked = lines(64, int(60 * pace()))
     with client(fleet.gateways[0].url, "sk-acme") as sdk:
         batch_id = create(sdk, upload(sdk, asked)).id
         owner, other = owner_and_other(fleet)
@@ -123,7 +132,7 @@ def test_a_batch_goes_to_another_gateway_when_its_owner_is_killed(fleet: Fleet) 
 
 
 def test_kept_tokens_are_continued_by_the_gateway_that_takes_a_batch_over(fleet: Fleet) -> None:
-    asked = lines(8, 200)
+    asked = lines(8, TOKENS_LONG)
     before = generated(fleet.engine)
     with client(fleet.gateways[0].url, "sk-acme") as sdk:
         batch_id = create(sdk, upload(sdk, asked)).id
@@ -137,13 +146,13 @@ def test_kept_tokens_are_continued_by_the_gateway_that_takes_a_batch_over(fleet:
         with client(other.url, "sk-acme") as observer:
             ended = wait(observer, batch_id)
             check_texts(observer, ended.output_file_id, asked)
-        extra = generated(fleet.engine) - before - 8 * 200
+        extra = generated(fleet.engine) - before - 8 * TOKENS_LONG
         assert at_stop >= 8 * 40
-        assert 0 <= extra <= 8 * 8
+        assert 0 <= extra <= 8 * 8 * pace()
 
 
 def test_tokens_kept_in_the_journal_outlive_a_killed_owner(fleet: Fleet) -> None:
-    asked = lines(8, 200)
+    asked = lines(8, TOKENS_LONG)
     before = generated(fleet.engine)
     with client(fleet.gateways[0].url, "sk-acme") as sdk:
         batch_id = create(sdk, upload(sdk, asked)).id
@@ -162,9 +171,9 @@ def test_tokens_kept_in_the_journal_outlive_a_killed_owner(fleet: Fleet) -> None
         with client(other.url, "sk-acme") as observer:
             ended = wait(observer, batch_id)
             check_texts(observer, ended.output_file_id, asked)
-        repeated = generated(fleet.engine) - before - live - 8 * 200
+        repeated = generated(fleet.engine) - before - live - 8 * TOKENS_LONG
         # Tokens in the journal are not generated again; tokens after its last entry are.
-        assert repeated <= at_kill - tokens + 8 * 8
+        assert repeated <= at_kill - tokens + 8 * 8 * pace()
 
 
 def test_an_owner_that_hangs_does_no_harm_when_it_goes_on(fleet: Fleet) -> None:
@@ -249,7 +258,7 @@ def check_isolated(rival: OpenAI, file_id: str, batch_id: str) -> None:
 
 
 def test_a_batch_is_cancelled_through_the_gateway_that_does_not_own_it(fleet: Fleet) -> None:
-    asked = lines(60, 60)
+    asked = lines(60, int(60 * pace()))
     with client(fleet.gateways[0].url, "sk-acme") as sdk:
         batch_id = create(sdk, upload(sdk, asked)).id
     _, other = owner_and_other(fleet)

@@ -22,7 +22,7 @@ tenants: [{{name: acme, key: '${{ACME_KEY}}'}}, {{name: rival, key: '${{RIVAL_KE
 """
 ACME, RIVAL = "sk-acme-of-messages", "sk-rival-of-messages"
 PATH = "/v1/messages/batches"
-WITHIN_S = 60.0
+WITHIN_S = 180.0
 
 
 @pytest.fixture(scope="module", params=["native", "translated"])
