@@ -7,7 +7,7 @@ import socket
 from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 
 class Answer(NamedTuple):

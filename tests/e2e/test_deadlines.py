@@ -12,6 +12,8 @@ import re
 import socket
 import urllib.request
 from collections.abc import Iterator
+from math import inf
+from pathlib import Path
 from statistics import median
 from time import monotonic
 from typing import Any, NamedTuple
@@ -29,19 +31,15 @@ from tests.e2e.recording_engine import (
     RecordingEngine,
     recording_engine,
 )
-from tests.fair_time import PATIENCE_S, Stopwatch, once_within, pace
+from tests.fair_time import PATIENCE_S, TRIES, Stopwatch, once_within, pace
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 SWEEP_S = 0.25
 # time between two sweeps, and the delay of a sweep on a busy machine
 SLACK_S = SWEEP_S + 0.45 * pace()
-LIMITS = {
-    "headers_timeout": "300ms",
-    "body_timeout": "1900ms",
-    "body_min_rate": "1KiB",
-    "idle_timeout": "1200ms",
-    "slow_reader": "500ms",
-}
+# A client without CPU misses a short deadline. So it applies only to the tests of this deadline.
+STRICT = "{headers_timeout: 300ms, idle_timeout: 1200ms}"
+PATIENT = "{body_timeout: 1900ms, body_min_rate: 1KiB, slow_reader: 500ms}"
 CONFIG = """
 models: [{{name: demo, pool: main}}]
 pools:
@@ -80,10 +78,18 @@ class Setup(NamedTuple):
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    yield from start_gateway(tmp_path_factory.mktemp("patient"), PATIENT)
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    yield from start_gateway(tmp_path_factory.mktemp("strict"), STRICT)
+
+
+def start_gateway(folder: Path, limits: str) -> Iterator[Setup]:
     with recording_engine() as engine:
-        limits = "{" + ", ".join(f"{name}: {value}" for name, value in LIMITS.items()) + "}"
         config = CONFIG.format(url=engine.url, places=24, limits=limits)
-        with gateway_process(tmp_path_factory.mktemp("deadlines"), config) as running:
+        with gateway_process(folder, config) as running:
             yield Setup(running, engine)
             assert running.is_alive
             assert "Traceback" not in running.stderr_text, running.stderr_text
@@ -111,10 +117,10 @@ def drip(connection: RawConnection, data: bytes, every_s: float) -> None:
     connection.socket.settimeout(10)
 
 
-def test_a_silent_connection_is_closed_without_a_response(setup: Setup) -> None:
+def test_a_silent_connection_is_closed_without_a_response(strict: Setup) -> None:
     def closed_after_s() -> float:
-        took = setup.stopwatch()
-        with setup.connect() as connection:
+        took = strict.stopwatch()
+        with strict.connect() as connection:
             assert connection.is_closed()
             assert took.wall_s >= 0.3
             return took.fair_s
@@ -122,10 +128,10 @@ def test_a_silent_connection_is_closed_without_a_response(setup: Setup) -> None:
     once_within(0.3 + SLACK_S, closed_after_s)
 
 
-def test_headers_sent_byte_by_byte_are_refused_at_the_header_deadline(setup: Setup) -> None:
+def test_headers_sent_byte_by_byte_are_refused_at_the_header_deadline(strict: Setup) -> None:
     def cut_off_after_s() -> float:
-        with setup.connect() as connection:
-            took = setup.stopwatch()
+        took = strict.stopwatch()
+        with strict.connect() as connection:
             drip(
                 connection,
                 b"POST /v1/chat/completions HTTP/1.1\r\nX-Slow: " + b"a" * 1000,
@@ -145,10 +151,10 @@ def test_headers_sent_byte_by_byte_are_refused_at_the_header_deadline(setup: Set
 def test_a_body_below_the_minimum_rate_is_refused_before_the_body_deadline(setup: Setup) -> None:
     def refused_after_s() -> float:
         with setup.connect() as connection:
+            took = setup.stopwatch()
             connection.send(
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5000\r\n\r\n"
             )
-            took = setup.stopwatch()
             drip(connection, b" " * 5000, every_s=0.02)
             fair_s = took.fair_s
             assert took.wall_s >= 1.0
@@ -180,33 +186,45 @@ def test_a_partial_body_is_refused_at_the_body_deadline(setup: Setup) -> None:
 
 
 def test_a_connection_between_requests_ends_at_the_idle_deadline_not_the_header_one(
-    setup: Setup,
+    strict: Setup,
 ) -> None:
     def idle_for_s() -> float:
-        with setup.connect() as connection:
+        with strict.connect() as connection:
             for _ in range(2):
+                asked = strict.stopwatch()
                 connection.send(post(CHAT))
-                assert connection.answer().status == 200
-                answered = setup.stopwatch()
+                if not is_answered(connection):  # without CPU, this process has missed a deadline
+                    return inf
                 connection.socket.settimeout(0.3 + SWEEP_S)
                 with pytest.raises(TimeoutError):
                     connection.socket.recv(1)
                 connection.socket.settimeout(10)
             assert connection.socket.recv(1) == b""
-            assert answered.wall_s >= 1.2
-            return answered.fair_s
+            assert asked.wall_s >= 1.2
+            return asked.fair_s
 
     once_within(1.2 + SLACK_S, idle_for_s)
 
 
-def test_waiting_for_the_engine_is_not_limited_by_client_deadlines(setup: Setup) -> None:
-    with setup.connect() as connection:
-        connection.send(post({**CHAT, "user": "hold"}))
-        request = setup.wait_for_request("hold")
-        connection.socket.settimeout(1.5)
-        with pytest.raises(TimeoutError):
-            connection.socket.recv(1)
-        assert request.closed_at is None
+def is_answered(connection: RawConnection) -> bool:
+    try:
+        return connection.answer().status == 200
+    except (AssertionError, OSError):  # the gateway has closed the connection
+        return False
+
+
+def test_waiting_for_the_engine_is_not_limited_by_client_deadlines(strict: Setup) -> None:
+    for _ in range(TRIES):
+        with strict.connect() as connection:
+            connection.send(post({**CHAT, "user": "hold"}))
+            connection.socket.settimeout(1.8)
+            try:
+                refused = connection.socket.recv(100)
+            except TimeoutError:
+                assert strict.wait_for_request("hold").closed_at is None
+                return
+            assert b" 408 " in refused or not refused, "sent in time"
+    pytest.fail(f"refused before the engine had the request, {TRIES} times")
 
 
 def test_a_stalled_reader_costs_little_memory_is_cut_off_and_delays_no_other_client(
