@@ -22,7 +22,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.fair_time import PATIENCE_S
+from tests.fair_time import PATIENCE_S, Stopwatch
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -144,18 +144,22 @@ class Clients:
 @dataclass(frozen=True)
 class FleetProcesses:
     mocks: list[MockProcess]
+    gateway: subprocess.Popen[bytes]
     url: str
     admin_url: str
 
 
 class FleetClient:
-    def __init__(
-        self, mocks: list[MockProcess], url: str, admin_url: str, http: aiohttp.ClientSession
-    ) -> None:
-        self.mocks = mocks
-        self._url = url
-        self._admin_url = admin_url
+    def __init__(self, running: FleetProcesses, http: aiohttp.ClientSession) -> None:
+        self.mocks = running.mocks
+        self._url = running.url
+        self._admin_url = running.admin_url
+        self._gateway = running.gateway
         self._http = http
+
+    def stopwatch(self) -> Stopwatch:
+        # Return a stopwatch that subtracts the time in which the gateway had no CPU.
+        return Stopwatch(self._gateway.pid)
 
     def clients(self) -> Clients:
         return Clients(self._url, self._http)
@@ -177,8 +181,10 @@ class FleetClient:
     ) -> float:
         # Wait until the gateway uses this engine again, or (`available=False`) stops using it.
         #
-        # Returns the seconds that this took.
-        return await eventually(lambda: self._is(mock, available), within_s)
+        # Returns the seconds that this took, without those in which the gateway had no CPU.
+        took = self.stopwatch()
+        await eventually(lambda: self._is(mock, available), within_s)
+        return took.fair_s
 
     async def _is(self, mock: MockProcess, available: bool) -> bool:
         return (await self.endpoint(mock))["available"] is available
@@ -210,15 +216,12 @@ class FleetClient:
         )
 
 
-async def eventually(holds: Callable[[], Any], within_s: float) -> float:
-    # Poll until a condition holds, and return the seconds that this took.
-    #
-    # Raises AssertionError after `within_s` seconds.
+async def eventually(holds: Callable[[], Any], within_s: float) -> None:
+    # Poll until a condition holds. Raises AssertionError after `within_s` seconds.
     began = time.monotonic()
     while not await holds():
         assert time.monotonic() - began < within_s, f"not within {within_s} s"
         await asyncio.sleep(0.05)
-    return time.monotonic() - began
 
 
 @contextmanager
@@ -244,7 +247,7 @@ def fleet_processes(folder: Path, config: str, speed: float = 0.5) -> Iterator[F
         gateway = subprocess.Popen(
             command, env=ENV, stderr=(folder / "stderr").open("wb"), stdout=subprocess.DEVNULL
         )
-        yield FleetProcesses(mocks, *wait_until_listening(gateway, folder / "stderr"))
+        yield FleetProcesses(mocks, gateway, *wait_until_listening(gateway, folder / "stderr"))
     finally:
         for mock in mocks:
             mock.end()
@@ -278,4 +281,4 @@ async def fleet_client(running: FleetProcesses) -> AsyncIterator[FleetClient]:
     async with aiohttp.ClientSession(
         timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
     ) as http:
-        yield FleetClient(running.mocks, running.url, running.admin_url, http)
+        yield FleetClient(running, http)

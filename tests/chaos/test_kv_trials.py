@@ -14,6 +14,7 @@ from kvtransfer.transfer.sink import TransferSink
 from kvtransfer.transport_interface import WindowVerdict
 from kvtransfer.transports import inproc
 from tests.chaos.kv_trials import FAULTS, small_batches, trial
+from tests.fair_time import pace
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,8 @@ def test_under_any_fault_nothing_wrong_lands_and_nothing_stays_reserved(
         small_batches() if transport == "batches" else nullcontext(),
         ThreadPoolExecutor(1 if transport == "inproc" else 6) as pool,
     ):
-        outcomes = list(pool.map(trial, seeds, repeat(transport)))
+        paces = repeat(1.0 if transport == "inproc" else pace())
+        outcomes = list(pool.map(trial, seeds, repeat(transport), paces))
     assert [outcome for outcome in outcomes if outcome.wrong] == []
     ends = {end for outcome in outcomes for end in outcome.ends}
     assert {"landing landed landed", "offer landed landed"} <= ends

@@ -32,12 +32,12 @@ class ProcessCost:
         listens  local ports of its listening sockets
         dials    remote ports of the connections that it opens
         """
-        self._pid, self._listens, self._dials = pid, frozenset(listens), frozenset(dials)
+        self.pid, self._listens, self._dials = pid, frozenset(listens), frozenset(dials)
         self._status = Path(f"/proc/{pid}/status")
 
     @property
     def cpu_s(self) -> float:
-        return time.clock_gettime((~self._pid << 3) | 2)
+        return time.clock_gettime((~self.pid << 3) | 2)
 
     @property
     def resident_bytes(self) -> int:
@@ -49,7 +49,7 @@ class ProcessCost:
         return self._size("VmHWM")
 
     def reset_peak(self) -> None:
-        Path(f"/proc/{self._pid}/clear_refs").write_text("5")
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
     def socket_bytes(self) -> int:
         return sum(

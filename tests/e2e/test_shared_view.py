@@ -28,7 +28,7 @@ from tests.e2e.shared_fleet import (
     shared_gateway,
     wait_until,
 )
-from tests.fair_time import PATIENCE_S, pace
+from tests.fair_time import PATIENCE_S, Stopwatch, pace
 from tests.redis_server import RedisServer, redis_server
 
 CONVERSATIONS, TURNS = 12, 4
@@ -119,6 +119,13 @@ def wait_for_agreement(gateways: tuple[GatewayProcess, ...]) -> float:
     return wait_until(have_agreed)
 
 
+def are_peers(pair: tuple[GatewayProcess, GatewayProcess]) -> bool:
+    # Return whether two gateways are connected and know each other. A gateway forgets the other one
+    # for a moment if that gets no CPU.
+    names = ("penstock_shared_up", "penstock_shared_peers")
+    return all(metric(gateway, name) == 1.0 for gateway in pair for name in names)
+
+
 async def model_name(http: aiohttp.ClientSession, urls: list[str]) -> str:
     async with http.get(f"{urls[0]}/v1/models") as answer:
         return str((await answer.json())["data"][0]["id"])
@@ -132,8 +139,7 @@ async def test_two_gateways_reach_the_cache_hit_ratio_of_one(
     both = await converse([gateway.url for gateway in two], seed=2, agreeing=two)
     assert one > 0.5
     assert both >= 0.97 * one
-    assert [metric(gateway, "penstock_shared_up") for gateway in two] == [1.0, 1.0]
-    assert [metric(gateway, "penstock_shared_peers") for gateway in two] == [1.0, 1.0]
+    wait_until(lambda: are_peers(two))
     assert all(metric(gateway, "penstock_shared_messages_total") > 10 for gateway in two)
     assert [metric(gateway, "penstock_shared_dropped_total") for gateway in two] == [0.0, 0.0]
 
@@ -184,9 +190,10 @@ async def test_a_killed_gateway_does_not_affect_the_other_and_restarts_with_a_wa
         os.kill(victim.pid, signal.SIGKILL)
         assert await load > 0.5
     with shared_gateway(tmp_path, "c", engines, redis.url, policy=CACHE_FIRST) as restarted:
-        assert "shared state: received from other gateways in " in restarted.stderr_text
-        took = restarted.stderr_text.partition("received from other gateways in ")[2]
-        assert float(took.partition(" s")[0]) < 5.0
+        received = "shared state: received from other gateways in "
+        wait_until(lambda: received in restarted.stderr_text)
+        took = restarted.stderr_text.partition(received)[2]
+        assert float(took.partition(" s")[0]) < 5.0 * pace()
         again = await converse([restarted.url], seed=3, turns=2)
         assert metric(restarted, "penstock_blind_picks_total") == 0
     assert again > 0.9 > before  # the restarted gateway knows prompts from before its start
@@ -204,12 +211,13 @@ async def test_a_redis_outage_fails_no_request_and_views_agree_within_five_secon
     )
     await converse([urls[0]], seed=6, turns=1)
     redis.start()
-    took_s = wait_until(
+    took = Stopwatch(*(gateway.pid for gateway in two))
+    wait_until(
         lambda: all(metric(gateway, "penstock_shared_staleness_seconds") == 0.0 for gateway in two)
     )
-    took_s += wait_for_agreement(two)
-    assert took_s < 5.0 * pace()
-    assert [metric(gateway, "penstock_shared_up") for gateway in two] == [1.0, 1.0]
+    wait_for_agreement(two)
+    assert took.fair_s < 5.0 * pace()
+    wait_until(lambda: all(metric(gateway, "penstock_shared_up") == 1.0 for gateway in two))
     assert await converse([urls[1]], seed=6, turns=1) > 0.9
 
 
@@ -243,7 +251,7 @@ async def test_messages_without_the_key_are_dropped_and_counted(
     ) as stranger:
         wait_until(lambda: metric(stranger, "penstock_shared_dropped_total") > 0)
         assert metric(stranger, "penstock_shared_peers") == 0
-    assert [metric(gateway, "penstock_shared_peers") for gateway in two] == [1.0, 1.0]
+    wait_until(lambda: are_peers(two))
     assert await converse([two[0].url], seed=8, turns=1) >= 0.0
 
 

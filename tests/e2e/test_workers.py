@@ -18,6 +18,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
 from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
+from tests.e2e.restart_traffic import is_alive
 from tests.e2e.shared_fleet import (
     CACHE_FIRST,
     all_messages_delivered,
@@ -344,7 +345,7 @@ def test_workers_exit_when_their_supervisor_is_killed(tmp_path: Path, engines: l
         pids = worker_pids(running)
         assert len(pids) == 2
         os.kill(running.pid, signal.SIGKILL)
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        wait_until(lambda: not any(map(is_alive, pids)))
 
 
 SIZED_FOR = "\n".join(
