@@ -432,7 +432,7 @@ class BatchRunner:
             batch.add_result(run, run.refused(error))
             self._metrics.batch_requests_total.labels("failed").inc()
             return
-        if run.is_complete:  # the earlier attempt lacked only the last events of its answer
+        if run.is_complete:  # the engine had sent the whole answer, but not its last events
             run.serving.close()
             self._settle(batch, run)
             return

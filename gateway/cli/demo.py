@@ -154,9 +154,9 @@ def _machine_lock() -> Iterator[None]:
 
 @contextmanager
 def _folder_lock() -> Iterator[None]:
-    # Hold a lock on the folder. Raises DemoError while another demo runs in it.
+    # Hold a lock on the demo's folder. Raises DemoError while another demo runs in it.
     #
-    # The gateway of that demo would reload this one's configuration.
+    # Without the lock, the gateway of that demo would reload the configuration of this one.
     with (FOLDER / "lock").open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

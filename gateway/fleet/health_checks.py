@@ -174,7 +174,7 @@ class HealthChecker:
                     task.add_done_callback(partial(self._end_progress_check, live))
 
     def _polled(self) -> list[LiveEndpoint]:
-        # Return the endpoints that stay. What is known of one that leaves has been forgotten.
+        # Return the endpoints that are polled: those that are not leaving the configuration.
         return [live for live in self._endpoints.all() if not live.is_leaving]
 
     def _end_progress_check(self, live: LiveEndpoint, task: asyncio.Task[None]) -> None:
@@ -322,7 +322,7 @@ class HealthChecker:
             log.error("health checks fail, because this process cannot open connections: %s", error)
 
     async def _health_status_despite_pause(self, live: LiveEndpoint, timeout_s: float) -> int:
-        # Do the same as _health_status(), and once more if the gateway paused when time was up.
+        # Return what _health_status() returns; if the gateway paused at its timeout, try once more.
         #
         # After a pause, the event loop may handle the timeout before it reads the answer.
         try:

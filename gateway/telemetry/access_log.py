@@ -140,7 +140,7 @@ class AccessLog:
         """Write the remaining lines, waiting at most two seconds for a slow disk. Call it once."""
         if self._timer is not None:
             self._timer.cancel()
-        for _ in range(2):  # the write in progress, then the remaining lines
+        for _ in range(2):  # wait for the write in progress, then write the remaining lines
             if self._writing is not None:
                 await asyncio.wait([self._writing], timeout=1)
             if self._file is not None and self._writing is None and (self._lines or self._blocks):

@@ -89,9 +89,7 @@ class Program:
 
 
 class SessionPauser(CapAdmission):
-    """The admission policy of SessionPause, with the sessions of one pool in order of last
-    request.
-    """
+    """The admission policy SessionPause for one pool. It keeps sessions by their last request."""
 
     __slots__ = ("_kv", "_next_s", "_paused", "_programs", "_rule", "_used")
 

@@ -28,7 +28,7 @@ _UNFINISHED = ("in_progress", "incomplete")
 
 
 def flat_name(namespace: str, name: str) -> str:
-    """Return the name in a chat of a function in a namespace, because chats have no namespaces."""
+    """Return the name for chats, which have no namespaces, of a function in a namespace."""
     return f"{namespace}__{name}" if namespace else name
 
 

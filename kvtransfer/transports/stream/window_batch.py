@@ -38,7 +38,8 @@ class WindowBatch:
         self._calls = calls
         table = np.zeros((MOST_WINDOWS, _ROW_WORDS), np.uint64)
         self._words, self._table = table.data.cast("B").cast("Q"), address_of(table)
-        # The last row has only a trailer, that of a batch's last window.
+        # Row i has the trailer of window i - 1, if any, and the frame of window i, which are sent
+        # together. The last row has only the trailer of the batch's last window.
         frames = np.zeros((MOST_WINDOWS + 1, TRAILER_BYTES + FRAME_BYTES), np.uint8)
         self._frames, self._frames_address = frames, address_of(frames)
         self._iovecs = [Iovecs() for _ in range(MOST_WINDOWS)]
