@@ -143,7 +143,7 @@ class App:
 
     def _create_gateway(self, config: Config, rng: Random) -> None:
         outbox = self._write_queue
-        plan = build_plan(config, self._endpoints, self._admission, {})
+        plan = build_plan(config, self._endpoints, self._admission)
         self._endpoints.apply(plan.adoption)
         self.gateway = Gateway(
             plan.snapshot,

@@ -3,7 +3,8 @@
 plan() computes the changes without side effects, and apply() carries them out. An endpoint is
 identified by its pool and URL. While both stay the same, a new configuration keeps its load,
 health, connections and slot number. An endpoint that left the configuration has them until
-release().
+release(). A new endpoint with the URL of a known one, in another pool, adopts what is known of the
+engine.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ class EndpointRegistry:
             config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall
         )
         known = {live.endpoint.key: live for live in self.all()}
+        by_url = {live.spec.url: live for live in known.values() if not live.is_leaving}
         learned = {live.endpoint.pool: live.load.timeline.lengths for live in known.values()}
         slots = self._unused_slots()
         members = []
@@ -153,14 +155,24 @@ class EndpointRegistry:
                     endpoint, spec = to_endpoint(pool, new_spec, rank), new_spec
                 if live is None:
                     load = EndpointLoad(next(slots), prior_belief(config, endpoint), lengths)
-                    encryption = self._contexts.encryption_for(spec)
-                    live = LiveEndpoint(
-                        endpoint, spec, load, timeouts, self._write_queue, encryption
-                    )
+                    live = self._new_endpoint(endpoint, spec, load, timeouts)
+                    _adopt_known(live, by_url.get(spec.url))
                 members.append(PlannedEndpoint(live, endpoint, spec))
         candidates = _candidates_by_pool(config, members)
         parts = (tuple(members), candidates, self._changes, tuple(conflicts))
         return RegistryPlan(config, timeouts, *parts)
+
+    def _new_endpoint(
+        self, endpoint: Endpoint, spec: EndpointSpec, load: EndpointLoad, timeouts: UpstreamTimeouts
+    ) -> LiveEndpoint:
+        # A new endpoint starts as ejected, so it gets requests only after a successful probe. The
+        # endpoints of the first configuration are exempt.
+        encryption = self._contexts.encryption_for(spec)
+        live = LiveEndpoint(endpoint, spec, load, timeouts, self._write_queue, encryption)
+        if not self._is_first_plan:
+            now = monotonic()
+            live.health = Health(HealthState.EJECTED, now, until=now)
+        return live
 
     def _usable_discovered(
         self, config: Config
@@ -238,22 +250,26 @@ class EndpointRegistry:
         # Put an endpoint into its slot.
         #
         # An endpoint that is added again before its release keeps its state.
-        #
-        # A new endpoint starts as ejected, so it gets requests only after a successful probe. The
-        # endpoints of the first configuration are exempt.
         slot = live.load.slot
         live.is_leaving = False
         if self._has(live):
             return
-        if not self._is_first_plan:
-            now = monotonic()
-            live.health = Health(HealthState.EJECTED, now, until=now)
         self._free.discard(slot)
         self.by_slot[slot : slot + 1] = [live]
 
     def release(self, live: LiveEndpoint) -> None:
         """Free the slot number of an endpoint that no request uses any more."""
         self._free.add(live.load.slot)
+
+
+def _adopt_known(live: LiveEndpoint, twin: LiveEndpoint | None) -> None:
+    # Let an endpoint adopt what is known of its engine, if `twin` sends it the same requests.
+    if (
+        twin is not None
+        and twin.endpoint.engine is live.endpoint.engine
+        and (twin.key_header, twin.encryption) == (live.key_header, live.encryption)
+    ):
+        live.adopt(twin)
 
 
 def _with_ranks(specs: Iterable[EndpointSpec]) -> Iterator[tuple[EndpointSpec, int | None]]:

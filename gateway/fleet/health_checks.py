@@ -260,6 +260,13 @@ class HealthChecker:
             self._listings[live] = task
             task.add_done_callback(lambda _: self._listings.pop(live, None))
 
+    async def read_models(self, live: LiveEndpoint) -> None:
+        """Read the list of models of an endpoint's engine again; wait for it for a short time."""
+        self.relist(live)
+        task = self._listings.get(live)
+        if task is not None:
+            await asyncio.wait([task], timeout=CHECK_S)
+
     async def _poll(self, live: LiveEndpoint) -> None:
         # Send the requests that are due to one endpoint, one after another over one connection.
         plan = self._plans.setdefault(live, PollPlan())

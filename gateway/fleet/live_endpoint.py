@@ -125,6 +125,26 @@ class LiveEndpoint:
         self.is_stalled = self.is_leaving = self.is_drained = self.is_unresolved = False
         self.answers_whole = False
 
+    def adopt(self, twin: LiveEndpoint) -> None:
+        """Take over what is known of the engine from another endpoint with the same URL.
+
+        Requests are counted separately, and the list of models is read again soon.
+        """
+        self.health, self.load.is_proven = twin.health, twin.load.is_proven
+        self.is_stalled, self.is_drained = twin.is_stalled, twin.is_drained
+        self.is_unresolved, self.refused_until = twin.is_unresolved, twin.refused_until
+        self.upstream.addresses = twin.upstream.addresses
+        self.models, self.has_list = twin.models, twin.has_list
+        self.has_bad_list = twin.has_bad_list
+        self.api_paths, self.missing_paths = twin.api_paths, twin.missing_paths
+        self.lacks_health, self.has_tried_apis = twin.lacks_health, twin.has_tried_apis
+        self.keeps_responses, self.answers_whole = twin.keeps_responses, twin.answers_whole
+
+    @property
+    def may_list_models(self) -> bool:
+        """Return whether the first list of models that this endpoint reads is still awaited."""
+        return self.models_at is None and not self.has_bad_list
+
     @property
     def cause(self) -> str | None:
         """Return in one word why the endpoint is or was out of rotation; None if it never was."""

@@ -41,19 +41,39 @@ def serving_endpoints(
     """Return the candidates that may serve a model.
 
     A candidate may serve a configured model if its engine lists the model's name, or has sent no
-    list of models. Without configured models, only the list counts.
+    list of models. Without configured models, only the list counts. If no engine lists the model,
+    these are the candidates whose first list is awaited.
     """
     lists = {
         id(member.live.load): member.live.models
         for member in plan.members
         if member.live.has_list or not plan.config.models
     }
-    return tuple(
+    listing = tuple(
         candidate
         for candidate in candidates
         if (names := lists.get(id(candidate.load))) is None
         or engine_name(model, candidate.endpoint) in names
     )
+    if listing or plan.config.models:
+        return listing
+    awaited = {id(member.live.load) for member in plan.members if member.live.may_list_models}
+    return tuple(candidate for candidate in candidates if id(candidate.load) in awaited)
+
+
+def listed_models(plan: RegistryPlan, served: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the (pool, name) of each model that engines list, for a configuration without models.
+
+    served  the (pool, name) of the models that are served now. A model that no engine lists any
+            more stays while a new engine of its pool may list it
+    """
+    listed = dict.fromkeys(
+        (member.endpoint.pool, name) for member in plan.members for name in member.live.models
+    )
+    names = {name for _, name in listed}
+    awaiting = {member.endpoint.pool for member in plan.members if member.live.may_list_models}
+    kept = [model for model in served if model[0] in awaiting and model[1] not in names]
+    return [*listed, *kept]
 
 
 def public_names(plan: RegistryPlan, pool: str) -> list[str]:

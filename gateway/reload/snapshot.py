@@ -22,6 +22,7 @@ from gateway.fleet.model_alias_lookup import NameTable
 from gateway.fleet.served_models import (
     common_name,
     explicit_models,
+    listed_models,
     public_names,
     serving_endpoints,
     unlisted_message,
@@ -102,17 +103,15 @@ def build_plan(
     config: Config,
     endpoints: EndpointTable,
     gate: AdmissionController,
-    discovered: Mapping[str, Sequence[str]],
     before: Snapshot | None = None,
 ) -> SnapshotPlan:
     """Return the plan of the snapshot that follows `before`, without changing live objects.
 
-    config      the new configuration
-    endpoints   the table of live endpoints
-    gate        the admission controller
-    discovered  model names that engines report, by pool, for a configuration without models
-    before      the current snapshot; None at the start. A policy whose configuration is unchanged
-                is taken from it with its state
+    config     the new configuration
+    endpoints  the table of live endpoints
+    gate       the admission controller
+    before     the current snapshot; None at the start. A policy whose configuration is unchanged
+               is taken from it with its state
 
     A model that no endpoint of its pool lists gets no route. Raises
     policies.policy_registry.PolicyConfigError for a policy that cannot be built.
@@ -127,7 +126,7 @@ def build_plan(
     admissions = _plan_admissions(config, gate, serving, policies, trials, before)
     classes = ServiceClasses(config)
     parts = _RouteParts(config, adoption, serving, policies, trials, admissions, classes)
-    table = _route_table(_models(config, discovered), parts)
+    table = _route_table(_models(adoption, before), parts)
     tenants, limits = _keys(config)
     scope = _scope(table)
     snapshot = Snapshot(
@@ -385,9 +384,12 @@ def _admission(spec: AdmissionSpec, shares: Mapping[str, float]) -> Admission:
     return admission_registry.build_admission(spec.name, params)
 
 
-def _models(config: Config, discovered: Mapping[str, Sequence[str]]) -> list[Model]:
-    # Return the configured models; without any, those that the engines of each pool report.
-    if config.models:
-        return explicit_models(config)
-    names = [(pool, name) for pool in config.pools for name in discovered.get(pool, ())]
+def _models(plan: RegistryPlan, before: Snapshot | None) -> list[Model]:
+    # Return the configured models; without any, those that the engines of each pool list.
+    if plan.config.models:
+        return explicit_models(plan.config)
+    served: list[tuple[str, str]] = []
+    if before is not None and not before.config.models:
+        served = [(route.pool, route.name) for route in before.routes.values()]
+    names = listed_models(plan, served)
     return [Model(name=name, pool=pool, served_model=name) for pool, name in names]

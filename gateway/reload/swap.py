@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from time import monotonic
@@ -67,6 +67,15 @@ class Swap:
                 "none of its endpoints accepts a connection; `penstock reload --force` applies it"
             )
             raise ConfigRejectedError(("pools", pool), text)
+        await self._read_moved_lists(config, staying)
+
+    async def _read_moved_lists(self, config: Config, staying: Sequence[LiveEndpoint]) -> None:
+        # Read the model lists of engines that move to another pool, for check_listed().
+        known = {(live.endpoint.pool, live.endpoint.url) for live in staying}
+        new = {(name, spec.url) for name, pool in config.pools.items() for spec in pool.endpoints}
+        urls = {url for _, url in new - known}
+        moved = [live for live in staying if live.endpoint.url in urls]
+        await asyncio.gather(*(self._watcher.read_models(live) for live in moved))
 
     def check_listed(self, plan: SnapshotPlan) -> None:
         """Raise ConfigRejectedError if a model that is served now would be listed by no endpoint.
@@ -89,9 +98,7 @@ class Swap:
         """
         gateway = self._gateway
         try:
-            plan = build_plan(
-                config, gateway.endpoints, gateway.gate, reported_models(gateway), gateway.snapshot
-            )
+            plan = build_plan(config, gateway.endpoints, gateway.gate, gateway.snapshot)
         except ValueError as error:  # includes PolicyConfigError
             raise ConfigRejectedError(("pools",), str(error)) from error
         dry_run(plan, gateway.snapshot)
@@ -153,8 +160,8 @@ class Swap:
 
     def _plan_again(self) -> SnapshotPlan:
         gateway = self._gateway
-        before, models = gateway.snapshot, reported_models(gateway)
-        return build_plan(before.config, gateway.endpoints, gateway.gate, models, before)
+        before = gateway.snapshot
+        return build_plan(before.config, gateway.endpoints, gateway.gate, before)
 
     def _retire(
         self,
@@ -279,16 +286,6 @@ def log_unlisted(before: Snapshot, after: Snapshot) -> None:
             log.warning("requests for model '%s' get status 404 from now on: %s", name, message)
     for name in before.unlisted.keys() & after.routes.keys():
         log.info("model '%s' is listed by an endpoint again, so requests for it are served", name)
-
-
-def reported_models(gateway: Gateway) -> Mapping[str, Sequence[str]]:
-    """Return the model names that the engines of each pool report."""
-    models: dict[str, list[str]] = {}
-    for live in gateway.endpoints.all():
-        if not live.is_leaving:
-            names = models.setdefault(live.endpoint.pool, [])
-            names += [name for name in live.models if name not in names]
-    return models
 
 
 def dry_run(plan: SnapshotPlan, before: Snapshot) -> None:

@@ -49,7 +49,7 @@ class Gateway:
         self.gate = AdmissionController(self.config)
         outbox = WriteQueue(asyncio.get_running_loop())
         self.table = EndpointTable(self.config, self.prefixes, self.metrics, Random(me), outbox)
-        plan = build_plan(self.config, self.table, self.gate, {})
+        plan = build_plan(self.config, self.table, self.gate)
         self.table.apply(plan.adoption)
         for pool_name, admission_plan in plan.admissions.items():
             self.gate.add_queue(admission_plan.queue)
