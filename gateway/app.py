@@ -341,6 +341,7 @@ class App:
         for timer in (self._sweep_task, self._tick_timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
+        self.gateway.background.close()
         self.gateway.handoffs.close()
         self._endpoints.close()
         self.gateway.accounts.account_ended()

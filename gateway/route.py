@@ -17,6 +17,7 @@ from gateway.disagg.handoffs import Handoffs
 from gateway.disagg.pairing import SplitRoute
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.reservation import Reservation
+from gateway.forwarding.background_responses import BackgroundResponses
 from gateway.forwarding.hedge import Hedger
 from gateway.http.client_interface import Client
 from gateway.protocol.request.api_keys import digest_of_headers, wrong_key
@@ -211,7 +212,10 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
 class Gateway:
     """The live objects of the gateway that requests use. A reload only replaces `snapshot`."""
 
-    __slots__ = ("accounts", "endpoints", "gate", "handoffs", "hedger", "mirrors", "snapshot")
+    __slots__ = (
+        *("accounts", "background", "endpoints", "gate", "handoffs", "hedger", "mirrors"),
+        "snapshot",
+    )
 
     def __init__(
         self,
@@ -226,6 +230,7 @@ class Gateway:
         self.gate = gate
         self.accounts = accounts
         self.handoffs = handoffs
+        self.background = BackgroundResponses(endpoints, gate.quotas)
         self.mirrors: Mirrors | None = None  # None while no pool has a mirror
         self.hedger = Hedger(endpoints, gate, accounts, snapshot.config.retries.hedge)
 

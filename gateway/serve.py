@@ -368,7 +368,7 @@ def _report_outcome(gateway: Gateway, exchange: Exchange) -> None:
     if exchange.call is None:
         return
     request = exchange.call.request
-    if exchange.quota is not None:
+    if exchange.quota is not None and not gateway.background.follow(exchange):
         output_tokens = None
         if exchange.outcome != "refused":
             output_tokens = admission_outcome(exchange).output_tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import monotonic
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,18 +20,27 @@ from policies.admission.quota import Quota, QuotaLimits, QuotaRefusal
 from policies.routing_types import Request
 
 
-class QuotaCharge(msgspec.Struct, frozen=True):
+class BackgroundResponse(NamedTuple):
+    """A response that an engine generates in the background: its id and its endpoint's name."""
+
+    response_id: str
+    endpoint: str
+
+
+class QuotaCharge(msgspec.Struct):
     """What a request has taken from its tenant's quota, until it is settled.
 
     requests     number of requests that it counts as
     concurrency  the limit among whose requests in progress it counts; None: it counts in none
     began_at     monotonic time at which it was charged
+    background   the response that goes on when the request has ended; usually None
     """
 
     quota: Quota
     requests: int
     concurrency: ConcurrencyLimit | None
     began_at: float
+    background: BackgroundResponse | None = None
 
 
 class Quotas:

@@ -29,7 +29,8 @@ class TenantLimits(Section):
     concurrent_requests: Count | None = setting(
         None,
         "Maximum number of the tenant's requests in progress, from the parsed body to the end of "
-        "the response. Requests of batches, and those that compute no tokens, do not count. "
+        "the response, also of one in the background. Requests of batches, and those that compute "
+        "no tokens, do not count. "
         "Unlimited by default.",
     )
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from time import monotonic
 
 from gateway.disagg.bootstrap_client import BootstrapQuery
-from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
 from gateway.disagg.leg_requests import LegRequests, SplitContext, one_token
 from gateway.disagg.state_machine import Event, State
 from gateway.fleet.reservation import Reservation
+from gateway.forwarding.internal_answer import InternalAnswer
 from gateway.http.eager_task import EagerFuture
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.request_record import Exchange, SplitRecord

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
+from gateway.forwarding.internal_answer import InternalAnswer
 from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.response.relay import Relay, UpstreamError

@@ -12,10 +12,10 @@ from random import Random
 from typing import Protocol
 
 from gateway.disagg.bootstrap_client import BootstrapClient
-from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
 from gateway.disagg.state_machine import State
 from gateway.fleet.live_endpoint import LiveEndpoint
+from gateway.forwarding.internal_answer import InternalAnswer
 from gateway.http.upstream import ConnectionPool
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics

@@ -18,10 +18,10 @@ from types import MappingProxyType
 
 from gateway.disagg import failure_actions
 from gateway.disagg.attempt_record import AttemptState
-from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
 from gateway.disagg.state_machine import END_STATES, LEG_ENDS, TABLE, Act, Event, Row, State
 from gateway.forwarding import engine_refusal
+from gateway.forwarding.internal_answer import InternalAnswer
 from gateway.http.eager_task import new_future
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.usage_and_error_search import TokenUsage

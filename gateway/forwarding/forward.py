@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from gateway.admission.quotas import BackgroundResponse
 from gateway.fleet.reservation import Reservation
 from gateway.forwarding.engine_request_headers import engine_request_head
 from gateway.forwarding.response_headers import response_headers
@@ -140,6 +141,11 @@ def _with_response_id(exchange: Exchange, body: Call, endpoint: str, model: str)
     assert exchange.response_ids is not None
     previous = "" if exchange.stored_at is None else exchange.stored_at.response_id
     name = exchange.response_ids.new(exchange.tenant, endpoint, model, previous)
+    charge = exchange.quota
+    if charge is not None and charge.concurrency is not None:
+        # Engines read some other values than true as true; a wrong guess here is corrected later.
+        in_background = bytes(body.members.get("background", b"null")) not in (b"null", b"false")
+        charge.background = BackgroundResponse(name, endpoint) if in_background else None
     return body.with_member(b',"request_id":"%b"' % name.encode())
 
 

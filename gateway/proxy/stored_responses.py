@@ -15,11 +15,11 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from gateway.disagg.internal_answer import InternalAnswer
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.model_alias_lookup import find
 from gateway.forwarding import engine_refusal, forward
 from gateway.forwarding.engine_request_headers import engine_request_head
+from gateway.forwarding.internal_answer import InternalAnswer
 from gateway.forwarding.response_headers import response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import RESPONSES
@@ -140,7 +140,7 @@ async def serve_stored(gateway: Gateway, exchange: Exchange, client: Client) -> 
     exchange.stored_at = StoredAt(response_id, kept.endpoint, kept.model)
     relay = _relay(gateway, exchange, client, live)
     try:
-        await _send(exchange, client, live, relay)
+        await _send(gateway, exchange, client, live, relay)
     except UpstreamError as broke:
         gateway.endpoints.on_failure(live, broke)
         if not relay.is_committed:
@@ -150,7 +150,9 @@ async def serve_stored(gateway: Gateway, exchange: Exchange, client: Client) -> 
         exchange.set_interrupted(broke.kind)
 
 
-async def _send(exchange: Exchange, client: Client, live: LiveEndpoint, relay: Relay) -> None:
+async def _send(
+    gateway: Gateway, exchange: Exchange, client: Client, live: LiveEndpoint, relay: Relay
+) -> None:
     # Send the request to the engine that stores the response, and relay its answer.
     stored, api = exchange.stored_at, exchange.api
     assert stored is not None
@@ -162,8 +164,11 @@ async def _send(exchange: Exchange, client: Client, live: LiveEndpoint, relay: R
     await live.upstream.send(head, _Bytes(b""), relay, client)
     if relay.is_refused:
         engine_refusal.forward_refusal(exchange, client, relay, stored.endpoint)
-    else:
-        exchange.status = 200
+        return
+    exchange.status = 200
+    has_ended = api.method != "GET" or relay.usage.completion_tokens is not None
+    if has_ended:
+        gateway.background.on_ended(stored.response_id)
 
 
 def _relay(gateway: Gateway, exchange: Exchange, client: Client, live: LiveEndpoint) -> Relay:

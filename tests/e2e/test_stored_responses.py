@@ -5,19 +5,21 @@ only.
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from openai import OpenAI
+from openai import OpenAI, RateLimitError
 
 from mockgpu.mock_tokenizer import expected_text
 from tests.e2e.processes import gateway_process, mock_fleet
 
 TEXT, NEXT = "How deep is the reservoir behind the dam?", "And how wide?"
 ACME, ZETA, LIMITED = "sk-acme-secret", "sk-zeta-secret", "sk-acme-limited"
+BUSY = "sk-busy-secret"
 CONFIG = """
 models:
   - {{name: demo-8b, pool: main{2}}}
@@ -26,6 +28,7 @@ pools: {{main: {{policy: {{name: round_robin}}, endpoints: [{{url: '{0}'}}, {{ur
 tenants:
   - {{name: acme, key: '${{ACME}}', scoped_keys: [{{key: '${{LIMITED}}', models: [renamed]}}]}}
   - {{name: zeta, key: '${{ZETA}}'}}
+  - {{name: busy, key: '${{BUSY}}', limits: {{concurrent_requests: 1}}}}
 """
 
 
@@ -51,7 +54,7 @@ class Fleet(NamedTuple):
 
 def fleet(folder: Any, *options: str, more: str = "") -> Iterator[Fleet]:
     # Start engines with `options`, and gateways with `more` members of their models.
-    keys = {"ACME": ACME, "ZETA": ZETA, "LIMITED": LIMITED}
+    keys = {"ACME": ACME, "ZETA": ZETA, "LIMITED": LIMITED, "BUSY": BUSY}
     with mock_fleet(*options) as engines:
         text = CONFIG.format(*engines, more)
         (folder / "a").mkdir()
@@ -263,6 +266,70 @@ def test_a_response_in_the_background_is_cancelled_through_any_gateway(slow: Fle
         assert first.responses.retrieve(begun.id).status == "cancelled"
         status, answer = slow.asked(f"/v1/responses/{begun.id}/cancel")
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+
+
+def begin(fleet: Fleet, **members: Any) -> tuple[int, dict[str, Any]]:
+    # Begin a response in the background for the tenant that may have one request in progress.
+    body = {**BODY, "max_output_tokens": 4000, "background": True} | members
+    return fleet.asked("/v1/responses", body, BUSY)
+
+
+def begin_patiently(fleet: Fleet, **members: Any) -> str:
+    # Begin such a response as soon as the tenant's place is free.
+    ends = time.monotonic() + 30.0
+    while time.monotonic() < ends:
+        status, answer = begin(fleet, **members)
+        if status == 200:
+            return str(answer["id"])
+        assert answer["error"]["code"] == "tenant_concurrency_limited"
+        time.sleep(0.1)
+    raise AssertionError("the place of the response was not given back within the time limit")
+
+
+def test_a_response_in_the_background_counts_as_in_progress_until_it_is_cancelled(
+    slow: Fleet,
+) -> None:
+    with slow.sdk(key=BUSY) as sdk:
+        name = begin_patiently(slow)
+        for _ in range(10):  # the gateway asks the engine meanwhile
+            assert begin(slow)[0] == 429
+            assert sdk.responses.retrieve(name).status in RUNNING
+            time.sleep(0.1)
+        assert slow.asked("/v1/responses", {**BODY, "background": True}, ZETA)[0] == 200
+        sdk.responses.cancel(name)
+        sdk.responses.cancel(begin_patiently(slow))
+
+
+def test_a_response_in_the_background_that_nobody_reads_gives_its_place_back_at_its_end(
+    slow: Fleet,
+) -> None:
+    with slow.sdk(key=BUSY) as sdk:
+        name = begin_patiently(slow, max_output_tokens=4)
+        assert begin(slow)[0] == 429
+        following = begin_patiently(slow)
+        assert sdk.responses.retrieve(name).status not in RUNNING
+        sdk.responses.cancel(following)
+
+
+def test_a_response_in_the_background_counts_when_its_client_has_left_the_stream(
+    slow: Fleet,
+) -> None:
+    with slow.sdk(key=BUSY) as sdk:
+        sdk.responses.cancel(begin_patiently(slow))
+        body = {**BODY, "max_output_tokens": 4000, "background": True, "stream": True}
+        while True:
+            try:
+                stream = sdk.responses.create(**body)
+                break
+            except RateLimitError:
+                time.sleep(0.1)
+        name = next(event.response.id for event in stream if event.type == "response.created")
+        stream.close()
+        for _ in range(10):
+            assert begin(slow)[0] == 429
+            time.sleep(0.1)
+        sdk.responses.cancel(name)
+        sdk.responses.cancel(begin_patiently(slow))
 
 
 def test_where_engines_keep_nothing_the_background_is_refused_with_the_reason(

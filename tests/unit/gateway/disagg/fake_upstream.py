@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from gateway.disagg.internal_answer import InternalAnswer
 from gateway.disagg.leg import Leg
+from gateway.forwarding.internal_answer import InternalAnswer
 from gateway.http.eager_task import EagerFuture, new_future
 from gateway.http.upstream import ConnectionPool
 from gateway.protocol.response.relay import Relay, UpstreamError

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from gateway.batch.answer_receiver import StreamedAnswer
-from gateway.disagg.internal_answer import InternalAnswer
+from gateway.forwarding.internal_answer import InternalAnswer
 from gateway.protocol.api_table import CHAT
 from gateway.protocol.error_formats import OPENAI
 from gateway.protocol.response.event_grammar import MESSAGES, RESPONSES
