@@ -38,7 +38,7 @@ def custom_function(tool: Mapping[str, Any], path: str, name: str) -> dict[str, 
     A grammar of the text becomes part of the description, because a chat cannot enforce it. Raises
     GatewayError for members that are not known.
     """
-    check_members(tool, _MEMBERS, path)
+    check_members(tool, _MEMBERS, path, may_be_off=("async",))
     described = [text_of(tool.get("description") or "", f"{path}.description")]
     form = mapping_of(tool.get("format") or {"type": "text"}, f"{path}.format")
     if form.get("type") == "grammar":

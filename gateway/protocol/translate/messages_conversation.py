@@ -196,6 +196,7 @@ def _part(block: Mapping[str, Any], path: str) -> dict[str, Any]:
     if kind == "text":
         return {"type": "text", "text": text_of(block.get("text"), f"{path}.text")}
     if kind == "image":
+        _check_transformations(block.get("transformations") or {}, f"{path}.transformations")
         source = mapping_of(block.get("source"), f"{path}.source")
         return {"type": "image_url", "image_url": {"url": _image_url(source, f"{path}.source")}}
     if kind == "document":
@@ -205,6 +206,13 @@ def _part(block: Mapping[str, Any], path: str) -> dict[str, Any]:
     if kind == "tool_reference":
         return {"type": "text", "text": text_of(block.get("tool_name"), f"{path}.tool_name")}
     raise untranslatable(f"{path}.type", str(kind))
+
+
+def _check_transformations(value: Any, path: str) -> None:
+    # Raise GatewayError unless images that are too large may be scaled down, as engines do.
+    for name, wanted in mapping_of(value, path).items():
+        if (name, wanted) != ("oversized_image", "downsize"):
+            raise untranslatable(f"{path}.{name}", str(wanted))
 
 
 def _image_url(source: Mapping[str, Any], path: str) -> str:
@@ -218,7 +226,13 @@ def _image_url(source: Mapping[str, Any], path: str) -> str:
 
 
 def _document(block: Mapping[str, Any], path: str) -> str:
-    # Return the text of a document block. Raises GatewayError for PDFs and files.
+    # Return the text of a document block, below its title and context.
+    #
+    # Raises GatewayError for PDFs and files.
+    return "\n".join([*_heads(block, ("title", "context"), path), _document_text(block, path)])
+
+
+def _document_text(block: Mapping[str, Any], path: str) -> str:
     source = mapping_of(block.get("source"), f"{path}.source")
     if source.get("type") == "text":
         return text_of(source.get("data"), f"{path}.source.data")
@@ -229,8 +243,13 @@ def _document(block: Mapping[str, Any], path: str) -> str:
 
 def _search_result(block: Mapping[str, Any], path: str) -> str:
     # Return the text of a search result, below its title and source.
-    heads = [text_of(block.get(name) or "", f"{path}.{name}") for name in ("title", "source")]
+    heads = _heads(block, ("title", "source"), path)
     return "\n".join(filter(None, [*heads, *_texts(block.get("content"), f"{path}.content")]))
+
+
+def _heads(block: Mapping[str, Any], names: tuple[str, ...], path: str) -> list[str]:
+    # Return the texts of these members that the block has.
+    return [text_of(block[name], f"{path}.{name}") for name in names if block.get(name)]
 
 
 def _assistant(content: Any, path: str) -> dict[str, Any]:

@@ -40,8 +40,8 @@ _CHOICES: Mapping[str, str] = MappingProxyType({"auto": "auto", "any": "required
 def to_chat(body: bytes) -> bytes:
     """Translate the body of a /v1/messages request to a chat completion request.
 
-    These members do not change the answer and are left out: cache_control, metadata, service_tier,
-    thinking. Raises GatewayError (400) with the name of a member that cannot be translated.
+    Members that only advise a service are left out (docs/api.md). Raises GatewayError (400) with
+    the name of a member that cannot be translated.
     """
     members = read_object(body)
     require(members, "model", "messages", "max_tokens")
@@ -56,8 +56,7 @@ def lost_member(body: bytes) -> str:
     API does not continue.
     """
     members = read_object(body)
-    thinking = members.get("thinking")
-    if thinking is not None and mapping_of(thinking, "thinking").get("type") != "disabled":
+    if members.get("thinking") is not None:
         return "thinking"
     if members.get("context_management"):
         return "context_management"

@@ -99,10 +99,19 @@ def require(members: Mapping[str, Any], *names: str) -> None:
             raise GatewayError(Failure.BAD_REQUEST, message, param=name)
 
 
-def check_members(members: Mapping[str, Any], known: frozenset[str], path: str) -> None:
-    """Raise GatewayError for the first member that is not in `known`, unless its value is null."""
+def check_members(
+    members: Mapping[str, Any],
+    known: frozenset[str],
+    path: str,
+    may_be_off: tuple[str, ...] = (),
+) -> None:
+    """Raise GatewayError for the first member that is not in `known`, unless its value is null.
+
+    may_be_off  further members, which are permitted with the value false
+    """
     for name, value in members.items():
-        if name not in known and value is not None:
+        is_off = value is None or (value is False and name in may_be_off)
+        if name not in known and not is_off:
             raise untranslatable(f"{path}.{name}")
 
 

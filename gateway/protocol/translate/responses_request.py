@@ -35,12 +35,16 @@ from gateway.protocol.translate.responses_input import (
 from gateway.protocol.translate.token_counts import read_count, tokenize_body
 
 _TOOL_MEMBERS = frozenset(
-    {"type", "name", "description", "parameters", "strict", "defer_loading", "allowed_callers"}
+    {
+        *("type", "name", "description", "parameters", "strict", "defer_loading"),
+        *("allowed_callers", "output_schema"),
+    }
 )
 _NAMESPACE_MEMBERS = frozenset({"type", "name", "description", "tools"})
 _LEFT_OUT = "web_search"
 """The beginning of the types of a tool that a service runs by itself, such as
 `web_search_2025_08_26`. Agents offer it with every request; it is left out."""
+_REASONING_MEMBERS = frozenset({"effort", "summary", "generate_summary", "context", "mode"})
 _FORMAT_MEMBERS = ("name", "description", "schema", "strict")
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -48,9 +52,8 @@ _LOGPROBS = "message.output_text.logprobs"
 def to_chat(body: bytes) -> bytes:
     """Translate the body of a /v1/responses request to a chat completion request.
 
-    These members do not change the answer and are left out: metadata, service_tier, store,
-    reasoning.summary. Raises GatewayError (400) with the name of a member that cannot be
-    translated.
+    Members that only advise a service are left out (docs/api.md). Raises GatewayError (400) with
+    the name of a member that cannot be translated.
     """
     return encode(_chat(read_object(body)))
 
@@ -104,8 +107,6 @@ def lost_member(body: bytes) -> str:
     roles = [item.get("role") for item in items if isinstance(item, dict)]
     if "developer" in roles or roles.count("system") + bool(members.get("instructions")) > 1:
         return "input"
-    if members.get("moderation"):
-        return "moderation"
     if members.get("truncation") not in (None, "disabled"):
         return "truncation"
     return "" if members.get("store") is False else "store"
@@ -151,7 +152,7 @@ def _namespace(group: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
 
 
 def _function(tool: Mapping[str, Any], path: str, namespace: str = "") -> dict[str, Any]:
-    check_members(tool, _TOOL_MEMBERS, path)
+    check_members(tool, _TOOL_MEMBERS, path, may_be_off=("async",))
     function = {"name": flat_name(namespace, text_of(tool.get("name"), f"{path}.name"))} | {
         key: tool[key]
         for key in ("description", "parameters", "strict")
@@ -183,10 +184,13 @@ def _text(value: Any, name: str, chat: dict[str, Any]) -> None:
         chat["response_format"] = {"type": kind}
     elif kind != "text":
         raise untranslatable(f"{name}.format.type", str(kind))
+    if config.get("verbosity") is not None:
+        chat["verbosity"] = text_of(config["verbosity"], f"{name}.verbosity")
 
 
 def _reasoning(value: Any, name: str, chat: dict[str, Any]) -> None:
     config = mapping_of(value, name)
+    check_members(config, _REASONING_MEMBERS, name)
     if config.get("effort") is not None:
         chat["reasoning_effort"] = text_of(config["effort"], f"{name}.effort")
 
@@ -211,7 +215,7 @@ _HANDLERS: Mapping[str, MemberHandler] = MappingProxyType(
         **dict.fromkeys(
             (
                 *("background", "context_management", "conversation", "modalities"),
-                *("previous_response_id", "prompt"),
+                *("moderation", "previous_response_id", "prompt"),
             ),
             refuse_member,
         ),
@@ -219,7 +223,7 @@ _HANDLERS: Mapping[str, MemberHandler] = MappingProxyType(
             (
                 *("client_metadata", "instructions", "max_tool_calls", "metadata"),
                 *("prompt_cache_retention", "safety_identifier", "service_tier", "store"),
-                *("stream_options", "prompt_cache_options", "moderation"),
+                *("stream_options", "prompt_cache_options"),
             ),
             skip_member,
         ),

@@ -180,6 +180,23 @@ def test_each_turn_begins_with_the_messages_of_the_turn_before(roles: list[str])
     assert turns(*ended)[:-1] == turns(*before)
 
 
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://x/i.png"}}
+ERROR = {"oversized_image": "error"}
+
+
+def test_a_document_is_a_text_below_its_title_and_context() -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "The dam is deep."}
+    document = {"type": "document", "source": source}
+    labels = {"title": "Dams", "context": "Of 2026.", "citations": {"enabled": True}}
+    said = [turns(("user", [block]))[0]["content"] for block in (document, document | labels)]
+    assert said == ["The dam is deep.", "Dams\nOf 2026.\nThe dam is deep."]
+
+
+def test_an_image_may_be_scaled_down() -> None:
+    scaled = IMAGE | {"transformations": {"oversized_image": "downsize"}}
+    assert turns(("user", [scaled, IMAGE]))[0]["content"][0]["type"] == "image_url"
+
+
 def test_a_schema_and_an_effort_are_translated() -> None:
     config = {"format": {"type": "json_schema", "schema": {"type": "object"}}, "effort": "low"}
     request = chat(output_config=config, thinking={"type": "adaptive"}, metadata={"user_id": "u"})
@@ -212,6 +229,10 @@ def test_a_schema_and_an_effort_are_translated() -> None:
                 ]
             },
             "messages[0].content[0].source.type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE | {"transformations": ERROR}]}]},
+            "messages[0].content[0].transformations.oversized_image",
         ),
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": "9"}, "max_tokens"),
