@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from tools.compile import extension_classes, source_tree
-from tools.compile.declarations import FLOATS, declarations
+from tools.compile.declarations import FLOATS, READ_BY_TESTS, declarations
 
 ROOT = Path(__file__).parents[2]
 
 
 PROJECT = source_tree.read(ROOT)
+PACKAGES = ("gateway", "policies")
 WITH_DOUBLES = {
     "policies.pricing.price_loop",
     *("policies.engine.scheduler_model", "policies.engine.engine_timeline"),
@@ -21,6 +22,11 @@ WITH_DOUBLES = {
     *("gateway.metrics.metric_types", "gateway.telemetry.access_line"),
 }
 """The modules in which a local that is annotated `float` may become a C double."""
+RUN_ON_COMPILED_MODULES = (
+    *("bench/**/*.py", "tests/*.py", "tests/contract/gateway/**/*.py", "tests/e2e/**/*.py"),
+    *(f"tests/{kind}/{name}/**/*.py" for kind in ("unit", "property") for name in PACKAGES),
+)
+"""The benchmarks and tests that run on compiled modules."""
 
 
 def told(module: str) -> list[str]:
@@ -31,8 +37,20 @@ def slots_of(name: str) -> set[str]:
     module, _, short = name.rpartition(".")
     declared = declarations(module, PROJECT).split("cdef class ")
     (mine,) = [each for each in declared if each.startswith(f"{short}(")]
+    fields = [line for line in mine.splitlines() if line.startswith("    cdef ")]
+    return {line.split()[-1] for line in fields if not line.endswith(")")}
+
+
+def _functions_in(body: list[ast.stmt]) -> set[str]:
+    return {each.name for each in body if isinstance(each, ast.FunctionDef)}
+
+
+def _methods_in(body: list[ast.stmt]) -> set[str]:
     return {
-        line.split()[-1] for line in mine.splitlines() if line.strip().startswith("cdef public")
+        each.name
+        for each in body
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+        if not {"classmethod", "staticmethod"} & {*map(ast.unparse, each.decorator_list)}
     }
 
 
@@ -129,9 +147,10 @@ def test_a_class_on_another_base_or_with_slots_named_elsewhere_stays_what_it_is(
     )
     assert list(project.classes) == ["module.Base", "module.On"]
     assert declarations("module", project) == (
+        "cimport cython\n"
         "cdef class Base\n"
         "cdef class Base():\n    cdef public object a\n    pass\n"
-        "cdef class On(Base):\n    cdef public object b\n    cdef public object _c\n    pass\n"
+        "cdef class On(Base):\n    cdef public object b\n    cdef object _c\n    pass\n"
     )
 
 
@@ -218,23 +237,93 @@ def test_a_method_that_a_grandchild_extends_by_super_stays_pythons() -> None:
     assert [name for name in "mk" if f" {name}(" in declared] == ["k"]
 
 
+@pytest.mark.parametrize(
+    "user",
+    [
+        "def use(one):\n    one._m()\n    return one._a\n",
+        "NAMES = ('_m', '_a')\n",
+        "NAMES = ('other._m', 'other._a')\n",
+        "from item import Item\nclass On(Item):\n    def k(self):\n        return self._m() + self._a\n",
+    ],
+)
+def test_private_names_of_a_c_class_are_hidden_unless_something_may_look_them_up(user: str) -> None:
+    item = (
+        "class Item:\n    __slots__ = ('_a',)\n"
+        "    def _m(self): pass\n    def k(self):\n        return self._m() + self._a\n"
+    )
+    unrelated = "class Other:\n    def k(self):\n        return self._m() + self._a\n"
+    hidden = declarations("item", of(item=item, user=unrelated))
+    assert "    cdef object _a\n" in hidden
+    assert "    cdef object _m(self)\n" in hidden
+    shown = declarations("item", of(item=item, user=user))
+    assert "    cdef public object _a\n" in shown
+    assert "    cpdef object _m(self)\n" in shown
+
+
+def test_the_private_names_that_tests_read_stay_visible() -> None:
+    private = {
+        name
+        for node in PROJECT.classes.values()
+        for name in (*(extension_classes.slots(node) or ()), *_functions_in(node.body))
+    } | {name for module in PROJECT.compiled for name in _functions_in(PROJECT.trees[module].body)}
+    hidden = {name for name in private if name.startswith("_")} - PROJECT.looked_up
+    read = {
+        name
+        for pattern in RUN_ON_COMPILED_MODULES
+        for path in ROOT.glob(pattern)
+        for top in ast.parse(path.read_text()).body
+        for name in extension_classes.names_looked_up(top, is_closed=isinstance(top, ast.ClassDef))
+    }
+    assert sorted(hidden & read) == sorted(READ_BY_TESTS)
+
+
+def test_all_slots_of_a_class_stay_visible_where_its_list_of_slots_is_used() -> None:
+    item = "class Item:\n    __slots__ = ('_a',)\n"
+    assert "public" not in declarations("item", of(item=item))
+    assert "public" in declarations("item", of(item=item, user="NAMES = Item.__slots__\n"))
+
+
+def test_self_is_the_object_of_a_method_and_nothing_else_so_that_it_cannot_be_none() -> None:
+    # The compiler removes checks whether `self` is None (tools/compile/generated_code.py).
+    for module in PROJECT.compiled:
+        tree = PROJECT.trees[module]
+        methods = {id(each) for node in extension_classes.classes_of(tree) for each in node.body}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                names = [each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)]
+                assert "self" not in (names[1:] if id(node) in methods else names), module
+            elif isinstance(node, ast.Name) and node.id == "self":
+                assert isinstance(node.ctx, ast.Load), module
+
+
+def test_methods_of_c_classes_are_never_called_through_their_class() -> None:
+    # In compiled code, such a call passes any object, even None, as `self`.
+    for module, tree in PROJECT.trees.items():
+        classes = PROJECT.known_classes(module)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner = classes.get(ast.unparse(node.func.value))
+                methods = [] if owner is None else PROJECT.classes[owner].body
+                assert node.func.attr not in _methods_in(methods), (module, node.lineno)
+
+
 def test_private_functions_are_called_without_a_look_up_and_public_ones_are_not() -> None:
     text = "def _own(a, data: bytes): pass\ndef shown(): return _own(1, b'')\ndef _kept(): pass\nTABLE = (_kept,)\n"
-    assert declarations("module", of(module=text)) == "cpdef object _own(object a, bytes data)\n"
+    assert declarations("module", of(module=text)) == "cdef object _own(object a, bytes data)\n"
 
 
 def test_what_prices_and_engine_models_are_made_of_are_doubles_and_nothing_else_is_declared_so() -> (
     None
 ):
     for module in PROJECT.compiled:
-        declared = [line for line in told(module) if "double" in line]
+        declared = [" ".join(line.split()[-2:]) for line in told(module) if "double" in line]
         expected = [
             name
             for full, names in FLOATS.items()
             if full.rpartition(".")[0] == module
             for name in names or extension_classes.slots(PROJECT.classes[full]) or ()
         ]
-        assert sorted(declared) == sorted(f"    cdef public double {name}" for name in expected)
+        assert sorted(declared) == sorted(f"double {name}" for name in expected)
         if module in WITH_DOUBLES:
             continue
         for each in ast.walk(PROJECT.trees[module]):

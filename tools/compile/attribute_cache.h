@@ -10,6 +10,20 @@ if the attribute has a getter in C (a field of a C class). A method is cached if
 have no dictionary, in which another attribute could hide it. Everything else, errors included, is
 left to CPython. */
 
+static CYTHON_UNUSED __attribute__((cold, noinline)) void penstock_raise_none_has_no(const char *name) {
+    PyErr_Format(PyExc_AttributeError, "'NoneType' object has no attribute '%s'", name);
+}
+
+static CYTHON_UNUSED __attribute__((noinline)) int penstock_refuse_self(
+    PyObject *object, PyTypeObject *type
+) {
+    if (PyType_IsSubtype(Py_TYPE(object), type)) return 0;
+    PyErr_Format(
+        PyExc_TypeError, "a method of '%s' was called for a '%s'", type->tp_name, Py_TYPE(object)->tp_name
+    );
+    return 1;
+}
+
 #if defined(CYTHON_LIMITED_API) || defined(Py_GIL_DISABLED)
 
 #define PENSTOCK_GET_ATTRIBUTE(object, name) __Pyx_PyObject_GetAttrStr(object, name)

@@ -79,6 +79,65 @@ FLOATS: Mapping[str, Collection[str]] = {
 }
 """Attributes that are always floats, by class; all attributes of the class if none is named."""
 
+SUBCLASSED_BY_TESTS = ("policies.admission.cap_admission.CapAdmission",)
+"""C classes without a subclass in the project that stay open for subclasses."""
+
+READ_BY_TESTS = frozenset(
+    (
+        "_attach_gauges",
+        "_begin",
+        "_bucket",
+        "_budget_s",
+        "_build",
+        "_call_after_turn",
+        "_candidates",
+        "_change",
+        "_children",
+        "_client",
+        "_connect",
+        "_count_strings",
+        "_counts",
+        "_decode",
+        "_deferred_bytes",
+        "_delta",
+        "_discard",
+        "_discarded",
+        "_due",
+        "_endpoints",
+        "_examined",
+        "_handle",
+        "_idle",
+        "_levels",
+        "_messages",
+        "_new_protocol",
+        "_next",
+        "_one_at_a_time",
+        "_outbox",
+        "_over",
+        "_parse",
+        "_paused_until",
+        "_pending",
+        "_per_client",
+        "_pool",
+        "_pools",
+        "_ratio",
+        "_read",
+        "_recent",
+        "_relay",
+        "_responses",
+        "_run",
+        "_running",
+        "_seconds",
+        "_slices",
+        "_stream",
+        "_translate_whole",
+        "_unread",
+        "_usage_result",
+        "_waiting",
+    )
+)
+"""Private names that only tests and benchmarks look up in objects of C classes and in modules."""
+
 HAS_NO_C_FORM = (
     ast.AsyncFunctionDef,
     ast.FunctionDef,
@@ -96,8 +155,9 @@ def declarations(module: str, project: Project) -> str:
     mine = [
         node for node in classes_of(tree) if known_classes.get(node.name) == f"{module}.{node.name}"
     ]
+    lines = ["cimport cython"] if mine else []
     # Forward declarations: classes of other modules may have attributes of these classes.
-    lines = [f"cdef class {node.name}" for node in mine if not node.bases]
+    lines += [f"cdef class {node.name}" for node in mine if not node.bases]
     for short, full in known_classes.items():
         if container_of(full) != module:
             lines.append(f"from {container_of(full)} cimport {full.rpartition('.')[2]} as {short}")
@@ -112,7 +172,7 @@ def declarations(module: str, project: Project) -> str:
             if isinstance(statement, ast.FunctionDef) and statement.name.startswith("_")
         ]
         lines += [
-            c_types.signature(function)
+            c_types.signature(function, is_visible=_is_visible(function.name, project))
             for function in _c_functions(functions, _need_python_form({module}, project))
         ]
     return "\n".join([*lines, ""]) if lines else ""
@@ -121,12 +181,17 @@ def declarations(module: str, project: Project) -> str:
 def _declare_class(
     full: str, node: ast.ClassDef, c_types: CTypes, project: Project
 ) -> Iterator[str]:
+    # A method that overrides one cannot be final in Cython.
+    is_alone = not node.bases and all(node.name not in bases for bases in project.bases.values())
+    if is_alone and full not in SUBCLASSED_BY_TESTS:
+        yield "@cython.final"
     yield f"cdef class {node.name}({', '.join(map(ast.unparse, node.bases))}):"
     types = c_types.attribute_types(node) | NUMBERS.get(full, {})
     for attribute in slots(node) or ():
         is_float = full in FLOATS and attribute in (FLOATS[full] or (attribute,))
         kind = "double" if is_float else types.get(attribute) or "object"
-        yield f"    cdef public {kind} {attribute}"
+        access = "public " if _is_visible(attribute, project) else ""
+        yield f"    cdef {access}{kind} {attribute}"
     related = {
         name: other
         for name, other in project.classes.items()
@@ -143,8 +208,18 @@ def _declare_class(
     }
     excluded |= _need_python_form({"", full, *related}, project)
     for method in _c_functions(_functions(node), excluded):
-        yield f"    {c_types.signature(method, of_class=True)}"
+        is_visible = _is_visible(method.name, project)
+        yield f"    {c_types.signature(method, of_class=True, is_visible=is_visible)}"
     yield "    pass"
+
+
+def _is_visible(name: str, project: Project) -> bool:
+    # Return whether Python code can find a name of a C class or of a compiled module.
+    #
+    # What only C code uses needs no functions that convert its arguments, read it and set it: they
+    # would be a third of all code.
+    is_private = name.startswith("_") and not name.startswith("__")
+    return not is_private or name in READ_BY_TESTS or name in project.looked_up
 
 
 def _are_related(node: ast.ClassDef, other: ast.ClassDef) -> bool:
@@ -224,11 +299,14 @@ class CTypes:
         name = "" if annotation is None else ast.unparse(annotation)
         return name if name in self.names else ""
 
-    def signature(self, function: ast.FunctionDef, *, of_class: bool = False) -> str:
-        """Return the Cython declaration (cpdef) of a function, with its arguments and their types.
+    def signature(
+        self, function: ast.FunctionDef, *, is_visible: bool, of_class: bool = False
+    ) -> str:
+        """Return the Cython declaration of a function, with its arguments and their types.
 
         For example "cpdef object _add(Request request, object number)": bytes and C classes keep
-        their type, all other types are declared as object.
+        their type, all other types are declared as object. It is "cdef" instead of "cpdef" if the
+        function is not visible to Python code.
         """
         arguments = function.args.args[of_class:]
         declared = ["self"] if of_class else []
@@ -239,9 +317,9 @@ class CTypes:
                 f"{kind} {argument.arg}"
                 + ("" if number < len(arguments) - len(function.args.defaults) else "=*")
             )
-        return (
-            f"cpdef {self.of(function.returns) or 'object'} {function.name}({', '.join(declared)})"
-        )
+        kind = "cpdef" if is_visible else "cdef"
+        result = self.of(function.returns) or "object"
+        return f"{kind} {result} {function.name}({', '.join(declared)})"
 
     def attribute_types(self, node: ast.ClassDef) -> dict[str, str]:
         """Return the C class of each attribute that a class assigns to `self`, by attribute name.

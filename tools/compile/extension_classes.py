@@ -112,6 +112,54 @@ class Project:
         )
 
     @cached_property
+    def looked_up(self) -> frozenset[str]:
+        """Return the private names that code may look up by name at run time.
+
+        All other private attributes and methods are used only as `self.name` in C classes, and all
+        other private functions only by their own module. Those need no form that Python can see.
+        """
+        found = {
+            name
+            for module, tree in self.trees.items()
+            for top in tree.body
+            for name in names_looked_up(top, is_closed=self._is_closed(module, top))
+        }
+        with_slots = {node.name: slots(node) or () for node in self.classes.values()}
+        for tree in self.trees.values():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Attribute) and node.attr == "__slots__":
+                    found.update(with_slots.get(ast.unparse(node.value), ()))
+        return frozenset(found)
+
+    @cached_property
+    def bases(self) -> Mapping[str, Collection[str]]:
+        """The names of the base classes of each class, all without their modules."""
+        bases: dict[str, set[str]] = {}
+        for tree in self.trees.values():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    bases.setdefault(node.name, set()).update(map(_short_name, node.bases))
+        return bases
+
+    @cached_property
+    def _kin(self) -> frozenset[str]:
+        # The names of all C classes, of classes that inherit from one, and of those classes' bases.
+        kin = {node.name for node in self.classes.values()}
+        while new := {name for name, bases in self.bases.items() if kin & {*bases}} - kin:
+            kin |= new
+        return frozenset(kin.union(*(self.bases[name] for name in kin)))
+
+    def _is_closed(self, module: str, top: ast.stmt) -> bool:
+        # Return whether `self.name` in a statement is no look-up by name in an object of a C class.
+        #
+        # It is none in a C class, and in a class that is not related to any.
+        if not isinstance(top, ast.ClassDef):
+            return False
+        if any(isinstance(node, ast.ClassDef) and node is not top for node in ast.walk(top)):
+            return False
+        return f"{module}.{top.name}" in self.classes or top.name not in self._kin
+
+    @cached_property
     def called_with_unpacking(self) -> frozenset[str]:
         """Return the names of functions and methods that are called with *arguments or **keywords.
 
@@ -188,6 +236,35 @@ def _used_as_values(module: str, tree: ast.Module, classes: Collection[str]) -> 
                 if isinstance(node.value, ast.Call):
                     known = {names.get(ast.unparse(node.value.func), "")} & {*classes}
                 yield from [f"{owner}.{node.attr}" for owner in known] or [node.attr]
+
+
+def _short_name(base: ast.expr) -> str:
+    return ast.unparse(base).partition("[")[0].rpartition(".")[2]
+
+
+def names_looked_up(top: ast.stmt, *, is_closed: bool) -> Iterator[str]:
+    """Yield the names that a statement may look up in objects and modules, and those in its texts.
+
+    is_closed   whether `self.name` is no such look-up
+    """
+    listed = {
+        id(part)
+        for node in ast.walk(top)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__"
+        for part in ast.walk(node.value)
+    }
+    for node in ast.walk(top):
+        if isinstance(node, ast.Attribute):
+            if not (is_closed and ast.unparse(node.value) == "self"):
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in listed
+        ):
+            yield from node.value.split(".")
 
 
 def _unpacks(call: ast.Call) -> bool:

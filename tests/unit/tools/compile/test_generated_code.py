@@ -33,11 +33,37 @@ def call(thing):
     return thing.method(1, 2)
 
 class Compiled:
-    pass
+    def own(self):
+        return self.value
+
+    def own_with(self, value):
+        self.value = value
+
+    def own_with_all(self, *values):
+        self.value = values
+
+    async def own_later(self):
+        return self.value
+
+    def _hidden(self):
+        return self.value
+
+    def hidden_of_other(self):
+        return self.other._hidden()
+
+def pass_on(function, first, others):
+    return function(first, *others)
+
+def read_compiled(thing: Compiled | None):
+    return thing.value
 """
 DECLARED = """
+cimport cython
+@cython.final
 cdef class Compiled:
     cdef public object value
+    cdef public Compiled other
+    cdef object _hidden(self)
 """
 
 
@@ -50,7 +76,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     source, library = folder / "cached.py", folder / "cached.so"
     source.write_text(SOURCE)
     source.with_suffix(".pxd").write_text(DECLARED)
-    cython.cythonize([str(source)], quiet=True, language_level=3, build_dir=None)
+    directives = {"language_level": 3, "nonecheck": True}
+    cython.cythonize([str(source)], quiet=True, compiler_directives=directives, build_dir=None)
     code = source.with_suffix(".c")
     code.write_text(improve(code.read_text()))
     command = [compiler, "-O0", "-Wall", "-Werror=incompatible-pointer-types", "-shared", "-fPIC"]
@@ -100,6 +127,37 @@ def test_the_cache_is_in_the_code(compiled: ModuleType) -> None:
     assert "PENSTOCK_GET_ATTRIBUTE(__pyx_v_thing" in code
     assert "= PENSTOCK_CALL_METHOD(" in code
     assert "PENSTOCK_SET_ATTRIBUTE(__pyx_v_thing" in code
+
+
+def test_only_objects_other_than_self_are_checked_for_none(compiled: ModuleType) -> None:
+    code = Path(str(compiled.__file__)).with_suffix(".c").read_text()
+    assert "__pyx_v_thing) == Py_None" in code
+    assert "((PyObject *)__pyx_v_self) == Py_None" not in code
+    c_object = compiled.Compiled()
+    c_object.value = "c"
+    assert c_object.own() == compiled.read_compiled(c_object) == "c"
+    with pytest.raises(AttributeError, match=r"^'NoneType' object has no attribute 'value'$"):
+        compiled.read_compiled(None)
+    with pytest.raises(AttributeError, match=r"^'NoneType' object has no attribute '_hidden'$"):
+        c_object.hidden_of_other()
+    c_object.other = c_object
+    assert c_object.hidden_of_other() == "c"
+
+
+@pytest.mark.parametrize("wrong", [None, 5, object()])
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [("own", ()), ("own_with", (1,)), ("own_with_all", (1, 2)), ("own_later", ())],
+)
+def test_a_method_that_is_called_through_its_class_refuses_other_objects(
+    compiled: ModuleType, method: str, arguments: tuple[object, ...], wrong: object
+) -> None:
+    function = getattr(compiled.Compiled, method)
+    expected = rf"^a method of 'cached\.Compiled' was called for a '{type(wrong).__name__}'$"
+    with pytest.raises(TypeError, match=expected):
+        function(wrong, *arguments)
+    with pytest.raises(TypeError, match=expected):
+        compiled.pass_on(function, wrong, arguments)
 
 
 def test_slots_of_classes_structs_and_c_classes_are_read(compiled: ModuleType, read: Read) -> None:
