@@ -27,6 +27,7 @@ from gateway.http.poll_client import ConnectError
 from gateway.http.upstream import ConnectionPool
 from policies.health.endpoint_health import HealthEvent, HealthState
 from policies.routing_types import EngineKind
+from tests.replaced import replace_method
 from tests.unit.gateway.fleet.tables import table_of
 from tests.virtual_time import VIRTUAL_TIME
 
@@ -120,7 +121,7 @@ async def test_nothing_is_remembered_of_a_leaving_endpoint(monkeypatch: pytest.M
             looks.release()
             return all_endpoints(table)
 
-        monkeypatch.setattr(EndpointTable, "all", look)
+        replace_method(monkeypatch, EndpointTable, "all", look)
         for _ in range(3):
             await asyncio.wait_for(looks.acquire(), 30)
         assert live not in watcher._silences._by_endpoint
@@ -282,7 +283,7 @@ async def _stalled(
 ) -> AsyncIterator[tuple[HealthChecker, LiveEndpoint]]:
     # Run an engine to which clients' requests get longer silences, and its health checker.
     silence = count(1.0)
-    monkeypatch.setattr(ConnectionPool, "silence_duration_s", lambda *_: next(silence))
+    replace_method(monkeypatch, ConnectionPool, "silence_duration_s", lambda *_: next(silence))
     engine.router.add_get("/health", _in_pieces(b"ok"))
     async with _polled(engine) as (watcher, table, _):
         (live,) = table.all()

@@ -7,6 +7,7 @@ import pytest
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.silence_limits import FIRST_ANSWER_FACTOR, LEAST_FACTOR, SILENCE_MARGIN, Silences
 from gateway.http.upstream import ConnectionPool
+from tests.replaced import replace_method
 from tests.unit.gateway.fleet.tables import table_of
 
 LIMIT_S = 5.0
@@ -24,10 +25,10 @@ def answer_after(
     monkeypatch: pytest.MonkeyPatch, silences: Silences, live: LiveEndpoint, silence_s: float
 ) -> None:
     # Let the endpoint be silent for a time, and then answer.
-    monkeypatch.setattr(ConnectionPool, "silence_duration_s", lambda pool, now: silence_s)
+    replace_method(monkeypatch, ConnectionPool, "silence_duration_s", lambda pool, now: silence_s)
     silences.observe(live, 0.0)
     live.upstream.last_body_at += 1.0
-    monkeypatch.setattr(ConnectionPool, "silence_duration_s", lambda pool, now: 0.0)
+    replace_method(monkeypatch, ConnectionPool, "silence_duration_s", lambda pool, now: 0.0)
     silences.observe(live, 0.0)
 
 

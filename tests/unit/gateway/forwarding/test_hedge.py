@@ -21,6 +21,7 @@ from policies.health.endpoint_health import HealthEvent, HealthState
 from policies.health.speed_samples import JOIN_S, SpeedVerdict
 from policies.health.stall import DOUBT_S, SUSPECT_CEILING
 from tests.fair_time import PATIENCE_S
+from tests.replaced import replace_method
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     TEXT,
@@ -112,7 +113,7 @@ async def test_a_hedged_request_is_charged_to_its_tenant_once(
         taken[bucket] = taken.get(bucket, 0.0) + amount
         take(bucket, amount)
 
-    monkeypatch.setattr(TokenBucket, "take", recorded)
+    replace_method(monkeypatch, TokenBucket, "take", recorded)
     limits = {"requests_per_minute": 10, "tokens_per_minute": 100_000}
     tenants = [{"name": "acme", "key": "sk-acme", "limits": limits}]
     async with pool(never_answers, decodes, tenants=tenants) as running:
