@@ -16,6 +16,7 @@ import msgspec
 
 from policies import pickers
 from policies.endpoint_load import EndpointLoad
+from policies.engine.running_answer_lengths import is_short
 from policies.engine.step_time import UsualSpeeds
 from policies.latency.expected_latency import backlog_s, is_first_token_late, room_s
 from policies.param_types import Factor, NonNegative
@@ -36,6 +37,7 @@ from policies.pricing.price_loop import (
     usual_slots,
     waiting_external_requests,
 )
+from policies.pricing.short_answers import harm_of_short
 from policies.pricing.speed_differences import (
     TEST_S,
     UNOBSERVED,
@@ -414,12 +416,20 @@ class PriceScorer:
         #
         # Their steps take `step_s` each, and `more_s` more with the request. The prefills before
         # it take `wait_s`, its own `work_s`.
-        loss = 0.0
-        for count, inverse, began_s in load.timeline.answer_groups(load, now):
-            delayed_s = wait_s + load.timeline.prefill_s - began_s
-            before = step_s + delayed_s * inverse
-            after = before + more_s + work_s * inverse
-            loss += count * (self._loss(after / tpot_s) - self._loss(before / tpot_s))
+        loss, timeline = 0.0, load.timeline
+        chunk_s = load.belief.budget_tokens * load.prefill_s_per_token
+        for group in timeline.answer_groups(load, now):
+            if is_short(group):
+                past = (timeline.prefill_s - group[2]) / tpot_s
+                queue = wait_s / tpot_s, work_s / tpot_s, chunk_s / tpot_s
+                paces = step_s / tpot_s, (step_s + more_s) / tpot_s
+                loss += harm_of_short(group, past, queue, paces, self.weights)
+                continue
+            for count, inverse, began_s in timeline.answers.length_groups(group):
+                delayed_s = wait_s + timeline.prefill_s - began_s
+                before = step_s + delayed_s * inverse
+                after = before + more_s + work_s * inverse
+                loss += count * (self._loss(after / tpot_s) - self._loss(before / tpot_s))
         return loss
 
     def speeds(self, candidates: Sequence[Candidate]) -> SpeedFactors:

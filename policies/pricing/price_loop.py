@@ -12,10 +12,10 @@ from operator import attrgetter
 from typing import Protocol
 
 from policies.endpoint_load import EndpointLoad
-from policies.engine.engine_timeline import EngineTimeline
-from policies.engine.running_answer_lengths import AgeGroup, per_token
+from policies.engine.running_answer_lengths import AgeGroup, is_short
 from policies.latency.expected_latency import backlog_s, room_s
 from policies.policy_types import WHOLE_REQUEST, PhaseShare
+from policies.pricing.short_answers import harm_of_short
 from policies.routing_types import Candidate, Request
 
 LEAST_BUDGET = 0.05
@@ -151,7 +151,7 @@ class PriceLoop:
                 lack = self.kv * (lack + slot_loss(load, usual) if has_slots else lack)
                 if answers and price + lack + work <= lowest:
                     pace = (step - more) * (1.0 - 0.5 * busy)
-                    lack += self.others * self._harm(load.timeline, pace, more, known_s, work_s)
+                    lack += self.others * self._harm(load, pace, more, known_s, work_s)
                 price += lack
             price += work
             prices.append(price)
@@ -173,7 +173,7 @@ class PriceLoop:
         return behind * behind * behind - ahead * ahead * ahead
 
     def _harm(
-        self, timeline: EngineTimeline, pace: float, more: float, wait_s: float, work_s: float
+        self, load: EndpointLoad, pace: float, more: float, wait_s: float, work_s: float
     ) -> float:
         # Return the loss that a request causes to the answers of an endpoint.
         #
@@ -186,6 +186,7 @@ class PriceLoop:
         harm: float = 0.0
         late: float = self.late
         per_tpot: float = self.per_tpot
+        timeline = load.timeline
         delayed_s: float = wait_s + timeline.prefill_s
         before: float = pace
         after: float = pace + more
@@ -201,7 +202,7 @@ class PriceLoop:
         second: float
         third: float
         for group in timeline.answers.age_groups:
-            count, inverse, began_s, most, first, second, third, age = group
+            count, inverse, began_s, most, first, second, third, age, _ = group
             delay = (delayed_s - began_s) * per_tpot * inverse
             later = delay + work * inverse
             if after + later * most < late:
@@ -210,10 +211,31 @@ class PriceLoop:
                     + later * (after_2 * first + later * (after_1 * second + later * third))
                     - delay * (before_2 * first + delay * (before_1 * second + delay * third))
                 )
+            elif is_short(group):
+                harm += self._harm_of_short(load, group, before, after, wait_s, work_s)
             else:
-                ratios = timeline.answers.ratios[age:] or (1.0,)
+                ratios = timeline.answers.ratios[age if age > 0 else 0 :] or (1.0,)
                 harm += self._harm_of_late(group, ratios, delayed_s, before, after, work)
         return harm
+
+    def _harm_of_short(
+        self,
+        load: EndpointLoad,
+        group: AgeGroup,
+        pace: float,
+        after_pace: float,
+        wait_s: float,
+        work_s: float,
+    ) -> float:
+        timeline, per_tpot = load.timeline, self.per_tpot
+        chunk_s = load.belief.budget_tokens * load.prefill_s_per_token
+        return harm_of_short(
+            group,
+            (timeline.prefill_s - group[2]) * per_tpot,
+            (wait_s * per_tpot, work_s * per_tpot, chunk_s * per_tpot),
+            (pace, after_pace),
+            self,
+        )
 
     def _harm_of_late(
         self,
@@ -230,7 +252,7 @@ class PriceLoop:
         harm: float = 0.0
         delay: float = (delayed_s - group[2]) * self.per_tpot
         for ratio in ratios:
-            share: float = per_token(group[1] / ratio)
+            share: float = group[1] / ratio
             before: float = pace + delay * share
             after: float = after_pace + (delay + work) * share
             harm += self._loss(after) - self._loss(before)
