@@ -40,20 +40,28 @@ def harm_of_short(
     queue   the prefills before this one, this one, and the longest that fits in a step
     paces   the answers' decode step without the request, and with it
     """
-    ahead, work, chunk = queue
-    pace, after_pace = paces
-    late, overdue = curve.late, curve.overdue
     if group[7] == WAITING:
-        return _harm_of_queued(group[8], queue, paces, late, overdue)
+        return _harm_of_queued(group[8], queue, paces, curve.late, curve.overdue)
+    return _harm_of_running(group[8], past, queue, paces, curve.late, curve.overdue)
+
+
+def _harm_of_running(
+    answers: Sequence[StepsLeft],
+    past: float,
+    queue: tuple[float, float, float],
+    paces: tuple[float, float],
+    late: float,
+    overdue: float,
+) -> float:
+    ahead, work, chunk = queue
     harm = 0.0
-    for count, steps, left in group[8]:
+    for count, steps, left in answers:
         reach = left * chunk
         if ahead >= reach:  # they end before the prefill begins
             continue
-        before = pace + (past + ahead) / steps
-        after = pace + (past + reach) / steps
+        before, after = paces[0] + (past + ahead) / steps, paces[0] + (past + reach) / steps
         if ahead + work < reach:  # else they end before the request has a first token
-            after = after_pace + (past + ahead + work) / steps
+            after = paces[1] + (past + ahead + work) / steps
         harm += count * (loss(after, late, overdue) - loss(before, late, overdue))
     return harm
 
@@ -66,29 +74,21 @@ def _harm_of_queued(
     overdue: float,
 ) -> float:
     # Return the loss of answers whose prompts are anywhere in the queue, each place as probable.
-    #
-    # One has `ahead` or less behind it before the request, and `work` more after it, divided by its
-    # steps. No step takes longer than `most`. The mean loss over all places is a difference of
-    # areas below the curve.
     ahead, work, chunk = queue
-    pace, after_pace = paces
-    most, rest = pace + chunk, loss(pace, late, overdue)
-    level, more = loss(most, late, overdue), loss(after_pace, late, overdue) - rest
-    full, begin = _area(most, late, overdue), _area(pace, late, overdue)
+    pace = paces[0]
+    more = loss(paces[1], late, overdue) - loss(pace, late, overdue)
+    begin = _area(pace, pace + chunk, late, overdue)
     harm = 0.0
     for count, steps, _ in answers:
-        before, added = pace + ahead / steps, work / steps
-        end = pace + added
+        before, end = ahead / steps, pace + work / steps
+        most = pace + chunk  # no step takes longer
         if ahead <= NO_QUEUE * chunk:
-            harm += count * (more - rest + (level if end > most else loss(end, late, overdue)))
-            continue
-        area = begin - (_area(end, late, overdue) if end < most else full + (end - most) * level)
-        if before >= most:
-            area += added * level
-        else:
-            end, area = before + added, area - _area(before, late, overdue)
-            area += _area(end, late, overdue) if end < most else full + (end - most) * level
-        harm += count * (more + max(0.0, area * steps / ahead))
+            added = loss(min(most, end), late, overdue) - loss(pace, late, overdue)
+        else:  # a mean over all places is a difference of areas below the curve
+            area = begin - _area(end, most, late, overdue)
+            area += _area(end + before, most, late, overdue)
+            added = max(0.0, (area - _area(pace + before, most, late, overdue)) / before)
+        harm += count * (more + added)
     return harm
 
 
@@ -99,8 +99,10 @@ def loss(share: float, late: float, overdue: float) -> float:
     return late * late * late + overdue * (share - late)
 
 
-def _area(share: float, late: float, overdue: float) -> float:
-    # Return the area below the curve from 0 to `share`.
+def _area(share: float, most: float, late: float, overdue: float) -> float:
+    # Return the area below the curve from 0 to `share`. From `most` on, the curve is level.
+    if share > most:
+        return _area(most, most, late, overdue) + (share - most) * loss(most, late, overdue)
     if share < late:
         square = share * share
         return 0.25 * square * square
