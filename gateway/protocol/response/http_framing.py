@@ -202,7 +202,7 @@ class ResponseBody(Protocol):
     is_complete        whether the end of the body has been received
     at_chunk_boundary  whether the gateway could insert its own chunk here, in place of the bytes in
                        `partial`
-    was_at_boundary    value of at_chunk_boundary before the bytes that raised FramingError
+    was_at_boundary    value of at_chunk_boundary before the newest bytes
     partial            an incomplete size line or CRLF, kept until the rest of it arrives
     surplus_bytes      number of bytes received after the end
     last_chunk_offset  where the last chunk begins: an offset in the previous `partial` followed by
@@ -261,8 +261,8 @@ class ChunkedBody:
         """Return the payload if `data` is exactly one HTTP chunk that begins here, else b"".
 
         A token of a stream usually arrives in this form. The length of `data` determines the
-        chunk's size line, so that line is compared and not parsed. The state of the body does not
-        change.
+        chunk's size line, so that line is compared and not parsed. Except was_at_boundary, the
+        state of the body does not change.
         """
         line = SIZE_LINES.get(len(data))
         if (
@@ -271,10 +271,12 @@ class ChunkedBody:
             and data.startswith(line)
             and data.endswith(b"\r\n")
         ):
+            self.was_at_boundary = True
             return data[len(line) : -2]
         return b""
 
     def _feed(self, data: bytes) -> bytes:
+        self.was_at_boundary = self.at_chunk_boundary
         pieces: list[bytes] = []
         if self.partial:
             data, self.partial = self.partial + data, b""
@@ -294,7 +296,6 @@ class ChunkedBody:
                     offset = self._parse_size_line(data, offset)
         self.surplus_bytes = end - offset if self.is_complete else 0
         self.expects_size = not (self._missing or self._expects_crlf or self.partial)
-        self.was_at_boundary = self.at_chunk_boundary
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _parse_crlf(self, data: bytes, offset: int) -> int:

@@ -185,8 +185,9 @@ class Relay(PayloadScan):
 
     def _note_error_event(self, event: re.Match[bytes]) -> None:
         if is_flat_error(event):  # nothing of this read is forwarded
-            is_cut = not self._last_payload.endswith(b"\n")
-            self._is_torn = is_cut or not (self._must_reframe or self._body.was_at_boundary)
+            is_whole = self._must_reframe or self._body.was_at_boundary
+            self._is_torn = not (is_whole and self._last_payload.endswith(b"\n"))
+            self._body = ChunkedBody()  # this read may contain the body's end, or a part of a chunk
             raise UpstreamError("engine_error", "the engine sent an error event")
         super()._note_error_event(event)
 
@@ -425,8 +426,7 @@ class Relay(PayloadScan):
         #
         # Raises UpstreamError if the request did not cause the error.
         find_status = self._leading_error_status if self._is_sse else client_error_status
-        status = find_status(data, error)
-        if status is None:
+        if (status := find_status(data, error)) is None:
             raise UpstreamError("engine_error", "the engine sent an error event or body")
         self.is_refused, self.status, self.state = True, status, REFUSED
         return self._collect_refusal(data)

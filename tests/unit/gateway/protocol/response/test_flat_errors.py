@@ -68,25 +68,29 @@ async def test_a_flat_error_with_status_200_is_an_error(is_stream: bool, code: i
         await running.at_rest()
 
 
-@pytest.mark.parametrize("cut", ["", "in a chunk", "between chunks"])
+@pytest.mark.parametrize("cut", ["", "after a size line", "in a chunk", "between chunks"])
+@pytest.mark.parametrize("rest", [b"", b"e\r\ndata: [", b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"])
 def test_a_flat_error_after_tokens_ends_the_stream_with_an_error_that_sdks_see(
-    cut: str,
+    cut: str, rest: bytes
 ) -> None:
     relay = Relay(b"")
     assert b"half" in relay.feed(HEAD + chunk({**TOKEN, "id": "x" * 300}), 1.0)
     raw = b"data: " + json.dumps(flat_error(500)).encode() + b"\n\n"
     pieces = [chunked(raw)]
-    if cut == "in a chunk":
+    if cut == "after a size line":
+        pieces = [b"%x\r\n" % len(raw), raw + b"\r\n"]
+    elif cut == "in a chunk":
         pieces = [pieces[0][:20], pieces[0][20:]]
     elif cut == "between chunks":
         pieces = [chunked(raw[:20]), chunked(raw[20:])]
     for piece in pieces[:-1]:
         assert relay.feed(piece, 2.0)
     with pytest.raises(UpstreamError) as raised:
-        relay.feed(pieces[-1], 2.0)
+        relay.feed(pieces[-1] + rest, 2.0)
     assert raised.value.kind == "engine_error"
+    assert not relay.is_connection_reusable
     end = relay.end_with_error(Failure.UPSTREAM_FAILED, "the engine failed")
-    # A client that has a part of the event can be shown nothing but the end of the connection.
+    # A client that has a part of the event or of its chunk can be shown only the connection's end.
     assert (b'data: {"error":' in end) is not bool(cut)
 
 

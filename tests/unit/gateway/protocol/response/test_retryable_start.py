@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from gateway.protocol.api_table import MESSAGES, RESPONSES, Api
+from gateway.protocol.api_table import CHAT, MESSAGES, RESPONSES, Api
 from gateway.protocol.response.event_relay import EventRelay
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import MAX_COMMENTS_S, MAX_FIRST_EVENT
@@ -217,6 +217,23 @@ def test_named_events_without_work_are_held_back_no_longer_than_comments(
     assert relay.feed(beat, 99.0 + MAX_COMMENTS_S) == b""
     assert relay.feed(beat, 100.0 + MAX_COMMENTS_S).endswith(b"\r\n\r\n" + 3 * beat)
     assert relay.feed(beat, 101.0 + MAX_COMMENTS_S) == beat
+
+
+@pytest.mark.parametrize("api", [CHAT, MESSAGES])
+def test_an_error_that_comes_late_and_in_parts_is_read_to_its_end(api: Api) -> None:
+    error = {"message": "x" * 300, "type": "invalid_request_error", "code": 400}
+    event = b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
+    relay = Relay(b"")
+    if api is MESSAGES:
+        assert api.grammar is not None
+        relay = EventRelay(b"", None, False, None, None, api.grammar, api.errors)
+        event = b"event: error\n" + event
+    relay.asked_at = 100.0
+    chunk = b"%x\r\n%b\r\n" % (len(event), event)
+    for piece in (EVENTS + PING, chunk[:80], chunk[80:], b"0\r\n\r\n"):
+        at = 101.0 if piece.startswith(EVENTS) else 101.0 + MAX_COMMENTS_S
+        assert relay.feed(piece, at) == b""
+    assert (relay.is_refused, relay.status) == (True, 400)
 
 
 def test_a_comment_that_contains_the_word_of_a_data_line_is_a_comment() -> None:
