@@ -19,30 +19,21 @@ if TYPE_CHECKING:
     from policies.engine.engine_load import EngineLoad
     from policies.engine.queued_prompt import QueuedPrompt
 
-SHORT_TOKENS = 16.0
-"""Length of an answer in tokens below which it matters how many of its steps are left.
+LEAST_TOKENS = 8.0
+"""Minimum assumed length of an answer in tokens. A prefill makes shorter ones late in any case."""
 
-Few steps meet only as many prefills as fit in them, and the first token is no small part of it.
-"""
-
-WAITING = -1
-"""The age of answers without a first token, whose prompts are queued."""
+MOST_PER_TOKEN = 1.0 / LEAST_TOKENS
 
 MOST_ENDED = 64
 """Number of ended answers, beside as many as are running, that the heap of ages may hold."""
 
-StepsLeft = tuple[float, float, float]
-"""Running answers of about one final length: their expected number, all their decode steps after
-the first token, and how many of these are left."""
-
-AgeGroup = tuple[float, float, float, float, float, float, float, int, Sequence[StepsLeft]]
+AgeGroup = tuple[float, float, float, float, float, float, float, int]
 """Running answers of the same age: their expected number, 1 over the expected length of their
 requests, the mean of `prefill_s` (EngineModel) at their first tokens, the moments of 1 over the
-ratios that their lengths may still have (output_length.InverseMoments), the age, and the steps that
-are left by final length.
+ratios that their lengths may still have (output_length.InverseMoments), and the age.
 
-The largest of the ratios is inf if it would make an answer shorter than SHORT_TOKENS (`is_short`):
-the moments do not hold then. Only such answers have the last item.
+The largest of these is inf if it would make an answer shorter than LEAST_TOKENS: the moments do not
+hold then.
 """
 
 LengthGroup = tuple[float, float, float]
@@ -55,8 +46,7 @@ class RunningAnswers:
 
     Lengths are divided by the expected length of the request, and sorted into CLASSES classes of
     equal probability. An answer has the age k if it is longer than the median lengths of k classes.
-    So its final length is in one of the other classes, each with the same probability. Answers
-    without a first token have the age WAITING.
+    So its final length is in one of the other classes, each with the same probability.
 
     age_groups  the answers by age, as of the last `update`; never changed in place
     ratios      the length classes at that time (RecentLengths.quantiles)
@@ -134,37 +124,33 @@ class RunningAnswers:
         self._is_current, self._answers = True, load.answers
         self._expected_tokens = load.expected_tokens
 
-    def length_groups(self, group: AgeGroup) -> Iterator[LengthGroup]:
-        """Yield the answers of one age by their probable final length."""
-        count, inverse, began_s, _, _, _, _, age, _ = group
-        ratios = self.ratios[max(0, age) :] or (1.0,)
-        for ratio in ratios:
-            yield count / len(ratios), inverse / ratio, began_s
+    def length_groups(self) -> Iterator[LengthGroup]:
+        """Yield the answers of `age_groups` by their probable final length."""
+        for count, inverse, began_s, _, _, _, _, age in self.age_groups:
+            ratios = self.ratios[age:] or (1.0,)
+            for ratio in ratios:
+                yield count / len(ratios), per_token(inverse / ratio), began_s
 
     def _group(self, load: EngineLoad, prefill_s: float) -> list[AgeGroup]:
         answers, counts, groups = load.answers, self._counts, list[AgeGroup]()
         if not answers:
             return groups
-        running = sum(counts)
+        running, moments = sum(counts), self._lengths.inverse_moments()
         own = answers - load.peer_load.answers
         scale = answers / own if own > 0 and running else 1.0
         waiting = answers / scale - running
         if waiting > 0.0:
+            most, first, second, third = moments[0]
             inverse = answers / (load.expected_tokens or 1)
-            groups.append(self._age_group(scale * waiting, inverse, prefill_s, WAITING))
+            most = most if inverse * most <= MOST_PER_TOKEN else inf
+            groups.append((scale * waiting, inverse, prefill_s, most, first, second, third, 0))
         for age, count in enumerate(counts if running else ()):
             if count:
+                most, first, second, third = moments[age]
                 inverse, began_s = self._inverses[age] / count, self._began[age] / count
-                groups.append(self._age_group(scale * count, inverse, began_s, age))
+                most = most if inverse * most <= MOST_PER_TOKEN else inf
+                groups.append((scale * count, inverse, began_s, most, first, second, third, age))
         return groups
-
-    def _age_group(self, count: float, inverse: float, began_s: float, age: int) -> AgeGroup:
-        lengths = self._lengths
-        most, first, second, third = lengths.inverse_moments()[age if age > 0 else 0]
-        if inverse * most * SHORT_TOKENS <= 1.0:
-            return count, inverse, began_s, most, first, second, third, age, ()
-        steps = _steps_left(count, inverse, age, lengths.quantiles())
-        return count, inverse, began_s, inf, first, second, third, age, steps
 
     def _advance(self, steps: float) -> None:
         # Move the answers that have reached their next age.
@@ -209,28 +195,6 @@ class RunningAnswers:
             self._inverses[age] = self._began[age] = 0.0
 
 
-def is_short(group: AgeGroup) -> bool:
-    """Return whether some of the answers of one age may have less than SHORT_TOKENS tokens."""
-    return group[3] == inf
-
-
-def _steps_left(count: float, inverse: float, age: int, ratios: Sequence[float]) -> list[StepsLeft]:
-    # Return the steps of answers of one age. Answers of one token have none, and are left out.
-    expected = 1.0 / inverse
-    likely: Sequence[float]
-    if age >= len(ratios):  # it has generated half of what is expected
-        likely, generated = (1.0,), 0.5 * expected
-    elif age == WAITING:
-        likely, generated = ratios, 1.0
-    else:
-        likely = ratios[age:]
-        generated = 0.5 * expected * (ratios[age] + (ratios[age - 1] if age else 0.0))
-    share, counts = count / len(likely), dict[int, float]()
-    for ratio in likely:
-        tokens = int(expected * ratio + 0.5)
-        counts[tokens] = counts.get(tokens, 0.0) + share
-    return [
-        (number, tokens - 1.0, min(tokens - 1.0, max(1.0, tokens - generated)))
-        for tokens, number in counts.items()
-        if tokens > 1
-    ]
+def per_token(inverse: float) -> float:
+    """Return 1 over a length in tokens, for a length of at least LEAST_TOKENS."""
+    return min(MOST_PER_TOKEN, inverse)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from policies.engine import first_token_calibration
 from policies.engine.output_length import RecentLengths
-from policies.engine.running_answer_lengths import AgeGroup, RunningAnswers
+from policies.engine.running_answer_lengths import LengthGroup, RunningAnswers
 from policies.engine.running_averages import EngineAverages
 from policies.engine.shared_prefix_kv import SharedPrefixKv
 
@@ -453,10 +453,10 @@ class EngineModel:
         self.batch += prompt.sequences
         self.context_base += prompt.sequences * (prompt.prompt_tokens - self.steps)
 
-    def answer_groups(self, load: EngineLoad, now: float) -> list[AgeGroup]:
-        """Return the running answers of the engine by age."""
+    def answer_groups(self, load: EngineLoad, now: float) -> list[LengthGroup]:
+        """Return the running answers of the engine by their probable final length."""
         self.update_answers(load, now)
-        return self.answers.age_groups
+        return list(self.answers.length_groups())
 
     def update_answers(self, load: EngineLoad, now: float) -> None:
         """Update the ages of the running answers.

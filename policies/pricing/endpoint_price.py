@@ -16,7 +16,6 @@ import msgspec
 
 from policies import pickers
 from policies.endpoint_load import EndpointLoad
-from policies.engine.running_answer_lengths import is_short
 from policies.engine.step_time import UsualSpeeds
 from policies.latency.expected_latency import backlog_s, is_first_token_late, room_s
 from policies.param_types import Factor, NonNegative
@@ -37,7 +36,6 @@ from policies.pricing.price_loop import (
     usual_slots,
     waiting_external_requests,
 )
-from policies.pricing.short_answers import harm_of_short
 from policies.pricing.speed_differences import (
     TEST_S,
     UNOBSERVED,
@@ -79,11 +77,9 @@ class PricedPolicy(PolicyParams, frozen=True):
                 request's prefill and from its place in each decode step. An answer's delays so far,
                 the queue before this request and this prefill are divided by the answer's length.
                 That length is unknown: the loss is a mean over the lengths that are still possible
-                at the answer's age (running_answer_lengths.py). Of an answer that may be short,
-                only the prompts count that its steps still meet (short_answers.py). Prompts that
-                wait for KV delay no answer. Of the queue, only prompts known to this gateway count:
-                the others are assumed to take as long as this one, so a longer prefill would seem
-                to do less harm.
+                at the answer's age (running_answer_lengths.py). Prompts that wait for KV delay no
+                answer. Of the queue, only prompts known to this gateway count: the others are
+                assumed to take as long as this one, so a longer prefill would seem to do less harm.
                 A request that only prefills here has one token, and nothing to lose after it.
         work    work_weight x what later requests lose by this prefill. The next one finds a queue
                 that is longer by it, and loses so much more; of a queue in which all are late,
@@ -194,10 +190,9 @@ class PriceScorer:
         rows = zip(candidates, *factors, repeat(0.0))
         usual = usual_slots(candidates)
         has_ranks = any(map(_RANKS, candidates))
+        prices = loop.prices(rows, query.cached_by_slot, usual, is_partial=not has_ranks)
         if has_ranks:
-            prices = loop.prices_of_ranks(list(rows), query.cached_by_slot, usual, True)
-        else:
-            prices = loop.prices(rows, query.cached_by_slot, usual, True)
+            self._price_ranks(query, candidates, WHOLE_REQUEST, prices)
         scores = list(map(neg, prices))
         if self._has_unobserved:
             self._prefer_test(query, candidates, scores)
@@ -263,10 +258,25 @@ class PriceScorer:
         loop.set_request(query.request, query.now, part)
         delays_s = part.transfers_s or [part.transfer_s] * len(candidates)
         rows = zip(candidates, *factors, delays_s, strict=True)
-        cached, usual = query.cached_by_slot, usual_slots(candidates)
+        prices = loop.prices(rows, query.cached_by_slot, usual_slots(candidates))
         if any(map(_RANKS, candidates)):
-            return loop.prices_of_ranks(list(rows), cached, usual, False)
-        return loop.prices(rows, cached, usual)
+            self._price_ranks(query, candidates, part, prices)
+        return prices
+
+    def _price_ranks(
+        self,
+        query: RoutingQuery,
+        candidates: Sequence[Candidate],
+        part: PhaseShare,
+        prices: list[float],
+    ) -> None:
+        # Replace the prices of ranks whose steps end with those of others.
+        #
+        # The fast loop knows each endpoint alone. Engines with such ranks serve few requests per
+        # second, so that the time of a pick matters little.
+        for index, candidate in enumerate(candidates):
+            if candidate.load.lockstep_ranks:
+                prices[index] = self.explain(query, candidates, index, part).total
 
     def usual_price(self, candidate: Candidate, now: float) -> float:
         """Return the price of a usual request without cached tokens, by which the candidate is
@@ -404,20 +414,12 @@ class PriceScorer:
         #
         # Their steps take `step_s` each, and `more_s` more with the request. The prefills before
         # it take `wait_s`, its own `work_s`.
-        loss, timeline = 0.0, load.timeline
-        chunk_s = load.belief.budget_tokens * load.prefill_s_per_token
-        queue = wait_s / tpot_s, work_s / tpot_s, chunk_s / tpot_s
-        paces = step_s / tpot_s, (step_s + more_s) / tpot_s
-        for group in timeline.answer_groups(load, now):
-            if is_short(group):
-                past = (timeline.prefill_s - group[2]) / tpot_s
-                loss += harm_of_short(group, past, queue, paces, self.weights)
-                continue
-            for count, inverse, began_s in timeline.answers.length_groups(group):
-                delayed_s = wait_s + timeline.prefill_s - began_s
-                before = step_s + delayed_s * inverse
-                after = before + more_s + work_s * inverse
-                loss += count * (self._loss(after / tpot_s) - self._loss(before / tpot_s))
+        loss = 0.0
+        for count, inverse, began_s in load.timeline.answer_groups(load, now):
+            delayed_s = wait_s + load.timeline.prefill_s - began_s
+            before = step_s + delayed_s * inverse
+            after = before + more_s + work_s * inverse
+            loss += count * (self._loss(after / tpot_s) - self._loss(before / tpot_s))
         return loss
 
     def speeds(self, candidates: Sequence[Candidate]) -> SpeedFactors:

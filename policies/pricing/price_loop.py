@@ -12,10 +12,10 @@ from operator import attrgetter
 from typing import Protocol
 
 from policies.endpoint_load import EndpointLoad
-from policies.engine.running_answer_lengths import AgeGroup, is_short
+from policies.engine.engine_timeline import EngineTimeline
+from policies.engine.running_answer_lengths import AgeGroup, per_token
 from policies.latency.expected_latency import backlog_s, room_s
 from policies.policy_types import WHOLE_REQUEST, PhaseShare
-from policies.pricing.short_answers import harm_of_short
 from policies.routing_types import Candidate, Request
 
 LEAST_BUDGET = 0.05
@@ -38,11 +38,6 @@ _SLOTS = attrgetter("load.slots")
 Row = tuple[Candidate, float, float, float, float]
 """A candidate, the factors on its speed of prefill, of its attention and of decode steps, and the
 seconds of a KV transfer to or from it."""
-
-
-PendingPrice = tuple[float, int, EndpointLoad, float, float, float, float]
-"""A price without the harm to answers, its place among the prices, the load, and the arguments of
-PriceLoop._harm_of_ranks."""
 
 
 class PriceWeights(Protocol):
@@ -156,69 +151,12 @@ class PriceLoop:
                 lack = self.kv * (lack + slot_loss(load, usual) if has_slots else lack)
                 if answers and price + lack + work <= lowest:
                     pace = (step - more) * (1.0 - 0.5 * busy)
-                    lack += self.others * self._harm(load, pace, more, known_s, work_s)
+                    lack += self.others * self._harm(load.timeline, pace, more, known_s, work_s)
                 price += lack
             price += work
             prices.append(price)
             lowest = price if is_partial and price < lowest else lowest
         return prices
-
-    def prices_of_ranks(
-        self, rows: Sequence[Row], cached: Sequence[int], usual: float, is_partial: bool
-    ) -> list[float]:
-        # Return the price at each candidate, of which some are ranks whose steps end together.
-        #
-        # The terms that need no other rank come first. The harm to the answers of all ranks takes
-        # longest, so it is added to the cheapest candidates first.
-        others, self.others = self.others, 0.0
-        prices = self.prices(rows, cached, usual)
-        self.others = others
-        ranks: Sequence[EndpointLoad] = ()
-        known, pending = len(cached), list[PendingPrice]()
-        ahead_s: float = 0.0
-        shares: float = 0.0
-        for index, (candidate, fast, attention, slow, _) in enumerate(rows):
-            load = candidate.load
-            if not ranks or load.lockstep_ranks is not ranks:
-                ranks = load.lockstep_ranks
-                ahead_s = joint_backlog_s(ranks or (load,), self.now)
-                shares = prefill_shares(ranks or (load,))
-            hit = cached[load.slot] if load.slot < known else 0
-            uncached = self.prompt - hit
-            pairs_s = attention * (hit + 0.5 * uncached) * load.attention_s_per_pair
-            work_s = self.prefills * fast * uncached * (load.prefill_s_per_token + pairs_s)
-            known_s, busy = backlog_s(load, self.now), prefill_share(load)
-            added_s = joint_work_s(len(ranks) or 1, ahead_s, known_s, work_s)
-            context_s = load.decode_s_per_context_token * self.prompt
-            more = self.decoded * slow * (load.decode_s_per_sequence + context_s)
-            pace = slow * load.decode_s_per_token * self.per_tpot * (1.0 - 0.5 * busy)
-            price = prices[index] + self.work * (shares - busy) * added_s * self.per_budget
-            prices[index] = price
-            pending.append((price, index, load, pace, more, ahead_s, added_s))
-        self._add_harm_of_ranks(pending, prices, is_partial)
-        return prices
-
-    def _add_harm_of_ranks(
-        self, pending: list[PendingPrice], prices: list[float], is_partial: bool
-    ) -> None:
-        lowest: float = inf
-        for price, index, load, pace, more, wait_s, work_s in sorted(pending):
-            if is_partial and price > lowest:
-                break
-            price += self.others * self._harm_of_ranks(load, pace, more, wait_s, work_s)
-            prices[index], lowest = price, min(lowest, price)
-
-    def _harm_of_ranks(
-        self, load: EndpointLoad, pace: float, more: float, wait_s: float, work_s: float
-    ) -> float:
-        # Return the loss that a request causes to the answers of all ranks that step with one.
-        harm: float = 0.0
-        for rank in load.lockstep_ranks or (load,):
-            if rank.answers:
-                if self.now >= rank.timeline.answers_due_at:
-                    rank.timeline.update_answers(rank, self.now)
-                harm += self._harm(rank, pace, more if rank is load else 0.0, wait_s, work_s)
-        return harm
 
     def _loss_of_next(self, wait_s: float, work_s: float) -> float:
         # Return what the next request loses: its queue is `ahead` without this one, else `behind`.
@@ -235,7 +173,7 @@ class PriceLoop:
         return behind * behind * behind - ahead * ahead * ahead
 
     def _harm(
-        self, load: EndpointLoad, pace: float, more: float, wait_s: float, work_s: float
+        self, timeline: EngineTimeline, pace: float, more: float, wait_s: float, work_s: float
     ) -> float:
         # Return the loss that a request causes to the answers of an endpoint.
         #
@@ -248,7 +186,6 @@ class PriceLoop:
         harm: float = 0.0
         late: float = self.late
         per_tpot: float = self.per_tpot
-        timeline = load.timeline
         delayed_s: float = wait_s + timeline.prefill_s
         before: float = pace
         after: float = pace + more
@@ -264,7 +201,7 @@ class PriceLoop:
         second: float
         third: float
         for group in timeline.answers.age_groups:
-            count, inverse, began_s, most, first, second, third, age, _ = group
+            count, inverse, began_s, most, first, second, third, age = group
             delay = (delayed_s - began_s) * per_tpot * inverse
             later = delay + work * inverse
             if after + later * most < late:
@@ -273,31 +210,10 @@ class PriceLoop:
                     + later * (after_2 * first + later * (after_1 * second + later * third))
                     - delay * (before_2 * first + delay * (before_1 * second + delay * third))
                 )
-            elif is_short(group):
-                harm += self._harm_of_short(load, group, before, after, wait_s, work_s)
             else:
-                ratios = timeline.answers.ratios[age if age > 0 else 0 :] or (1.0,)
+                ratios = timeline.answers.ratios[age:] or (1.0,)
                 harm += self._harm_of_late(group, ratios, delayed_s, before, after, work)
         return harm
-
-    def _harm_of_short(
-        self,
-        load: EndpointLoad,
-        group: AgeGroup,
-        pace: float,
-        after_pace: float,
-        wait_s: float,
-        work_s: float,
-    ) -> float:
-        timeline, per_tpot = load.timeline, self.per_tpot
-        chunk_s = load.belief.budget_tokens * load.prefill_s_per_token
-        return harm_of_short(
-            group,
-            (timeline.prefill_s - group[2]) * per_tpot,
-            (wait_s * per_tpot, work_s * per_tpot, chunk_s * per_tpot),
-            (pace, after_pace),
-            self,
-        )
 
     def _harm_of_late(
         self,
@@ -314,7 +230,7 @@ class PriceLoop:
         harm: float = 0.0
         delay: float = (delayed_s - group[2]) * self.per_tpot
         for ratio in ratios:
-            share: float = group[1] / ratio
+            share: float = per_token(group[1] / ratio)
             before: float = pace + delay * share
             after: float = after_pace + (delay + work) * share
             harm += self._loss(after) - self._loss(before)

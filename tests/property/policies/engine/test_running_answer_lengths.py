@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from policies import load_ledger
 from policies.endpoint_load import EndpointLoad
-from policies.engine.running_answer_lengths import is_short
+from policies.engine.running_answer_lengths import LEAST_TOKENS
 from policies.load_ledger import LoadReservation
 from tests.unit.policies.builders import ask
 
@@ -43,13 +43,7 @@ def test_the_groups_count_every_answer_once_whatever_happens(
             else:
                 chosen.finish(now, tokens if event == "end" else None)
                 running.remove(chosen)
-        groups, answers = load.timeline.answer_groups(load, now), load.timeline.answers
-        assert sum(group[0] for group in groups) == pytest.approx(load.answers)
-        assert all(group[2] <= load.timeline.prefill_s + 1e-6 for group in groups)
-        for group in groups:
-            parts = list(answers.length_groups(group))
-            assert sum(count for count, _, _ in parts) == pytest.approx(group[0])
-            assert is_short(group) or all(0.0 < each <= 1.0 / 16.0 for _, each, _ in parts)
-            assert is_short(group) or not group[8]
-            assert sum(count for count, _, _ in group[8]) <= group[0] * (1.0 + 1e-9)
-            assert all(1.0 <= left <= total for _, total, left in group[8])
+        groups = load.timeline.answer_groups(load, now)
+        assert sum(count for count, _, _ in groups) == pytest.approx(load.answers)
+        assert all(0.0 < per_token <= 1.0 / LEAST_TOKENS for _, per_token, _ in groups)
+        assert all(began_s <= load.timeline.prefill_s + 1e-6 for _, _, began_s in groups)

@@ -8,12 +8,7 @@ from policies import load_ledger
 from policies.endpoint_load import EndpointLoad
 from policies.engine.output_length import CLASSES, RecentLengths
 from policies.engine.peer_load import PeerShare
-from policies.engine.running_answer_lengths import (
-    MOST_ENDED,
-    WAITING,
-    AgeGroup,
-    is_short,
-)
+from policies.engine.running_answer_lengths import LEAST_TOKENS, MOST_ENDED
 from policies.load_ledger import LoadReservation
 from tests.unit.policies.builders import ask
 
@@ -35,19 +30,8 @@ def begin(load: EndpointLoad, now: float, output: int = 100) -> LoadReservation:
 
 def lengths(load: EndpointLoad, now: float) -> list[tuple[float, float]]:
     # Return (expected number of answers, length in tokens).
-    answers = load.timeline.answers
-    return [
-        (count, 1.0 / per_token)
-        for group in load.timeline.answer_groups(load, now)
-        for count, per_token, _ in answers.length_groups(group)
-    ]
-
-
-def short_answers(load: EndpointLoad, now: float) -> tuple[AgeGroup, list[tuple[float, ...]]]:
-    # Return the only group of answers, which are short, and how many have which steps: all, left.
-    (group,) = load.timeline.answer_groups(load, now)
-    assert is_short(group)
-    return group, [tuple(round(number, 6) for number in each) for each in group[8]]
+    groups = load.timeline.answer_groups(load, now)
+    return [(count, 1.0 / per_token) for count, per_token, _ in groups]
 
 
 def test_an_answer_that_has_just_begun_may_have_any_of_the_usual_lengths() -> None:
@@ -88,41 +72,10 @@ def test_lengths_scale_with_what_was_expected_of_the_request() -> None:
     assert {round(length) for _, length in lengths(load, 100.1)} == {1000}
 
 
-def test_answers_are_short_if_some_may_have_less_than_16_tokens() -> None:
-    for shortest, expected in ((15, True), (17, False)):
-        load = endpoint(shortest, 500, 500, 500, 500)
-        begin(load, 100.0)
-        (group,) = load.timeline.answer_groups(load, 100.1)
-        assert is_short(group) is expected
-
-
-def test_a_short_answer_without_a_first_token_has_all_its_steps_left() -> None:
-    load = endpoint(1, 2, 3, 5, 9)
-    load_ledger.reserve(load, ask(1000, 100).request, 0, 100.0)
-    group, steps = short_answers(load, 100.0)
-    assert group[7] == WAITING
-    assert steps == [(0.2, 1, 1), (0.2, 2, 2), (0.2, 4, 4), (0.2, 8, 8)]
-
-
-def test_a_short_answer_that_runs_has_fewer_steps_left_the_older_it_is() -> None:
-    load = endpoint(5, 5, 10, 15, 20)
+def test_an_answer_has_a_least_length() -> None:
+    load = endpoint(1)
     begin(load, 100.0)
-    step_s = load.timeline.decode_s
-    _, first = short_answers(load, 100.1)
-    assert first == [(0.4, 4, 2.5), (0.2, 9, 7.5), (0.2, 14, 12.5), (0.2, 19, 17.5)]
-    _, later = short_answers(load, 100.1 + 7 * step_s)
-    assert later == [(0.333333, 9, 2.5), (0.333333, 14, 7.5), (0.333333, 19, 12.5)]
-    (last,) = load.timeline.answer_groups(load, 100.1 + 17 * step_s)
-    assert not is_short(last)
-
-
-def test_a_short_answer_longer_than_all_earlier_ones_is_expected_to_double() -> None:
-    load = endpoint(3)
-    begin(load, 100.0)
-    _, ((count, steps, left),) = short_answers(load, 100.1 + 5.5 * load.timeline.decode_s)
-    assert count == 1.0
-    assert 5.0 <= left <= 7.0
-    assert steps == pytest.approx(2.0 * left - 1.0, abs=1.0)
+    assert {length for _, length in lengths(load, 100.1)} == {LEAST_TOKENS}
 
 
 def test_answers_that_wait_for_their_first_token_count_as_begun_now() -> None:
@@ -154,10 +107,10 @@ def test_groups_tell_how_much_prefill_their_answers_have_had() -> None:
     load = endpoint(500)
     begin(load, 100.0)
     begin(load, 101.0)
-    began_s = load.timeline.answer_groups(load, 101.1)[0][2]
+    (_, _, began_s) = load.timeline.answer_groups(load, 101.1)[0]
     before_s = load.timeline.prefill_s - began_s
     begin(load, 102.0)
-    began_s = load.timeline.answer_groups(load, 102.1)[0][2]
+    (_, _, began_s) = load.timeline.answer_groups(load, 102.1)[0]
     assert load.timeline.prefill_s - began_s > before_s > 0.0
 
 
