@@ -17,6 +17,7 @@ from openai import OpenAI
 
 from bench.clients.threaded_server import threaded_server
 from tests.e2e.processes import PATIENCE, GatewayProcess, gateway_process
+from tests.fair_time import PATIENCE_S, pace
 from tests.scraped import total
 
 MODEL = "demo"
@@ -144,7 +145,7 @@ def post(url: str, path: str, *, stream: bool = False) -> tuple[int, str, bytes]
     body = json.dumps({"model": MODEL, "stream": stream, **PROMPTS[path]}).encode()
     request = urllib.request.Request(url + path, body, {"content-type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return answer.status, answer.headers["content-type"], answer.read()
     except urllib.error.HTTPError as error:
         return error.code, error.headers["content-type"], error.read()
@@ -241,9 +242,10 @@ def test_an_engine_that_computes_one_request_at_a_time_is_not_taken_for_stalled(
 ) -> None:
     # The slow engine's kind is not declared, so it counts as vLLM. The gateway's requests for a
     # test token wait in its queue.
-    patience = "health: {progress: 300ms, timeout: 300ms}\n"
+    limit = f"{300 * pace():.0f}ms"
+    patience = f"health: {{progress: {limit}, timeout: {limit}}}\n"
     with (
-        whole_engine(wait_s=1.5, is_serial=True) as slow,
+        whole_engine(wait_s=1.5 * pace(), is_serial=True) as slow,
         gateway(tmp_path, slow, patience=patience) as running,
         ThreadPoolExecutor() as threads,
     ):
