@@ -23,7 +23,7 @@ WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 SOURCES = re.compile(r"\.(py|c|h|js|html|css|yaml|yml|toml|json|sh|tpl|txt|tsv|lock)$|/[A-Za-z]+$")
 OF_OTHER_PROJECTS = {
     "code_interpreter",
-    *("serverAuth", "clientAuth", "serverName", "starting_after"),
+    *("serverAuth", "clientAuth", "serverName", "starting_after", "prompt_cache_breakpoint"),
     *("NAMESPACE__NAME", "manylinux_2_28_x86_64", "LimitNOFILE", "req_6964"),
     *("ListBucket", "ListBucketMultipartUploads"),
 }
