@@ -146,13 +146,10 @@ def _layer_params(model: Llm, layout: Layout, start: int, layers: int) -> float:
     # Return the parameters that one GPU holds of `layers` layers from `start` on, without
     # embeddings.
     ends = model.embedding_params * (1 if model.is_tied else 2)
-    split_params = (
-        model.params - ends - model.expert_params - model.kv_proj_params - model.replicated_params
-    )
+    on_each_rank = model.replicated_params + model.state_group_params
+    split_params = model.params - ends - model.expert_params - model.kv_proj_params - on_each_rank
     per_layer = (
-        split_params / layout.tp
-        + model.kv_proj_params * model.kv_share(layout.tp)
-        + model.replicated_params
+        split_params / layout.tp + model.kv_proj_params * model.kv_share(layout.tp) + on_each_rank
     ) / model.layers
     total = per_layer * layers
     if model.expert_params:

@@ -38,6 +38,7 @@ class AttentionShape(msgspec.Struct, frozen=True):
     window_kv_scalars  scalars cached per token in a layer with a window
     shardable_kv       maximum number of ranks that can divide the KV cache
     extra_kv_bytes     bytes cached per token and layer in addition, whatever the type of the cache
+    window_shardable_kv  the same maximum for a layer with a window; 0: equal to shardable_kv
     """
 
     params: float
@@ -48,6 +49,7 @@ class AttentionShape(msgspec.Struct, frozen=True):
     window_kv_scalars: int
     shardable_kv: int
     extra_kv_bytes: float = 0.0
+    window_shardable_kv: int = 0
 
 
 class _Heads(msgspec.Struct, frozen=True):
@@ -81,7 +83,8 @@ def attention_shape(config: ConfigMembers, kinds: LayerKinds) -> AttentionShape:
         norms += layers * (2 * heads.dim if config.family in _QK_NORM else 0)
     main = full if kinds.attention_layers > windows else narrow
     return AttentionShape(
-        *(own, kv, norms, main.dim, main.kv_scalars, narrow.kv_scalars, main.kv_heads)
+        *(own, kv, norms, main.dim, main.kv_scalars, narrow.kv_scalars, main.kv_heads),
+        window_shardable_kv=narrow.kv_heads if narrow.kv_heads != main.kv_heads else 0,
     )
 
 

@@ -34,6 +34,7 @@ class LayerKinds(msgspec.Struct, frozen=True):
     states            number of layers with a state
     state_params      parameters of all state-space layers
     state_bytes       bytes of the state of these layers per sequence
+    state_group_params  parameters of these layers that each rank of a TP group has
     """
 
     layers: int
@@ -47,6 +48,7 @@ class LayerKinds(msgspec.Struct, frozen=True):
     states: int
     state_params: float
     state_bytes: float
+    state_group_params: float
 
 
 def layer_kinds(config: ConfigMembers) -> LayerKinds:
@@ -83,6 +85,7 @@ def layer_kinds(config: ConfigMembers) -> LayerKinds:
             states,
             state.params * states,
             state.state_bytes * states,
+            state.group_params * states,
         ),
     )
 
@@ -101,7 +104,7 @@ def _lettered(config: ConfigMembers, pattern: str, layers: int) -> LayerKinds:
     states, experts, attention = (pattern.count(letter) for letter in "ME*")
     return LayerKinds(
         *(layers, attention, attention, 0, 0, 0, pattern.count("-") + experts, experts),
-        *(states, state.params * states, state.state_bytes * states),
+        *(states, state.params * states, state.state_bytes * states, state.group_params * states),
     )
 
 

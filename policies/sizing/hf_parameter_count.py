@@ -88,9 +88,11 @@ def _with_kinds(
         window_layers=kinds.window_layers,
         window=kinds.window,
         window_kv_scalars=attention.window_kv_scalars,
+        window_shardable_kv=attention.window_shardable_kv,
         extra_kv_bytes=attention.extra_kv_bytes,
         state_layers=kinds.layers - kinds.cached_layers,
         states=kinds.states,
+        state_group_params=kinds.state_group_params,
         state_bytes=kinds.state_bytes,
     )
 

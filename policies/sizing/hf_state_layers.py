@@ -19,12 +19,15 @@ _MODEL_BYTES, _WIDE_BYTES = 2, 4
 class StateLayer(msgspec.Struct, frozen=True):
     """One layer that keeps a state.
 
-    params             its parameters
-    state_bytes        bytes of its state per sequence
+    params        its parameters
+    state_bytes   bytes of its state per sequence
+    group_params  those of its parameters that belong to the only group of Mamba 2: ranks cannot
+                  divide it, so each has it
     """
 
     params: float = 0.0
     state_bytes: float = 0.0
+    group_params: float = 0.0
 
 
 def state_layer(config: ConfigMembers) -> StateLayer:
@@ -77,7 +80,8 @@ def _mamba_2(config: ConfigMembers, width: int, inner: int, heads: int, groups: 
     params = width * (inner + channels + heads) + channels * (kernel + 1) + 3 * heads + inner
     state = inner * size * _ssm_bytes(config)
     state += channels * (kernel - 1) * _MODEL_BYTES
-    return StateLayer(params + inner * width, state)
+    of_group = 2 * size * (width + kernel + 1) if groups == 1 else 0
+    return StateLayer(params + inner * width, state, of_group)
 
 
 def _delta_net(config: ConfigMembers, width: int) -> StateLayer:

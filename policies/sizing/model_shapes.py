@@ -42,6 +42,8 @@ class Llm(msgspec.Struct, frozen=True):
     embedding_params   parameters of the input embedding, and as many of the output head unless
                        `is_tied`
     window_kv_scalars  the same for a layer with a window; 0: equal to kv_scalars
+    window_shardable_kv  maximum number of ranks that can split the cache of a layer with a window;
+                       0: equal to shardable_kv
     extra_kv_bytes     bytes cached per token and layer beside these scalars, whatever their type
     max_context        maximum tokens of prompt plus answer
     grid_name          name of the model in tables of measured step times; empty: it is in none
@@ -52,6 +54,7 @@ class Llm(msgspec.Struct, frozen=True):
                        KV heads
     replicated_params  parameters that each rank of a TP group has: norms, routers, MLA's down
                        projections
+    state_group_params  parameters of the only group of Mamba 2, which each rank has
     bf16_params        parameters that keep two bytes each when the other weights are quantised
     window_layers      layers that attend to, and keep, only the last `window` tokens
     state_layers       layers without a KV cache of their own
@@ -80,10 +83,12 @@ class Llm(msgspec.Struct, frozen=True):
     moe_layers: int = 0
     kv_proj_params: float = 0.0
     replicated_params: float = 0.0
+    state_group_params: float = 0.0
     bf16_params: float = 0.0
     window_layers: int = 0
     window: int = 0
     window_kv_scalars: int = 0
+    window_shardable_kv: int = 0
     extra_kv_bytes: float = 0.0
     state_layers: int = 0
     states: int = 0
@@ -122,15 +127,16 @@ class Llm(msgspec.Struct, frozen=True):
     def kv_token_bytes(self) -> int:
         """Return the bytes of KV cache per token, over all layers and KV heads."""
         full = self.kv_layers - self.window_layers
-        scalars = (full + self.window_layers * self.window_share) * self.kv_scalars
+        scalars = (full + self.window_layers * self.window_share()) * self.kv_scalars
         return int(scalars * self.kv_bytes + self.kv_layers * self.extra_kv_bytes)
 
-    @property
-    def window_share(self) -> float:
-        """Return the scalars cached per token of a layer with a window, divided by those of one
-        without.
+    def window_share(self, tp: int = 1) -> float:
+        """Return the scalars that one of `tp` ranks caches per token of a layer with a window,
+        divided by those of a layer without.
         """
-        return (self.window_kv_scalars or self.kv_scalars) / self.kv_scalars
+        share = (self.window_kv_scalars or self.kv_scalars) / self.kv_scalars
+        in_window = _share_of_heads(self.window_shardable_kv or self.shardable_kv, tp)
+        return share * in_window / _share_of_heads(self.shardable_kv, tp)
 
     @property
     def mla(self) -> bool:
@@ -140,15 +146,20 @@ class Llm(msgspec.Struct, frozen=True):
         return self.shardable_kv == 1 and self.kv_scalars != 2 * self.head_dim
 
     def kv_share(self, tp: int) -> float:
-        """Return the share of the KV cache on one rank of a TP group: whole heads, and at least
-        one.
+        """Return the share of the KV cache on one rank of a TP group: whole heads of each layer,
+        and at least one.
         """
-        return -(-self.shardable_kv // tp) / self.shardable_kv
+        share = _share_of_heads(self.shardable_kv, tp)
+        if not self.window_shardable_kv:
+            return share
+        full = self.kv_layers - self.window_layers
+        on_rank = full + self.window_layers * self.window_share(tp)
+        return share * on_rank / (full + self.window_layers * self.window_share())
 
     def kv_rank_bytes(self, tp: int) -> float:
         """Return the bytes of KV per token on one rank of a TP group of `tp` ranks.
 
-        If there are more than `shardable_kv` ranks, heads are replicated.
+        If there are more ranks than KV heads, heads are replicated.
         """
         return self.kv_token_bytes * self.kv_share(tp)
 
@@ -158,12 +169,16 @@ class Llm(msgspec.Struct, frozen=True):
         """
         if not self.kv_layers:
             return 0.0
-        full, share = self.kv_layers - self.window_layers, self.window_share
+        full, share = self.kv_layers - self.window_layers, self.window_share()
         read = full * context + self.window_layers * share * min(context, self.window)
         return read / (full + self.window_layers * share)
 
     def cached_tokens(
-        self, context: int, in_flight: int = IN_FLIGHT_TOKENS, block_tokens: int = BLOCK_TOKENS
+        self,
+        context: int,
+        in_flight: int = IN_FLIGHT_TOKENS,
+        block_tokens: int = BLOCK_TOKENS,
+        tp: int = 1,
     ) -> float:
         """Return how many tokens of KV a request of `context` tokens reserves, as a mean over the
         layers with a KV cache.
@@ -178,7 +193,7 @@ class Llm(msgspec.Struct, frozen=True):
         full = self.kv_layers - self.window_layers
         blocks = -(-min(context, self.window - 1 + in_flight) // block_tokens) + 1
         in_window = min(context, blocks * block_tokens)
-        share = self.window_share
+        share = self.window_share(tp)
         layers = [(full, context, 1.0), (self.window_layers, in_window, share)]
         group = _group_size(full or self.window_layers, self.window_layers or full)
         kept = sum(-(-count // group) * group * tokens * weight for count, tokens, weight in layers)
@@ -199,7 +214,7 @@ class Llm(msgspec.Struct, frozen=True):
         (platforms/interface.py).
         """
         if not self.states or not self.kv_layers:
-            return self.cached_tokens(context, in_flight, block_tokens)
+            return self.cached_tokens(context, in_flight, block_tokens, tp)
         kv_bytes = self.kv_rank_bytes(tp) / self.kv_layers
         state_bytes = self.state_bytes / self.states / tp
         unit = max(block_tokens, MLA_BLOCK_TOKENS) if self.mla else block_tokens
@@ -208,6 +223,11 @@ class Llm(msgspec.Struct, frozen=True):
         in_attention = -(-self.kv_layers // group) * group * -(-context // block) * block
         in_states = -(-self.states // group) * group * STATE_COPIES * block
         return (in_attention + in_states) / self.kv_layers
+
+
+def _share_of_heads(heads: int, tp: int) -> float:
+    # Return the share of `heads` KV heads on one of `tp` ranks.
+    return -(-heads // tp) / heads
 
 
 def _group_size(one: int, other: int) -> int:

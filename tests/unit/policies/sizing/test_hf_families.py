@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from policies.sizing.gpu_memory import stages
 from policies.sizing.hf_members import ConfigError
 from policies.sizing.hf_parameter_count import shape_from_config
 from policies.sizing.model_shapes import Llm
+from policies.sizing.parallel_layout import Layout
 
 FOLDER = Path(__file__).parents[3] / "data" / "models"
 
@@ -212,6 +214,33 @@ def test_layers_with_a_window_may_have_other_heads() -> None:
         swa_num_key_value_heads=4,
     )
     assert (mimo.kv_scalars, mimo.window_kv_scalars) == (2 * 80, 4 * 80)
+
+
+def test_ranks_beyond_the_heads_of_one_kind_of_layer_still_divide_the_others() -> None:
+    # Eight ranks: each has one of 4 heads of 512 in 10 layers, and two of 16 heads of 256 in 50.
+    gemma = shape("gemma-4-31b")
+    on_rank = 2 * (10 * 2 * 512 + 50 * 2 * 2 * 256)
+    assert gemma.kv_rank_bytes(8) == pytest.approx(on_rank, rel=1e-9)
+    assert gemma.kv_rank_bytes(4) == gemma.kv_token_bytes / 4
+    (stage,) = stages(gemma, Layout(8))
+    split = gemma.params - gemma.kv_proj_params - gemma.replicated_params
+    projections = 5376 * on_rank / 2
+    expected = split / 8 + projections + gemma.replicated_params
+    assert stage.weights_bytes == pytest.approx(2 * expected, rel=1e-9)
+    # Both kinds of layers have blocks of equal size then: a group of 10 layers for the window's 50.
+    kept = 10 * 65_536 + 50 * (1_023 + 2_048 + 1 + 16)
+    assert gemma.reserved_tokens(65_536, 8, 2_048) * 60 == pytest.approx(kept, rel=1e-9)
+
+
+def test_each_rank_has_the_only_group_of_mamba_2() -> None:
+    members = STATES["mamba 2"][0]
+    one = small(**members)
+    assert one.state_group_params == 3 * 2 * 64 * (256 + 4 + 1)
+    assert small(**members | {"mamba_n_groups": 2}).state_group_params == 0
+    (whole,), (half,) = stages(one, Layout(1)), stages(one, Layout(2))
+    on_each = one.replicated_params + one.state_group_params
+    assert whole.weights_bytes == 2 * one.params
+    assert half.weights_bytes == pytest.approx(one.params + on_each, rel=1e-9)
 
 
 def test_the_indexer_of_sparse_attention_has_weights_and_a_cache() -> None:
