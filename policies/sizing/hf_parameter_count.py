@@ -14,7 +14,7 @@ import msgspec
 from policies.sizing.hf_attention import AttentionShape, attention_shape
 from policies.sizing.hf_experts import ExpertShape, expert_shape
 from policies.sizing.hf_layer_kinds import LayerKinds, layer_kinds
-from policies.sizing.hf_members import ConfigMembers, language_model
+from policies.sizing.hf_members import ConfigError, ConfigMembers, language_model
 from policies.sizing.hf_quantization import weight_format
 from policies.sizing.model_shapes import Llm
 
@@ -36,6 +36,11 @@ def shape_from_config(config: Any, name: str) -> Llm:
     """
     members = ConfigMembers(language_model(config))
     members.require("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    if members.has("num_mem_blocks"):
+        raise ConfigError(
+            "config.json: num_mem_blocks: transformer blocks whose weights several layers use "
+            "(Zamba) are not supported"
+        )
     if members.family != "falcon":
         names = ("intermediate_size", "moe_intermediate_size", "ffn_hidden_size", "block_ff_dim")
         members.require_one(*names)

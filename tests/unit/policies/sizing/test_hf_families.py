@@ -118,6 +118,11 @@ def test_experts_in_an_unknown_form_are_refused() -> None:
         small(num_experts_per_tok=2, expert_groups=8)
 
 
+def test_blocks_whose_weights_several_layers_use_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_mem_blocks"):
+        small(model_type="zamba2", num_mem_blocks=2, mamba_d_state=64, hybrid_layer_ids=[1, 3])
+
+
 def test_an_mlp_without_a_gate_has_two_matrices() -> None:
     for family in ("nemotron_h", "arcee", "apertus"):
         assert small(model_type=family).params == small().params - 4 * 256 * 512
