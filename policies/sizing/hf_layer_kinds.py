@@ -35,6 +35,7 @@ class LayerKinds(msgspec.Struct, frozen=True):
     state_params      parameters of all state-space layers
     state_bytes       bytes of the state of these layers per sequence
     state_group_params  parameters of these layers that each rank of a TP group has
+    state_copies      blocks of KV that a state takes per request
     """
 
     layers: int
@@ -49,6 +50,7 @@ class LayerKinds(msgspec.Struct, frozen=True):
     state_params: float
     state_bytes: float
     state_group_params: float
+    state_copies: int
 
 
 def layer_kinds(config: ConfigMembers) -> LayerKinds:
@@ -79,14 +81,9 @@ def layer_kinds(config: ConfigMembers) -> LayerKinds:
     return LayerKinds(
         *(layers, len(attention), len(cached), own_windows, len(windows) - own_windows),
         config.optional("sliding_window", 0),
-        *(
-            layers,
-            expert_layers(config, layers),
-            states,
-            state.params * states,
-            state.state_bytes * states,
-            state.group_params * states,
-        ),
+        *(layers, expert_layers(config, layers), states),
+        *(state.params * states, state.state_bytes * states, state.group_params * states),
+        state.copies,
     )
 
 
@@ -105,6 +102,7 @@ def _lettered(config: ConfigMembers, pattern: str, layers: int) -> LayerKinds:
     return LayerKinds(
         *(layers, attention, attention, 0, 0, 0, pattern.count("-") + experts, experts),
         *(states, state.params * states, state.state_bytes * states, state.group_params * states),
+        state.copies,
     )
 
 

@@ -99,6 +99,7 @@ def _with_kinds(
         states=kinds.states,
         state_group_params=kinds.state_group_params,
         state_bytes=kinds.state_bytes,
+        state_copies=kinds.state_copies,
     )
 
 

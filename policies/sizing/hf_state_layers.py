@@ -12,8 +12,11 @@ from typing import Any
 import msgspec
 
 from policies.sizing.hf_members import ConfigMembers
+from policies.sizing.model_shapes import STATE_COPIES
 
 _MODEL_BYTES, _WIDE_BYTES = 2, 4
+# Mamba 2 also keeps the state at a block boundary within a prefill (MambaMixer2 in vLLM).
+_MAMBA_2_COPIES = STATE_COPIES + 1
 
 
 class StateLayer(msgspec.Struct, frozen=True):
@@ -23,11 +26,13 @@ class StateLayer(msgspec.Struct, frozen=True):
     state_bytes   bytes of its state per sequence
     group_params  those of its parameters that belong to the only group of Mamba 2: ranks cannot
                   divide it, so each has it
+    copies        blocks of KV that its state takes per request
     """
 
     params: float = 0.0
     state_bytes: float = 0.0
     group_params: float = 0.0
+    copies: int = STATE_COPIES
 
 
 def state_layer(config: ConfigMembers) -> StateLayer:
@@ -81,7 +86,7 @@ def _mamba_2(config: ConfigMembers, width: int, inner: int, heads: int, groups: 
     state = inner * size * _ssm_bytes(config)
     state += channels * (kernel - 1) * _MODEL_BYTES
     of_group = 2 * size * (width + kernel + 1) if groups == 1 else 0
-    return StateLayer(params + inner * width, state, of_group)
+    return StateLayer(params + inner * width, state, of_group, _MAMBA_2_COPIES)
 
 
 def _delta_net(config: ConfigMembers, width: int) -> StateLayer:

@@ -60,6 +60,7 @@ class Llm(msgspec.Struct, frozen=True):
     state_layers       layers without a KV cache of their own
     states             layers with a state of constant size, which have `state_bytes` per sequence
                        in total
+    state_copies       blocks of KV that a state takes per request
     """
 
     name: str
@@ -93,6 +94,7 @@ class Llm(msgspec.Struct, frozen=True):
     state_layers: int = 0
     states: int = 0
     state_bytes: float = 0.0
+    state_copies: int = STATE_COPIES
 
     @property
     def weights_bytes(self) -> float:
@@ -209,8 +211,8 @@ class Llm(msgspec.Struct, frozen=True):
         """Return how many tokens of KV a request of `context` tokens reserves with its states, as
         a mean over the layers with a KV cache.
 
-        A state takes STATE_COPIES blocks of KV. Blocks are as large as a state, so that all layers
-        share one pool. Source: vLLM 0.32, MambaSpec and `_align_hybrid_block_size`
+        A state takes `state_copies` blocks of KV. Blocks are as large as a state, so that all
+        layers share one pool. Source: vLLM 0.32, MambaSpec and `_align_hybrid_block_size`
         (platforms/interface.py).
         """
         if not self.states or not self.kv_layers:
@@ -221,7 +223,7 @@ class Llm(msgspec.Struct, frozen=True):
         block = -int(-state_bytes // (kv_bytes * unit)) * unit
         group = _group_size(self.kv_layers, self.states)
         in_attention = -(-self.kv_layers // group) * group * -(-context // block) * block
-        in_states = -(-self.states // group) * group * STATE_COPIES * block
+        in_states = -(-self.states // group) * group * self.state_copies * block
         return (in_attention + in_states) / self.kv_layers
 
 

@@ -237,6 +237,13 @@ def test_ranks_beyond_the_heads_of_one_kind_of_layer_still_divide_the_others() -
     assert gemma.reserved_tokens(65_536, 8, 2_048) * 60 == pytest.approx(kept, rel=1e-9)
 
 
+def test_a_state_of_mamba_2_takes_a_third_block_for_prefills() -> None:
+    two, one = small(**STATES["mamba 2"][0]), small(**STATES["mamba 1"][0])
+    assert (two.state_copies, one.state_copies) == (3, 2)
+    # Blocks of 272 tokens hold a state of 69,376 bytes beside 256 bytes of KV per token.
+    assert two.reserved_tokens(1_000, 1, 2_048, 16) == 4 * 272 + 3 * 3 * 272
+
+
 def test_each_rank_has_the_only_group_of_mamba_2() -> None:
     members = STATES["mamba 2"][0]
     one = small(**members)
