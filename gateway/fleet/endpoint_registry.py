@@ -138,7 +138,11 @@ class EndpointRegistry:
             config.timeouts.connect, config.timeouts.first_byte, config.timeouts.stall
         )
         known = {live.endpoint.key: live for live in self.all()}
-        by_url = {live.spec.url: live for live in known.values() if not live.is_leaving}
+        twins = {
+            (live.spec.url, live.endpoint.rank): live
+            for live in known.values()
+            if not live.is_leaving
+        }
         learned = {live.endpoint.pool: live.load.timeline.lengths for live in known.values()}
         slots = self._unused_slots()
         members = []
@@ -156,7 +160,7 @@ class EndpointRegistry:
                 if live is None:
                     load = EndpointLoad(next(slots), prior_belief(config, endpoint), lengths)
                     live = self._new_endpoint(endpoint, spec, load, timeouts)
-                    _adopt_known(live, by_url.get(spec.url))
+                    _adopt_known(live, twins.get((spec.url, rank)) or twins.get((spec.url, None)))
                 members.append(PlannedEndpoint(live, endpoint, spec))
         candidates = _candidates_by_pool(config, members)
         parts = (tuple(members), candidates, self._changes, tuple(conflicts))

@@ -14,6 +14,7 @@ from gateway.fleet.kv_events.zmq_addresses import SourceAddress, SourceError, of
 from gateway.http.write_queue import WriteQueue
 from policies.endpoint_load import EndpointLoad
 from policies.engine.step_time import SpeedBelief
+from policies.health.endpoint_health import Health, HealthState
 from policies.routing_types import EngineKind
 from tests.replaced import stand_in
 
@@ -49,6 +50,21 @@ def test_requests_to_a_rank_carry_its_number() -> None:
         member.live.reconfigure(member.endpoint, member.spec, plan.timeouts, None)
         head = member.live.upstream.request_head("/v1/completions")
         assert b"\r\nx-data-parallel-rank: %d\r\n" % rank in head
+
+
+def test_ranks_that_move_to_another_pool_adopt_each_what_is_known_of_it() -> None:
+    registry = _registry()
+    registry.apply(registry.plan(config()))
+    first, second = registry.all()
+    first.is_drained, second.health = True, Health(HealthState.DEAD, 1.0)
+    pools = {"other": config(layout={"dp": 3}).pools["main"]}
+    moved = [
+        member.live
+        for member in registry.plan(config().model_copy(update={"pools": pools})).members
+    ]
+    assert [live.is_drained for live in moved] == [True, False, False]
+    states = [live.health.state for live in moved]
+    assert states == [HealthState.UP, HealthState.DEAD, HealthState.EJECTED]
 
 
 def test_without_pinning_the_engine_is_one_endpoint_and_gets_no_rank() -> None:
