@@ -52,6 +52,7 @@ MAX_QUEUED = 2**30  # disables aiohttp's own limit on queued requests; here at m
 
 # The parser creates an object per chunk, even of one byte. So a slice of a chunked body is this
 # short if it has more lines than MANY_LINES. A chunk has two lines, a head at most MAX_HEADERS + 2.
+# They end in CRLF, or the parser refuses them; those of a JSON text usually end in LF.
 MANY_CHUNKS_SLICE, MANY_LINES = 512, MAX_HEADERS + 2
 
 
@@ -292,7 +293,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         while self._offset < len(self._unread) and self._may_parse():
             piece = self._unread[self._offset : self._offset + PARSER_SLICE]
             is_sized_body = self._in_body() and not self._is_chunked
-            if not is_sized_body and piece.count(b"\n") > MANY_LINES:
+            if not is_sized_body and piece.count(b"\r\n") > MANY_LINES:
                 piece = piece[:MANY_CHUNKS_SLICE]
             self._offset += len(piece)
             self._feed(piece)

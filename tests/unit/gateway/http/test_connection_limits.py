@@ -516,7 +516,11 @@ async def test_a_body_of_many_tiny_chunks_is_parsed_over_many_loop_iterations() 
 
 @pytest.mark.parametrize(
     ("chunk", "count", "most_bytes", "most_iterations"),
-    [(b"1\r\nx\r\n", 10_000, 100, 700), (b"1000\r\n" + b"x" * 4096 + b"\r\n", 60, 16_384, 30)],
+    [
+        (b"1\r\nx\r\n", 10_000, 100, 700),
+        (b"1000\r\n" + b"x" * 4096 + b"\r\n", 60, 16_384, 30),
+        (b"1000\r\n" + b'   "a": 1,  \n\n\n\n' * 256 + b"\r\n", 60, 16_384, 30),
+    ],
 )
 async def test_one_iteration_parses_few_chunks_or_many_bytes(
     chunk: bytes, count: int, most_bytes: int, most_iterations: int
