@@ -279,8 +279,8 @@ class ConfigRollout:
         )
         numbers = {worker: _number(response) for worker, response in by_worker.items()}
         self._set_running(loaded, max(self.version, *numbers.values()))
-        # Workers must count versions alike. One that had already read a changed secret file has
-        # applied nothing now and counted no version, so it is replaced.
+        # All workers must have the same version number. A worker that read a changed secret file
+        # earlier has applied nothing now, so its number is lower, and it is replaced.
         for worker, number in numbers.items():
             if number != self.version:
                 self._on_lost(worker)
