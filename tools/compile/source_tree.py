@@ -70,7 +70,8 @@ OFF_PATH = (
     ),
     *_modules("gateway/protocol", "message_bytes python_byte_scan python_message_bytes"),
     *_modules("gateway/protocol", "response_store_probe upstream_error"),
-    *_modules("gateway/protocol/request", "http2_refusal image_size lax_numbers multipart"),
+    *_modules("gateway/protocol/request", "http2_refusal image_size json_object lax_numbers"),
+    *_modules("gateway/protocol/request", "multipart"),
     *_modules("gateway/protocol/response", "resume_eligibility retry_after"),
     *_modules("gateway/protocol/translate", "chat_types messages_conversation messages_request"),
     *_modules("gateway/protocol/translate", "request_reader responses_answer responses_input"),
@@ -136,6 +137,7 @@ HANDWRITTEN = (
     Path("gateway/http/_socket_send.c"),
     Path("gateway/protocol/_byte_scan.c"),
     Path("gateway/protocol/_message_bytes.c"),
+    Path("gateway/protocol/request/_json_object.c"),
 )
 """Modules in C, which setup.py compiles like those that Cython generates."""
 NOT_AN_ARGUMENT = object()
