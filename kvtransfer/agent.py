@@ -490,9 +490,8 @@ class Agent:
                 self._lock.defer(lambda: self._finish_deferred_plan(work))
 
     def _invite(self, command: SendInvite) -> None:
-        # Send an invitation to write KV, after granting the peer access to the blocks.
-        #
-        # In the other order, the peer could write before it has access to the memory.
+        # Grant the peer access to the blocks, then invite it to write KV: before, it may not write.
+        command.link.expect_windows()
         if command.link.is_one_sided:
             self._invite_registration.add(command)
             return

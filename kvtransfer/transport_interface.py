@@ -132,6 +132,13 @@ class Link(Protocol):
         """
         ...
 
+    def expect_windows(self) -> None:
+        """Prepare for windows (pieces of KV) that will soon be sent or received.
+
+        Both agents call this when a transfer is agreed on. It changes nothing but speed.
+        """
+        ...
+
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
         """Permit the source to write to these blocks; return data to send in the invitation.
 

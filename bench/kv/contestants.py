@@ -87,6 +87,16 @@ def all_contestants() -> list[Contestant]:
         Contestant(
             "ours agents tcp", "side_agent", "sink", {"transport": "tcp"}, sizes=(64 << 10,)
         ),
+        *(
+            Contestant(
+                f"ours agents tcp, busy {kind}",
+                "side_agent",
+                "sink",
+                {"transport": "tcp", "busy": kind},
+                sizes=(64 << 10,),
+            )
+            for kind in ("thread", "process")
+        ),
         Contestant(
             "ours agents shm", "side_agent", "sink", {"transport": "shm"}, sizes=(64 << 10,)
         ),

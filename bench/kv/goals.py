@@ -167,13 +167,15 @@ def _other_goals() -> list[Goal]:
         ),
         *(
             Goal(
-                f"64 KiB: busy thread over busy process{kind}",
+                f"64 KiB: {ours}, busy thread over busy process{kind}",
                 0.9,
                 ratio(
-                    f"ours tcp, busy thread{kind}", [f"ours tcp, busy process{kind}"], speed(middle)
+                    f"ours {ours}, busy thread{kind}",
+                    [f"ours {ours}, busy process{kind}"],
+                    speed(middle),
                 ),
             )
-            for kind in ("", ", 32 MiB windows")
+            for ours, kind in (("tcp", ""), ("tcp", ", 32 MiB windows"), ("agents tcp", ""))
         ),
         Goal(
             "layer-wise: exposed share of the transfer",

@@ -422,7 +422,7 @@ def _chunks(outline: _Outline, segments: Segments) -> list[Segments]:
         for band in outline.division.shares
         for share in band
     }.values()
-    lengths, which = np.unique(segments.tokens, return_inverse=True)
+    lengths = sorted_distinct(segments.tokens)
     most = np.array(
         [
             max(
@@ -435,7 +435,7 @@ def _chunks(outline: _Outline, segments: Segments) -> list[Segments]:
             for length in lengths
         ]
     )
-    runs = most[which]
+    runs = most[np.searchsorted(lengths, segments.tokens)]
     fills = (np.cumsum(runs) - runs) // limits.runs
     cuts = [0, *(np.flatnonzero(np.diff(fills)) + 1).tolist(), fills.size]
     return [Segments(*(column[a:b] for column in segments)) for a, b in pairwise(cuts)]

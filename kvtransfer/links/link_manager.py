@@ -520,6 +520,7 @@ class LinkManager:
             case Accept(), True:
                 return self._sink.on_accept(link, message, now)
             case Invite(), False:
+                link.expect_windows()
                 return self._source.on_invite(link, message, now)
             case Landed(), False:
                 return self._source.on_landed(link, message, now)

@@ -249,6 +249,9 @@ class InprocLink:
     def drop(self, transfer: int) -> None:
         self._schedule(lambda: self._drop(transfer))
 
+    def expect_windows(self) -> None:
+        pass
+
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
         return b""
 

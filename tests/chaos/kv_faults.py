@@ -174,6 +174,9 @@ class FaultyLink:
     def drop(self, transfer: int) -> None:
         self._inner.drop(transfer)
 
+    def expect_windows(self) -> None:
+        self._inner.expect_windows()
+
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
         return self._inner.grant(transfer, regions, blocks)
 

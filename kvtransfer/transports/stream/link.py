@@ -187,6 +187,9 @@ class StreamLink:
     def drop(self, transfer: int) -> None:
         self._order(lambda: self._out.drop(transfer))
 
+    def expect_windows(self) -> None:
+        self._note_window()
+
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
         return b""
 
@@ -296,7 +299,10 @@ class StreamLink:
         return True
 
     def _note_window(self) -> None:
-        """Keep Python's switch interval short while windows (pieces of KV) are sent or received."""
+        """Keep Python's switch interval short while windows (pieces of KV) are sent or received.
+
+        The link's own thread stops that, if not before, when the next heartbeat wakes it.
+        """
         self._last_window_s = time.perf_counter()
         self._interval_hold.take()
 
@@ -578,4 +584,5 @@ class StreamLink:
         self._forecaster.on_intact_windows(self, heads)
 
     def _sent(self, head: WindowHead) -> None:
+        self._note_window()  # a batch may have taken long, and the peer's reply comes soon
         self._owner.on_sent(self, head)

@@ -148,4 +148,5 @@ class LanedLink(StreamLink):
         self._lane_owner._owner.on_landed(self._lane_owner, head, verdict)
 
     def _sent(self, head: WindowHead) -> None:
+        self._note_window()
         self._lane_owner._owner.on_sent(self._lane_owner, head)

@@ -509,3 +509,16 @@ async def test_an_agent_that_closes_waits_for_the_last_copy_into_its_blocks(
         before = sink.snapshot()
         await asyncio.sleep(0.05)
         assert all((now == then).all() for now, then in zip(sink.snapshot(), before, strict=True))
+
+
+def test_both_agents_expect_windows_once_a_transfer_is_agreed_on() -> None:
+    clock, source, sink, _ = in_simulation()
+    expecting: list[InprocLink] = []
+    with patch.object(InprocLink, "expect_windows", lambda link: expecting.append(link)):
+        offer = source.offer("r", [1, 2], 32)
+        landing = sink.fetch(source.address, "r", [3, 4], 32, ticket=offer.ticket)
+        clock.run(5.0, lambda: landing.outcome is not None)
+    assert landing.outcome is not None
+    assert landing.outcome.reason is EndReason.LANDED
+    assert len(expecting) == 2
+    assert expecting[0] is not expecting[1]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import subprocess
+import sys
 import weakref
 
 import msgspec
@@ -74,6 +76,20 @@ def test_equal_layouts_move_one_run_per_scattered_block() -> None:
     assert transfer_plan.runs(0, 0).src.tolist() == [5 * BLOCK, 3 * BLOCK, 8 * BLOCK]
     assert transfer_plan.runs(0, 0).dst.tolist() == [1 * BLOCK, 7 * BLOCK, 0]
     assert shape(transfer_plan) == [(RankPair(0, 0), [BLOCK] * 3)]
+
+
+def test_the_first_plan_of_a_process_imports_no_module() -> None:
+    code = (
+        "import sys\n"
+        "from kvtransfer.layout.kv_layout import KvDtype, KvLayout\n"
+        "from kvtransfer.layout.reshard import plan_transfer\n"
+        "p = KvLayout(layers=4, kv_heads=4, head_dim=8, dtype=KvDtype.BF16, block_tokens=16)\n"
+        "before = set(sys.modules)\n"
+        "plan_transfer(p, p, [5, 3, 8], [1, 7, 0], 40).runs(0, 0)\n"
+        "print(sorted(set(sys.modules) - before))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("order", KvOrder)

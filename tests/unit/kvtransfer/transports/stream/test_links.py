@@ -119,6 +119,14 @@ def test_the_switch_interval_is_short_from_the_first_window_until_a_while_after_
     eventually(lambda: sys.getswitchinterval() == usual_s)
 
 
+def test_the_switch_interval_is_short_as_soon_as_windows_are_expected(pair: Pair) -> None:
+    usual_s = sys.getswitchinterval()
+    pair.source.expect_windows()
+    assert round(sys.getswitchinterval(), 6) == LinkOptions().switch_interval_s
+    pair.sink.send(b"a heartbeat, which wakes the thread of the link")
+    eventually(lambda: sys.getswitchinterval() == usual_s)
+
+
 def test_a_link_that_is_lost_between_windows_leaves_the_usual_switch_interval(pair: Pair) -> None:
     usual_s = sys.getswitchinterval()
     moves = scattered(1, 20, 4096)
