@@ -190,9 +190,10 @@ class PriceScorer:
         rows = zip(candidates, *factors, repeat(0.0))
         usual = usual_slots(candidates)
         has_ranks = any(map(_RANKS, candidates))
-        prices = loop.prices(rows, query.cached_by_slot, usual, is_partial=not has_ranks)
         if has_ranks:
-            self._price_ranks(query, candidates, WHOLE_REQUEST, prices)
+            prices = loop.prices_of_ranks(list(rows), query.cached_by_slot, usual, is_partial=True)
+        else:
+            prices = loop.prices(rows, query.cached_by_slot, usual, is_partial=True)
         scores = list(map(neg, prices))
         if self._has_unobserved:
             self._prefer_test(query, candidates, scores)
@@ -258,25 +259,10 @@ class PriceScorer:
         loop.set_request(query.request, query.now, part)
         delays_s = part.transfers_s or [part.transfer_s] * len(candidates)
         rows = zip(candidates, *factors, delays_s, strict=True)
-        prices = loop.prices(rows, query.cached_by_slot, usual_slots(candidates))
+        cached, usual = query.cached_by_slot, usual_slots(candidates)
         if any(map(_RANKS, candidates)):
-            self._price_ranks(query, candidates, part, prices)
-        return prices
-
-    def _price_ranks(
-        self,
-        query: RoutingQuery,
-        candidates: Sequence[Candidate],
-        part: PhaseShare,
-        prices: list[float],
-    ) -> None:
-        # Replace the prices of ranks whose steps end with those of others.
-        #
-        # The fast loop knows each endpoint alone. Engines with such ranks serve few requests per
-        # second, so that the time of a pick matters little.
-        for index, candidate in enumerate(candidates):
-            if candidate.load.lockstep_ranks:
-                prices[index] = self.explain(query, candidates, index, part).total
+            return loop.prices_of_ranks(list(rows), cached, usual, is_partial=False)
+        return loop.prices(rows, cached, usual)
 
     def usual_price(self, candidate: Candidate, now: float) -> float:
         """Return the price of a usual request without cached tokens, by which the candidate is

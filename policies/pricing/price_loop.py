@@ -39,6 +39,10 @@ Row = tuple[Candidate, float, float, float, float]
 """A candidate, the factors on its speed of prefill, of its attention and of decode steps, and the
 seconds of a KV transfer to or from it."""
 
+PendingPrice = tuple[float, int, EndpointLoad, float, float, float, float]
+"""A price without the harm to answers, its place among the prices, the load, and the arguments of
+PriceLoop._harm_of_ranks."""
+
 
 class PriceWeights(Protocol):
     """The parameters of the policy `priced` that the loop reads; its docstring describes them."""
@@ -157,6 +161,64 @@ class PriceLoop:
             prices.append(price)
             lowest = price if is_partial and price < lowest else lowest
         return prices
+
+    def prices_of_ranks(
+        self, rows: Sequence[Row], cached: Sequence[int], usual: float, is_partial: bool
+    ) -> list[float]:
+        # Return the price at each candidate, of which some are ranks whose steps end together.
+        #
+        # The terms that need no other rank come first. The harm to the answers of all ranks takes
+        # longest, so it is added to the cheapest candidates first.
+        others, self.others = self.others, 0.0
+        prices = self.prices(rows, cached, usual)
+        self.others = others
+        ranks: Sequence[EndpointLoad] = ()
+        known, pending = len(cached), list[PendingPrice]()
+        ahead_s: float = 0.0
+        shares: float = 0.0
+        for index, (candidate, fast, attention, slow, _) in enumerate(rows):
+            load = candidate.load
+            if not ranks or load.lockstep_ranks is not ranks:
+                ranks = load.lockstep_ranks
+                ahead_s = joint_backlog_s(ranks or (load,), self.now)
+                shares = prefill_shares(ranks or (load,))
+            hit = cached[load.slot] if load.slot < known else 0
+            uncached = self.prompt - hit
+            pairs_s = attention * (hit + 0.5 * uncached) * load.attention_s_per_pair
+            work_s = self.prefills * fast * uncached * (load.prefill_s_per_token + pairs_s)
+            known_s, busy = backlog_s(load, self.now), prefill_share(load)
+            added_s = joint_work_s(len(ranks) or 1, ahead_s, known_s, work_s)
+            context_s = load.decode_s_per_context_token * self.prompt
+            more = self.decoded * slow * (load.decode_s_per_sequence + context_s)
+            pace = slow * load.decode_s_per_token * self.per_tpot * (1.0 - 0.5 * busy)
+            price = prices[index] + self.work * (shares - busy) * added_s * self.per_budget
+            prices[index] = price
+            pending.append((price, index, load, pace, more, ahead_s, added_s))
+        self._add_harm_of_ranks(pending, prices, is_partial)
+        return prices
+
+    def _add_harm_of_ranks(
+        self, pending: list[PendingPrice], prices: list[float], is_partial: bool
+    ) -> None:
+        lowest: float = inf
+        for price, index, load, pace, more, wait_s, work_s in sorted(pending):
+            if is_partial and price > lowest:
+                break
+            price += self.others * self._harm_of_ranks(load, pace, more, wait_s, work_s)
+            prices[index], lowest = price, min(lowest, price)
+
+    def _harm_of_ranks(
+        self, load: EndpointLoad, pace: float, more: float, wait_s: float, work_s: float
+    ) -> float:
+        # Return the loss that a request causes to the answers of all ranks that step with one.
+        harm: float = 0.0
+        for rank in load.lockstep_ranks or (load,):
+            if rank.answers:
+                if self.now >= rank.timeline.answers_due_at:
+                    rank.timeline.update_answers(rank, self.now)
+                own: float = more if rank is load else 0.0
+                harm += self._harm(rank.timeline, pace, own, wait_s, work_s)
+        return harm
 
     def _loss_of_next(self, wait_s: float, work_s: float) -> float:
         # Return what the next request loses: its queue is `ahead` without this one, else `behind`.

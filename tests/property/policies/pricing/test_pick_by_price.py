@@ -66,7 +66,7 @@ class Fleet:
         return RoutingQuery(request, self.now, self.rng, cached)
 
 
-@given(seed=st.integers(0, 1 << 32), size=st.integers(1, 8), ranks=st.sampled_from((0, 2, 4)))
+@given(seed=st.integers(0, 1 << 32), size=st.integers(1, 8), ranks=st.sampled_from((0, 2, 8)))
 @settings(max_examples=60, deadline=None)
 def test_the_best_score_is_that_of_the_endpoint_with_the_lowest_explained_price(
     seed: int, size: int, ranks: int

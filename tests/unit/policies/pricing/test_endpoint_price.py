@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import exp, sqrt
+from collections.abc import Iterator, Mapping, Sequence
+from math import exp, inf, sqrt
 from random import Random
 
 import pytest
@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from policies import policy_registry
 from policies.endpoint_load import join_ranks
+from policies.engine.running_answer_lengths import AgeGroup
 from policies.engine.step_time import PRIOR_VAR, SpeedFactor
 from policies.policy_types import DECODE_PHASE, WHOLE_REQUEST, PhaseShare
 from policies.pricing.endpoint_price import PricedPolicy, PriceScorer
@@ -87,6 +88,32 @@ def test_engine_time_costs_more_where_prompts_keep_other_ranks_busy() -> None:
     assert PRICES.prices(question, fleet)[0] == pytest.approx(
         sum(PRICES.terms(question, fleet)[0].values())
     )
+
+
+class CountedGroups(list[AgeGroup]):
+    """Groups of answers that count how often they are read."""
+
+    reads = 0
+
+    def __iter__(self) -> Iterator[AgeGroup]:
+        CountedGroups.reads += 1
+        return super().__iter__()
+
+
+def test_a_pick_among_many_ranks_reads_the_answers_of_all_only_for_the_cheapest() -> None:
+    question, ranks = ask(9000, 300), 8
+    answers = {"answers": 20, "expected_tokens": 4_000, "in_flight": 20}
+    fleet = [outlook(slot, fixed_ttft_s=9.0 if slot else 0.0, **answers) for slot in range(ranks)]
+    join_ranks([one.load for one in fleet])
+    for one in fleet:
+        timeline = one.load.timeline
+        timeline.update_answers(one.load, question.now)
+        timeline.answers.age_groups = CountedGroups(timeline.answers.age_groups)
+        timeline.answers_due_at = inf
+    scores, before = PRICES.scores(question, fleet), CountedGroups.reads
+    assert max(scores) == scores[0]
+    assert before <= 2 * ranks  # those of all ranks once; else 8 * 8
+    assert max(scores) == pytest.approx(-PRICES.explain(question, fleet, 0).total)
 
 
 def test_what_compiled_prices_declare_as_doubles_are_floats() -> None:
