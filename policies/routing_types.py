@@ -71,6 +71,9 @@ class TokenPrice(msgspec.Struct, frozen=True):
 SLOTS_LABEL = "max_num_seqs"
 """Label of an endpoint that states this option of vLLM, or its equivalent in another engine."""
 
+STEP_LABEL = "max_num_batched_tokens"
+"""Label of an endpoint that states this option of vLLM, or its equivalent in another engine."""
+
 
 class Endpoint(msgspec.Struct, frozen=True):
     """One inference engine at one URL, as configured.
@@ -132,6 +135,17 @@ class Endpoint(msgspec.Struct, frozen=True):
         stated = self.labels.get(SLOTS_LABEL)
         ranks = self.layout.dp if self.rank is None else 1
         return inf if stated is None else float(stated) * ranks
+
+    @property
+    def stated_step_tokens(self) -> int | None:
+        """Return the maximum tokens of a step of all stages and ranks, from the label
+        max_num_batched_tokens.
+
+        Returns None without the label.
+        """
+        stated, layout = self.labels.get(STEP_LABEL), self.layout
+        ranks = layout.dp if self.rank is None else 1
+        return None if stated is None else int(stated) * layout.pp * ranks
 
 
 def endpoint_key(pool: str, url: str, rank: int | None) -> tuple[str, str]:

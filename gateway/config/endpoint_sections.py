@@ -26,7 +26,7 @@ from gateway.config.values import (
     without_scheme,
 )
 from policies.engine_kinds import ENGINE_TRAITS
-from policies.routing_types import SLOTS_LABEL, EngineKind, Role
+from policies.routing_types import SLOTS_LABEL, STEP_LABEL, EngineKind, Role
 
 
 class LayoutSpec(Section):
@@ -87,8 +87,9 @@ class EndpointTraits(Section):
         "form prefill/decode pairs. From gpu (a100, h100, h200, b200, l40s), the endpoint's speed "
         "is estimated before any measurement. From max_num_seqs, the number of sequences that the "
         "engine (each of its ranks) runs at a time, the policy `priced` knows when a request would "
-        "wait for one; without it, it learns that number from waiting prompts. Replays (`penstock "
-        "plan`, `auto`) also read max_num_batched_tokens, the maximum number of tokens of a step.",
+        "wait for one; without it, it learns that number from waiting prompts. From "
+        "max_num_batched_tokens, the maximum number of tokens of a step, it knows which prompts an "
+        "engine computes together; without it 8192, until first tokens show another number.",
     )
     max_concurrency: Count = setting(
         24,
@@ -134,10 +135,11 @@ class EndpointTraits(Section):
 
     @field_validator("labels")
     @classmethod
-    def _states_a_number_of_slots(cls, labels: Mapping[Name, Label]) -> Mapping[Name, Label]:
-        stated = labels.get(SLOTS_LABEL, "1")
-        if not stated.isdecimal() or not int(stated):
-            raise ValueError(f"the label {SLOTS_LABEL} must be a positive integer, not {stated!r}")
+    def _states_limits_of_a_step(cls, labels: Mapping[Name, Label]) -> Mapping[Name, Label]:
+        for name in (SLOTS_LABEL, STEP_LABEL):
+            stated = labels.get(name, "1")
+            if not stated.isdecimal() or not int(stated):
+                raise ValueError(f"the label {name} must be a positive integer, not {stated!r}")
         return labels
 
     @model_validator(mode="after")

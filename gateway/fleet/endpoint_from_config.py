@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+from msgspec.structs import replace
+
 from gateway.config import Config, EndpointSpec, salt_member
-from policies.engine.step_time import SpeedBelief, shape_for
+from policies.engine.step_time import NEUTRAL, SpeedBelief, shape_for
 from policies.routing_types import Endpoint, Role, TokenPrice
 from policies.sizing.parallel_layout import Layout
 
@@ -54,7 +56,8 @@ def _bootstrap(spec: EndpointSpec) -> str | None:
 def prior_belief(config: Config, endpoint: Endpoint) -> SpeedBelief:
     """Estimate the speed of a new endpoint, before any measurement.
 
-    The estimate follows from its GPU, its parallel layout and the largest model of its pool.
+    The estimate follows from its GPU, its parallel layout, the largest model of its pool, and the
+    number of tokens per step that its label states.
     """
     sized = [
         model
@@ -63,10 +66,10 @@ def prior_belief(config: Config, endpoint: Endpoint) -> SpeedBelief:
     ]
     model = max(sized, key=lambda candidate: candidate.parameters or 0.0, default=None)
     params_b = active_b = None
+    step_tokens = endpoint.stated_step_tokens or NEUTRAL.budget_tokens
     if model is not None:
         params_b, active_b = model.parameters, model.active_parameters
     elif "gpu" not in endpoint.labels:
-        return SpeedBelief()
-    layout = endpoint.layout
-    gpu = endpoint.labels.get("gpu")
-    return SpeedBelief(shape_for(gpu, layout.tp, layout.pp, params_b, active_b))
+        return SpeedBelief(replace(NEUTRAL, budget_tokens=step_tokens))
+    tp, pp, gpu = endpoint.layout.tp, endpoint.layout.pp, endpoint.labels.get("gpu")
+    return SpeedBelief(shape_for(gpu, tp, pp, params_b, active_b, budget_tokens=step_tokens))

@@ -19,7 +19,7 @@ from policies.admission.admission_policy import Admission, WaitQueueLimits
 from policies.admission.fairness import FairShares
 from policies.policy_types import Policy
 from policies.pricing.split_decision import SplitRule
-from policies.routing_types import SLOTS_LABEL, Role, Slo
+from policies.routing_types import SLOTS_LABEL, STEP_LABEL, Role, Slo
 from policies.sizing.gpus import GPUS
 from policies.sizing.model_shapes import MODELS
 
@@ -30,7 +30,7 @@ KV_BLOCK_TOKENS = 64
 Engines have blocks of 16. Larger ones take a third less time to replay, and the rounding of a
 request to whole blocks is small beside its tokens.
 """
-LIMIT_LABELS = (SLOTS_LABEL, "max_num_batched_tokens")
+LIMIT_LABELS = (SLOTS_LABEL, STEP_LABEL)
 """Labels of an endpoint that state these options of vLLM, or their equivalents."""
 
 
@@ -293,15 +293,13 @@ def _sizes(layout: _Layout, *, is_exact: bool) -> dict[str, int]:
 
 
 def _limits(labels: Mapping[str, str]) -> dict[str, int]:
-    # Return the limits of an engine's steps that the labels state, and the number of sequences that
-    # the gateway knows from them. Raises PoolCaseError.
-    stated = {name: labels[name] for name in LIMIT_LABELS if name in labels}
-    for name, text in stated.items():
-        if not text.isdecimal() or not int(text):
-            raise PoolCaseError(f"the label {name} must be a positive number, not {text!r}")
-    limits = {name: int(text) for name, text in stated.items()}
+    # Return the limits of an engine's steps that the labels state, and what the gateway knows from
+    # them. The configuration was checked: they are positive numbers.
+    limits = {name: int(labels[name]) for name in LIMIT_LABELS if name in labels}
     if SLOTS_LABEL in limits:
         limits["labelled_num_seqs"] = limits[SLOTS_LABEL]
+    if STEP_LABEL in limits:
+        limits["labelled_batched_tokens"] = limits[STEP_LABEL]
     return limits
 
 

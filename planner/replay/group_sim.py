@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from math import inf
 from typing import Protocol
 
+import msgspec
+
 from mockgpu.paged_kv_cache import BlockPool
 from mockgpu.scheduler import Job
 from mockgpu.timing.layout_times import rank_model
@@ -215,11 +217,14 @@ def build_engines(
 
 def _prior(kind: GroupKind, ranks: int) -> StepCosts:
     # Return the gateway's estimate for a group, or for `ranks` data-parallel ranks of an engine.
+    stated, split = kind.labelled_batched_tokens, kind.pp * kind.dp * ranks
     if not kind.knows_model:
+        step_tokens = stated * split if stated else NEUTRAL.budget_tokens
         if not kind.labelled_gpu and kind.labelled_params_b is None:
-            return NEUTRAL
+            return msgspec.structs.replace(NEUTRAL, budget_tokens=step_tokens)
         params = kind.labelled_params_b, kind.labelled_active_b
-        return shape_for(kind.labelled_gpu or None, kind.tp, kind.pp, *params)
+        gpu = kind.labelled_gpu or None
+        return shape_for(gpu, kind.tp, kind.pp, *params, budget_tokens=step_tokens)
     shape = kind.shape
     held = rank_model(shape, kind.layout) if kind.ranks > ranks else shape
     return shape_for(
@@ -230,7 +235,7 @@ def _prior(kind: GroupKind, ranks: int) -> StepCosts:
         active_b=held.active_params / 1e9,
         kv_token_bytes=shape.kv_token_bytes,
         weight_bytes=shape.weight_bytes,
-        budget_tokens=kind.labelled_batched_tokens or kind.step_budget * ranks,
+        budget_tokens=(stated or kind.max_num_batched_tokens) * split,
     )
 
 

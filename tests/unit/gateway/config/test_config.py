@@ -250,16 +250,17 @@ def test_a_key_for_engines_of_the_command_line_is_never_in_the_text() -> None:
     assert "sk engine" not in str(caught.value)
 
 
+@pytest.mark.parametrize("label", ["max_num_seqs", "max_num_batched_tokens"])
 @pytest.mark.parametrize("stated", ["many", "0", "-1"])
-def test_a_label_that_states_no_number_of_sequences_is_rejected(
-    tmp_path: Path, stated: str
+def test_a_label_that_states_no_limit_of_a_step_is_rejected(
+    tmp_path: Path, label: str, stated: str
 ) -> None:
     file = tmp_path / "gateway.yaml"
     file.write_text(
         "version: 1\npools:\n  main:\n    endpoints:\n"
-        f"      - {{url: http://h:1, labels: {{max_num_seqs: '{stated}'}}}}\n"
+        f"      - {{url: http://h:1, labels: {{{label}: '{stated}'}}}}\n"
     )
-    with pytest.raises(ConfigError, match="the label max_num_seqs must be a positive integer"):
+    with pytest.raises(ConfigError, match=f"the label {label} must be a positive integer"):
         load_config(file, {})
 
 

@@ -271,6 +271,8 @@ pools: {main: {endpoints: [{url: "http://127.0.0.1:9001", labels: {gpu: h100}}]}
         ("{name: qwen3-32b, pool: main}", "{gpu: A100}"),
         ("{name: m, pool: main, parameters: 8B}", "{gpu: abacus}"),
         ("{name: m, pool: main}", "{}"),
+        ("{name: m, pool: main}", "{max_num_batched_tokens: '2048'}"),
+        ("{name: m, pool: main, parameters: 8B}", "{max_num_batched_tokens: '2048'}"),
     ],
 )
 def test_a_replayed_gateway_begins_with_the_speeds_that_the_live_one_assumes(
@@ -289,6 +291,8 @@ pools:
     case = cases(config_in_text(text))["main"]
     ((group,),) = build_engines(case.fleet, None, merges_steps=True, has_caps=True)  # type: ignore[arg-type]
     assert group.load.belief.shape == prior_belief(config, endpoint).shape
+    stated = spec.labels.get("max_num_batched_tokens", "8192")
+    assert group.load.belief.budget_tokens == int(stated)
 
 
 def test_a_replayed_gateway_predicts_nothing_that_no_policy_reads() -> None:
@@ -321,5 +325,4 @@ pools:
     assert (usual.max_num_seqs, usual.max_num_batched_tokens) == (256, 8192)
     assert (kind.max_num_seqs, kind.max_num_batched_tokens) == (128, 2048)
     assert (usual.labelled_num_seqs, kind.labelled_num_seqs) == (None, 128)
-    with pytest.raises(PoolCaseError, match="the label max_num_batched_tokens must be a positive"):
-        cases(config_in_text(text(", max_num_batched_tokens: many")))
+    assert (usual.labelled_batched_tokens, kind.labelled_batched_tokens) == (None, 2048)
