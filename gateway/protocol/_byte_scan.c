@@ -217,9 +217,23 @@ static PyObject *count_events(PyObject *self, PyObject *const *args, Py_ssize_t 
     return PyLong_FromLong(events);
 }
 
-/* Return where `text` occurs last between the two pointers, or NULL. */
+/* Return where `text` occurs last between the two pointers, or NULL. It has two bytes at least. */
 static const char *find_last(const char *start, const char *end, const char *text, Py_ssize_t size) {
-    for (const char *at = end - size; at >= start; at--)
+    const char *at = end - size;
+#ifdef __SSE2__
+    const __m128i first = _mm_set1_epi8(text[0]), second = _mm_set1_epi8(text[1]);
+    for (; at - start >= 15; at -= 16) { /* it may begin at 16 places, of which `at` is the last */
+        __m128i here = _mm_loadu_si128((const __m128i *)(at - 15));
+        __m128i next = _mm_loadu_si128((const __m128i *)(at - 14));
+        here = _mm_and_si128(_mm_cmpeq_epi8(here, first), _mm_cmpeq_epi8(next, second));
+        for (unsigned found = (unsigned)_mm_movemask_epi8(here); found;) {
+            int place = 31 - __builtin_clz(found);
+            if (!memcmp(at - 15 + place, text, size)) return at - 15 + place;
+            found &= ~(1u << place);
+        }
+    }
+#endif
+    for (; at >= start; at--)
         if (at[0] == text[0] && at[1] == text[1] && !memcmp(at, text, size)) return at;
     return NULL;
 }
