@@ -16,6 +16,8 @@ from xxhash import xxh3_128_digest
 
 MEDIUM_TOKENS = 900
 _MEDIUM = re.compile(r"(?:data:[^,]{0,200},)?[A-Za-z0-9+/=_-]{1024,}")
+# Characters that must match. To match an image of 3 MB would hold up the engine for 16 ms.
+_MATCHED = 4096
 _DIGEST_TOKENS = 4  # number of tokens in a digest, of four bytes each
 
 
@@ -26,7 +28,7 @@ def render_medium(part: object) -> bytes | None:
     """
     if not isinstance(part, dict) or part.get("type") == "text":
         return None
-    digests = [xxh3_128_digest(text.encode()) for text in _strings(part) if _MEDIUM.fullmatch(text)]
+    digests = [xxh3_128_digest(text.encode()) for text in _strings(part) if _is_medium(text)]
     return b"".join(digest * (MEDIUM_TOKENS // _DIGEST_TOKENS) for digest in digests) or None
 
 
@@ -39,6 +41,11 @@ def render_parts(parts: list[Any]) -> list[bytes] | None:
     if not any(media):
         return None
     return [medium or _other_part(part) for medium, part in zip(media, parts, strict=True)]
+
+
+def _is_medium(text: str) -> bool:
+    is_base64 = _MEDIUM.fullmatch(text, 0, _MATCHED) is not None
+    return is_base64 and text.isascii() and text.find(" ", _MATCHED) < 0
 
 
 def _other_part(part: object) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.http.large_bodies import LARGE_BODY, LargeBodies, measured_quick_s
+from gateway.http.large_bodies import LARGE_BODY, LargeBodies
 from gateway.protocol.errors import Failure, GatewayError
 
 
@@ -18,7 +18,7 @@ class BodyBudget:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes, self.used_bytes = limit_bytes, 0
-        self.large_bodies = LargeBodies(measured_quick_s())
+        self.large_bodies = LargeBodies()
 
     def reserve_body(self, body_bytes: int) -> int:
         """Reserve memory for a request body, and return the number of bytes to release later.

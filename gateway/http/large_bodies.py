@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import cache
 from time import monotonic, thread_time
 
 from gateway.http.body_memory import BodyMemory, new_body, write_piece
 from gateway.protocol.request.json_members import decode_object
 
 LARGE_BODY = 256 * 1024  # bytes from which on a body waits for its turn
-QUICK_S = 0.0045  # CPU time up to which a body has no consequences for its client, if not slow
+QUICK_S = 0.0045  # CPU time up to which a body has no consequences for its client
 REFERENCE_S = 0.0002  # CPU time to parse 1 MiB of text on the machine for which QUICK_S was chosen
-MAX_SLOWNESS = 4.0  # upper bound of the factor by which this machine counts as slower
+MAX_SLOWNESS = 4.0  # upper bound of the factor by which a machine counts as slower
 PAUSE_FACTOR = 400.0  # pause after a slow body, as a multiple of its CPU time beyond QUICK_S
 MAX_PAUSE_S = 20.0
 MAX_CLIENTS = 4096
@@ -48,19 +47,16 @@ async def join_pieces(pieces: list[bytes]) -> bytes:
     return body
 
 
-@cache
-def measured_quick_s() -> float:
-    """Return QUICK_S for this machine: longer in proportion, if it parses text more slowly.
+def current_slowness() -> float:
+    """Return by which factor this machine now parses more slowly than the reference, at least 1.
 
-    Otherwise each image of 3 MB would make its client wait on a machine of half the speed.
+    The same body takes two to three times as long on a slower machine, or while other processes use
+    its memory and caches. Then an image of 3 MB must not make its client wait.
     """
     text = b'{"text":"' + b"a" * 2**20 + b'"}'
-    best_s = MAX_SLOWNESS * REFERENCE_S
-    for _ in range(5):
-        began_s = thread_time()
-        decode_object(text)
-        best_s = min(best_s, thread_time() - began_s)
-    return QUICK_S * max(1.0, best_s / REFERENCE_S)
+    began_s = thread_time()
+    decode_object(text)
+    return min(MAX_SLOWNESS, max(1.0, (thread_time() - began_s) / REFERENCE_S))
 
 
 class LargeBodies:
@@ -70,20 +66,19 @@ class LargeBodies:
     the client has to wait before its next large body is parsed. The wait is 2.2 s after 10 ms, so
     that the client uses half a percent of the event loop's time.
 
-    Ordinary images cause no long wait: one of 3 MB takes about 4 ms, sometimes 4.5, and the wait
-    grows from 0 at QUICK_S, or later on slower machines (measured_quick_s()). The time to join
-    pieces is not counted, because its steps are short.
+    Images cause no wait: one of 3 MB takes about 1.5 ms. A machine that is slow, or slowed by other
+    processes, gets more time (current_slowness()). Neither joining pieces nor sending to the engine
+    is counted: the steps of the former are short, and UpstreamConnection sends in a callback of its
+    own.
 
     memory         frees the bodies in steps
     _paused_until  end of each client's wait (monotonic seconds)
     _waiting       a lock per client, so that its bodies wait one after another
     """
 
-    __slots__ = ("_one_at_a_time", "_paused_until", "_quick_s", "_waiting", "memory")
+    __slots__ = ("_one_at_a_time", "_paused_until", "_waiting", "memory")
 
-    def __init__(self, quick_s: float = QUICK_S) -> None:
-        """Create a schedule; a body has no consequences up to `quick_s` seconds of CPU time."""
-        self._quick_s = quick_s
+    def __init__(self) -> None:
         self.memory = BodyMemory()
         self._one_at_a_time = asyncio.Lock()
         self._paused_until: dict[str, float] = {}
@@ -144,8 +139,8 @@ class LargeBodies:
 
     def _note_cost(self, client: str, cpu_before_s: float, turn: asyncio.Lock | None) -> None:
         # Begin the client's pause after a body that was begun at this CPU time of the thread.
-        excess_s = thread_time() - cpu_before_s - self._quick_s
-        if excess_s > 0.0:
+        spent_s = thread_time() - cpu_before_s
+        if spent_s > QUICK_S and (excess_s := spent_s - QUICK_S * current_slowness()) > 0.0:
             if len(self._paused_until) >= MAX_CLIENTS:
                 self._paused_until.clear()
             self._paused_until[client] = monotonic() + min(MAX_PAUSE_S, PAUSE_FACTOR * excess_s)

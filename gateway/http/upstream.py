@@ -35,6 +35,8 @@ TLS_SHUTDOWN_S = 1.0  # how long an engine may take to complete a TLS shutdown
 # Bytes of a response that the kernel buffers while its client does not read; Linux allows MiBs.
 RECEIVE_BUFFER = 256 * 1024
 JOIN_LIMIT = 64 * 1024  # a longer body is cheaper to pass as a second buffer than to copy
+# A body from this size on is sent in a callback of its own. Copying 4 MB to the socket takes 2 ms.
+DEFER_LIMIT = 256 * 1024
 LOST_KINDS = ("reset", "no_answer")  # kinds of failure in which no byte of a response arrived
 
 # A connection lost later than this may be due to a proxy's idle timeout, not to a dead engine.
@@ -127,10 +129,17 @@ class UpstreamConnection:
         downstream.set_source(self)
         body = payload.body
         if len(body) > JOIN_LIMIT:
-            transport.writelines((head, body))
+            if len(body) < DEFER_LIMIT:
+                transport.writelines((head, body))
+            else:
+                self._outbox.loop.call_soon(self._send_large, relay, head, body)
         else:
             self._outbox.enqueue(transport, head + body, self._descriptor)
         return done
+
+    def _send_large(self, relay: Relay, head: bytes, body: bytes) -> None:
+        if self._relay is relay and self.is_open and not self._is_half_closed:
+            cast(asyncio.Transport, self.transport).writelines((head, body))
 
     def abort(self) -> None:
         """Close the connection immediately, so that the engine cancels the request."""

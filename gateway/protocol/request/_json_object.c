@@ -198,6 +198,7 @@ static int read_object(const char *start, struct text *text, PyObject *members, 
         if (value == NULL || (at = skip_value(value, text)) == NULL) return 0;
         PyObject *key = PyUnicode_FromStringAndSize(name, name_end - name);
         if (!add(members, key, view, value - start, at - start, raw)) return -1;
+        if (PyDict_GET_SIZE(members) == count) return 0; /* msgspec's caller rejects a duplicate */
         at = skip_space(at, end);
         if (at == end) return 0;
         if (*at == '}') return skip_space(at + 1, end) == end;

@@ -47,9 +47,10 @@ def read_members(body: bytes) -> dict[str, msgspec.Raw]:
 
 
 def decode_members(body: bytes) -> dict[str, msgspec.Raw]:
-    """Decode a request body like read_members(), but accept ambiguous members such as duplicates.
+    """Decode a request body like read_members(), but leave checks to reject_ambiguous().
 
-    Raises GatewayError (400) if the body is not a JSON object.
+    Raises GatewayError (400) if the body is not a JSON object, or if it is large and has duplicate
+    members.
     """
     found = find_members(body, msgspec.Raw) if len(body) >= LONG_BODY_BYTES else None
     if found is None:
@@ -63,7 +64,9 @@ def decode_members(body: bytes) -> dict[str, msgspec.Raw]:
 def _decode_any_form(body: bytes) -> dict[str, msgspec.Raw]:
     # Decode the members of a body, however the JSON is written.
     try:
-        members = _decode(body) if len(body) <= SMALL_BODY_BYTES else _decode_large(body)
+        members = (
+            _decode(body) if len(body) <= SMALL_BODY_BYTES else _decode_large(body, is_unique=True)
+        )
     except RecursionError:
         raise GatewayError(
             Failure.BAD_REQUEST, "The JSON body of the request is nested too deeply."
@@ -107,19 +110,27 @@ class _Name(str):
     __slots__ = ()
 
 
-def _decode_large(body: bytes) -> dict[str, msgspec.Raw]:
-    # Decode like _decode, but raise TooManyMembersError after MAX_MEMBERS members.
-    remaining = MAX_MEMBERS
+def _decode_large(body: bytes, *, is_unique: bool = False) -> dict[str, msgspec.Raw]:
+    # Decode like _decode, but raise TooManyMembersError after MAX_MEMBERS members. If the members
+    # must be unique, raise GatewayError for a duplicate.
+    remaining, seen = MAX_MEMBERS, set[str]()
 
     def count(_: type, name: str) -> _Name:
         nonlocal remaining
         remaining -= 1
         if remaining < 0:
             raise TooManyMembersError
+        if is_unique and name in seen:
+            raise _duplicate(name)
+        seen.add(name)
         return _Name(name)
 
     members = msgspec.json.decode(body, type=dict[_Name, msgspec.Raw], dec_hook=count)
     return {str(name): value for name, value in members.items()}
+
+
+def _duplicate(name: str) -> GatewayError:
+    return bad_request(f"The JSON body has the member '{name}' twice; send it once.", name)
 
 
 def _too_many_members() -> GatewayError:
@@ -141,7 +152,8 @@ def reject_ambiguous(body: bytes, members: dict[str, msgspec.Raw]) -> None:
 
     The gateway and an engine might read duplicates differently. Most bodies need no search for
     them: if the members, written compactly, are as long as the body, the body has no duplicates.
-    SDKs send compact JSON. Only other bodies are searched.
+    SDKs send compact JSON. Only other bodies are searched. Large ones are not: the search would
+    copy their conversation, and decode_members() has found their duplicates already.
     """
     if len(body) > MAX_DIGITS and members:
         # Nearly always the conversation; then no other value is long.
@@ -151,7 +163,13 @@ def reject_ambiguous(body: bytes, members: dict[str, msgspec.Raw]) -> None:
             _reject_long_numbers(members)
     compact = 1 + 4 * len(members) + sum(map(len, members)) + sum(map(len, members.values()))
     if compact != len(body):
-        _reject_duplicates(body, members)
+        # The search for duplicates takes memory in proportion to the length of a name.
+        if max(map(len, members), default=0) > MAX_NAME_CHARS:
+            raise bad_request(
+                f"The JSON body has a member whose name is longer than {MAX_NAME_CHARS} characters."
+            )
+        if len(body) <= SMALL_BODY_BYTES:
+            _reject_duplicates(body, members)
 
 
 def _reject_long_numbers(members: Mapping[str, msgspec.Raw]) -> None:
@@ -165,23 +183,18 @@ def _reject_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
     #
     # The decoder keeps the last of equal names, so an earlier one has another value or is seen
     # twice.
-    # The pattern below takes memory in proportion to the length of a name.
-    if max(map(len, members), default=0) > MAX_NAME_CHARS:
-        raise bad_request(
-            f"The JSON body has a member whose name is longer than {MAX_NAME_CHARS} characters."
-        )
     offset = body.index(b"{") + 1
     seen: set[str] = set()
     while (key := _KEY.match(body, offset)) is not None:
         name = str(_decode_any(key[1]))
         value = bytes(members[name])
         if name in seen or not body.startswith(value, key.end()):
-            raise bad_request(f"The JSON body has the member '{name}' twice; send it once.", name)
+            raise _duplicate(name)
         seen.add(name)
         following = _NEXT.match(body, key.end() + len(value))
         # None: the decoded value is a prefix of an earlier, longer one of the same name.
         if following is None:
-            raise bad_request(f"The JSON body has the member '{name}' twice; send it once.", name)
+            raise _duplicate(name)
         offset = following.end()
 
 

@@ -45,6 +45,8 @@ def test_several_media_count_one_by_one_and_text_like_base64_is_text() -> None:
     text = {"type": "text", "text": data()}
     assert tokens(text) > len(data()) // 4
     assert tokens(image("QUJD")) < 40
+    for odd in ("!" + data(), data() + " end", data() + "é"):
+        assert tokens(image(odd)) > MEDIUM_TOKENS
 
 
 def test_the_same_image_has_the_same_tokens_and_another_one_has_others() -> None:

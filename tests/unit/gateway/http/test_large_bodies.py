@@ -19,7 +19,6 @@ from gateway.http.large_bodies import (
     REFERENCE_S,
     LargeBodies,
     join_pieces,
-    measured_quick_s,
 )
 from tests.virtual_time import VIRTUAL_TIME
 
@@ -28,9 +27,11 @@ pytestmark = VIRTUAL_TIME
 
 @pytest.fixture
 def cpu_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    # Replace the thread's CPU time by a list with one number, which tests increase.
+    # Replace the thread's CPU time by a list with one number, which tests increase. The machine is
+    # as fast as the reference.
     spent = [0.0]
     monkeypatch.setattr(large_bodies, "thread_time", lambda: spent[0])
+    monkeypatch.setattr(large_bodies, "decode_object", lambda _: None)
     return spent
 
 
@@ -179,16 +180,32 @@ async def test_a_body_that_is_given_up_before_its_turn_holds_up_no_other(
     assert not bodies._waiting
 
 
-def test_a_slower_machine_allows_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    spent = [0.0]
-    monkeypatch.setattr(large_bodies, "thread_time", lambda: spent[0])
-    speeds = {0.5: 1.0, 1.0: 1.0, 2.0: 2.0, 100.0: MAX_SLOWNESS}
-    for slowness, factor in speeds.items():
+async def test_a_machine_that_is_slow_at_the_moment_allows_more_time(
+    cpu_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies, allowed_s = LargeBodies(), {0.5: QUICK_S, 1.0: QUICK_S, 2.0: 2 * QUICK_S}
+    allowed_s[100.0] = MAX_SLOWNESS * QUICK_S
+    for slowness, most_s in allowed_s.items():
 
         def parse(_: bytes, cost_s: float = slowness * REFERENCE_S) -> None:
-            spent[0] += cost_s
+            cpu_s[0] += cost_s
 
         monkeypatch.setattr(large_bodies, "decode_object", parse)
-        measured_quick_s.cache_clear()
-        assert measured_quick_s() == pytest.approx(factor * QUICK_S)
-    measured_quick_s.cache_clear()
+        for excess_s in (-0.0001, 0.001):
+            bodies._paused_until.clear()
+            await bodies.join_in_turn("client", [])
+            cpu_s[0] += most_s + excess_s
+            began = monotonic()
+            await asyncio.sleep(0)
+            until = bodies._paused_until.get("client", began)
+            assert until - began == pytest.approx(max(0.0, excess_s) * PAUSE_FACTOR, abs=0.001)
+
+
+async def test_what_the_request_does_in_later_iterations_is_not_counted(
+    cpu_s: list[float],
+) -> None:
+    bodies = LargeBodies()
+    await bodies.join_in_turn("image", [])
+    asyncio.get_running_loop().call_soon(cpu_s.__setitem__, 0, 1.0)  # as the engine's connection
+    await asyncio.sleep(0)
+    assert not bodies._paused_until

@@ -14,6 +14,7 @@ import uvloop
 
 from gateway.http.ack_delay import QUICKACK
 from gateway.http.upstream import (
+    DEFER_LIMIT,
     MAX_IDLE_S,
     ConnectionPool,
     UpstreamConnection,
@@ -234,6 +235,37 @@ async def test_cancelling_a_request_closes_its_connection(second_try: bool) -> N
             asking.cancel()
             await engine.gone.wait()
         assert not fake.upstream.connections
+
+
+class CancellingClient(FakeClient):
+    """A client that cancels its request after the connection began it, and before its bytes are
+    sent.
+    """
+
+    def set_source(self, source: UpstreamConnection | None) -> None:
+        if source is not None:
+            asyncio.get_running_loop().call_soon(source.abort)
+
+
+@pytest.mark.parametrize("client", [FakeClient(), CancellingClient()])
+async def test_a_large_body_is_sent_in_a_callback_of_its_own_unless_its_request_is_cancelled(
+    client: FakeClient,
+) -> None:
+    payload = FakePayload()
+    payload.body = bytes(DEFER_LIMIT)
+    async with engines() as fake:
+        await fake.ask()
+        engine = await fake.accepted.get()
+        head = fake.upstream.request_head("/v1/completions") + b"content-length: 262144\r\n\r\n"
+        sending = asyncio.ensure_future(fake.upstream.send(head, payload, Relay(b""), client))
+        expected = b"" if isinstance(client, CancellingClient) else head + payload.body
+        async with asyncio.timeout(PATIENCE_S):
+            while len(engine.heard) < len(expected):
+                await asyncio.sleep(0)
+            if not expected:
+                await engine.gone.wait()
+        assert engine.heard == expected
+        sending.cancel()
 
 
 async def test_a_refused_connection_is_reported_as_such() -> None:

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 
 from gateway.protocol.errors import GatewayError
 from gateway.protocol.request import json_members
-from gateway.protocol.request.json_members import LONG_BODY_BYTES, decode_members
+from gateway.protocol.request.json_members import (
+    LONG_BODY_BYTES,
+    SMALL_BODY_BYTES,
+    decode_members,
+    read_members,
+)
 from tests.c_forms import compile_module, needs_compiler
 
 pytestmark = needs_compiler
@@ -119,6 +124,7 @@ def test_damaged_objects_are_read_as_by_msgspec(
         b'{"' + b"n" * 65 + b'":1}',
         b'{"n\\u0061me":1}',
         b'{"a":1e5}',
+        b'{"a":1,"b":2,"a":1}',
         b'{"a":' + b"1" * 19 + b"}",
     ],
 )
@@ -149,3 +155,16 @@ def test_long_bodies_are_read_or_refused_alike_in_both_forms(text: bytes, is_ins
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_members, "find_members", c_form().find_members)
         assert outcome(body) == expected
+
+
+@pytest.mark.parametrize("size", [LONG_BODY_BYTES, SMALL_BODY_BYTES])
+@pytest.mark.parametrize("blank", [b"", b" "])
+@pytest.mark.parametrize("is_c", [False, True])
+def test_a_duplicate_member_of_a_long_body_is_refused_in_both_forms(
+    size: int, blank: bytes, is_c: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_c:
+        monkeypatch.setattr(json_members, "find_members", c_form().find_members)
+    body = b'{"a":%b"%b","b":1,"a":2}' % (blank, b"x" * size)
+    with pytest.raises(GatewayError, match="the member 'a' twice"):
+        read_members(body)
