@@ -8,7 +8,6 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from random import Random
 from time import monotonic, time
@@ -39,18 +38,10 @@ from gateway.http.aiohttp_connection import AiohttpConnection
 from gateway.http.api_application import api_application
 from gateway.http.connection_limits import ClientConnections
 from gateway.http.fast_connection import FastConnection
-from gateway.http.listener_sockets import (
-    ADMIN,
-    ADMIN_RECEIVE_BUFFER,
-    API,
-    BACKLOG,
-    bind,
-    limit_receive_buffers,
-    limit_send_buffers,
-    naming_config_key,
-)
+from gateway.http.listener_sockets import ADMIN, API, SocketsByName
 from gateway.http.new_connections import NewConnections
-from gateway.http.tls_listener import ProtocolFactory, TlsListeners
+from gateway.http.open_listeners import OpenListeners
+from gateway.http.tls_listener import TlsListeners
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.runtime_gauges import pool_by_label
@@ -78,7 +69,6 @@ from gateway.telemetry.span_exporter import SpanExporter
 from gateway.trials.mirror import Mirrors
 from gateway.util.client_networks import Networks
 from gateway.util.gc_control import GcSchedule
-from gateway.util.urls import http_url
 
 log = logging.getLogger("penstock")
 
@@ -130,11 +120,11 @@ class App:
         self._create_gateway(config, rng)
         self._create_connections(config)
         self._create_reload(origin, rng)
-        self._runners: list[web.AppRunner] = []
-        self.sockets, self._activated = dict(origin.sockets), origin.activated
-        self._servers: dict[str, list[asyncio.Server]] = {}
-        self._tls = TlsListeners(gauges, self.connections, self._limits)
-        self._new_connections = NewConnections(self._write_queue, self.connections, self._limits)
+        self._activated = origin.activated
+        tls = TlsListeners(gauges, self.connections, self._limits)
+        accepted = NewConnections(self._write_queue, self.connections, self._limits)
+        self._listeners = OpenListeners(origin.sockets, tls, accepted, self._limits)
+        self._admin_server: web.Server | None = None
         self._batches = self._create_batches(config)
         self._gc_schedule = GcSchedule(monotonic())
         self.connections.on_begun = self._gc_schedule.count_connection
@@ -226,9 +216,7 @@ class App:
         config = self.reloader.running.config
         self._drift_watch.configure(config, time())
         self.gateway.mirrors = self._mirrors.configure(config)
-        self._tls.update(config.listeners)
-        limit_send_buffers(chain(*self.sockets.values()), config.limits.send_buffer)
-        limit_receive_buffers(self.sockets.get(API, ()), config.limits.receive_buffer)
+        self._listeners.configure(config.listeners)
         if self.auto is not None:
             self.auto.on_applied(trigger)
         await self._trial.on_applied(trigger)
@@ -258,10 +246,9 @@ class App:
             state = self.gateway, self.config, self.secret, self.drift
             await self._predecessor.restore_state(*state)
         listeners = self.config.listeners
-        with naming_config_key("listeners.api", listeners.api.host, listeners.api.port):
-            self.url = await self._listen_api(listeners.api)
-        with naming_config_key("listeners.admin", listeners.admin.host, listeners.admin.port):
-            self.admin_url = await self._listen_admin(listeners.admin)
+        factory = await self._connection_factory()
+        self.url = await self._listeners.open(API, listeners.api, factory)
+        self.admin_url = await self._listen_admin(listeners.admin)
         if self._batches is not None:
             await self._batches.start()
         self._gc_schedule.freeze()
@@ -271,7 +258,13 @@ class App:
             )
 
     @property
+    def sockets(self) -> SocketsByName:
+        """The listening sockets, by the name of their listener."""
+        return self._listeners.sockets
+
+    @property
     def bound(self) -> list[tuple[BoundListener, socket.socket]]:
+        """The listening sockets, each with its listener's name and configured address."""
         return bound_listeners(self.config.listeners, self.sockets, self._activated)
 
     async def retire(self) -> None:
@@ -293,15 +286,13 @@ class App:
         await self._stop_changes()
         if self._batches is not None:
             await self._batches.stop()
-        for server in chain(*self._servers.values()):
-            server.close()
+        self._listeners.stop_accepting()
         await asyncio.sleep(0)  # let connections that have just begun be counted
         for client in tuple(self.connections):
             client.drain()
         # A worker keeps its admin server, which its supervisor still queries.
-        admin_server = self._runners[-1].server
-        if self._local is None and admin_server is not None:
-            await end_connections(admin_server, FAIL_S, FAIL_S)
+        if self._local is None and self._admin_server is not None:
+            await end_connections(self._admin_server, FAIL_S, FAIL_S)
         while monotonic() < ends and not self._has_handed_over():  # noqa: ASYNC110
             await asyncio.sleep(SWEEP_S)
 
@@ -326,12 +317,11 @@ class App:
         await self._trial.stop()
         if self._batches is not None:
             await self._batches.stop()
-        for server in self._servers.get(API, ()):
-            server.close()
+        self._listeners.stop_accepting([API])
         if self._write_queue.request_turns.begin_all() or self._local is not None:
             # A connection that was accepted a moment ago is about to send its request.
             await asyncio.sleep(SETTLE_S)
-        self._tls.close()
+        self._listeners.abort_handshakes()
         await self._end_requests()
         if self._sync_loop is not None:
             await self._sync_loop.stop()
@@ -371,17 +361,7 @@ class App:
             ends = monotonic() + FAIL_S
             await self._fail_requests()
             await self._wait_until_idle(closing, ends)
-        await self._close_listeners(max(0.0, ends - monotonic()))
-
-    async def _close_listeners(self, timeout_s: float) -> None:
-        ends = monotonic() + timeout_s
-        for server in self._servers.get(ADMIN, ()):
-            server.close()
-        for runner in self._runners:
-            if runner.server is not None:
-                runner.server.pre_shutdown()
-                await runner.server.shutdown(max(0.0, ends - monotonic()))
-            await runner.cleanup()
+        await self._listeners.close(max(0.0, ends - monotonic()))
         for connection in self._fast_connections():
             connection.abort()
 
@@ -467,10 +447,7 @@ class App:
             pages = AllBatchPages(self._batches, lambda: self.gateway.snapshot, self.config.batch)
             pages.add_routes(server)
         runner = web.AppRunner(server, handler_cancellation=True, access_log=None)
-        await runner.setup()
-        self._runners.append(runner)
-        assert runner.server is not None
-        return runner.server
+        return await self._listeners.add_runner(runner)
 
     async def _connection_factory(self) -> Callable[[], FastConnection]:
         manager = await self._start_api_server()
@@ -490,36 +467,13 @@ class App:
 
         return create
 
-    async def _listen_api(self, listener: Listener) -> str:
-        return await self._listen(API, listener, await self._connection_factory())
-
     async def _listen_admin(self, listener: Listener) -> str:
         runner = web.AppRunner(admin_application(self), access_log=None)
-        await runner.setup()
-        self._runners.append(runner)
+        self._admin_server = await self._listeners.add_runner(runner)
         if self._local is not None:
             await web.UnixSite(runner, self._local.admin).start()
             return ""
-        assert runner.server is not None
-        return await self._listen(ADMIN, listener, runner.server)
-
-    async def _listen(self, name: str, listener: Listener, factory: ProtocolFactory) -> str:
-        # Listen on inherited sockets or on new ones; return the URL.
-        factory = self._tls.wrap_factory(name, listener.tls, factory)
-        sockets = self.sockets.get(name) or bind(listener.host, listener.port)
-        self.sockets[name] = sockets
-        limits = self._limits()
-        limit_send_buffers(sockets, limits.send_buffer)
-        limit_receive_buffers(
-            sockets, ADMIN_RECEIVE_BUFFER if name == ADMIN else limits.receive_buffer
-        )
-        wrap = self._new_connections.wrap_factory if name == API else lambda factory, _: factory
-        self._servers[name] = [
-            await self._loop.create_server(wrap(factory, own), sock=own, backlog=BACKLOG)
-            for own in sockets
-        ]
-        port = sockets[0].getsockname()[1]
-        return http_url(listener.host, port, encrypted=listener.tls is not None)
+        return await self._listeners.open(ADMIN, listener, self._admin_server)
 
     def _tick(self) -> None:
         self._tick_timer = self._loop.call_later(TICK_S, self._tick)

@@ -14,35 +14,27 @@ from collections.abc import Callable
 
 from gateway.metrics.metric_types import Histogram
 from gateway.protocol.byte_scan import count_events
-from gateway.protocol.errors import Failure, error_event
 from gateway.protocol.message_bytes import whole_response
 from gateway.protocol.response.answer_events import EventWriter, as_stream
-from gateway.protocol.response.held_answer import HeldAnswer, check_end, check_json
+from gateway.protocol.response.held_answer import HeldAnswer, check_json
 from gateway.protocol.response.http_framing import (
     COMPLETE,
-    LAST_CHUNK,
-    NOT_STARTED,
     ChunkedBody,
     FramingError,
     RawBody,
-    ResponseBody,
     ResponseHead,
     ResponseHeadReader,
-    encode_chunk,
-    new_body,
 )
 from gateway.protocol.response.output_queue import STEP_BYTES
-from gateway.protocol.response.payload_scan import PayloadScan
-from gateway.protocol.response.relay_state import BEHIND, DONE, FLOWING, HEAD, HELD, REFUSED
+from gateway.protocol.response.relay_output import CONNECTION_CLOSE, RelayOutput
+from gateway.protocol.response.relay_state import BEHIND, DONE, FLOWING, HELD, REFUSED
 from gateway.protocol.response.retryable_start import HeldChunks, PartialHead, RetryableStart
 from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.response.usage_and_error_search import (
-    DONE_MARKER,
     MAX_REFUSAL_BYTES,
     client_error_status,
     error_text,
     find_error_body,
-    find_finished_choices,
     find_leading_error,
     finish_reason_marker,
     is_flat_error,
@@ -52,13 +44,11 @@ from gateway.protocol.upstream_error import UpstreamError as UpstreamError
 
 MAX_ERROR_BYTES = 64 * 1024 * 1024  # bytes of an error body; engines repeat a bad request in it
 
-_CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
-_CLOSED = b"connection: close\r\n\r\n"
 _heads = ResponseHeadReader()  # one for all relays: engines of a kind send equal heads
 read_head, read_whole = _heads.read, _heads.read_whole
 
 
-class Relay(PayloadScan):
+class Relay(RelayOutput):
     """Relays one response: pass the engine's bytes to feed(), and send the result to the client.
 
     Set by the caller:
@@ -84,12 +74,10 @@ class Relay(PayloadScan):
     """
 
     __slots__ = (
-        *("_body", "_event_chunks", "_has_named_events", "_held_size_line", "_held_start"),
-        *("_is_torn", "_must_reframe", "_partial_head", "_refusal", "_refusal_bytes"),
-        *("_unprocessed", "bytes_sent", "chunk_gaps", "event_writer", "first_byte_at", "head"),
-        *("hold_until_token", "is_committed", "is_converted", "is_http_1_0", "is_refused"),
-        *("last_data_at", "own_headers", "refusal_body", "rewriter", "state", "status"),
-        *("asked_at", "translator"),
+        *("_event_chunks", "_has_named_events", "_held_start", "_partial_head", "_refusal"),
+        *("_refusal_bytes", "_unprocessed", "asked_at", "chunk_gaps", "event_writer"),
+        *("first_byte_at", "hold_until_token", "is_committed", "is_converted", "is_refused"),
+        *("last_data_at", "refusal_body", "status"),
     )
 
     def __init__(
@@ -103,24 +91,19 @@ class Relay(PayloadScan):
         choice_count: int = 1,
         translator: AnswerTranslator | None = None,
     ) -> None:
-        super().__init__(on_first_token, choice_count)
-        self.own_headers = own_headers
-        self.is_http_1_0 = is_http_1_0
-        self.rewriter = rewriter
+        super().__init__(
+            own_headers, on_first_token, is_http_1_0, rewriter, choice_count, translator
+        )
         self.hold_until_token = hold_until_token
         self.chunk_gaps = chunk_gaps
-        self.translator = translator
         self._has_named_events = False
-        self.state = HEAD
-        self.head: ResponseHead | None = None
         self.event_writer: EventWriter | None = None
         self.is_committed = self.is_converted = self.is_refused = False
-        self.bytes_sent = self.status = 0
+        self.status = 0
         self.asked_at: float | None = None
         self.first_byte_at: float | None = None
         self.last_data_at: float | None = None
         self.refusal_body = b""
-        self._body: ResponseBody = NOT_STARTED
         self._partial_head: PartialHead | None = None
         # Held back from the client: events that may still be an error, or a part of a JSON answer.
         self._held_start: RetryableStart | HeldAnswer | None = None
@@ -237,44 +220,6 @@ class Relay(PayloadScan):
         self.bytes_sent += len(out)
         return earlier + out + self._catch_up(self.last_data_at or 0.0)
 
-    @property
-    def is_at_boundary(self) -> bool:
-        """Return whether an event may follow the bytes that the client has received so far."""
-        if (
-            not self._is_sse
-            or self._body.is_complete
-            or self._is_torn
-            or not (self._must_reframe or self._body.at_chunk_boundary)
-        ):
-            return False
-        if not self._partial_event or self.translator is not None:
-            return True
-        return self.rewriter is not None and not self.rewriter.is_mid_event
-
-    def end_with_error(self, failure: Failure, message: str) -> bytes:
-        """Return the bytes that report a failure at the end of a stream that has begun.
-
-        The result is b"" in the middle of a chunk or an event, where nothing can be added. Closing
-        the client's connection then shows the failure.
-        """
-        if not self.is_at_boundary:
-            return b""
-        return self._frame_end(b"" if self._is_done_sent else self._error_event(failure, message))
-
-    def _frame_end(self, event: bytes) -> bytes:
-        event = self._last_event(event)
-        return event if self.is_http_1_0 else encode_chunk(event) + LAST_CHUNK
-
-    @property
-    def lacks_only_its_end(self) -> bool:
-        """Return whether a whole stream has arrived, up to [DONE], but not the end of its body."""
-        return self.state is FLOWING and self.is_at_boundary and self._is_done_sent
-
-    @property
-    def _is_done_sent(self) -> bool:
-        # After the event [DONE] nothing may follow.
-        return self._has_done_marker
-
     def _begin(self, data: bytes, now: float) -> bytes:
         is_start = self.head is None and self._partial_head is None
         is_copied = self.rewriter is None and self.translator is None and self.event_writer is None
@@ -371,9 +316,6 @@ class Relay(PayloadScan):
     def _refusal_text(self) -> bytes:
         return error_text(self.refusal_body)
 
-    def _error_event(self, failure: Failure, message: str) -> bytes:
-        return error_event(failure, message)
-
     def _set_head(self, head: ResponseHead) -> None:
         if 100 <= head.status < 200:
             return
@@ -383,21 +325,11 @@ class Relay(PayloadScan):
                 "web_page",
                 "the engine answered with a web page (text/html) and not with an API response",
             )
-        # The fields below are needed only if the response arrives in more than one read.
-        self._begin_scan(head.is_sse)
-        self._is_torn = False
+        self._begin_output(head)
         self._unprocessed: deque[bytes] | None = None  # pieces of a long held start, in BEHIND
         self._refusal, self._refusal_bytes = bytearray(), 0
-        # A partial chunk size line that has not been forwarded yet.
-        self._held_size_line: bytes = b""
-        self._must_reframe: bool = (
-            self.is_http_1_0 or self.rewriter is not None or self.translator is not None
-        )
-        self._body = new_body(head)
         if not self._is_sse:
             self.chunk_gaps = None
-        if isinstance(self._body, RawBody) or (self._is_sse and not head.is_chunked):
-            self._must_reframe = True  # without chunks, no error event could be added
         # The body of an event stream whose chunks are forwarded as they are, else None.
         self._event_chunks: ChunkedBody | None = None
         if self._is_sse and not self._must_reframe and isinstance(self._body, ChunkedBody):
@@ -513,88 +445,8 @@ class Relay(PayloadScan):
             on_first()
         # The head may have the length of an earlier response.
         if self.is_http_1_0:
-            out = b"".join((head.head_start, self.own_headers, _CLOSED, payload))
+            out = b"".join((head.head_start, self.own_headers, CONNECTION_CLOSE, payload))
         else:
             out = whole_response(head.head_start, self.own_headers, payload)
         self.bytes_sent = len(out)
         return out
-
-    def _client_head(self) -> bytes:
-        # Return the HTTP response head to send to the client.
-        assert self.head is not None
-        chunked = self._must_reframe or isinstance(self._body, ChunkedBody)
-        framing = _CLOSED if self.is_http_1_0 else _CHUNKED if chunked else self.head.length_line
-        return self.head.head_start + self.own_headers + framing
-
-    def _hold_size_line(self, data: bytes) -> bytes:
-        # Return `data` without an incomplete chunk size line at its end, which is held back.
-        #
-        # The size line may announce the last chunk. Before that chunk, the gateway may have to
-        # insert the event [DONE].
-        data, self._held_size_line = self._held_size_line + data, self._body.partial
-        return data[: len(data) - len(self._held_size_line)]
-
-    def _reframe(self, payload: bytes) -> bytes:
-        assert self.head is not None
-        if self.rewriter is not None:
-            payload = self.rewriter.feed(
-                payload, is_sse=self.head.is_sse, is_complete=self._body.is_complete
-            )
-        if self.translator is not None:
-            payload = self.translator.feed(
-                payload, is_sse=self.head.is_sse, is_complete=self._body.is_complete
-            )
-            if self.translator.is_behind:
-                self.state = BEHIND
-            return self._frame(payload, is_last=not self.translator.is_behind)
-        return self._frame(payload, is_last=True)
-
-    def _frame(self, payload: bytes, *, is_last: bool) -> bytes:
-        # Return the payload as a chunk for the client, or bare for a client without chunks.
-        #
-        # `is_last` if all output that the received bytes have led to is in it or before it.
-        if self.is_http_1_0:
-            return payload
-        ends = is_last and self._body.is_complete
-        return encode_chunk(payload) + (LAST_CHUNK if ends else b"")
-
-    def _last_event(self, event: bytes) -> bytes:
-        # Return a stream's last event, `event`, translated to the client's API if necessary.
-        return event if self.translator is None else self.translator.finish_with(event)
-
-    def _missing_done_event(self) -> bytes | None:
-        # Return the event [DONE] if the engine omitted it after a complete stream, else None.
-        if self._partial_event or self.has_error_event:
-            return None
-        finished = self._finished_choices or find_finished_choices(self._finish_payload)
-        return b"data: [DONE]\n\n" if len(finished) >= self.choice_count else None
-
-    def _finish_body(self, out: bytes) -> bytes:
-        # Finish the body; add an error event if the stream is incomplete.
-        #
-        # Without it, SDKs would take a stream that just ends for complete.
-        assert self.head is not None
-        if self.head.is_json:
-            check_end(self._last_payload)
-        self.state = DONE
-        if not self._must_reframe and self._body.surplus_bytes:
-            out = out[: -self._body.surplus_bytes]
-        if not self._must_reframe and self._body.has_trailers:
-            # Trailers are dropped: only the gateway's own header fields reach the client.
-            out = out[: self._body.last_chunk_offset] + LAST_CHUNK
-        if not self._is_sse or self._has_done_marker:
-            return out
-        if self._last_payload.rstrip().endswith(DONE_MARKER):
-            return out
-        event = self._missing_done_event()
-        if event is None:
-            self.has_error_event = True
-            event = b"\n\n" if self._partial_event else b""  # complete the partial event
-            event += self._error_event(Failure.UPSTREAM_FAILED, "the engine ended its stream early")
-        event = self._last_event(event)
-        if self.is_http_1_0:
-            return out + event
-        body = (
-            out[: -len(LAST_CHUNK)] if self._must_reframe else out[: self._body.last_chunk_offset]
-        )
-        return body + encode_chunk(event) + LAST_CHUNK

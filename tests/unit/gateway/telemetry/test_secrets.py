@@ -77,7 +77,8 @@ async def page_text(http: aiohttp.ClientSession, url: str, accept: str) -> str:
 
 
 async def every_page(fleet: GatewayFleet) -> dict[str, str]:
-    server = next(runner.app for runner in fleet.app._runners if _paths(runner.app) & {"/metrics"})  # type: ignore[attr-defined]
+    runners = fleet.app._listeners._runners
+    server = next(each.app for each in runners if _paths(each.app) & {"/metrics"})  # type: ignore[attr-defined]
     pages = {
         f"{path} as {accept}": path
         for path in _paths(server)
