@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from compared_systems import OURS, SOURCES
-from intervals import median_interval
+from confidence_intervals import median_interval
 from traffic_cells import Row
 
 COLUMNS = (OURS, SOURCES, "sglang-router", "vllm-router", "smg", "nginx", "direct")

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from bench.intervals import median_interval
+from bench.confidence_intervals import median_interval
 from mockgpu.media import MEDIUM_TOKENS
 from tests.e2e.processes import ENV, gateway_process, run_process
 

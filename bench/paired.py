@@ -38,7 +38,7 @@ from compared_systems import (
     penstock_command,
     start,
 )
-from intervals import median_interval
+from confidence_intervals import median_interval
 from traffic_cells import Measure, Pace, cpu_per_request, long_prompts, paced, streams
 
 

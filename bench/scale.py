@@ -46,7 +46,7 @@ from compared_systems import (
     rss_bytes,
     start,
 )
-from intervals import median_interval
+from confidence_intervals import median_interval
 from traffic_cells import Pace, chat_body, drive, prompt_tree, rss_per_stream_kib, write_bodies
 
 sys.path.insert(0, str(ROOT))

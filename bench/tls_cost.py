@@ -47,7 +47,7 @@ from compared_systems import (
     pinned,
     start,
 )
-from intervals import median_interval
+from confidence_intervals import median_interval
 from traffic_cells import Measure, Pace, cpu_per_request, paced, streams
 
 PLAIN, TLS = ("penstock", "nginx"), ("penstock TLS", "nginx TLS")

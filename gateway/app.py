@@ -25,7 +25,7 @@ from gateway.batch.message_batch_handlers import AllBatchPages
 from gateway.batch.storage_choice import create_storage
 from gateway.config import Config, Limits, Listener, LoadedConfig
 from gateway.disagg.handoffs import Handoffs
-from gateway.drift.monitor import DriftMonitor, LocalDriftWatch
+from gateway.drift.drift_monitor import DriftMonitor, LocalDriftWatch
 from gateway.fleet.discovery.discovery import Discovery, create_source
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.health_checks import HealthChecker
@@ -52,12 +52,12 @@ from gateway.peers.sync_loop import SyncLoop
 from gateway.protocol.cors import new_cors_rule
 from gateway.protocol.request.forwarded_headers import TrustedProxies
 from gateway.reload.auto_rollback import AutoRollbackMonitor, GatewayRollbackTarget
+from gateway.reload.dry_run_and_swap import Swap, attach_metrics
 from gateway.reload.file_watcher import FileWatcher
 from gateway.reload.history import VersionHistory
 from gateway.reload.reloader import Reloader
-from gateway.reload.snapshot import build_plan
-from gateway.reload.swap import Swap, attach_metrics
-from gateway.restart.channel import BoundListener, bound_listeners
+from gateway.reload.snapshot_plan import build_plan
+from gateway.restart.handover_channel import BoundListener, bound_listeners
 from gateway.restart.start_options import StartOptions
 from gateway.restart.worker_launch_settings import WorkerSettings
 from gateway.route import Gateway

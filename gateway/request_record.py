@@ -16,7 +16,7 @@ from policies.routing_types import Candidate, Pick, RoutingQuery
 if TYPE_CHECKING:
     from gateway.admission.body_budget import BodyBudget
     from gateway.admission.pool_queue import PoolQueue
-    from gateway.admission.quotas import QuotaCharge
+    from gateway.admission.quota_charges import QuotaCharge
     from gateway.admission.retry_turns import RetryTurns
     from gateway.fleet.reservation import Reservation
     from gateway.metrics.metric_types import Histogram

@@ -171,7 +171,7 @@ class Link(Protocol):
 
         Both agents derive the same 32 bytes when they prove their identity. A transport without
         encryption ignores the key. Control messages are signed by the agents themselves
-        (kvtransfer/protocol/session.py).
+        (kvtransfer/protocol/session_authentication.py).
         """
         ...
 

@@ -23,7 +23,7 @@ from gateway.metrics.labels import Row
 from gateway.metrics.metric_types import FamilySpec
 from gateway.workers.supervisor_metrics import SupervisorMetrics
 from planner.seeds.cli import counts_text
-from planner.seeds.items import TITLES, golden_text, seed_items
+from planner.seeds.statements import TITLES, golden_text, seed_items
 from policies import admission_registry, policy_registry
 from tools.kv_layouts import CONNECTOR_REFUSALS, TP_PAIRS, layouts_page_rows
 from tools.module_index import packages

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.clients.recorder import Exchange
 from mockgpu.http.chat_conversion import chat_body
-from mockgpu.http.choice import build_choices
+from mockgpu.http.choice_and_stop_reason import build_choices
 from mockgpu.http.messages_format import MessagesFormat
 from mockgpu.http.responses_format import ResponsesFormat
 from mockgpu.http.responses_store import ResponsesStore

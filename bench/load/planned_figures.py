@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bench.intervals import student_t
+from bench.confidence_intervals import student_t
 from planner.bench import BenchReport
 from planner.replay.results import ReplayRun, figures
 

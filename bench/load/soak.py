@@ -35,7 +35,7 @@ from time import monotonic
 import aiohttp
 import msgspec
 
-from bench.load.slope import Point, Slope, slope
+from bench.load.growth_rate import Point, Slope, slope
 from bench.load.soak_churn import Churn
 from bench.load.soak_clients import Clients
 from bench.load.soak_processes import LEASE_S, SoakFleet, run_fleet

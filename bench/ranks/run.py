@@ -26,7 +26,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.intervals import student_t
+from bench.confidence_intervals import student_t
 from bench.ranks.measure import ARMS, COLD_S, HORIZON_S, RANKS, Measurement, measure
 from planner.replay.rank_choice import RankChoice
 

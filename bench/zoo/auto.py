@@ -41,8 +41,8 @@ from planner.traces.access_log import LoggedRequest, arrived_s
 from policies import policy_registry
 from policies.admission.admission_policy import WaitQueueLimits
 from policies.admission.fairness import FairShares
-from policies.auto.decider import Action, PolicyDecider
 from policies.auto.replay_messages import PolicyMember
+from policies.auto.switch_decision import Action, PolicyDecider
 
 INTERVAL_S = 300.0
 """Most seconds between two comparisons; the gateway's default."""

@@ -14,7 +14,7 @@ from aiohttp import web
 from gateway.telemetry.request_shapes import ShapeRecord, ShapeRecorder
 
 if TYPE_CHECKING:
-    from gateway.drift.monitor import DriftMonitor
+    from gateway.drift.drift_monitor import DriftMonitor
 
 RECORDS_PATH = "/drift/records"
 _decoder = msgspec.msgpack.Decoder(list[ShapeRecord])

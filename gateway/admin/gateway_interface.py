@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from gateway.auto.auto_controller import AutoPolicyController
-    from gateway.drift.monitor import DriftMonitor
+    from gateway.drift.drift_monitor import DriftMonitor
     from gateway.metrics.catalogue import Metrics
+    from gateway.reload.dry_run_and_swap import Swap
     from gateway.reload.reloader import Reloader
-    from gateway.reload.swap import Swap
     from gateway.route import Gateway
 
 

@@ -1,8 +1,8 @@
 """The schedule of automatic policy selection: compares when due, then switches a pool's policy.
 
 At regular intervals, a replay of the pool's recent requests compares the permitted policies. This
-is cancelled when an endpoint fails. policies/auto/decider.py decides without I/O whether to change
-the policy. A change is applied as a new version of the configuration.
+is cancelled when an endpoint fails. policies/auto/switch_decision.py decides without I/O whether to
+change the policy. A change is applied as a new version of the configuration.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gateway.auto.replay_job import build_job
 from gateway.auto.replay_process import ReplayError, run_replay
 from gateway.config import AutoPolicy
 from gateway.metrics.auto_metrics import AutoMetrics
-from policies.auto.decider import Action, PolicyDecision
 from policies.auto.replay_messages import PoolEstimate, ReplayAnswer, ReplayJob
+from policies.auto.switch_decision import Action, PolicyDecision
 
 log = logging.getLogger("penstock")
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from gateway.config import PolicySpec
-from policies.auto.decider import PolicyDecider, PolicyDecision
 from policies.auto.replay_messages import PolicyMember, PoolEstimate
+from policies.auto.switch_decision import PolicyDecider, PolicyDecision
 
 
 class SwitchRecord(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from time import monotonic, time
 
+from gateway.batch.completion_window import Schedule, ScheduleLog
 from gateway.batch.concurrency_and_preemption import choose_preempted
 from gateway.batch.file_and_batch_objects import BatchState
 from gateway.batch.input_lines import LINE_OVERHEAD, InputChecker
@@ -22,7 +23,7 @@ from gateway.batch.owned_batch import OwnedBatch
 from gateway.batch.pool_view import PoolView, find_pool, line_headers, refusal
 from gateway.batch.remaining_work import TICK_S
 from gateway.batch.request_attempt import RequestAttempt, ServeLine, retry_delay_s
-from gateway.batch.storage import (
+from gateway.batch.storage_interface import (
     BatchStorage,
     ClaimedBatch,
     LeaseLostError,
@@ -31,7 +32,6 @@ from gateway.batch.storage import (
     tenant_digest,
 )
 from gateway.batch.storage_threads import StorageThreads
-from gateway.batch.window_schedule import Schedule, ScheduleLog
 from gateway.config import BatchApi
 from gateway.metrics.catalogue import Metrics
 from gateway.route import Gateway

@@ -15,11 +15,11 @@ from gateway.batch.disk_files import replace_file, sync_folder
 from gateway.batch.disk_ownership import BatchOwner
 from gateway.batch.file_and_batch_objects import BatchRecord
 from gateway.batch.result_journal import JournalReader
-from gateway.batch.storage import LeaseLostError
+from gateway.batch.storage_interface import LeaseLostError
 
 
 class DiskBatch:
-    """A batch in a folder on disk. It implements ClaimedBatch (gateway/batch/storage.py)."""
+    """A batch in a folder on disk. It implements ClaimedBatch (storage_interface.py)."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from typing import IO
 import msgspec
 
 from gateway.batch.disk_files import locked
-from gateway.batch.storage import LeaseLostError
+from gateway.batch.storage_interface import LeaseLostError
 
 
 class Lease(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Stores files, batches and their journals on a local disk (the interface is in storage.py).
+"""Stores files, batches and their journals on a local disk, as storage_interface.py demands.
 
     files/TENANT/ID.json, ID.data               a file's record and content
     batches/TENANT/ID/record.json, input, journal, cancel, owner
@@ -35,7 +35,7 @@ from gateway.batch.file_and_batch_objects import (
     FileRecord,
     new_id,
 )
-from gateway.batch.storage import (
+from gateway.batch.storage_interface import (
     STALE_UPLOAD_S,
     OpenBatch,
     StorageQuota,

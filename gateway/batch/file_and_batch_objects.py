@@ -103,7 +103,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     state_times      when the batch entered each state, by the state's name
     result_file_ids  ids under which its owner writes the output file and the errors file
     schedule         whether it is expected to end within its completion window, while its requests
-                     run (gateway/batch/window_schedule.py); meaningless in other states
+                     run (gateway/batch/completion_window.py); meaningless in other states
     output_expiry_s  seconds after which the files of results expire, if the client set a time
     usage            tokens of all answers, once the batch has ended
     request_times_s  mean and longest time of its requests in seconds; None: unknown

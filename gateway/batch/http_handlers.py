@@ -27,7 +27,7 @@ from gateway.batch.http_requests import (
 )
 from gateway.batch.input_lines import BATCH_APIS
 from gateway.batch.pool_view import scope_digest
-from gateway.batch.storage import (
+from gateway.batch.storage_interface import (
     StorageFullError,
     StorageQuota,
     StorageUnreachableError,

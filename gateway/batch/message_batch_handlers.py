@@ -24,7 +24,7 @@ from gateway.batch.http_handlers import (
 from gateway.batch.http_requests import BatchRequest
 from gateway.batch.input_lines import BATCH_APIS
 from gateway.batch.message_batch_input import MessageLines
-from gateway.batch.storage import StorageQuota
+from gateway.batch.storage_interface import StorageQuota
 from gateway.protocol.api_table import MESSAGES
 from gateway.protocol.errors import Failure, GatewayError
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.batch.completion_window import Schedule
 from gateway.batch.file_and_batch_objects import (
     BatchRecord,
     BatchState,
@@ -33,10 +34,9 @@ from gateway.batch.result_journal import (
     encode_entry,
 )
 from gateway.batch.result_lines import result_line
-from gateway.batch.storage import BatchJournal, BatchStorage, ClaimedBatch, LeaseLostError
+from gateway.batch.storage_interface import BatchJournal, BatchStorage, ClaimedBatch, LeaseLostError
 from gateway.batch.storage_threads import StorageThreads
 from gateway.batch.token_usage import UsageSum
-from gateway.batch.window_schedule import Schedule
 from policies.admission.batch_reserve import WindowDemand
 
 log = logging.getLogger("penstock")

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.admission.pool_queue import PoolQueue
+from gateway.batch.completion_window import PoolSchedule
 from gateway.batch.concurrency_and_preemption import ConcurrencyLimiter, LatencyTargets, PoolReading
 from gateway.batch.file_and_batch_objects import BatchRecord
 from gateway.batch.request_attempt import RequestAttempt
-from gateway.batch.window_schedule import PoolSchedule
 from gateway.config import BatchApi, Config
 from gateway.fleet.model_alias_lookup import find
 from gateway.metrics.catalogue import Metrics

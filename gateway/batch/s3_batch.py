@@ -21,7 +21,7 @@ from gateway.batch.file_and_batch_objects import BatchRecord
 from gateway.batch.result_journal import JournalReader
 from gateway.batch.s3_bucket import ConditionError, S3Bucket, StoredObject
 from gateway.batch.s3_files import open_object
-from gateway.batch.storage import LeaseLostError
+from gateway.batch.storage_interface import LeaseLostError
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0  # bounds of the seconds between two writes of a journal
 OBJECTS_PER_PAUSE_S = 500  # a journal of this many objects is written a second less often
@@ -45,7 +45,7 @@ class LeasedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class S3Batch:
-    """A batch stored as objects in S3. It implements ClaimedBatch (gateway/batch/storage.py)."""
+    """A batch stored as objects in S3. It implements ClaimedBatch (storage_interface.py)."""
 
     def __init__(
         self,

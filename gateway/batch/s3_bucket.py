@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.batch.storage import StorageUnreachableError
+from gateway.batch.storage_interface import StorageUnreachableError
 from gateway.config import BatchS3, Secret
 
 log = logging.getLogger("penstock")

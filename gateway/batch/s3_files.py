@@ -7,7 +7,7 @@ from io import BufferedReader, RawIOBase
 from threading import Lock
 
 from gateway.batch.s3_bucket import ObjectParts, S3Bucket
-from gateway.batch.storage import StorageQuota, quota_exceeded
+from gateway.batch.storage_interface import StorageQuota, quota_exceeded
 
 READ_BYTES = 1024 * 1024  # bytes that one request reads
 PART_BYTES = 5 * 1024 * 1024  # size of a part, which is held in memory; the minimum for S3

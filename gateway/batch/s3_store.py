@@ -1,4 +1,4 @@
-"""Stores files and batches in an S3 bucket (the interface is in storage.py).
+"""Stores files and batches in an S3 bucket, as storage_interface.py demands.
 
     files/TENANT/ID.json, ID.data      a file's record and content
     batches/TENANT/ID/record.json      a batch's record together with its lease
@@ -40,7 +40,7 @@ from gateway.batch.s3_batch import LeasedRecord, S3Batch
 from gateway.batch.s3_bucket import ConditionError, S3Bucket, StoredObject
 from gateway.batch.s3_files import ObjectWriter, S3Upload, open_object, write_lines
 from gateway.batch.s3_leases import LeaseWatch
-from gateway.batch.storage import (
+from gateway.batch.storage_interface import (
     STALE_UPLOAD_S,
     LeaseLostError,
     OpenBatch,

@@ -7,7 +7,7 @@ from pathlib import Path
 from gateway.batch.disk_store import DiskStore
 from gateway.batch.s3_bucket import S3Bucket
 from gateway.batch.s3_store import S3Store
-from gateway.batch.storage import BatchStorage
+from gateway.batch.storage_interface import BatchStorage
 from gateway.config import BatchApi
 
 

@@ -107,7 +107,7 @@ def _inherit_sockets(config: Config) -> tuple[Predecessor | None, SocketsByName]
     # Return the process that this one replaces, if any, and the sockets inherited from it or from
     # systemd.
     from gateway.http.listener_sockets import ActivationError, sockets_from_systemd
-    from gateway.restart.channel import ChannelError
+    from gateway.restart.handover_channel import ChannelError
     from gateway.restart.new_process_side import find_predecessor
 
     try:

@@ -1,7 +1,7 @@
 """Reads a YAML configuration file into an immutable typed tree, with a position for every error.
 
 - file_reader.py reads files; yaml_source.py parses their text and keeps positions.
-- The section modules define the keys, values.py the types of their values, tree.py the whole.
+- The section modules define the keys, value_types.py the types of their values, tree.py the whole.
 - cross_checks.py and the rule modules check relations between values.
 - loader.py combines all of this.
 """
@@ -39,7 +39,7 @@ from gateway.config.tenant_sections import Cache, Tenant
 from gateway.config.timeout_sections import Retries, Timeouts
 from gateway.config.tls_sections import ClientTls, EngineTls, ListenerTls
 from gateway.config.tree import Config
-from gateway.config.values import Secret
+from gateway.config.value_types import Secret
 
 __all__ = [
     "SCHEMA_ID",

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 from gateway.config.policy_sections import PolicyChoice
 from gateway.config.problems import Path
 from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
-from gateway.config.values import Duration, Section, setting
+from gateway.config.value_types import Duration, Section, setting
 from gateway.config.yaml_source import number_if_substituted
 
 AUTO = "auto"

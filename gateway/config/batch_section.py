@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from gateway.config.s3_section import BatchS3
-from gateway.config.values import Count, Duration, Name, Section, Size, setting
+from gateway.config.value_types import Count, Duration, Name, Section, Size, setting
 from gateway.config.yaml_source import number_if_substituted
 
 MIN_LEASE_S = 1.0

@@ -13,7 +13,7 @@ import msgspec
 
 from gateway.config.loader import SECRET_MASK, LoadedConfig, default_of
 from gateway.config.problems import Path, show_path
-from gateway.config.values import Secret, without_scheme
+from gateway.config.value_types import Secret, without_scheme
 
 _POLICY = frozenset({"name", "parameters"})
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints, model_validator
 
 from gateway.config.endpoint_sections import EndpointTraits
-from gateway.config.values import Bootstrap, Interval, Section, setting
+from gateway.config.value_types import Bootstrap, Interval, Section, setting
 
 DnsLabel = Annotated[
     str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", max_length=253)

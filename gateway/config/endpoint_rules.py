@@ -13,7 +13,7 @@ from gateway.config.rule_findings import (
     iter_endpoints,
     iter_mappings,
 )
-from gateway.config.values import engine_url, without_scheme
+from gateway.config.value_types import engine_url, without_scheme
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:

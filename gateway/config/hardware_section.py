@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from gateway.config.values import Count, Label, Name, Section, setting
+from gateway.config.value_types import Count, Label, Name, Section, setting
 
 
 class LinkDomain(Section):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from gateway.config.values import Count, Duration, HttpPath, Interval, Section, setting
+from gateway.config.value_types import Count, Duration, HttpPath, Interval, Section, setting
 
 
 class HealthSpec(Section):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import StringConstraints, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
-from gateway.config.values import Bootstrap, Section, setting
+from gateway.config.value_types import Bootstrap, Section, setting
 
 
 def own_host(text: object, check: ValidatorFunctionWrapHandler) -> object:

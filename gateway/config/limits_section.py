@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
-from gateway.config.values import Count, Duration, Section, Size, setting
+from gateway.config.value_types import Count, Duration, Section, Size, setting
 
 MIN_SOCKET_BUFFER, MAX_SOCKET_BUFFER = 16 << 10, 1 << 30
 

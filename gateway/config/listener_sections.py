@@ -7,7 +7,16 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from gateway.config.tls_sections import ListenerTls
-from gateway.config.values import Cidr, Host, Origin, Port, Secret, Section, check_sendable, setting
+from gateway.config.value_types import (
+    Cidr,
+    Host,
+    Origin,
+    Port,
+    Secret,
+    Section,
+    check_sendable,
+    setting,
+)
 
 
 class Listener(Section):

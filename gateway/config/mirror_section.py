@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from gateway.config.values import Count, Name, Section, setting
+from gateway.config.value_types import Count, Name, Section, setting
 from gateway.config.yaml_source import number_if_substituted
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from gateway.config.values import Count, Duration, Name, Parameters, Section, setting
+from gateway.config.value_types import Count, Duration, Name, Parameters, Section, setting
 from gateway.config.yaml_source import number_if_substituted
 
 

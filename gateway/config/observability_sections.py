@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator
 
-from gateway.config.values import (
+from gateway.config.value_types import (
     CollectorUrl,
     Duration,
     Secret,

@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from gateway.config.tls_sections import ClientTls
-from gateway.config.values import Interval, Name, RedisUrl, Secret, Section, Size, setting
+from gateway.config.value_types import Interval, Name, RedisUrl, Secret, Section, Size, setting
 
 
 class Redis(Section):

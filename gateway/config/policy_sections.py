@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validat
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from gateway.config.values import Name, Section, setting
+from gateway.config.value_types import Name, Section, setting
 from gateway.config.yaml_source import number_if_substituted, numbers_if_substituted
 
 

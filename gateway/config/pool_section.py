@@ -11,7 +11,7 @@ from gateway.config.discovery_sections import Discover
 from gateway.config.endpoint_sections import EndpointSpec
 from gateway.config.mirror_section import Mirror
 from gateway.config.policy_sections import AdmissionChoice, Canary, PolicyChoice
-from gateway.config.values import Duration, Section, setting
+from gateway.config.value_types import Duration, Section, setting
 from gateway.config.yaml_source import number_if_substituted
 from policies import admission_registry
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from gateway.config.values import Section, Size, setting
+from gateway.config.value_types import Section, Size, setting
 from gateway.config.yaml_source import number_if_substituted
 from policies.prefix.prefix_index import LEAST_CAP_BYTES
 

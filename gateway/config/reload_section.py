@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from gateway.config.values import Count, Duration, Section, setting
+from gateway.config.value_types import Count, Duration, Section, setting
 
 
 class AutoRollback(Section):

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from gateway.config.values import Secret, Section, setting
+from gateway.config.value_types import Secret, Section, setting
 
 S3_SECRETS = ("access_key_id", "secret_access_key", "session_token")
 

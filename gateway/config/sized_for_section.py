@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from gateway.config.values import Section, setting
+from gateway.config.value_types import Section, setting
 
 Shares = tuple[Annotated[float, Field(ge=0)], ...]
 

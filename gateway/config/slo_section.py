@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from gateway.config.values import Duration, Name, Section, Weight, setting
+from gateway.config.value_types import Duration, Name, Section, Weight, setting
 
 
 class SloClass(Section):

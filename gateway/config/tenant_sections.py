@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from gateway.config.values import Count, Name, Secret, Section, Weight, check_sendable, setting
+from gateway.config.value_types import Count, Name, Secret, Section, Weight, check_sendable, setting
 from gateway.config.yaml_source import number_if_substituted
 
 MIN_SECRET_CHARS = 16

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from gateway.config.values import Duration, Section, setting
+from gateway.config.value_types import Duration, Section, setting
 from gateway.config.yaml_source import number_if_substituted
 
 

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from gateway.config.values import Duration, Host, Secret, Section, setting
+from gateway.config.value_types import Duration, Host, Secret, Section, setting
 from gateway.util.certificate_files import KeyPair
 from gateway.util.tls_contexts import (
     CIPHERS,

@@ -1,7 +1,7 @@
 """The gateway's configuration as one immutable typed tree, with a description of every key.
 
 The reference page and the JSON schema are generated from it. Types of single values are in
-values.py, rules between sections are in cross_checks.py, and yaml_source.py parses the file.
+value_types.py, rules between sections are in cross_checks.py, and yaml_source.py parses the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gateway.config.sized_for_section import SizedFor
 from gateway.config.slo_section import Slos
 from gateway.config.tenant_sections import Cache, Tenant
 from gateway.config.timeout_sections import Retries, Timeouts
-from gateway.config.values import Name, Section, WorkerCount, setting
+from gateway.config.value_types import Name, Section, WorkerCount, setting
 
 
 class Config(Section):

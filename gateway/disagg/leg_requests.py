@@ -26,10 +26,13 @@ from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT
 from gateway.protocol.request.call import Call
 from gateway.protocol.request.json_splice import edited, shows_usage
+from gateway.protocol.response.model_and_usage_rewrite import (
+    CachedTokensRewriter,
+    ModelNameRewriter,
+)
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.resume_eligibility import ContinuationTerms as ResumeTerms
 from gateway.protocol.response.resume_eligibility import continuation_terms, with_token_ids
-from gateway.protocol.response.rewrite import CachedTokensRewriter, ModelNameRewriter
 from gateway.protocol.response.token_ledger import Ledger
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.trace_context import propagated_headers

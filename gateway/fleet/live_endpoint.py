@@ -12,7 +12,7 @@ from gateway.util.tls_contexts import Encryption
 from policies.endpoint_load import EndpointLoad
 from policies.health.endpoint_health import Health
 from policies.health.speed_samples import SpeedRecord, SpeedVerdict
-from policies.health.stall import is_doubted
+from policies.health.stall_detection import is_doubted
 from policies.routing_types import Endpoint
 
 # Health of an endpoint that has never failed. Callers compare by identity to skip success events.

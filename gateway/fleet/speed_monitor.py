@@ -13,11 +13,12 @@ from typing import Protocol
 
 from gateway.fleet.live_endpoint import LiveEndpoint, step_tokens
 from gateway.protocol.response.relay import Relay
-from policies.health import speed_outlier, stall
+from policies.health import speed_outlier
+from policies.health import stall_detection as stall
 from policies.health.endpoint_health import HealthState
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits
 from policies.health.speed_samples import Measure, Slowness, SpeedVerdict
-from policies.health.stall import Expectations
+from policies.health.stall_detection import Expectations
 from policies.routing_types import Candidate, Endpoint, Request
 
 REVIEW_S = 1.0

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from gateway.fleet.live_endpoint import LiveEndpoint
 from policies.endpoint_load import NO_SOFT_CAP
-from policies.health import slow_start, stall
+from policies.health import slow_start
+from policies.health import stall_detection as stall
 from policies.health.speed_samples import SpeedVerdict
 
 LEAST_WAIT_S, MOST_WAIT_S = 1.0, 60.0

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.admission.quotas import BackgroundResponse, QuotaCharge, Quotas
+from gateway.admission.quota_charges import BackgroundResponse, QuotaCharge, Quotas
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.forwarding.internal_answer import InternalAnswer
 from gateway.protocol.api_table import RESPONSES

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from gateway.admission.quotas import BackgroundResponse
+from gateway.admission.quota_charges import BackgroundResponse
 from gateway.fleet.reservation import Reservation
 from gateway.forwarding.engine_request_headers import engine_request_head
 from gateway.forwarding.response_headers import response_headers
@@ -28,9 +28,13 @@ from gateway.protocol.response.answer_events import (
     write_response,
 )
 from gateway.protocol.response.event_relay import EventRelay
+from gateway.protocol.response.model_and_usage_rewrite import (
+    ANY_NAME,
+    ModelNameRewriter,
+    versioned_name,
+)
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.resumable_relay import RecordedRelay
-from gateway.protocol.response.rewrite import ANY_NAME, ModelNameRewriter, versioned_name
 from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
 from gateway.protocol.response.transcript_relay import TranscriptRelay
 from gateway.request_record import Exchange

@@ -39,7 +39,7 @@ from gateway.protocol.upstream_error import UpstreamError
 from gateway.request_record import Exchange
 from gateway.telemetry.accounting import Accounting
 from policies.health.speed_samples import SpeedVerdict
-from policies.health.stall import LEAST_LATE_S
+from policies.health.stall_detection import LEAST_LATE_S
 from policies.routing_algorithm import repick
 from policies.routing_types import Candidate, Endpoint, Pick
 

@@ -7,7 +7,7 @@ from random import Random
 
 from gateway.config.peer_sections import Shared
 from gateway.http.outgoing_tls import redis_settings
-from gateway.peers.bus import Bus, DropCounter
+from gateway.peers.bus_interface import Bus, DropCounter
 from gateway.peers.local_bus import LocalBus
 
 

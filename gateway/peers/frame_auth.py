@@ -20,7 +20,7 @@ from struct import Struct
 from typing import NamedTuple
 
 from gateway.config import Config
-from gateway.peers.bus import BROADCAST, FRAME_CAP_BYTES, ID_BYTES
+from gateway.peers.bus_interface import BROADCAST, FRAME_CAP_BYTES, ID_BYTES
 
 MAGIC = b"PSv1"
 TAG_BYTES = 16

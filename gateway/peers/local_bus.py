@@ -14,7 +14,7 @@ from pathlib import Path
 from struct import Struct
 from time import monotonic
 
-from gateway.peers.bus import (
+from gateway.peers.bus_interface import (
     BACKLOG_CAP_BYTES,
     BROADCAST,
     FRAME_CAP_BYTES,

@@ -22,7 +22,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from gateway.http.outgoing_tls import redis_options
-from gateway.peers.bus import BROADCAST, Backlog, BusState, DropCounter, FrameHandler
+from gateway.peers.bus_interface import BROADCAST, Backlog, BusState, DropCounter, FrameHandler
 from gateway.peers.redis_error import describe_redis_error
 from gateway.util.tls_contexts import ClientSettings
 

@@ -1,7 +1,7 @@
 """Builds the messages to other gateways from this one's state, and applies theirs. No I/O.
 
-It takes and returns frames. The bus is in gateway/peers/bus.py, the schedule in sync_loop.py, and
-the authentication in frame_auth.py.
+It takes and returns frames. The bus is in bus_interface.py, the schedule in sync_loop.py, and the
+authentication in frame_auth.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.metrics.catalogue import Metrics
 from gateway.peers import peer_messages
-from gateway.peers.bus import BROADCAST
+from gateway.peers.bus_interface import BROADCAST
 from gateway.peers.frame_auth import FrameAuth, FrameRejectedError
-from gateway.peers.members import EXPIRY_S, PeerTable
+from gateway.peers.known_peers import EXPIRY_S, PeerTable
 from gateway.peers.replay_buffer import ReplayBuffer, split_into_parts
 from gateway.peers.usage_sync import MAX_ROWS, UsageSync, batches
 from gateway.peers.warm_up import WarmUp

@@ -14,7 +14,7 @@ from random import Random
 from time import monotonic, perf_counter
 
 from gateway.metrics.catalogue import Metrics
-from gateway.peers.bus import FRAME_CAP_BYTES, Bus
+from gateway.peers.bus_interface import FRAME_CAP_BYTES, Bus
 from gateway.peers.state_exchange import PeerView
 
 log = logging.getLogger("penstock")

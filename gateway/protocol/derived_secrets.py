@@ -7,7 +7,7 @@ import hmac
 from collections.abc import Sequence
 
 from gateway.config import Config, Tenant
-from gateway.config.values import Secret
+from gateway.config.value_types import Secret
 
 SALT_LABEL = b"penstock cache salt 1"
 

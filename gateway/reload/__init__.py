@@ -1,7 +1,7 @@
 """Configuration reload: replaces the running configuration while requests run.
 
 - reloader.py checks and applies a change, or rejects it.
-- swap.py replaces the running configuration.
+- dry_run_and_swap.py replaces the running configuration.
 - history.py stores the applied versions.
 - file_watcher.py watches the configuration's files.
 

@@ -2,7 +2,7 @@
 
 All changes go through this module, one at a time, whatever triggers them. It contains the order of
 the steps, the history and the messages to operators. The triggers are in file_watcher.py,
-admin/config_pages.py and app.py. swap.py applies a configuration.
+admin/config_pages.py and app.py. dry_run_and_swap.py applies a configuration.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gateway.config.uploaded_references import unresolvable
 from gateway.config.yaml_source import parse_yaml
 from gateway.metrics.catalogue import Metrics
 from gateway.reload import history as versions
+from gateway.reload.dry_run_and_swap import ConfigRejectedError, Swap
 from gateway.reload.history import Version, VersionHistory
-from gateway.reload.swap import ConfigRejectedError, Swap
 
 log = logging.getLogger("penstock")
 

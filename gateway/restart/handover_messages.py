@@ -1,6 +1,6 @@
 """The messages between a process and its successor: learned state, remaining work, readiness, stop.
 
-channel.py sends them. learned_state.py converts the gateway's state to and from them.
+handover_channel.py sends them. learned_state.py converts the gateway's state to and from them.
 """
 
 from __future__ import annotations

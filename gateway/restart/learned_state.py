@@ -30,7 +30,7 @@ from policies.restart_state import AdmissionState, Blocks, DriftState, SessionTu
 
 if TYPE_CHECKING:
     from gateway.admission.admission_controller import AdmissionController
-    from gateway.drift.monitor import DriftMonitor
+    from gateway.drift.drift_monitor import DriftMonitor
     from gateway.fleet.live_endpoint import LiveEndpoint
     from gateway.route import Gateway
 

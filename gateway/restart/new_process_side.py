@@ -10,7 +10,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from gateway.restart.channel import (
+from gateway.restart.handover_channel import (
     FD_VARIABLE,
     VERSION,
     ChannelError,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from asyncio import StreamReader, StreamWriter
 
     from gateway.config import Config
-    from gateway.drift.monitor import DriftMonitor
+    from gateway.drift.drift_monitor import DriftMonitor
     from gateway.http.listener_sockets import SocketsByName
     from gateway.route import Gateway
 

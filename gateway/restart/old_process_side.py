@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from gateway.restart import systemd_notify
-from gateway.restart.channel import (
+from gateway.restart.handover_channel import (
     FD_VARIABLE,
     VERSION,
     BoundListener,

@@ -21,7 +21,7 @@ from gateway.admin.recent_requests_page import RecentQuery, add_requests, merge_
 from gateway.admin.security import access_middleware
 from gateway.auto.auto_controller import AutoPolicyController
 from gateway.config.yaml_source import MAX_FILE_BYTES
-from gateway.drift.monitor import DriftMonitor
+from gateway.drift.drift_monitor import DriftMonitor
 from gateway.metrics.exposition import content_type, wants_openmetrics
 from gateway.reload.reloader import ChangeOptions
 from gateway.workers import page_merge

@@ -15,7 +15,7 @@ from time import time
 import msgspec
 
 from gateway.admin.drift_pages import RECORDS_PATH, decode_records
-from gateway.drift.monitor import DriftMonitor
+from gateway.drift.drift_monitor import DriftMonitor
 from gateway.telemetry.request_shapes import ShapeRecord
 from gateway.workers.worker_process import REQUEST_ERRORS, Worker
 

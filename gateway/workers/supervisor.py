@@ -25,7 +25,7 @@ from aiohttp import web
 from gateway.admin.endpoints_page import DRAINED_STATES
 from gateway.auto.auto_controller import AutoPolicyController
 from gateway.config import AdminListener, LoadedConfig
-from gateway.drift.monitor import DriftMonitor
+from gateway.drift.drift_monitor import DriftMonitor
 from gateway.http.listener_sockets import (
     ADMIN,
     ADMIN_RECEIVE_BUFFER,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gateway.config.values import MAX_WORKERS
+from gateway.config.value_types import MAX_WORKERS
 from gateway.metrics.auto_metrics import AutoMetrics
 from gateway.metrics.drift_metrics import DriftMetrics
 from gateway.metrics.labels import Row

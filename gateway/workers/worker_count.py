@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from gateway.config.values import AUTO, MAX_WORKERS
+from gateway.config.value_types import AUTO, MAX_WORKERS
 
 _CGROUPS = Path("/sys/fs/cgroup")
 

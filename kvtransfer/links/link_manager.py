@@ -29,7 +29,12 @@ from kvtransfer.protocol.agent_messages import (
     Unwanted,
 )
 from kvtransfer.protocol.outcomes import EndReason
-from kvtransfer.protocol.session import LinkSession, SealError, greeting_nonce, shows_key
+from kvtransfer.protocol.session_authentication import (
+    LinkSession,
+    SealError,
+    greeting_nonce,
+    shows_key,
+)
 from kvtransfer.transfer.commands import Command
 from kvtransfer.transfer.sink import TransferSink
 from kvtransfer.transfer.source import TransferSource

@@ -11,7 +11,7 @@ import msgspec
 
 from kvtransfer.protocol.agent_messages import VERSION, AgentCard, Message
 from kvtransfer.protocol.outcomes import EndReason
-from kvtransfer.protocol.session import LinkSession
+from kvtransfer.protocol.session_authentication import LinkSession
 from kvtransfer.transport_interface import Link, Transport
 from kvtransfer.util.agent_options import AgentOptions
 

@@ -1,7 +1,8 @@
 """The messages between two agents, as typed msgpack of limited length.
 
 The agent that opened a connection is the sink (receiver of KV), the other one is the source. This
-does not change, so each message is sent in one direction only. session.py proves identities.
+does not change, so each message is sent in one direction only. session_authentication.py proves
+identities.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A ticket names an offer, its agent and the agent's current run, the permitted si
 blocks and an end time. Gateways and engines pass it on as opaque text.
 
 An HMAC proves that it was issued by a holder of the fleet's key. This is the agent, or another
-process of the same engine before the offer is made. source.py manages the offers, and session.py
-proves the identity of the agent that presents a ticket.
+process of the same engine before the offer is made. source.py manages the offers.
+session_authentication.py proves the identity of the agent that presents a ticket.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from mockgpu.http.chat_conversion import chat_of
-from mockgpu.http.choice import Choice
+from mockgpu.http.choice_and_stop_reason import Choice
 from mockgpu.http.openai_format import DONE, event, http_chunk
 from mockgpu.mock_tokenizer import TOKEN_BYTES
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody

@@ -38,7 +38,7 @@ from mockgpu.http.background_responses import (
     send_events,
 )
 from mockgpu.http.chat_conversion import read_members
-from mockgpu.http.choice import Choice, build_choices
+from mockgpu.http.choice_and_stop_reason import Choice, build_choices
 from mockgpu.http.handler_helpers import (
     JSON,
     break_whole,

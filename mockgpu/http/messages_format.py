@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from mockgpu.http.chat_conversion import chat_body, chat_tool, chat_turns
-from mockgpu.http.choice import Choice
+from mockgpu.http.choice_and_stop_reason import Choice
 from mockgpu.http.named_events import named_event
 from mockgpu.http.openai_format import http_chunk
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from mockgpu.http.choice import Choice
+from mockgpu.http.choice_and_stop_reason import Choice
 from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from mockgpu.http.choice import Choice
+from mockgpu.http.choice_and_stop_reason import Choice
 from mockgpu.mock_tokenizer import TOKEN_BYTES, token_count, token_ids
 from mockgpu.request_parser import ParsedRequest
 

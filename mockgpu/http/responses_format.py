@@ -9,7 +9,7 @@ import msgspec
 
 from mockgpu.http.background_responses import BackgroundRun
 from mockgpu.http.chat_conversion import chat_body, chat_call, chat_tool, flat_text, join_calls
-from mockgpu.http.choice import Choice
+from mockgpu.http.choice_and_stop_reason import Choice
 from mockgpu.http.named_events import named_event
 from mockgpu.http.openai_format import http_chunk, token_logprobs
 from mockgpu.http.responses_store import ResponsesStore, StoredResponse

@@ -7,9 +7,9 @@ JSON. Trace readers are in planner/traces. The comparison with other gateways is
 from planner.bench.answer_timeline import AnswerTimeline
 from planner.bench.bench_options import BenchPlan, BenchSlo, PlanError, with_defaults
 from planner.bench.client import BenchClient, BenchError, BenchRecord
+from planner.bench.json_report import BenchReport, is_good
 from planner.bench.open_and_closed_loop import RunProgress, run
 from planner.bench.percentiles import Summary, percentile, summarise
-from planner.bench.report import BenchReport, is_good
 
 __all__ = [
     "AnswerTimeline",

@@ -21,11 +21,11 @@ import uvloop
 from command_line import Option, UsageError, write_line
 from planner.bench.bench_options import BenchPlan, BenchSlo, PlanError, with_defaults
 from planner.bench.client import BenchError
+from planner.bench.json_report import BenchReport
 from planner.bench.open_and_closed_loop import Watch, run
-from planner.bench.report import BenchReport
 from planner.bench.show import LiveProgress, lines, table
 from planner.output_files import check_writable
-from planner.progress import can_show_progress
+from planner.progress_bar import can_show_progress
 from planner.traces import TraceError
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")

@@ -15,7 +15,7 @@ import msgspec
 
 from planner.bench.bench_options import BenchPlan, with_defaults
 from planner.bench.client import BenchClient, BenchRecord
-from planner.bench.report import BenchReport
+from planner.bench.json_report import BenchReport
 from planner.bench.workloads import Arrival, Turn, WorkloadSession, open_loop, replay, shapes
 
 Watch = Callable[["RunProgress"], None]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from command_line import table_lines
 from planner.bench.bench_options import BenchPlan
+from planner.bench.json_report import BenchReport
 from planner.bench.open_and_closed_loop import RunProgress
 from planner.bench.percentiles import Summary, percentile
-from planner.bench.report import BenchReport
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -17,9 +17,9 @@ from typing import Annotated, Any
 import msgspec
 
 from command_line import Argument, Option, write_line
-from planner.drift.log import read_log
-from planner.drift.measures import count_shapes, windows_of
-from planner.progress import progress_bar
+from planner.drift.access_log_requests import read_log
+from planner.drift.request_measures import count_shapes, windows_of
+from planner.progress_bar import progress_bar
 from planner.size.units import parse_seconds
 from planner.traces import TraceError, TraceRequest
 from policies.sizing.workload_drift import BINS, LIMIT, MEASURES, DriftWatch, DriftWindow

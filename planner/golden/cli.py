@@ -20,7 +20,7 @@ import msgspec
 
 from command_line import Argument, Option, UsageError, write_line
 from planner.golden.client import ComparedEngine, first_model, send_to_all
-from planner.progress import progress_bar
+from planner.progress_bar import progress_bar
 from policies.golden.answers import GoldenAnswer, GoldenError, read_prompts
 from policies.golden.compare import GoldenReport, compare, judge
 

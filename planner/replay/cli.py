@@ -17,7 +17,7 @@ import msgspec
 
 from command_line import Argument, Option, UsageError, write_line
 from planner.output_files import check_writable
-from planner.progress import progress_bar
+from planner.progress_bar import progress_bar
 from planner.replay import argument_parsing, fault_grammar
 from planner.replay.fleet_spec import FleetError, FleetSpec, preset, read_fleet
 from planner.replay.html_report import HEADS, cells_of, page

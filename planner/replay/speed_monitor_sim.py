@@ -4,7 +4,7 @@ A slow group gets fewer requests, is ejected, and returns after a successful pro
 is moved away from a suspect group. When a group is ejected, all its waiting requests are moved. At
 other groups, a late request is hedged: it is also sent to a second group (hedge_sim.py).
 
-Samples and verdicts are computed by speed_samples.py, speed_outlier.py and stall.py in
+Samples and verdicts are computed by speed_samples.py, speed_outlier.py and stall_detection.py in
 policies/health. The retry budget is not simulated.
 """
 
@@ -20,7 +20,7 @@ from policies.endpoint_load import NO_SOFT_CAP
 from policies.health import speed_outlier
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits
 from policies.health.speed_samples import Measure, SpeedVerdict
-from policies.health.stall import (
+from policies.health.stall_detection import (
     DOUBT_S,
     LEAST_LATE_S,
     RAMP_S,

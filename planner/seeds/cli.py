@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from command_line import Argument, Option, write_line
-from planner.seeds.items import TITLES, ItemStatus, SeedItem, golden_text, seed_items
+from planner.seeds.statements import TITLES, ItemStatus, SeedItem, golden_text, seed_items
 
 Number = Annotated[
     int | None, Argument(help="Number of the statement to show, 1 to 119. Default: all.")

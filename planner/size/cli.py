@@ -23,7 +23,6 @@ from command_line import Argument, Option, write_line
 from mockgpu.timing.step_time_grids import Grid, load_grids
 from planner.output_files import check_writable
 from planner.size import show
-from planner.size.emit import EMITTERS, Emission, emit
 from planner.size.finalist import Finalist
 from planner.size.input_options import SizeOptions, hardware_of, model_of, workload_of
 from planner.size.pareto_front import (
@@ -35,6 +34,7 @@ from planner.size.pareto_front import (
     tp_ladder,
 )
 from planner.size.plan_draft import FleetPlan, SizingError
+from planner.size.plan_files import EMITTERS, Emission, emit
 from planner.size.recipe import plan_fleet, variants
 from policies.sizing.gpus import GPUS
 from policies.sizing.model_shapes import MODELS, Llm

@@ -8,13 +8,13 @@ from typing import Any
 
 from planner.plan.config_to_replay import Assumptions, cases
 from planner.process_map import available_cores
-from planner.progress import progress_rows
+from planner.progress_bar import progress_rows
 from planner.replay.argument_parsing import ArgumentError, parse_seconds
-from planner.size.emit import POOL, Emission, emit
 from planner.size.finalist import Finalist
 from planner.size.finalist_replays import known_model, replay_finalists
 from planner.size.pareto_front import FleetPoint
 from planner.size.plan_draft import SizingError
+from planner.size.plan_files import POOL, Emission, emit
 from planner.traces import TraceError, TraceRequest, read_trace, slice_span
 
 ConfigReader = Callable[[str], Mapping[str, Any]]

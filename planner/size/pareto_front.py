@@ -17,8 +17,8 @@ from planner.size.plan_draft import PlanHardware
 from planner.size.replica_times import ReplicaTimes, at_batch
 from planner.size.units import ms
 from planner.size.workload import Workload
+from policies.sizing.arithmetic_intensity import matrix_intensity
 from policies.sizing.gpu_memory import Demand, MemoryCheck, MemoryVerdict, check_memory
-from policies.sizing.intensity import matrix_intensity
 from policies.sizing.known_models import facts_of
 from policies.sizing.model_shapes import Llm
 from policies.sizing.parallel_layout import Layout

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from policies.sizing.hf_config_fields import ConfigError, ConfigMembers
 from policies.sizing.hf_layer_kinds import LayerKinds
-from policies.sizing.hf_members import ConfigError, ConfigMembers
 
 _QKV_BIAS = frozenset(
     {*("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen2_vl_text", "qwen2_5_vl_text")}

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from policies.sizing.hf_members import ConfigError, ConfigMembers
+from policies.sizing.hf_config_fields import ConfigError, ConfigMembers
 
 # Routers with a bias per expert: for balance (DeepSeek-V3), or of the linear layer.
 _ROUTER_BIAS = frozenset({"deepseek_v3", "gpt_oss", "kimi_k2", "glm4_moe"})

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from policies.sizing.hf_config_fields import ConfigError, ConfigMembers
 from policies.sizing.hf_experts import expert_layers
-from policies.sizing.hf_members import ConfigError, ConfigMembers
 from policies.sizing.hf_state_layers import StateLayer, kimi_attention_places, state_layer
 
 # Families whose layers have attention and a state beside it.

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from policies.sizing.hf_attention import AttentionShape, attention_shape
+from policies.sizing.hf_config_fields import ConfigError, ConfigMembers, language_model
 from policies.sizing.hf_experts import ExpertShape, expert_shape
 from policies.sizing.hf_layer_kinds import LayerKinds, layer_kinds
-from policies.sizing.hf_members import ConfigError, ConfigMembers, language_model
 from policies.sizing.hf_quantization import weight_format
 from policies.sizing.model_shapes import Llm
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from policies.sizing.hf_members import ConfigError
+from policies.sizing.hf_config_fields import ConfigError
 
 # Members that list the modules whose weights are not quantised, by tool.
 _SKIPPED = (

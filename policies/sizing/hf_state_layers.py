@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from policies.sizing.hf_members import ConfigMembers
+from policies.sizing.hf_config_fields import ConfigMembers
 from policies.sizing.model_shapes import STATE_COPIES
 
 _MODEL_BYTES, _WIDE_BYTES = 2, 4

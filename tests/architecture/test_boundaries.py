@@ -71,7 +71,7 @@ KV_OPTIONAL = {
     "kvtransfer.engines.vllm.cache_memory": {"vllm"},
     "kvtransfer.engines.vllm.connector": {"vllm"},
     "kvtransfer.transports.rdma.verbs": {"pyverbs"},
-    "kvtransfer.transports.stream.seal": {"cryptography"},
+    "kvtransfer.transports.stream.kv_encryption": {"cryptography"},
 }
 UNSAFE_MODULES = {"dill", "marshal", "pickle", "shelve"}
 UNSAFE_CALLS = {"compile", "eval", "exec"}

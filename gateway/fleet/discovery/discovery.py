@@ -17,7 +17,7 @@ from gateway.config.discovery_sections import Discover
 from gateway.fleet.discovery.dns import DnsSource
 from gateway.fleet.discovery.file_list import FileSource
 from gateway.fleet.discovery.kubernetes import KubernetesSource, pod_service_account
-from gateway.fleet.discovery.source import DiscoveredEndpoints, Source
+from gateway.fleet.discovery.source_interface import DiscoveredEndpoints, Source
 
 log = logging.getLogger("penstock")
 

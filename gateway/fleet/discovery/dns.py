@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from random import Random
 
 from gateway.config.endpoint_sections import EndpointTraits
-from gateway.fleet.discovery.source import DiscoveredEndpoints, log, specs_for
+from gateway.fleet.discovery.source_interface import DiscoveredEndpoints, log, specs_for
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """A function that returns the addresses of a host name.

@@ -18,7 +18,7 @@ from ruamel.yaml.error import YAMLError
 from gateway.config.endpoint_sections import EndpointSpec, EndpointTraits
 from gateway.config.loader import problem_text
 from gateway.config.tls_sections import FOLDER_KEY
-from gateway.fleet.discovery.source import MAX_ENDPOINTS, DiscoveredEndpoints, log
+from gateway.fleet.discovery.source_interface import MAX_ENDPOINTS, DiscoveredEndpoints, log
 
 _ENTRIES = ("pools", "", "endpoints")  # path of a list of endpoints in a configuration
 FILE_CAP_BYTES = 1 << 20

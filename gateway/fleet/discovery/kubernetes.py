@@ -24,7 +24,7 @@ import msgspec
 
 from gateway.config.discovery_sections import Kubernetes
 from gateway.config.endpoint_sections import EndpointTraits
-from gateway.fleet.discovery.source import DiscoveredEndpoints, log, specs_for
+from gateway.fleet.discovery.source_interface import DiscoveredEndpoints, log, specs_for
 
 ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 LIST_CAP_BYTES, LINE_CAP_BYTES = 32 << 20, 4 << 20

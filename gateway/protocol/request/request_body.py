@@ -42,8 +42,8 @@ from gateway.protocol.request.media import (
     replace_embeddings,
     replace_media,
 )
-from gateway.protocol.request.member_limits import MAX_NUMBERS, LaxNumberError, read_numbers
 from gateway.protocol.request.options_cache import CONVERSATION, OptionsCache, ShapeKey, shape_key
+from gateway.protocol.request.parameter_limits import MAX_NUMBERS, LaxNumberError, read_numbers
 from gateway.protocol.request.sequence_count import (
     EMBEDS_MEMBER,
     SEQUENCE_MEMBERS,

@@ -13,10 +13,10 @@ from gateway.protocol.error_formats import ErrorFormat
 from gateway.protocol.errors import Failure
 from gateway.protocol.python_byte_scan import EVENT_MARKER
 from gateway.protocol.response.event_grammar import EventGrammar, merge_usage, named_error_status
+from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
 from gateway.protocol.response.payload_scan import TAIL_BYTES
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.retryable_start import HeldNamedEvents, RetryableStart
-from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.response.usage_and_error_search import EVENT_ENDS, USAGE, TokenUsage
 
 _ERROR_DATA = re.compile(rb"(?:^|\n)event: ?error\r?\ndata: ?([^\r\n]*)")

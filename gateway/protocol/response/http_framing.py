@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from gateway.protocol.byte_scan import body_span, whole_body
 from gateway.protocol.python_byte_scan import CHUNK_SIZES, SIZE_LINES
-from gateway.protocol.response import retry_after
+from gateway.protocol.response import engine_retry_after as retry_after
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_END = b"\r\n\r\n"

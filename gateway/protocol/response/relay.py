@@ -25,11 +25,11 @@ from gateway.protocol.response.http_framing import (
     ResponseHead,
     ResponseHeadReader,
 )
+from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
 from gateway.protocol.response.output_queue import STEP_BYTES
 from gateway.protocol.response.relay_output import CONNECTION_CLOSE, RelayOutput
 from gateway.protocol.response.relay_state import BEHIND, DONE, FLOWING, HELD, REFUSED
 from gateway.protocol.response.retryable_start import HeldChunks, PartialHead, RetryableStart
-from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.response.usage_and_error_search import (
     MAX_REFUSAL_BYTES,
     client_error_status,

@@ -20,9 +20,9 @@ from gateway.protocol.response.http_framing import (
     encode_chunk,
     new_body,
 )
+from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
 from gateway.protocol.response.payload_scan import PayloadScan
 from gateway.protocol.response.relay_state import BEHIND, DONE, FLOWING, HEAD
-from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.response.usage_and_error_search import DONE_MARKER, find_finished_choices
 from gateway.protocol.translate.translator import AnswerTranslator
 

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from gateway.protocol.response.long_event import LONG_EVENT, LongEvent, first_event_length
+from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter, whole_events_length
 from gateway.protocol.response.resume_eligibility import ContinuationTerms
-from gateway.protocol.response.rewrite import ModelNameRewriter, whole_events_length
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from gateway.metrics.metric_types import Histogram
 from gateway.protocol.response.event_grammar import RESPONSES
+from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
 from gateway.protocol.response.relay import Relay
-from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 
 _TYPE = b'"transcript.text.'

@@ -40,7 +40,7 @@ from kvtransfer.transports.iovec import (
     readv,
 )
 from kvtransfer.transports.pump import Digest, PumpCalls
-from kvtransfer.transports.stream.seal import WindowSeal
+from kvtransfer.transports.stream.kv_encryption import WindowSeal
 from kvtransfer.transports.stream.window_batch import (
     LEAST_BYTES,
     MOST_BYTES,

@@ -45,9 +45,9 @@ from kvtransfer.transports.pump import (
     ring_eventfd,
 )
 from kvtransfer.transports.stream.inbound import Inbound
+from kvtransfer.transports.stream.kv_encryption import WindowSeal, WindowSealError
 from kvtransfer.transports.stream.link_options import LinkOptions
 from kvtransfer.transports.stream.outbound import Outbound
-from kvtransfer.transports.stream.seal import WindowSeal, WindowSealError
 from kvtransfer.transports.stream.spin_pause import SpinPause
 from kvtransfer.transports.switch_interval import SwitchIntervalHold
 

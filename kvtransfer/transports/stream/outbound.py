@@ -29,7 +29,7 @@ from kvtransfer.transport_interface import TransportError, WindowHead, WindowSli
 from kvtransfer.transports.copy_runs import are_within, gather, is_fine_grained
 from kvtransfer.transports.iovec import NOTHING, Iovecs, MemoryPieces, address_of, writev
 from kvtransfer.transports.pump import Digest, PumpCalls
-from kvtransfer.transports.stream.seal import WindowSeal
+from kvtransfer.transports.stream.kv_encryption import WindowSeal
 from kvtransfer.transports.stream.window_batch import (
     FRAME_BYTES,
     LEAST_BYTES,

@@ -14,7 +14,7 @@ from time import monotonic
 
 import pytest
 
-from gateway.peers.bus import BACKLOG_CAP_BYTES, FRAME_CAP_BYTES, Bus
+from gateway.peers.bus_interface import BACKLOG_CAP_BYTES, FRAME_CAP_BYTES, Bus
 from gateway.peers.local_bus import LocalBus, LocalHub
 from gateway.peers.redis_bus import RedisAddress, RedisBus
 from tests.fair_time import PATIENCE_S, Stopwatch, at_most

@@ -13,7 +13,7 @@ import pytest
 from kvtransfer.agent import Agent
 from kvtransfer.protocol.agent_messages import VERSION, AgentCard, LinkHello, encode
 from kvtransfer.protocol.frame import FrameKind, encode_frame
-from kvtransfer.protocol.session import greeting_nonce
+from kvtransfer.protocol.session_authentication import greeting_nonce
 from kvtransfer.transport_interface import MAX_UNPROVEN_BYTES
 from kvtransfer.util.agent_options import AgentOptions
 from tests.contract.kvtransfer.groups import KEY, PATIENT, SMALL, Group, groups, until

@@ -29,7 +29,7 @@ from kvtransfer.protocol.agent_messages import (
     pack_blocks,
 )
 from kvtransfer.protocol.outcomes import EndReason
-from kvtransfer.protocol.session import LinkSession
+from kvtransfer.protocol.session_authentication import LinkSession
 from kvtransfer.transport_interface import Link, TransportError
 from kvtransfer.transports.inproc import InprocWire
 from kvtransfer.util.clock import ThreadClock

@@ -7,7 +7,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mockgpu.http.choice import build_choices
+from mockgpu.http.choice_and_stop_reason import build_choices
 from mockgpu.http.openai_format import full_response
 from mockgpu.mock_tokenizer import token_count
 from mockgpu.request_parser import (

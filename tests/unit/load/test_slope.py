@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from bench.load.slope import BIN_S, Point, lows, slope
+from bench.load.growth_rate import BIN_S, Point, lows, slope
 
 SECONDS = 600
 

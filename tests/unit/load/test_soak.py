@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from bench.load.slope import Point
+from bench.load.growth_rate import Point
 from bench.load.soak import MB_PER_HOUR, SoakResult, slopes_of_halves
 
 BASE, NOISE = 90e6, 20_000.0

@@ -15,7 +15,7 @@ from gateway.fleet.kv_events.event_decoder import RemovedBlocks, StoredBlocks, d
 from kvtransfer.store.block_store import BlockStore
 from kvtransfer.store.store_options import StoreOptions
 from kvtransfer.store.unix_socket_server import StoreService
-from mockgpu.http.choice import Choice
+from mockgpu.http.choice_and_stop_reason import Choice
 from mockgpu.kv_bytes import KvMemory, scaled_layout
 from mockgpu.kv_events.event_batches import KvEventSpec, KvEventStream
 from mockgpu.kv_events.store_announcer import StoreAnnouncer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway.batch.disk_ownership import BatchOwner
-from gateway.batch.storage import LeaseLostError
+from gateway.batch.storage_interface import LeaseLostError
 
 LEASE_S = 30.0
 

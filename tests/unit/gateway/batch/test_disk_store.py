@@ -11,7 +11,7 @@ import pytest
 from gateway.batch.disk_batch import JournalFile
 from gateway.batch.disk_store import DiskStore
 from gateway.batch.file_and_batch_objects import BatchRecord, FileRecord, new_id
-from gateway.batch.storage import STALE_UPLOAD_S, StorageQuota
+from gateway.batch.storage_interface import STALE_UPLOAD_S, StorageQuota
 
 NOW = 1_800_000_000.0
 QUOTA = StorageQuota(9, 100, 100)

@@ -13,7 +13,7 @@ from gateway.batch.file_and_batch_objects import BatchRecord, BatchState, FileRe
 from gateway.batch.result_journal import JournalEntry, JournalReader, encode_entry
 from gateway.batch.s3_bucket import S3Bucket
 from gateway.batch.s3_store import S3Store
-from gateway.batch.storage import (
+from gateway.batch.storage_interface import (
     STALE_UPLOAD_S,
     LeaseLostError,
     StorageQuota,

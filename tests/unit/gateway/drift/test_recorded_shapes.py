@@ -14,14 +14,14 @@ import pytest
 from gateway.cli.doctor.drift_check import check_drift
 from gateway.cli.main import run as cli
 from gateway.config import load_text
-from gateway.drift.monitor import DriftMonitor
+from gateway.drift.drift_monitor import DriftMonitor
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.request_record import Exchange
 from gateway.telemetry import request_shapes
 from gateway.telemetry.request_shapes import ShapeRecord, ShapeRecorder
-from planner.drift.log import read_log
-from planner.drift.measures import count_shapes
+from planner.drift.access_log_requests import read_log
+from planner.drift.request_measures import count_shapes
 from policies.sizing.workload_drift import BINS, ShapeCounts, ShapeMemory
 from tests.command_runner import CommandRunner
 from tests.ports import free_port

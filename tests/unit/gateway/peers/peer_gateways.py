@@ -14,7 +14,7 @@ from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.peers.frame_auth import FrameAuth
 from gateway.peers.state_exchange import Frame, PeerView
-from gateway.reload.snapshot import build_plan
+from gateway.reload.snapshot_plan import build_plan
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 

@@ -9,7 +9,7 @@ import asyncio
 from collections import Counter
 from pathlib import Path
 
-from gateway.peers.bus import BACKLOG_CAP_BYTES, FRAME_CAP_BYTES
+from gateway.peers.bus_interface import BACKLOG_CAP_BYTES, FRAME_CAP_BYTES
 from gateway.peers.local_bus import LocalBus, LocalHub
 from tests.fair_time import PATIENCE_S
 

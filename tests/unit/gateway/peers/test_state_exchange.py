@@ -8,7 +8,7 @@ import pytest
 
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.peers import peer_messages
-from gateway.peers.bus import FRAME_CAP_BYTES
+from gateway.peers.bus_interface import FRAME_CAP_BYTES
 from policies.admission.gateway_share import total_capacity
 from policies.health.endpoint_health import HealthEvent
 from policies.load_ledger import own_load

@@ -7,7 +7,7 @@ from time import monotonic
 
 import msgspec
 
-from gateway.peers.members import EXPIRY_S
+from gateway.peers.known_peers import EXPIRY_S
 from gateway.peers.usage_sync import MAX_ROWS
 from gateway.protocol.errors import GatewayError
 from policies.admission.admission_policy import RequestOutcome

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.admission.quotas import Quotas
+from gateway.admission.quota_charges import Quotas
 from gateway.protocol.request.media import MEDIA_TOKENS
 from policies.admission.concurrency_limit import FIRST_HELD_S
 from policies.admission.quota import Quota, QuotaLimits

@@ -16,10 +16,10 @@ import pytest
 from gateway.app import App
 from gateway.config import Config, config_from_engines
 from gateway.config.yaml_source import MAX_FILE_BYTES
-from gateway.reload import swap
+from gateway.reload import dry_run_and_swap as swap
 from gateway.reload.file_watcher import POLL_S
 from gateway.reload.reloader import ChangeOptions
-from gateway.reload.snapshot import SnapshotPlan
+from gateway.reload.snapshot_plan import SnapshotPlan
 from gateway.restart.start_options import StartOptions
 from tests.fair_time import PATIENCE_S, at_most
 from tests.unit.gateway.reload.running import Running, dumped, running

@@ -8,8 +8,8 @@ from random import Random
 import msgspec
 import pytest
 
-from gateway.restart import channel
-from gateway.restart.channel import LENGTH, BoundListener, HandoverOffer, pack_message
+from gateway.restart import handover_channel as channel
+from gateway.restart.handover_channel import LENGTH, BoundListener, HandoverOffer, pack_message
 from policies import restart_state
 from policies.admission.cap_admission import SessionCap
 from policies.admission.priced_admission import PricedAdmission, PricedAdmissionParams

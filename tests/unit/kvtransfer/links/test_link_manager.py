@@ -17,7 +17,7 @@ from kvtransfer.links.link_manager import LinkManager
 from kvtransfer.links.peer_link import DialRequest, PeerLink
 from kvtransfer.protocol.agent_messages import AgentCard, Beat, Message
 from kvtransfer.protocol.outcomes import EndReason
-from kvtransfer.protocol.session import LinkSession
+from kvtransfer.protocol.session_authentication import LinkSession
 from kvtransfer.transfer.transfer_counters import AgentStats
 from kvtransfer.transport_interface import Link, LinkOwner, TransportError
 from kvtransfer.transports.shm import Shm

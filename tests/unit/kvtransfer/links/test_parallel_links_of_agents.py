@@ -18,7 +18,7 @@ from kvtransfer.links.link_manager import LinkManager
 from kvtransfer.links.peer_link import DialRequest, PeerLink
 from kvtransfer.protocol.agent_messages import StopTransfer
 from kvtransfer.protocol.outcomes import EndReason
-from kvtransfer.protocol.session import LinkSession
+from kvtransfer.protocol.session_authentication import LinkSession
 from kvtransfer.transport_interface import Link
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.util.agent_options import AgentOptions

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mockgpu.http.choice import build_choices
+from mockgpu.http.choice_and_stop_reason import build_choices
 from mockgpu.http.openai_format import DONE, StreamChunks, full_response, stream_end, stream_error
 from mockgpu.request_parser import (
     ApiError,

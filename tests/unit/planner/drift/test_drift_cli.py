@@ -10,7 +10,7 @@ import pytest
 from gateway.cli.main import run as penstock
 from gateway.config import load_with_warnings
 from planner.drift.cli import hourly_rates
-from planner.drift.measures import shape_of
+from planner.drift.request_measures import shape_of
 from planner.traces import TraceRequest
 from policies.sizing.workload_drift import ShapeMemory
 from tests.command_runner import CommandRunner, Result

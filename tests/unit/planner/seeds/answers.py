@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from planner.seeds.items import SeedItem
+from planner.seeds.statements import SeedItem
 from planner.size.cli import size
 from tests.command_runner import CommandRunner, program
 

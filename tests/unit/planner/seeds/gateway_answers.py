@@ -24,7 +24,7 @@ from gateway.metrics.catalogue import Metrics
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.reshard import plan_transfer
 from planner.seeds.collectives import collectives_share
-from planner.seeds.items import SeedItem
+from planner.seeds.statements import SeedItem
 from policies import policy_registry
 from policies.endpoint_load import EndpointLoad
 from policies.filters import fits_context

@@ -11,7 +11,7 @@ from mockgpu.timing.roofline import PROFILES, Roofline, StepWork
 from mockgpu.timing.step_time_grids import load_grids, roofline_for, whole_prompt
 from planner.golden.cli import report_of
 from planner.seeds.collectives import collectives_share
-from planner.seeds.items import SeedItem
+from planner.seeds.statements import SeedItem
 from planner.size.replica_times import ReplicaTimes
 from policies.golden.answers import GoldenAnswer
 from policies.sizing.gpu_memory import Demand, check_memory, kv_capacity_tokens, min_gpus, stages

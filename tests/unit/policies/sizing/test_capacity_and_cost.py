@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.sizing.intensity import matrix_intensity
+from policies.sizing.arithmetic_intensity import matrix_intensity
 from policies.sizing.replica_count import (
     ceiling_of,
     concurrency_of,

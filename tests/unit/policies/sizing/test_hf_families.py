@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from policies.sizing.gpu_memory import stages
-from policies.sizing.hf_members import ConfigError
+from policies.sizing.hf_config_fields import ConfigError
 from policies.sizing.hf_parameter_count import shape_from_config
 from policies.sizing.model_shapes import Llm
 from policies.sizing.parallel_layout import Layout

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from policies.sizing.gpu_memory import stages
-from policies.sizing.hf_members import ConfigError
+from policies.sizing.hf_config_fields import ConfigError
 from policies.sizing.hf_parameter_count import shape_from_config
 from policies.sizing.known_models import facts_of
 from policies.sizing.model_shapes import Llm, model_named

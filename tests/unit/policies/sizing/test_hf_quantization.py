@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from policies.sizing.hf_members import ConfigError
+from policies.sizing.hf_config_fields import ConfigError
 from policies.sizing.hf_quantization import weight_format
 
 

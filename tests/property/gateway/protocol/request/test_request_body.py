@@ -17,7 +17,7 @@ from gateway.protocol import api_table
 from gateway.protocol.errors import GatewayError
 from gateway.protocol.request.call import ENGINE_INTERNAL, Call
 from gateway.protocol.request.json_members import SMALL_BODY_BYTES
-from gateway.protocol.request.member_limits import MAX_MEMBER_BYTES, MAX_NUMBERS
+from gateway.protocol.request.parameter_limits import MAX_MEMBER_BYTES, MAX_NUMBERS
 from gateway.protocol.request.request_body import (
     BYTES_PER_TOKEN,
     EXTRA_ARGS,

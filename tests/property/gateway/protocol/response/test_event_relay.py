@@ -15,8 +15,8 @@ from gateway.protocol.api_table import Api
 from gateway.protocol.errors import Failure
 from gateway.protocol.response.event_relay import EventRelay
 from gateway.protocol.response.http_framing import encode_chunk
+from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
 from gateway.protocol.response.relay import DONE, Relay
-from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocol.errors import Failure
+from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
 from gateway.protocol.response.relay import MAX_ERROR_BYTES, Relay, UpstreamError
 from gateway.protocol.response.relay_state import BEHIND, RelayState
-from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.response.usage_and_error_search import (
     MAX_FIRST_EVENT,
     MAX_REFUSAL_BYTES,

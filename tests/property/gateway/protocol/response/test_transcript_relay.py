@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from gateway.protocol.errors import Failure
 from gateway.protocol.response.http_framing import encode_chunk
+from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
 from gateway.protocol.response.relay import DONE
-from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.response.transcript_relay import TranscriptRelay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError

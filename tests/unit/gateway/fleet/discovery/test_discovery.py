@@ -11,7 +11,7 @@ from gateway.config import Config
 from gateway.config.discovery_sections import Discover
 from gateway.config.endpoint_sections import EndpointSpec
 from gateway.fleet.discovery.file_list import FileSource
-from gateway.fleet.discovery.source import specs_for
+from gateway.fleet.discovery.source_interface import specs_for
 from gateway.fleet.endpoint_from_config import to_endpoint
 from gateway.fleet.endpoint_registry import EndpointRegistry
 from gateway.http.write_queue import WriteQueue

@@ -12,7 +12,7 @@ import pytest
 from gateway.config.discovery_sections import Kubernetes
 from gateway.config.endpoint_sections import EndpointSpec, EndpointTraits
 from gateway.fleet.discovery.kubernetes import KubernetesSource, ServiceAccount
-from gateway.fleet.discovery.source import DiscoveredEndpoints, specs_for
+from gateway.fleet.discovery.source_interface import DiscoveredEndpoints, specs_for
 
 TRAITS = EndpointTraits()
 

@@ -18,7 +18,7 @@ from gateway.protocol.request.json_members import (
     MAX_NAME_CHARS,
     SMALL_BODY_BYTES,
 )
-from gateway.protocol.request.member_limits import MAX_MEMBER_BYTES, MAX_NUMBERS
+from gateway.protocol.request.parameter_limits import MAX_MEMBER_BYTES, MAX_NUMBERS
 from gateway.protocol.request.request_body import (
     DEFAULT_OUTPUT_TOKENS,
     MAX_EXPECTED_TOKENS,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission.quotas import Quotas
+from gateway.admission.quota_charges import Quotas
 from gateway.config import Tenant
 from gateway.protocol import api_table
 from gateway.protocol.errors import Failure, GatewayError

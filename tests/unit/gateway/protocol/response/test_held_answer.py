@@ -8,9 +8,9 @@ import pytest
 
 from gateway.protocol.response.held_answer import MAX_HELD_ANSWER
 from gateway.protocol.response.http_framing import LAST_CHUNK, encode_chunk
+from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.relay_state import DONE, HELD
-from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.upstream_error import UpstreamError
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"

@@ -13,9 +13,9 @@ from gateway.protocol.error_formats import OPENAI
 from gateway.protocol.response.event_grammar import MESSAGES, RESPONSES
 from gateway.protocol.response.event_relay import EventRelay
 from gateway.protocol.response.http_framing import MAX_TRAILER_BYTES, ChunkedBody, FramingError
+from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.resume_eligibility import ContinuationTerms
-from gateway.protocol.response.rewrite import ModelNameRewriter
 from gateway.protocol.response.short_response import ShortResponse
 from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
 from gateway.protocol.translate.chat_types import TranslationError

@@ -24,7 +24,7 @@ from kvtransfer.protocol.frame import (
 )
 from kvtransfer.transport_interface import TransportError, WindowHead, WindowSlice, WindowVerdict
 from kvtransfer.transports.pump import PUMP
-from kvtransfer.transports.stream.seal import WindowSeal, WindowSealError
+from kvtransfer.transports.stream.kv_encryption import WindowSeal, WindowSealError
 from tests.unit.kvtransfer.transports import pipes
 from tests.unit.kvtransfer.transports.pipes import BLOCK_BYTES, KEY, SIZE, Pipe, pipe, scattered
 

@@ -7,7 +7,8 @@ from math import sqrt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.auto.decider import (
+from policies.auto.replay_messages import MemberEstimate, PoolEstimate
+from policies.auto.switch_decision import (
     HOUR_S,
     LEAST_GAIN,
     LEAST_REQUESTS,
@@ -15,7 +16,6 @@ from policies.auto.decider import (
     Action,
     PolicyDecider,
 )
-from policies.auto.replay_messages import MemberEstimate, PoolEstimate
 
 NAMES = ("a", "b", "c", "d")
 SHARES = st.floats(-1, 1)

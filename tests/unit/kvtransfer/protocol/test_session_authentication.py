@@ -22,7 +22,7 @@ from kvtransfer.protocol.agent_messages import (
     Welcome,
     encode,
 )
-from kvtransfer.protocol.session import (
+from kvtransfer.protocol.session_authentication import (
     MOST_HELLO_BYTES,
     LinkSession,
     SealError,

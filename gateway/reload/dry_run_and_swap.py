@@ -14,15 +14,15 @@ from random import Random
 from time import monotonic
 
 from gateway.admission.pool_queue import PoolQueue
-from gateway.admission.quotas import Quotas
+from gateway.admission.quota_charges import Quotas
 from gateway.config import Config
 from gateway.config.problems import Path
 from gateway.fleet.health_checks import HealthChecker
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.metrics.catalogue import TENANT, Metrics
 from gateway.reload.reachability import find_unreachable_pool
-from gateway.reload.snapshot import SnapshotPlan, build_plan
 from gateway.reload.snapshot_gc import SnapshotGc
+from gateway.reload.snapshot_plan import SnapshotPlan, build_plan
 from gateway.route import Gateway, Snapshot
 from policies import routing_algorithm
 from policies.admission.concurrency_limit import ConcurrencyLimit

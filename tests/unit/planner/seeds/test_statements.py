@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from planner.seeds.cli import seeds
-from planner.seeds.items import ItemStatus, SeedItem, seed_items
+from planner.seeds.statements import ItemStatus, SeedItem, seed_items
 from tests.command_runner import CommandRunner, program
 from tests.unit.planner.seeds import gateway_answers, sizing_answers
 from tests.unit.planner.seeds.answers import ANSWERS, member

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import sqrt
 
-from policies.auto.decider import HOUR_S, Action, PolicyDecider
 from policies.auto.replay_messages import MemberEstimate, PolicyMember, PoolEstimate
+from policies.auto.switch_decision import HOUR_S, Action, PolicyDecider
 
 
 def member(name: str, gain: float, error: float) -> MemberEstimate:

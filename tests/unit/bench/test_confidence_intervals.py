@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from bench.intervals import median_interval
+from bench.confidence_intervals import median_interval
 
 
 def test_the_interval_of_24_values_leaves_six_values_outside_on_either_side() -> None:

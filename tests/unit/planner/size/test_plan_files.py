@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from planner.size.emit import Emission, emit
+from planner.size.plan_files import Emission, emit
 from planner.size.workload import Workload
 from policies.sizing.parallel_layout import Layout
 from tests.unit.planner.size.test_recipe import planned

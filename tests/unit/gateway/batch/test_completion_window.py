@@ -6,14 +6,14 @@ import logging
 
 import pytest
 
-from gateway.batch.file_and_batch_objects import BatchRecord, BatchState
-from gateway.batch.window_schedule import (
+from gateway.batch.completion_window import (
     LOG_EVERY_S,
     SUPPLY_TAU_S,
     PoolSchedule,
     Schedule,
     ScheduleLog,
 )
+from gateway.batch.file_and_batch_objects import BatchRecord, BatchState
 from policies.admission.batch_reserve import WindowDemand
 
 # a batch that needs three places to end in time

@@ -18,9 +18,7 @@ from gateway.protocol.response.long_event import (
     MAX_EVENT_BYTES,
     first_event_length,
 )
-from gateway.protocol.response.relay import UpstreamError
-from gateway.protocol.response.resume_eligibility import ContinuationTerms
-from gateway.protocol.response.rewrite import (
+from gateway.protocol.response.model_and_usage_rewrite import (
     ANY_NAME,
     MAX_HELD_EVENT,
     CachedTokensRewriter,
@@ -28,6 +26,8 @@ from gateway.protocol.response.rewrite import (
     versioned_name,
     whole_events_length,
 )
+from gateway.protocol.response.relay import UpstreamError
+from gateway.protocol.response.resume_eligibility import ContinuationTerms
 from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
 from tests.replaced import stand_in
 

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from gateway.config import Config, load_text
-from gateway.drift.monitor import DriftMonitor
+from gateway.drift.drift_monitor import DriftMonitor
 from gateway.metrics.drift_metrics import DriftMetrics
 from gateway.metrics.metric_types import MetricRegistry
-from gateway.restart import channel
+from gateway.restart import handover_channel as channel
 from gateway.telemetry.request_shapes import ShapeRecord
 from policies.sizing.workload_drift import MEASURES, ShapeCounts, ShapeMemory
 from tests.unit.policies.sizing.test_workload_drift import sized_for

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from planner import progress
-from planner.progress import ShowProgress, progress_bar, progress_rows
+from planner import progress_bar as progress
+from planner.progress_bar import ShowProgress, progress_bar, progress_rows
 
 
 @pytest.fixture(autouse=True)
