@@ -69,7 +69,7 @@ PREEMPTIONS = "penstock_batch_preemptions_total"
 
 
 class Answer(NamedTuple):
-    """The result of one live request.
+    """One live request's answer: whether it is complete, and how fast its tokens arrived.
 
     is_whole  whether the answer was complete
     ttft_s    time to the first token, in seconds
@@ -380,9 +380,7 @@ def config_text(
 
 
 async def service_time_s(options: argparse.Namespace) -> float:
-    """Return the duration of one live request while all slots of the engines are in use, in
-    seconds.
-    """
+    """Return how many seconds one live request takes while all slots of the engines are in use."""
     with mock_groups(options.speed) as urls:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as http:
@@ -409,7 +407,9 @@ def attainment(options: argparse.Namespace, outcome: Outcome) -> float:
 
 
 def compare(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> dict[str, Any]:
-    """Return the results of one seed as a dict, which `--json` prints."""
+    """Compare live traffic beside a batch job with live traffic alone, for one random seed, as a
+    dict.
+    """
     found: dict[str, int] = {}
     equal = batch_tokens = 0
     for line in map(json.loads, beside.output.splitlines()):
@@ -538,7 +538,8 @@ batch in seconds; None: there is no batch.
 
 
 def run(options: argparse.Namespace, service_s: float, measure: Measure) -> None:
-    """Measure each seed and print its results.
+    """Measure live traffic with and without a batch job for each random seed, and print the
+    results.
 
     service_s  duration of a live request while all slots of the engines are in use, in seconds
     """

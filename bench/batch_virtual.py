@@ -69,7 +69,9 @@ async def ask(app: App, number: int) -> bench.Answer:
 async def live_traffic(
     app: App, times: list[float], ending: asyncio.Task[Any] | None
 ) -> list[bench.Answer]:
-    """Send live requests at the given times until `ending` is done, and return their answers."""
+    """Send live requests to the gateway at the given times, until `ending` is done. Return the
+    answers.
+    """
     began, tasks = CLOCK.time(), []
     for number, at in enumerate(times):
         if ending is not None and ending.done():
@@ -82,7 +84,7 @@ async def live_traffic(
 async def measure(
     options: argparse.Namespace, times: list[float], window_s: float | None
 ) -> bench.Outcome:
-    """Send the live requests to fresh engines, and return the measurements."""
+    """Send the live requests to new engines on virtual time, and return the measurements."""
     spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=options.speed)
     async with run_fleet([spec] * bench.GROUPS) as members:
         with tempfile.TemporaryDirectory() as work:

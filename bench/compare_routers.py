@@ -46,7 +46,9 @@ from traffic_cells import Cell, Pace, all_cells, find_half_load_rate
 
 
 def main() -> int:
-    """Install, start and measure the systems, print the table, and return the exit status."""
+    """Install, start and measure all gateways, and print the table of results. Return the exit
+    status.
+    """
     options = _options()
     build_tools()
     install_nginx()

@@ -23,7 +23,7 @@ MAX_OTHERS = 0.05
 
 @dataclass
 class Results:
-    """The measured values by row, gateway and round, and the reasons for missing values."""
+    """The values that `make bench` measured, by row, gateway and round, and reasons for gaps."""
 
     rows: list[Row]
     samples: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Results:
 
     @property
     def ours(self) -> str:
-        """Return the name of our gateway to which goals apply.
+        """Return the name of the build of Penstock to which the goals apply.
 
         This is the compiled gateway, or the one from sources if only that was measured.
         """
@@ -63,7 +63,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one goal of one row of the table.
+    """Whether one goal of a row of the result table was met.
 
     value  the measured value
     met    whether it meets the goal
@@ -76,7 +76,7 @@ class Verdict:
 
 
 def compare(results: Results, row: Row, other: str) -> Comparison | None:
-    """Compare our values with those of another gateway, round by round.
+    """Compare Penstock's values with those of another gateway, round by round.
 
     Returns None if no round has both values.
 

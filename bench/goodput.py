@@ -50,7 +50,7 @@ DECODERS = ("F5:6p2d@50", "F5:4p4d@50")
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line of the results file: a measurement, and a hash of the code that was measured."""
+    """One measurement in the results file, with a hash of the code that was measured."""
 
     code: str
     reading: Measurement

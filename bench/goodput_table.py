@@ -148,7 +148,7 @@ def format_geomean(row: dict[str, list[float]], names: Sequence[str]) -> str:
 
 
 def geomean(row: dict[str, list[float]]) -> float:
-    """Return the geometric mean over the workloads of a row.
+    """Return the geometric mean of a row of ratios, over the workloads.
 
     The value of a workload is the mean ratio of all seeds. The result is almost 0 if a capacity is
     0.

@@ -56,16 +56,14 @@ pools: {{main: {{policy: prefix_aware, endpoints: [{endpoints}]}}}}
 
 
 class Answer(NamedTuple):
-    """One answer: its time to first token in seconds, and the number of cached tokens of its
-    prompt.
-    """
+    """One answer: seconds to the first token, and how many tokens of its prompt were cached."""
 
     ttft_s: float
     cached: int
 
 
 class Others(NamedTuple):
-    """The answers that the second process got to its first and second questions."""
+    """The answers to both questions that the second client asks about each image or text."""
 
     first: list[Answer]
     second: list[Answer]
@@ -195,7 +193,7 @@ async def ask_alone(url: str, content: list[dict[str, Any]]) -> float:
 
 @contextmanager
 def fleet() -> Iterator[list[str]]:
-    """Run the mock engines, each in a process of its own, and yield their URLs."""
+    """Run the mock engines during a `with` block, each in its own process, and yield their URLs."""
     command = [sys.executable, "-m", "mockgpu", "--port", "0", "--json"]
     with ExitStack() as stack:
         urls = []

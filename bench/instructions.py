@@ -49,7 +49,7 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Count:
-    """The processor instructions that were counted per request.
+    """How many processor instructions the gateway executed per request.
 
     functions  own instructions by (path of the program or library, function)
     """

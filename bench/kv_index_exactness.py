@@ -40,7 +40,7 @@ CLIENTS, SETTLE_S = 16, 2.5
 
 
 class Predictions:
-    """Errors of the gateway's predictions of cached prompt tokens, in blocks.
+    """How wrong the gateway's predictions of cached prompt tokens were, in blocks.
 
     errors   distance of each reported number from the predicted range
     unknown  number of requests without a prediction

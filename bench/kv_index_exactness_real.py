@@ -55,9 +55,7 @@ class EventEngine(msgspec.Struct, frozen=True):
     report: Path
 
     async def cached(self) -> Counter[int]:
-        """Return how many copies of each block the engine's cache has, by the block's hash in KV
-        events.
-        """
+        """Count the copies of each block in the engine's cache, by the hash that KV events use."""
         reader, writer = await asyncio.open_unix_connection(str(self.report))
         state = json.loads(await reader.read())
         writer.close()
@@ -291,7 +289,7 @@ async def measure_cut(app: App, engine: EventEngine, *, is_silent: bool) -> tupl
 
 
 async def turnover(engines: list[EventEngine]) -> float:
-    """Return the number of computed prompt tokens, divided by the size of all engines' caches."""
+    """Return how many times the computed prompt tokens would have filled all engines' caches."""
     pages = [await each.engine.numbers() for each in engines]
     computed = sum(
         page["prefix_cache_queries_total"] - page["prefix_cache_hits_total"] for page in pages
@@ -300,9 +298,7 @@ async def turnover(engines: list[EventEngine]) -> float:
 
 
 async def run(seconds: float, seed: int) -> dict[str, Any]:
-    """Run the load and cut the connections for KV events, and return the figures for the
-    summary.
-    """
+    """Run load while KV event connections are cut, and return the figures for the summary."""
     predictions = Predictions()
     async with event_engines() as engines, running_gateway(engines) as app:
         moments, answers = await churn(app, engines, seconds, seed)

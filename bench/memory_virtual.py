@@ -95,7 +95,7 @@ BOUNDED: Mapping[str, Structure] = {
 
 
 class Part(NamedTuple):
-    """What was measured at the end of one part of the load.
+    """The gateway's memory at the end of one part of the load.
 
     by_file  bytes allocated since the start of the measurement, by source file
     types    number of the gateway's objects that the garbage collector tracks, by class
@@ -119,7 +119,7 @@ def measure(requests: int) -> Part:
 
 
 async def run(options: argparse.Namespace) -> tuple[list[Part], dict[str, tuple[float, float]]]:
-    """Run the load, and return the measurements and (bytes, limit) of each structure at the end."""
+    """Run the load, and return what was measured in each part, with the fill of each structure."""
     rng, parts = Random(options.seed), list[Part]()
     files = [file for structure in BOUNDED.values() for file in structure.files]
     assert all((ROOT / file).exists() for file in files), "a file of BOUNDED has been renamed"

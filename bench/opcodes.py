@@ -135,7 +135,7 @@ class Call:
 
 
 class CallCounter:
-    """A context manager that counts the Python instructions executed in its block.
+    """Counts the Python instructions that are executed in a `with` block, by function.
 
     root  the root of the call tree with the counts
     """

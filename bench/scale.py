@@ -120,7 +120,7 @@ def _window(running: Running, pace: Pace, bodies: Path) -> dict[str, Any]:
 
 
 def background(pids: list[int], seconds: float = BACKGROUND_S) -> float:
-    """Measure and return the share of a core (0 to 1) that these processes use."""
+    """Return what share of a core, from 0 to 1, these processes use during some seconds."""
     began, at = cpu_s(pids), time.monotonic()
     time.sleep(seconds)
     return (cpu_s(pids) - began) / (time.monotonic() - at)

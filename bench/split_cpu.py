@@ -48,7 +48,7 @@ WORDS = "How does a water wheel work? "
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request to compare.
+    """A kind of request whose cost is compared: served whole, and split over two engines.
 
     prompt  its prompt
     stream  whether its answer is streamed

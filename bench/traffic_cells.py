@@ -38,7 +38,7 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class Pace:
-    """How long one measurement takes, in milliseconds.
+    """How long one measurement takes, and how long load runs before it, in milliseconds.
 
     window_ms  duration of the measured period
     warmup_ms  duration of the load before it, which is not measured
@@ -180,7 +180,7 @@ def write_bodies(path: Path, bodies: list[bytes]) -> Path:
 
 
 def drive(running: Running, pace: Pace, bodies: Path, **options: object) -> dict[str, Any]:
-    """Run the load generator once and return its JSON report as a dict.
+    """Run the load generator once against a gateway, and return its report.
 
     Raises NotMeasurable if a request was refused, cut off or lost.
     """

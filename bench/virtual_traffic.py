@@ -273,7 +273,7 @@ class VirtualClients:
             await self._reached
 
     async def run(self, users: int) -> None:
-        """Send requests until cancelled."""
+        """Send requests of all users again and again, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for _ in range(users):
                 group.create_task(self._user())

@@ -11,7 +11,7 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 
 
 class ClientSpec(NamedTuple):
-    """One tested client program, in one configuration.
+    """A client program that `make clients` tests, in one configuration.
 
     name      name of the program, as users know it
     api       path of the API that it calls

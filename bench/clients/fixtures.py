@@ -44,7 +44,8 @@ _KEPT = ("You look after the pumps", "Measure the depth at a pump", "x-anthropic
 
 
 def cleaned_literal(text: str, following: str) -> str:
-    """Return the content of a JSON string, with texts that belong to the client replaced.
+    """Replace the texts that belong to the client in a JSON string, and return the string's
+    content.
 
     following  the JSON after the string; a ":" there means that the string is a member's name,
                which is not replaced
@@ -71,9 +72,7 @@ def mark_of(text: str) -> str:
 
 
 def cleaned_body(body: str) -> str:
-    """Return a request body in which only structure, identifiers and this project's texts
-    remain.
-    """
+    """Remove a client's own texts from a request body; keep structure and identifiers."""
     assert MARK.search(body) is None
     return _LITERAL.sub(
         lambda match: f'"{cleaned_literal(match[1], body[match.end() : match.end() + 2])}"', body
@@ -92,7 +91,7 @@ def cleaned_headers(headers: list[list[str]]) -> dict[str, str]:
 
 
 def difference(before: str, after: str) -> Difference:
-    """Return the difference between two texts in a compact form.
+    """Describe how one text differs from another, in a compact form that can be stored.
 
     The result has the new texts of `after`, and the ranges [start, end] of `before` that are
     unchanged.

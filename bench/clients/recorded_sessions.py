@@ -62,7 +62,7 @@ _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[^"]+)"')
 
 
 class Turn(NamedTuple):
-    """One request of a session: its path with query, its headers and its body."""
+    """One recorded request of a session: its path with query, its headers and its body."""
 
     target: str
     headers: dict[str, str]
@@ -70,7 +70,9 @@ class Turn(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The cached tokens of one client's sessions, and those of an endless cache."""
+    """How many tokens one client's sessions found cached, and how many an endless cache would have
+    had.
+    """
 
     turns: int
     cached: float
@@ -82,7 +84,7 @@ class Result(NamedTuple):
 
 
 class Session:
-    """One session of a recorded client. It gives the next request for each answer."""
+    """A recorded session of a client, whose requests are sent again with this run's answers."""
 
     def __init__(self, client: RecordedClient, number: int) -> None:
         self._turns = [each for each in client.requests if each.json.get("tools")]
@@ -92,7 +94,9 @@ class Session:
         self._texts: list[str] = []
 
     def turns(self, count: int) -> Iterator[tuple[Turn, Answer]]:
-        """Yield `count` requests, each with the place for its answer."""
+        """Yield `count` requests of the session, each completed with the answers to the earlier
+        ones.
+        """
         body: Any = None
         previous = ""
         for number in range(count):
@@ -134,7 +138,7 @@ class Session:
 
 
 class Answer:
-    """The answer to one request, once it has arrived."""
+    """The answer of the gateway to one request, once it has arrived completely."""
 
     def __init__(self) -> None:
         self.text = self.response_id = ""
@@ -200,7 +204,7 @@ async def converse(
 
 
 async def measure(client: RecordedClient, policy: str, sessions: int, turns: int) -> Result:
-    """Let sessions of one client converse with a fresh gateway and fresh engines."""
+    """Replay one client's sessions on a new gateway and new engines; return what was cached."""
     spec = GroupSpec(
         "demo-8b",
         model_named("demo-8b"),
@@ -259,7 +263,7 @@ def parse() -> argparse.Namespace:
 
 
 def measured(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Return the shares of one recording, by policy."""
+    """Return the cached shares of one client's recording, by routing policy."""
     client = recorded_clients.load(name)
     return {
         policy: CLOCK.run_until_complete(
@@ -270,7 +274,7 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def measured_alone(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Return the shares of one recording from a process of its own, so that no run slows others."""
+    """Like measured(), but in a process of its own, so that no measurement slows another one."""
     command = [sys.executable, "-m", "bench.clients.recorded_sessions", "--json", "--only", name]
     command += ["--sessions", str(options.sessions), "--turns", str(options.turns)]
     command += ["--policies", *options.policies]

@@ -223,7 +223,7 @@ def to_line(exchange: Exchange) -> str:
 
 
 def main() -> None:
-    """Record until standard input ends, then write one HTTP exchange per line to the file."""
+    """Record HTTP exchanges until standard input ends, then write them to a file, one per line."""
     port, gateway_port, file = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     with recorder(gateway_port, port) as proxy:
         sys.stdin.read()

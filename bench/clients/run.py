@@ -184,7 +184,7 @@ def judge(
     lines: Any,
     engine_hits: int,
 ) -> Result:
-    """Return the result of one client program.
+    """Decide from a client program's recorded traffic whether the program works with the gateway.
 
     spec         the program
     version      its version
@@ -281,7 +281,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the client programs one after another.
+    """Run all client programs one after another, and print a table of the results.
 
     Returns 1 if one of them does not work, otherwise 0.
     """

@@ -20,7 +20,7 @@ Slots = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Draw:
-    """The randomly chosen blocks of one transfer.
+    """The blocks that one transfer copies, chosen at random.
 
     block_bytes  size of each block in bytes
     src          numbers of the blocks at the source
@@ -37,7 +37,7 @@ class Draw:
 
 
 def draw(pool_bytes: int, block_bytes: int, count: int, seed: int) -> Draw:
-    """Choose `count` different blocks on each side, in random order.
+    """Choose `count` blocks at the source and as many at the sink, in random order.
 
     The same seed chooses the same blocks in both processes.
     """

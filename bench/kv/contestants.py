@@ -42,7 +42,7 @@ class NotMeasurable(Exception):
 
 @dataclass(frozen=True)
 class Contestant:
-    """A KV transport that the benchmark measures.
+    """A KV transport that the benchmark compares with others, and how to run it.
 
     initiator  the process that starts transfers: "source" or "sink"
     settings   arguments of the module's function open_side

@@ -22,7 +22,7 @@ NIXL_TCP, MOONCAKE_TCP = (
 
 @dataclass
 class Results:
-    """The measured values by transport, quantity and number of the round.
+    """The values that the KV benchmark measured, by transport, quantity and number of the round.
 
     A round that failed has no value.
     """
@@ -191,7 +191,7 @@ def _at_most(name: str, limit: float, ours: str, other: str, quantity: str) -> G
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Return whether each goal is met. Goals without any measurement are left out."""
+    """Return for each goal of the KV benchmark whether it is met."""
     checked = []
     for goal in all_goals():
         values = [

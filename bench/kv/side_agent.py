@@ -32,8 +32,7 @@ PATIENCE_S = 50.0
 
 
 class Agents:
-    """One of two KV agents. The source offers blocks before the measured time; the sink fetches
-    them.
+    """The source or the sink of transfers between two of our KV agents, with all safety checks.
 
     A block has 64 KiB, all of one layer.
     """
@@ -105,8 +104,7 @@ class Agents:
         self._fetch(self.drawn.dst)
 
     def posts(self) -> list[float]:
-        """Fetch the chosen blocks one after another, and return the duration of each in
-        microseconds.
+        """Fetch the chosen blocks one after another, and return how many microseconds each took.
 
         This runs on the event loop, as in an engine.
         """
@@ -135,7 +133,7 @@ class Agents:
 
 
 class Layers(Agents):
-    """One of two KV agents that transfer a request of 32 layers, computed one after another.
+    """The source or the sink of a transfer in which 32 layers are computed and sent one by one.
 
     A block has 8 KiB of each layer.
     """
@@ -143,7 +141,7 @@ class Layers(Agents):
     LAYOUT = KvLayout(32, 1, 128, KvDtype.BF16, 16)
 
     def custom(self, what: str, prefill_s: float = 0.0) -> float:
-        """Run one side of a transfer layer by layer, and return its duration in seconds.
+        """Run the source's or the sink's part of a transfer layer by layer, and return its seconds.
 
         what       "fetch" to receive the chosen blocks, "offer" to send them. The duration of an
                    offer begins when the last layer is computed, and ends when this side learns

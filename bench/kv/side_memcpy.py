@@ -17,7 +17,8 @@ from pool import Bytes, Draw
 
 
 class Memcpy:
-    """One process of the benchmark of memory copies.
+    """The source or the sink of a benchmark that only copies memory, as the fastest possible
+    transfer.
 
     The sink copies from a private pool with the same content as the source's.
     """

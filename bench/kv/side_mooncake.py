@@ -12,7 +12,7 @@ from pool import Bytes, Draw
 
 
 class Mooncake:
-    """One process of the benchmark of Mooncake's transfer engine.
+    """The source or the sink of transfers by Mooncake's transfer engine.
 
     The process that does not start transfers only registers its memory. Mooncake's own threads
     serve it.

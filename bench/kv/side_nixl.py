@@ -18,7 +18,7 @@ from pool import Bytes, Draw
 
 
 class Nixl:
-    """One process of the benchmark of NIXL.
+    """The source or the sink of transfers by NIXL.
 
     The process that starts transfers has one handle for all blocks, or one per block.
     """

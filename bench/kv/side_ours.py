@@ -38,7 +38,7 @@ GRANT = b"grant"
 
 
 class LinkSide:
-    """One of the two processes of our transport, with its end of the connection (link).
+    """The source or the sink of transfers over one connection (link) of our own transports.
 
     Its callbacks run on the link's own thread, or on the thread that drives the link.
     """

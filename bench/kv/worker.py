@@ -20,7 +20,7 @@ from pool import Bytes, Draw, draw, wipe, wrong_blocks
 
 
 class Side(Protocol):
-    """One end of a transfer, source or sink. Each transport's module implements this interface.
+    """What a transport implements for the benchmark: one end of a transfer, source or sink.
 
     prepare  build descriptors of the chosen blocks: one for all, or one per block if `each` is true
     begin    called before the measured time
@@ -89,7 +89,7 @@ class BusyLoop:
 
 
 class Worker:
-    """Executes the commands of the benchmark on one side, and measures duration and CPU time."""
+    """Executes the benchmark's commands in a worker process; measures durations and CPU time."""
 
     def __init__(self, side: Side, role: str, expected: Bytes, busy: str) -> None:
         self.busy = BusyLoop(busy)
@@ -117,23 +117,19 @@ class Worker:
         self.side.begin()
 
     def finish(self) -> float:
-        """Return the CPU seconds that all threads of this process have used since `begin` was
-        called.
-        """
+        """Return the CPU seconds that this process has used since begin() was called."""
         self.side.finish()
         self.busy.stop()
         return time.process_time() - self.since
 
     def run(self) -> float:
-        """Transfer all chosen blocks at once, and return the duration in seconds."""
+        """Transfer all chosen blocks at once, and return how many seconds that took."""
         started = time.perf_counter()
         self.side.run()
         return time.perf_counter() - started
 
     def posts(self) -> list[float]:
-        """Transfer the chosen blocks one by one, and return the duration of each in
-        microseconds.
-        """
+        """Transfer the chosen blocks one by one, and return how many microseconds each took."""
         assert self.drawn is not None
         if isinstance(self.side, TimedSide):
             return self.side.posts()

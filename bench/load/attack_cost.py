@@ -64,7 +64,7 @@ FIRST, SECOND, LAST = -15, -10, -5  # priorities: the gateway, clients and engin
 
 
 class Window(NamedTuple):
-    """What regular clients measured in one period.
+    """The latencies and failures that regular clients measured in one period.
 
     p50     median latency in seconds
     p99     99th percentile of the latency, in seconds
@@ -77,7 +77,7 @@ class Window(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The results for one attack. Memory is in bytes.
+    """What one attack cost regular clients and the gateway. Memory is in bytes.
 
     without         medians over the periods without the attack
     under           medians over the periods with the attack
@@ -144,7 +144,7 @@ class Clients:
 
 
 def pinned(core: int, priority: int) -> list[str]:
-    """Return a command prefix that runs a process on one core, with a higher priority if root."""
+    """Return a command prefix that pins a process to a core, with more priority if run by root."""
     nice = ["nice", "-n", str(priority)] if os.geteuid() == 0 else []
     return ["taskset", "-c", str(core), *nice]
 

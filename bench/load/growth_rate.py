@@ -27,7 +27,7 @@ Values = npt.NDArray[np.float64]
 
 
 class Slope(msgspec.Struct, frozen=True):
-    """Growth per second, with a 95% interval that is computed by resampling the noise.
+    """How fast a value grows per second, with a 95% interval computed by resampling the noise.
 
     The interval contains the true growth in 9 of 10 cases if the noise is independent, and in 7 of
     10 cases if it is correlated over a minute.

@@ -188,7 +188,7 @@ class ConnectionPool:
 
 
 def request(prompt_tokens: int, output_tokens: int, *key: object) -> bytes:
-    """Return a streaming chat request, formatted as an SDK sends it.
+    """Return the bytes of a streaming chat request, formatted as an SDK sends it.
 
     key  text that makes the prompt unique
     """

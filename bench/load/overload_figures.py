@@ -32,7 +32,7 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """A result of the overload run with its limit.
+    """A figure of the overload run, and the limit that it must not exceed or fall below.
 
     value  the measured value
     limit  its limit
@@ -201,7 +201,7 @@ def is_good_at_once(client: ClientRecord) -> bool:
 
 
 def times(seconds: Iterable[float]) -> Times:
-    """Return the number of durations and their percentiles in seconds; all are zero without any."""
+    """Summarize durations in seconds: their number and percentiles, or zeros if there are none."""
     ordered = sorted(seconds)
     if not ordered:
         return Times(0, 0.0, 0.0)

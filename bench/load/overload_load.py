@@ -45,7 +45,7 @@ GRACE_S = 10.0
 
 
 class Try(msgspec.Struct):
-    """One attempt of a client's request. Times are in seconds after the beginning of the plan.
+    """One attempt at a client's request. Times are in seconds after the beginning of the plan.
 
     unread_s  delay from the arrival of the response in the socket until the client read it
     """
@@ -77,7 +77,7 @@ class ClientRecord(msgspec.Struct):
 
 
 class Stream(msgspec.Struct):
-    """The progress of one long stream, by phase of the run.
+    """How many tokens one long stream delivered in each phase of the run.
 
     tokens    number of tokens that arrived in each phase
     lasted_s  seconds between the first and the last token of each phase

@@ -45,7 +45,7 @@ The rest of the capacity is left for retries.
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """A phase of an overload run.
+    """A phase of an overload run, with a constant load.
 
     seconds  its duration
     load     its load as a multiple of the fleet's capacity
@@ -81,7 +81,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The input of the load generator.
+    """What the load generator sends, and when.
 
     `begin_s` is in seconds of time.monotonic; other times are in seconds after it.
     """

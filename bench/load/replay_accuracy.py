@@ -43,7 +43,7 @@ JITTER_S = 0.01
 
 
 class ClockResult(NamedTuple):
-    """The results of the live run or of the simulation. Times are in simulated seconds.
+    """What a live run or its simulation measured. Times are in simulated seconds.
 
     ttft_s     mean time to first token
     tpot_s     mean time per output token

@@ -46,7 +46,7 @@ SETTLE_S = 10.0
 
 
 class Case(NamedTuple):
-    """A measured case, in which some of the four engines are slower than the others.
+    """How some of the four engines are slower than the others in a measurement.
 
     factor    how many times slower they are
     only      the steps that are slower: "prefill", "decode" or "" (all)

@@ -46,7 +46,7 @@ STABLE_GAUGES = ("penstock_tasks", "process_open_fds")
 
 @dataclass(frozen=True)
 class Group:
-    """A mock engine, with its name and role in the gateway's configuration."""
+    """A mock engine of a soak test, with its name and its role in the gateway's configuration."""
 
     name: str
     role: str
@@ -99,9 +99,7 @@ class SoakFleet:
         return await self._json(f"{self.gateway.admin_url}/config")
 
     async def endpoint(self, group: Group) -> dict[str, Any] | None:
-        """Return the gateway's status of an engine, or None if the gateway does not know the
-        engine.
-        """
+        """Return what the gateway reports about an engine, or None if the engine is unknown."""
         reply = await self._json(f"{self.gateway.admin_url}/endpoints")
         return next((item for item in reply["endpoints"] if item["name"] == group.name), None)
 
@@ -132,7 +130,7 @@ class SoakFleet:
         return {name: min(total(page, name) for page in pages) for name in STABLE_GAUGES}
 
     async def in_use(self) -> dict[str, float]:
-        """Return the resources that the gateway and the engines hold for requests, by name."""
+        """Return how many resources the gateway and engines still hold for requests, by name."""
         page = await self._page()
         resources = {name: total(page, name) for name in TRANSIENT_GAUGES}
         for group in self.groups:

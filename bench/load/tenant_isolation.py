@@ -55,7 +55,7 @@ LONGEST_S = 6 * 3600.0
 
 
 class Area(msgspec.Struct, frozen=True):
-    """The area under a ROC curve (AUC), and its 95 % confidence interval."""
+    """How well a score separates two kinds of prompts: the area under the ROC curve (AUC)."""
 
     auc: float
     low: float
@@ -67,7 +67,7 @@ class Area(msgspec.Struct, frozen=True):
 
 
 class AnswerFacts(msgspec.Struct, frozen=True):
-    """The measurements of one answer: its TTFT in seconds, and its token counts."""
+    """What one answer revealed: its time to first token in seconds, and its token counts."""
 
     ttft_s: float
     cached_tokens: int
@@ -75,7 +75,7 @@ class AnswerFacts(msgspec.Struct, frozen=True):
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """The AUC of the two scores: the number of cached tokens, and the time to first token.
+    """How much an attacker learns from two scores: the cached tokens, and the time to first token.
 
     AUC is the area under the ROC curve: 0.5 means that a score reveals nothing, 1 everything.
     """
@@ -89,7 +89,7 @@ class Scores(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The results of the trials with or without isolation.
+    """The results of all trials, with or without isolation of tenants.
 
     isolate       whether tenants were isolated
     probes        number of trials of each kind

@@ -57,7 +57,7 @@ REQUEST = {
 
 
 class Client(NamedTuple):
-    """A TLS client that is tested.
+    """A TLS client program that the test runs, such as curl.
 
     command  its command line
     program  the program that must be installed

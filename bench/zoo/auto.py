@@ -65,7 +65,7 @@ MOST_REQUESTS = 8_000
 
 
 class AutoResult(msgspec.Struct, frozen=True):
-    """The result of one workload. Attainment is the share of requests within their latency budgets.
+    """How `policy: auto` did on one workload, and how each policy did alone.
 
     load        load of the simulations, as a multiple of the workload's estimated capacity
     interval_s  seconds between two comparisons
@@ -356,7 +356,7 @@ def _print_summary(results: Sequence[AutoResult]) -> None:
 
 
 def text_of(result: AutoResult) -> str:
-    """Return one line of text about a workload's result."""
+    """Describe a workload's result in one line of text."""
     actions = ",".join(decision[0] for decision in result.decisions)
     return (
         f"{result.number}: attains {result.ratio:.3f}, capacity {result.capacity_ratio:.3f} of the "

@@ -40,7 +40,7 @@ TOOL_SCHEMA: dict[str, Any] = {
 
 @dataclass
 class Turn:
-    """The answer to one turn of a conversation.
+    """What a client program received in one turn of a conversation.
 
     text      the text of the answer
     pieces    number of stream chunks
@@ -53,7 +53,7 @@ class Turn:
 
 
 class Session(Protocol):
-    """One conversation of a client program, turn by turn."""
+    """One conversation that a client program holds with the gateway, turn by turn."""
 
     async def ask(self, text: str) -> Turn:
         """Send the user's next message, run the tools that the model calls, and return the
@@ -78,7 +78,7 @@ The tool stands for an agent's tools; it measures the depth at the pump with the
 
 
 def measure_call(pump: int) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of a call of the tool `measure`."""
+    """Return the name and the arguments with which a model calls the tool `measure`."""
     return TOOL_NAME, {"pump": pump}
 
 
@@ -93,7 +93,7 @@ def shell_call(name: str, member: str, **others: str) -> Call:
 
 
 def measured_pump(command: str) -> int:
-    """Return the pump number in a shell command that shell_call() has built."""
+    """Return the pump number for which shell_call() has built this shell command."""
     return int(command.partition("echo pump ")[2].partition(" ")[0])
 
 
@@ -136,7 +136,7 @@ async def _run(start: Callable[[int], Session], call: Call) -> dict[str, Any]:
 
 
 def run(start: Callable[[int], Session], call: Call = measure_call) -> None:
-    """Run all sessions of a client program, and print the results as one line of JSON.
+    """Run all conversations of a client program, and print the results as one line of JSON.
 
     start  function that creates the session with a given number
     call   function that builds the tool call which a message makes the model request
