@@ -26,7 +26,7 @@ class RetryTurns:
     __slots__ = ("_active_requests", "_budget", "_waiters", "is_stopping")
 
     def __init__(self, active_requests: Callable[[], int]) -> None:
-        """Create an object without retries.
+        """Prepare to grant retries; none runs yet.
 
         active_requests  function that returns the number of running requests, from which the budget
                          is computed

@@ -290,7 +290,7 @@ def _unreachable() -> GatewayError:
 
 
 def batch_not_found(message: str) -> GatewayError:
-    """Return the error (404) for a batch that is unknown, deleted, or of another tenant."""
+    """Return the error (404) for a batch that is unknown, deleted, or another tenant's."""
     return GatewayError(Failure.BATCH_NOT_FOUND, message, param="batch_id")
 
 

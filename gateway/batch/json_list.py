@@ -24,14 +24,14 @@ class JsonListError(ValueError):
 
 
 class JsonList:
-    """The items of a list that is the only member of a JSON object.
+    """The items of the only list in a JSON object, found without decoding the whole text.
 
     What separates the items is checked. The items themselves may be invalid: the caller decodes
     them.
     """
 
     def __init__(self, text: bytes | bytearray, name: str) -> None:
-        """Create a search in `text`, the JSON object; `name` is the list's name in it."""
+        """Prepare to search the JSON object `text` for the list that is its member `name`."""
         self._text, self._name = text, name
 
     def items(self) -> Iterator[bytes]:

@@ -20,7 +20,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class MessageLines:
-    """The lines of a message batch's input file, one per request, which are checked on the way.
+    """Checks the requests of a message batch, and converts each to a line of an input file.
 
     The body is decoded request by request, and never as a whole.
 
@@ -28,7 +28,7 @@ class MessageLines:
     """
 
     def __init__(self, raw: bytes | bytearray, max_lines: int, max_body: int) -> None:
-        """Create the lines for a body.
+        """Prepare to convert the body of one request that creates a message batch.
 
         raw        body of the request that creates the batch
         max_lines  maximum number of requests

@@ -48,7 +48,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def own_id(batch_id: str) -> str:
-    """Return the id of a batch for that of a message batch; an unknown one for another text."""
+    """Convert the id of a message batch to that of the stored batch."""
     name = _OWN_ID + batch_id.removeprefix(_ID)
     return name if batch_id.startswith(_ID) and BATCH_ID.fullmatch(name) else ""
 
@@ -104,7 +104,7 @@ def page(records: Sequence[BatchRecord], query: Mapping[str, str]) -> dict[str, 
 
 
 def result(line: bytes) -> bytes:
-    """Return a line of a batch's output or error file as one of a message batch's results."""
+    """Convert a line of a batch's output or error file to one of a message batch's results."""
     read = _decode_result(line)
     if read.response is not None:
         answer = read.response

@@ -66,7 +66,7 @@ class OwnedBatch:
     def __init__(
         self, storage: BatchStorage, claimed: ClaimedBatch, threads: StorageThreads
     ) -> None:
-        """Create the object. Blocking calls of the storage run in `threads`."""
+        """Prepare to run the claimed batch. Blocking calls of the storage run in `threads`."""
         self._storage, self._claimed, self._threads = storage, claimed, threads
         self.running: dict[int, RequestAttempt] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}

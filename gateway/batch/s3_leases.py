@@ -16,7 +16,8 @@ class _Observation(msgspec.Struct):
 
 
 class LeaseWatch:
-    """Decides when a lease has expired: if it stays unchanged for its duration.
+    """Detects expired leases of other processes: a lease has expired if it stays unchanged too
+    long.
 
     The time is measured on this process's clock, so the clocks of several machines need not agree.
     An owner changes the entity tag of its lease with every renewal. A process that has just started
@@ -24,7 +25,7 @@ class LeaseWatch:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Create the watch. `clock` returns seconds and must not jump."""
+        """Create a watch that knows no leases. `clock` returns seconds and must not jump."""
         self._clock = clock
         self._seen: dict[str, _Observation] = {}
 

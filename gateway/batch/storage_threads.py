@@ -20,7 +20,7 @@ class StorageThreads:
     """A fixed number of threads for blocking calls; further calls wait until a thread is free."""
 
     def __init__(self, count: int) -> None:
-        """Create a group of at most `count` threads, which start when they are needed."""
+        """Prepare at most `count` threads, which start when they are needed."""
         self._executor = ThreadPoolExecutor(count, thread_name_prefix="batch storage")
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -72,7 +72,7 @@ _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %
 
 
 class SplitGateway(Protocol):
-    """The parts of the gateway that serving a split request needs."""
+    """What a split request needs from the gateway, as an interface."""
 
     endpoints: EndpointTable
     handoffs: Handoffs
@@ -85,7 +85,7 @@ class SplitGateway(Protocol):
 
 
 class SplitModel(Protocol):
-    """The properties of a model's route that serving a split request needs."""
+    """What a split request needs to know about the route of its model, as an interface."""
 
     @property
     def name(self) -> str: ...

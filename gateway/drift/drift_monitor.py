@@ -161,7 +161,7 @@ class DriftMonitor:
 
 
 class LocalDriftWatch:
-    """Passes the request records of one process to its drift monitor; a worker has none."""
+    """Passes the request records of this process to its drift monitor, if it has one."""
 
     def __init__(self, recorder: ShapeRecorder, monitor: DriftMonitor | None) -> None:
         self._recorder, self._monitor = recorder, monitor

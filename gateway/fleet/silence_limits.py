@@ -49,7 +49,7 @@ class _Silence:
 
 
 class Silences:
-    """The silences of all endpoints, which are looked at several times a second."""
+    """How long each endpoint is silent, and how long it may be before it counts as stalled."""
 
     __slots__ = ("_by_endpoint",)
 

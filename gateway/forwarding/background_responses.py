@@ -51,7 +51,7 @@ _decode = msgspec.json.Decoder(_Response).decode
 
 
 class BackgroundResponses:
-    """The responses in the background of all tenants with a limit of concurrent requests."""
+    """Follows responses that engines generate in the background, to count them by tenant."""
 
     def __init__(self, endpoints: EndpointTable, quotas: Quotas) -> None:
         """Create the collection.
@@ -84,13 +84,13 @@ class BackgroundResponses:
         return True
 
     def on_ended(self, response_id: str) -> None:
-        """Notice that a response has probably ended, because a client has cancelled or read it."""
+        """Check soon whether a response has ended, because a client has cancelled or read it."""
         asked = self._asked.get(response_id)
         if asked is not None:
             asked.set()
 
     def close(self) -> None:
-        """Follow no response any more."""
+        """Stop following all responses, because the gateway stops."""
         for task in self._tasks:
             task.cancel()
 

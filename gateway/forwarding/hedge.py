@@ -110,7 +110,7 @@ class Race:
         reservation: Reservation,
         served: str,
     ) -> None:
-        """Create a pair of attempts; start() sends the second one.
+        """Prepare a second attempt at a request whose first attempt is late; start() sends it.
 
         first        the connection of the first attempt
         pick         the pick of the second endpoint

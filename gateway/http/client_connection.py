@@ -77,7 +77,7 @@ def is_pending(sock: socket.socket, events: int) -> bool:
 
 
 class ClientConnection(ABC):
-    """The abstract base of client connections; subclasses read requests and declare slots.
+    """What both classes of client connection share: responses, backpressure and timeouts.
 
     phase            what the connection is waiting for
     phase_since      monotonic time at which the phase began

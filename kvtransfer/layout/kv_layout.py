@@ -191,9 +191,7 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> int:
-        """Return the rows per layer, head and token: 2 for key and value, 1 for the latent of
-        MLA.
-        """
+        """Return how many rows a token has per layer and head: 2 (key and value), or 1 with MLA."""
         return 1 if self.mla else 2
 
     @property

@@ -21,7 +21,7 @@ _RIDGE = 1e-9
 
 
 class CostFit:
-    """A least-squares fit of relative errors. Older measurements lose weight (DECAY).
+    """Learns from durations what one unit of each amount costs, such as a read, or one block of it.
 
     amounts  number of amounts whose costs add up to a duration
     samples  number of measurements so far
@@ -35,7 +35,7 @@ class CostFit:
         self._rates: list[float] | None = None
 
     def add(self, amounts: Sequence[float], seconds: float, measured_s: float) -> None:
-        """Add a measurement: the given amounts together took `seconds`.
+        """Add one measurement: the given amounts together took `seconds`.
 
         amounts     one number per amount, such as (1, 12) for 1 read of 12 blocks
         measured_s  the measured duration, of which `seconds` is a part; errors are relative to it

@@ -48,7 +48,7 @@ class TierIndex:
         return self._fresh - len(self._freed)
 
     def keys(self) -> Iterator[Key]:
-        """Yield the keys of all readable blocks, in the order in which they became readable."""
+        """Yield the keys of all blocks that can be read, in the order of their completion."""
         return iter(self._ready)
 
     def find(self, key: Key) -> int | None:

@@ -57,7 +57,7 @@ _DISCARD_BYTES = 1 << 16
 
 
 class StoreService:
-    """Serves a store on a Unix socket, and copies blocks to disk in the background.
+    """Serves one store to all processes of a user over a Unix socket, and saves blocks to disk.
 
     Only processes of the same user are served. Raises OSError if another service uses the socket.
     """

@@ -31,7 +31,7 @@ class SendInvite(msgspec.Struct, frozen=True):
 
 
 class AcceptGrant(msgspec.Struct, frozen=True):
-    """Command of the source to use the permission by which the sink lets it write to memory."""
+    """Command of the source: keep the sink's permission (grant) to write into its memory."""
 
     link: Link
     transfer: int

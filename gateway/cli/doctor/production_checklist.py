@@ -88,7 +88,7 @@ class CheckedFleet(msgspec.Struct, frozen=True):
 
 
 def run_checklist(fleet: CheckedFleet) -> list[CheckFinding]:
-    """Return the findings of all checks for production, in the order of the guide."""
+    """Run all production checks on a fleet, and return the findings in the order of the guide."""
     parts: tuple[Callable[[CheckedFleet], Iterator[CheckFinding]], ...] = (
         *(
             _fits,

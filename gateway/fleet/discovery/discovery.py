@@ -33,7 +33,7 @@ SourceFactory = Callable[[Discover, Random], Source]
 
 
 def create_source(folder: Path, spec: Discover, rng: Random) -> Source:
-    """Create the source that a pool's `discover` section names: DNS, a file or Kubernetes.
+    """Create the discovery source that a pool's `discover` section names: DNS, file or Kubernetes.
 
     folder  the folder to which a relative path of a file refers
     spec    section `discover` of the pool

@@ -54,7 +54,7 @@ class PromptLearner:
         resolve: Callable[[str], Tokenizer | None],
         results: MetricFamily[Counter],
     ) -> None:
-        """Create a learner that sends nothing until it is started.
+        """Prepare to have prompts tokenized; nothing is sent until the learner is started.
 
         exact    the index that queues the prompts and stores their tokens
         resolve  function that returns the endpoints that can tokenize for a model; None if no

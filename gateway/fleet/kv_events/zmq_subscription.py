@@ -27,7 +27,7 @@ _END_OF_REPLAY = b"\xff" * 8
 
 
 class Subscription:
-    """Connects an EventSource to its engine rank.
+    """The ZeroMQ sockets to one engine rank, whose messages it passes to the rank's EventSource.
 
     It passes received messages and lost connections to the source, and sends its replay requests.
     """

@@ -108,7 +108,7 @@ class TransferWorker:
         self._computing = []
 
     def execute(self, orders: StepOrders) -> None:
-        """Execute the orders for fetches."""
+        """Begin and cancel fetches of KV, as the scheduler has ordered."""
         for load in orders.loads:
             self._load(load)
         for request in orders.cancels:
@@ -179,7 +179,7 @@ class TransferWorker:
             landing.cancel("the KV of this handoff is not needed")
 
     def take_finished(self) -> FinishedTransfers:
-        """Return KV transfers that have ended since the last call; offers after their request."""
+        """Return the requests whose offers or fetches have ended since the last call."""
         finished = FinishedTransfers()
         for request in list(self._ended):
             offers = self._offers.get(request, [])

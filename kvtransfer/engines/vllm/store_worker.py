@@ -27,7 +27,7 @@ Copy: TypeAlias = Callable[[StoreClient, list[Key], list[Parts]], int]
 
 
 class CopyResult(msgspec.Struct, frozen=True):
-    """The result of a load or a save.
+    """How a load from the store, or a save to it, has ended.
 
     blocks   number of blocks that were copied
     seconds  duration of the copy
@@ -147,7 +147,7 @@ class StoreWorker:
             self._report.work, self._report.step_s = orders.work, step_s
 
     def take_finished(self) -> FinishedTransfers:
-        """Return the loads and saves that have ended since the last call, each once."""
+        """Return the requests whose loads or saves have ended since the last call, each once."""
         finished = FinishedTransfers()
         for request, result in self._saves.take_ended().items():
             finished.sent.add(request)
@@ -167,7 +167,7 @@ class StoreWorker:
         return finished
 
     def take_report(self) -> StoreReport:
-        """Return the times measured since the last call: seconds of loads and of a step."""
+        """Return how many seconds loads and the engine's step took, since the last call."""
         report, self._report = self._report, StoreReport()
         return report
 
