@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Sequence
 from random import Random
 from time import monotonic
 from typing import Any
@@ -120,6 +121,19 @@ def compare(app: App, groups: list[FleetGroup]) -> dict[str, Any]:
     }
 
 
+def _config(urls: Sequence[str], block_bytes: int) -> Config:
+    endpoints = [{"url": url, "kv_events": {}} for url in urls]
+    return Config.model_validate(
+        {
+            "version": 1,
+            "observability": {"access_log": "off"},
+            "prefix": {"block_bytes": block_bytes},
+            "pools": {"main": {"policy": "prefix_aware", "endpoints": endpoints}},
+            "listeners": {"api": {"port": 0}, "admin": {"port": 0}},
+        }
+    )
+
+
 async def run(seconds: float, count: int, faults: str, seed: int, block_bytes: int) -> None:
     """Run load and faults in periods with a pause after each, and print the results.
 
@@ -141,15 +155,7 @@ async def run(seconds: float, count: int, faults: str, seed: int, block_bytes: i
     )
     predictions = Predictions()
     async with run_fleet([spec] * count) as groups, aiohttp.ClientSession() as http:
-        endpoints = [{"url": member.url, "kv_events": {}} for member in groups]
-        config = {
-            "version": 1,
-            "observability": {"access_log": "off"},
-            "prefix": {"block_bytes": block_bytes},
-            "pools": {"main": {"policy": "prefix_aware", "endpoints": endpoints}},
-            "listeners": {"api": {"port": 0}, "admin": {"port": 0}},
-        }
-        app = App(Config.model_validate(config))
+        app = App(_config([member.url for member in groups], block_bytes))
         await app.start()
         for member in groups:
             member.faults.apply(faults)

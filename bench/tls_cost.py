@@ -125,18 +125,11 @@ def _certificate(work: Path) -> Certificate:
     return files
 
 
-@contextmanager
-def _second_nginx(systems: Sequence[System], work: Path) -> Iterator[None]:
-    # Run an nginx that forwards requests to the systems under test.
-    #
-    # For each system it listens on two ports: KEPT and NEW above the system's own.
-    folder = work / "second"
-    folder.mkdir()
-    config = folder / "nginx.conf"
+def _nginx_config(systems: Sequence[System], folder: Path) -> str:
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     temp = "\n".join(f"{kind}_temp_path {folder / kind};" for kind in kinds)
     servers = "\n".join(_servers(system) for system in systems)
-    config.write_text(f"""
+    return f"""
 worker_processes 1;
 daemon off;
 pid {folder / "nginx.pid"};
@@ -150,7 +143,18 @@ tcp_nodelay on;
 keepalive_requests 1000000000;
 {servers}
 }}
-""")
+"""
+
+
+@contextmanager
+def _second_nginx(systems: Sequence[System], work: Path) -> Iterator[None]:
+    # Run an nginx that forwards requests to the systems under test.
+    #
+    # For each system it listens on two ports: KEPT and NEW above the system's own.
+    folder = work / "second"
+    folder.mkdir()
+    config = folder / "nginx.conf"
+    config.write_text(_nginx_config(systems, folder))
     command = [
         nginx_binary(),
         "-c",

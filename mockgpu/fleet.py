@@ -201,6 +201,19 @@ async def _close(members: Sequence[FleetGroup], runners: Sequence[web.AppRunner]
             await member.pd_role.close()
 
 
+async def _serve_http(
+    member: FleetGroup, runners: list[web.AppRunner], keep_alive_s: float
+) -> None:
+    # Start a mock engine's HTTP server, and append its runner to `runners`.
+    runner = web.AppRunner(
+        member.app(), handler_cancellation=True, keepalive_timeout=keep_alive_s, access_log=None
+    )
+    await runner.setup()
+    runners.append(runner)
+    assert runner.server is not None
+    await member.listener.start(runner.server)
+
+
 @asynccontextmanager
 async def run_fleet(
     specs: Sequence[GroupSpec],
@@ -231,16 +244,7 @@ async def run_fleet(
         for member in members:
             if member.pd_role is not None:
                 await member.pd_role.start()
-            runner = web.AppRunner(
-                member.app(),
-                handler_cancellation=True,
-                keepalive_timeout=keep_alive_s,
-                access_log=None,
-            )
-            await runner.setup()
-            runners.append(runner)
-            assert runner.server is not None
-            await member.listener.start(runner.server)
+            await _serve_http(member, runners, keep_alive_s)
             if member.pd_role is not None:
                 member.pd_role.set_url(member.url)
         for member in members:

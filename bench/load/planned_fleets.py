@@ -347,6 +347,12 @@ def _options() -> argparse.Namespace:
         parser.add_argument(
             f"--{option}", type=int, default=count, help=f"number of {text} (default: %(default)s)"
         )
+    _add_comparison_options(parser)
+    return parser.parse_args()
+
+
+def _add_comparison_options(parser: argparse.ArgumentParser) -> None:
+    # Add the options about the load, the clock, and the difference that is accepted.
     parser.add_argument(
         "--load",
         type=float,
@@ -368,7 +374,6 @@ def _options() -> argparse.Namespace:
         help="maximum difference between the live and simulated shares of requests within "
         "their latency budgets, in percentage points (default: %(default)s)",
     )
-    return parser.parse_args()
 
 
 def main() -> int:

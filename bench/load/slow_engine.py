@@ -224,6 +224,12 @@ def _options() -> argparse.Namespace:
         help="seconds after the first request at which one engine becomes slow; 0: slow from the "
         "start",
     )
+    _add_run_options(parser)
+    return parser.parse_args()
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    # Add the options that all cases share: length, load, speed and random seed of a run.
     parser.add_argument(
         "--seconds",
         type=float,
@@ -242,7 +248,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=0, help="random seed of the requests (default: %(default)s)"
     )
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

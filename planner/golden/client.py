@@ -40,10 +40,8 @@ async def send_to_all(
     The engines get each prompt one after another, so that all of them have a similar load. Raises
     GoldenError if an engine answers none of the prompts.
     """
-    slots, answers = (
-        asyncio.Semaphore(concurrency),
-        [[GoldenAnswer()] * len(prompts) for _ in engines],
-    )
+    slots = asyncio.Semaphore(concurrency)
+    answers = [[GoldenAnswer()] * len(prompts) for _ in engines]
     done = 0
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:

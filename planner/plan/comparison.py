@@ -75,26 +75,10 @@ def plan(
 
     Both are measured by the service classes of the old configuration.
     """
-    pools = []
-    for name in dict.fromkeys((*before, *after)):
-        case_before, case_after = before.get(name), after.get(name)
-        known = case_before or case_after
-        assert known is not None
-        traffic = lately.requests(known.models)
-        if not traffic:
-            pools.append(PoolComparison(name, None, None, ("it got no requests",)))
-            continue
-        figures_before = (
-            None if case_before is None else _run(case_before, case_before, traffic, lately, seed)
-        )
-        figures_after = (
-            None
-            if case_after is None
-            else _run(case_after, case_before or case_after, traffic, lately, seed)
-        )
-        pools.append(
-            PoolComparison(name, figures_before, figures_after, _notes(case_before, case_after))
-        )
+    pools = [
+        _compare_pool(name, before.get(name), after.get(name), lately, seed)
+        for name in dict.fromkeys((*before, *after))
+    ]
     counted = [
         arrival_s for arrival_s in map(arrived_s, lately.lines) if arrival_s >= lately.from_s
     ]
@@ -104,6 +88,23 @@ def plan(
         max(counted, default=lately.from_s) - lately.from_s,
         lately.blocks,
     )
+
+
+def _compare_pool(
+    name: str,
+    before: PoolCase | None,
+    after: PoolCase | None,
+    lately: RecentTraffic,
+    seed: int,
+) -> PoolComparison:
+    known = before or after
+    assert known is not None
+    traffic = lately.requests(known.models)
+    if not traffic:
+        return PoolComparison(name, None, None, ("it got no requests",))
+    figures_before = None if before is None else _run(before, before, traffic, lately, seed)
+    figures_after = None if after is None else _run(after, before or after, traffic, lately, seed)
+    return PoolComparison(name, figures_before, figures_after, _notes(before, after))
 
 
 def _run(

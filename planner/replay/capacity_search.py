@@ -52,24 +52,32 @@ def capacity(
         known[load] = attainment(load)
         return known[load] >= target
 
-    low = high = start
-    if meets_target(start):
-        while high < most:
-            low, high = high, high * STRIDE
-            if not meets_target(high):
-                break
-        else:
-            return Capacity(high, target, tuple(known.items()))
-    else:
-        while low > least:
-            high, low = low, low / STRIDE
-            if meets_target(low):
-                break
-        else:
-            return Capacity(0.0, target, tuple(known.items()))
+    low, high = _bracket(meets_target, start, least, most)
+    if low == high:
+        return Capacity(low, target, tuple(known.items()))
     while high / low > 1 + tolerance:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if meets_target(middle) else (low, middle)
     above, below = known[low], known[high]
     crossing = low * (high / low) ** ((above - target) / (above - below))
     return Capacity(crossing, target, tuple(known.items()))
+
+
+def _bracket(
+    meets_target: Callable[[float], bool], start: float, least: float, most: float
+) -> tuple[float, float]:
+    # Return two loads, of which the lower one meets the target and the higher one does not.
+    #
+    # If no load meets it, both are 0; if all do, both are the highest load that was tried.
+    low = high = start
+    if meets_target(start):
+        while high < most:
+            low, high = high, high * STRIDE
+            if not meets_target(high):
+                return low, high
+        return high, high
+    while low > least:
+        high, low = low, low / STRIDE
+        if meets_target(low):
+            return low, high
+    return 0.0, 0.0

@@ -94,11 +94,7 @@ class LayerView(NamedTuple):
     steps: tuple[int, ...]
 
 
-def describe_cache(facts: CacheFacts) -> KvLayout:
-    """Return the KvLayout of a vLLM worker's cache.
-
-    Raises UnsupportedCache if the layout of this kind of cache is not known.
-    """
+def _content_of(facts: CacheFacts) -> KvContent:
     contents = _LATENT_CONTENTS if facts.latent else _CONTENTS
     content = contents.get(facts.backend)
     if content is None:
@@ -106,6 +102,15 @@ def describe_cache(facts: CacheFacts) -> KvLayout:
             f"the KV cache layout of the attention backend {facts.backend} is unknown; known "
             f"backends: {', '.join(sorted(contents))}"
         )
+    return content
+
+
+def describe_cache(facts: CacheFacts) -> KvLayout:
+    """Return the KvLayout of a vLLM worker's cache.
+
+    Raises UnsupportedCache if the layout of this kind of cache is not known.
+    """
+    content = _content_of(facts)
     dtype = _DTYPES.get(facts.dtype)
     if dtype is None:
         raise UnsupportedCache(f"a KV cache of type {facts.dtype} is not supported")
