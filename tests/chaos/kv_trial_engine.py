@@ -100,6 +100,9 @@ class TrialEngine:
             threading.Lock()
         )  # ends come on link threads, so blocks are stolen either before or not at all
         self.wrong: list[str] = []
+        # Whether the trial closes its agents. Calls that were due before may still come, if the
+        # process was stopped meanwhile.
+        self.is_over = False
         self.expected: Callable[[str], NDArray[np.uint8] | None] = lambda name: None
 
     def allocate(self, tokens: int) -> list[int] | None:
@@ -121,9 +124,13 @@ class TrialEngine:
         self.offers[name] = Request(
             name, tokens, 0, blocks, logical(self.layout, self.regions, blocks, tokens).copy()
         )
-        offer = self.agent.offer(
-            name, blocks, tokens, ttl_s=ttl_s, ready_layers=0 if layered else None, public=True
-        )
+        try:
+            offer = self.agent.offer(
+                name, blocks, tokens, ttl_s=ttl_s, ready_layers=0 if layered else None, public=True
+            )
+        except RuntimeError:
+            self.give_up(self.offers, name)
+            return None
         self.handles["offer " + name] = offer
         return offer
 
@@ -134,11 +141,21 @@ class TrialEngine:
         if blocks is None or self.dead:
             return None
         self.landings[name] = Request(name, tokens, skip, blocks)
-        landing = self.agent.fetch(
-            address, name, blocks, tokens, skip_tokens=skip, ticket=ticket, timeout_s=timeout_s
-        )
+        try:
+            landing = self.agent.fetch(
+                address, name, blocks, tokens, skip_tokens=skip, ticket=ticket, timeout_s=timeout_s
+            )
+        except RuntimeError:
+            self.give_up(self.landings, name)
+            return None
         self.handles["landing " + name] = landing
         return landing
+
+    def give_up(self, requests: dict[str, Request], name: str) -> None:
+        # Free the blocks of a request that a closed agent refused.
+        if not self.is_over:
+            self.wrong.append(f"{name} was refused before the end of the trial")
+        self.reuse(requests.pop(name).blocks)
 
     def on_change(self, handle: TransferHandle) -> None:
         if handle.outcome is None:

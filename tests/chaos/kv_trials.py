@@ -176,6 +176,7 @@ class Trial:
         )
         for engine in self.engines:
             if not engine.dead:
+                engine.is_over = True
                 engine.agent.begin_close()
         self.settled(2.0 * self.pace, self.quiet)
         self.rest(0.15 if self.virtual else 0.01)

@@ -13,7 +13,7 @@ from kvtransfer.transfer.send_credits import SendCredits
 from kvtransfer.transfer.sink import TransferSink
 from kvtransfer.transport_interface import WindowVerdict
 from kvtransfer.transports import inproc
-from tests.chaos.kv_trials import FAULTS, small_batches, trial
+from tests.chaos.kv_trials import FAULTS, Trial, small_batches, trial
 from tests.fair_time import pace
 
 
@@ -101,3 +101,18 @@ def forget_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_injected_protocol_bug_is_detected(mistake, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     mistake(monkeypatch)
     assert any(trial(seed, "inproc").wrong for seed in range(400))
+
+
+def test_a_request_that_comes_after_the_end_of_a_trial_keeps_no_blocks() -> None:
+    world = Trial(3, "inproc")
+    source, sink = world.sources[0], world.sinks[0]
+    for engine in world.engines:
+        engine.is_over = True
+        engine.agent.begin_close()
+    world.rest(0.2)
+    assert source.give("late", 16, 1.0, False) is None
+    assert sink.take(source.agent.address, "late", 16, 0, None, 1.0) is None
+    source.check()
+    sink.check()
+    assert source.wrong == sink.wrong == []
+    world.leave()
