@@ -19,6 +19,7 @@ from gateway.protocol.response.answer_events import EventWriter, as_stream
 from gateway.protocol.response.held_answer import HeldAnswer, check_json
 from gateway.protocol.response.http_framing import (
     COMPLETE,
+    NOT_STARTED,
     ChunkedBody,
     FramingError,
     RawBody,
@@ -28,7 +29,7 @@ from gateway.protocol.response.http_framing import (
 from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
 from gateway.protocol.response.output_queue import STEP_BYTES
 from gateway.protocol.response.relay_output import CONNECTION_CLOSE, RelayOutput
-from gateway.protocol.response.relay_state import BEHIND, DONE, FLOWING, HELD, REFUSED
+from gateway.protocol.response.relay_state import BEHIND, DONE, FLOWING, HEAD, HELD, REFUSED
 from gateway.protocol.response.retryable_start import HeldChunks, PartialHead, RetryableStart
 from gateway.protocol.response.usage_and_error_search import (
     MAX_REFUSAL_BYTES,
@@ -91,15 +92,20 @@ class Relay(RelayOutput):
         choice_count: int = 1,
         translator: AnswerTranslator | None = None,
     ) -> None:
-        super().__init__(
-            own_headers, on_first_token, is_http_1_0, rewriter, choice_count, translator
-        )
+        super().__init__(on_first_token, choice_count)
+        self.own_headers = own_headers
+        self.is_http_1_0 = is_http_1_0
+        self.rewriter = rewriter
+        self.translator = translator
+        self.state = HEAD
+        self.head = None
+        self._body = NOT_STARTED
         self.hold_until_token = hold_until_token
         self.chunk_gaps = chunk_gaps
         self._has_named_events = False
         self.event_writer: EventWriter | None = None
         self.is_committed = self.is_converted = self.is_refused = False
-        self.status = 0
+        self.bytes_sent = self.status = 0
         self.asked_at: float | None = None
         self.first_byte_at: float | None = None
         self.last_data_at: float | None = None

@@ -6,13 +6,10 @@ another API than the engine. No I/O.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from gateway.protocol.errors import Failure, error_event
 from gateway.protocol.response.held_answer import check_end
 from gateway.protocol.response.http_framing import (
     LAST_CHUNK,
-    NOT_STARTED,
     ChunkedBody,
     RawBody,
     ResponseBody,
@@ -22,7 +19,7 @@ from gateway.protocol.response.http_framing import (
 )
 from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
 from gateway.protocol.response.payload_scan import PayloadScan
-from gateway.protocol.response.relay_state import BEHIND, DONE, FLOWING, HEAD
+from gateway.protocol.response.relay_state import BEHIND, DONE, FLOWING, RelayState
 from gateway.protocol.response.usage_and_error_search import DONE_MARKER, find_finished_choices
 from gateway.protocol.translate.translator import AnswerTranslator
 
@@ -38,24 +35,15 @@ class RelayOutput(PayloadScan):
         *("is_http_1_0", "own_headers", "rewriter", "state", "translator"),
     )
 
-    def __init__(
-        self,
-        own_headers: bytes,
-        on_first_token: Callable[[], None] | None,
-        is_http_1_0: bool,
-        rewriter: ModelNameRewriter | None,
-        choice_count: int,
-        translator: AnswerTranslator | None,
-    ) -> None:
-        super().__init__(on_first_token, choice_count)
-        self.own_headers = own_headers
-        self.is_http_1_0 = is_http_1_0
-        self.rewriter = rewriter
-        self.translator = translator
-        self.bytes_sent = 0
-        self.state = HEAD
-        self.head: ResponseHead | None = None
-        self._body: ResponseBody = NOT_STARTED
+    # `Relay` sets these attributes. A constructor of this class would be one more call per request.
+    own_headers: bytes
+    is_http_1_0: bool
+    rewriter: ModelNameRewriter | None
+    translator: AnswerTranslator | None
+    bytes_sent: int
+    state: RelayState
+    head: ResponseHead | None
+    _body: ResponseBody
 
     def _begin_output(self, head: ResponseHead) -> None:
         # The fields below are needed only if the response arrives in more than one read.
