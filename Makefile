@@ -46,7 +46,7 @@ demo: $(VENV)/.runtime $(VENV)/.pump ## run mock TP groups and a gateway, no GPU
 	@exec $(VENV)/bin/penstock demo $(DEMO)
 
 test: style ## run all checks and tests without a target of their own (TESTS="tests/unit -k queue": only these)
-	@sh tests/parallel.sh $(PY) $(TESTS)
+	@$(PY) -m tests.parallel $(TESTS)
 
 style: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -1,0 +1,178 @@
+"""Runs type checks and all tests in a few processes, as `make test` does; with arguments, pytest.
+
+The test files form parts, which the processes take one after another. The process of a part is
+forked from this one, which has imported pytest and the project. So a part starts at once, and its
+heap has no objects of other parts, which keeps garbage collections short.
+
+Tests of whole processes mostly wait, and the others mostly compute. One place is for the first
+kind, the others are for the second one, so that the cores are busy while tests wait. A place whose
+kind has no parts left takes those of the other kind.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from time import monotonic
+from typing import NoReturn
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = ("command_line", "gateway", "kvtransfer", "mockgpu", "planner", "policies")
+PRELOADED = ("pytest", "numpy", "gateway.app", "gateway.cli.main", "mockgpu.cli", "planner.replay")
+TYPES = "types"
+WAITING = ("tests/e2e", "tests/chaos")
+COMPUTING = ("tests/architecture", "tests/sim", "tests/property", "tests/contract", "tests/unit")
+LINES_OF_A_PART = {"tests/e2e": 300, "tests/chaos": 300, "tests/sim": 300}
+USUAL_LINES = 1200
+
+
+@dataclass
+class Running:
+    """A part in progress: its place, a name to print, its output and the time of its start."""
+
+    place: int
+    name: str
+    log: Path
+    began: float
+
+
+def parts(folders: tuple[str, ...]) -> Iterator[list[str]]:
+    # Yield the test files of folders in parts of similar lengths.
+    for folder in folders:
+        files: list[str] = []
+        lines = 0
+        for path in sorted((ROOT / folder).rglob("test_*.py")):
+            files.append(str(path.relative_to(ROOT)))
+            lines += path.read_text().count("\n")
+            if lines >= LINES_OF_A_PART.get(folder, USUAL_LINES):
+                yield files
+                files, lines = [], 0
+        if files:
+            yield files
+
+
+def run_part(files: list[str], log: Path) -> NoReturn:
+    # Run a part in a forked process. All output goes to the log.
+    status = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        output = log.open("w")
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        sys.stdout = sys.stderr = output
+        random.seed()
+        if files == [TYPES]:
+            os.execv(sys.executable, [sys.executable, "-m", "mypy"])
+        status = import_module("pytest").main([f"--basetemp={log.with_suffix('')}", *files])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+class Parts:
+    """Runs all parts in `places` processes, and prints a line for each, and the output of failed
+    ones.
+    """
+
+    def __init__(self, logs: Path, places: int, with_types: bool = True) -> None:
+        self._logs = logs
+        self._waiting = [*parts(WAITING)]
+        self._computing = [*([[TYPES]] if with_types else []), *parts(COMPUTING)]
+        self._count = len(self._waiting) + len(self._computing)
+        self._running: dict[int, Running] = {}
+        self._started = self._ended = 0
+        self._failed: list[str] = []
+        self._results: Counter[str] = Counter()
+        for place in range(places):
+            self._start(place)
+
+    def run(self) -> int:
+        began = monotonic()
+        try:
+            while self._running:
+                pid, status = os.wait()
+                ended = self._running.pop(pid)
+                self._finish(ended, failed=status != 0)
+                self._start(ended.place)
+        finally:
+            for pid in self._running:
+                os.kill(pid, signal.SIGTERM)
+        counts = ", ".join(f"{count:,} {result}" for result, count in self._results.items())
+        print(f"{counts} in {monotonic() - began:.0f} s")
+        if self._failed:
+            print("Failed:", *self._failed, sep="\n  ")
+        return 1 if self._failed else 0
+
+    def _start(self, place: int) -> None:
+        own, other = self._waiting, self._computing
+        if place:
+            own, other = other, own
+        if not (queue := own or other):
+            return
+        files = queue.pop(0)
+        self._started += 1
+        log = self._logs / f"{self._started}.log"
+        if not (pid := os.fork()):
+            run_part(files, log)
+        first, *rest = (name.removeprefix("tests/") for name in files)
+        name = f"{first} and {len(rest)} files" if rest else first
+        self._running[pid] = Running(place, name, log, monotonic())
+
+    def _finish(self, ended: Running, failed: bool) -> None:
+        self._ended += 1
+        output = ended.log.read_text(errors="replace")
+        last = output.rstrip().rpartition("\n")[2]
+        for count, result in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last):
+            self._results[result] += int(count)
+        took = f"{monotonic() - ended.began:.1f} s"
+        print(f"[{self._ended}/{self._count}] {ended.name}: {last} ({took})", flush=True)
+        if failed:
+            self._failed.append(ended.name)
+            print(output, flush=True)
+
+
+def preload() -> None:
+    """Import what most tests use, and except it from garbage collections."""
+    for name in PRELOADED:
+        import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def main() -> int:
+    # Tests compile each module once, not again in each of the hundreds of processes they start.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    # aiohttp loads all certificates of the machine's authorities when it is imported, which takes
+    # a fifth of a process's start. Tests trust authorities of their own; this one has no private
+    # key.
+    os.environ["SSL_CERT_FILE"] = str(ROOT / "tests/data/authority.pem")
+    os.environ["SSL_CERT_DIR"] = str(ROOT / "tests/data/authorities")
+    if arguments := sys.argv[1:]:
+        os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
+    subprocess.run(
+        [sys.executable, "-m", "compileall", "-q", "-j0", *SHIPPED], cwd=ROOT, check=True
+    )
+    preload()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # One place more than cores, because tests also wait.
+    with tempfile.TemporaryDirectory(prefix="penstock-tests-") as logs:
+        return Parts(Path(logs), len(os.sched_getaffinity(0)) + 1).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
