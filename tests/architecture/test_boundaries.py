@@ -154,8 +154,9 @@ def asyncio_names(tree: ast.AST) -> set[str]:
         name for module, taken in imports(tree) if module.startswith("asyncio") for name in taken
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "asyncio":
-            names.add(node.attr)
+        match node:
+            case ast.Attribute(value=ast.Name(id="asyncio"), attr=name):
+                names.add(name)
     return names
 
 
