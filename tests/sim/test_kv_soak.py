@@ -11,14 +11,14 @@ from tests.chaos.kv_trials import FAULTS, Trial
 PASSING = ["none", "freeze source", "freeze sink", "stall", "steal blocks", "hang up"]
 
 
-def test_twenty_minutes_of_waves_leaves_nothing_behind() -> None:
+def test_ten_minutes_of_waves_leave_nothing_behind() -> None:
     # The fault is the first thing that a seed draws.
     world = Trial(
         next(seed for seed in range(1000) if Random(seed).choice(FAULTS) == "none"), "inproc"
     )
     assert world.fault == "none"
     ends: Counter[str] = Counter()
-    for wave in range(120):
+    for wave in range(60):
         world.undisturbed.clear()
         world.fault = world.rng.choice(PASSING)
         for number in range(world.rng.randrange(2, 8)):
@@ -38,8 +38,8 @@ def test_twenty_minutes_of_waves_leaves_nothing_behind() -> None:
                 str(handle.outcome.reason) for handle in engine.handles.values() if handle.outcome
             )
             engine.handles.clear()
-    assert world.clock.now() > 1200
-    assert ends["landed"] > 200
+    assert world.clock.now() > 600
+    assert ends["landed"] > 100
     assert len(ends) > 10
     for engine in world.engines:
         assert engine.agent.stats()["links"] <= 4

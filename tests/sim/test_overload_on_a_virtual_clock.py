@@ -35,7 +35,7 @@ SPIKE = 50.0, 80.0
 def spikes() -> list[ReplayRecord]:
     # Return requests in spikes. A spike has about 450 requests, of which 28 to 48 % are admitted at
     # once.
-    return [record for seed in range(1, 9) for record in replay_spike(seed).records]
+    return [record for seed in range(1, 5) for record in replay_spike(seed).records]
 
 
 def replay_spike(seed: int) -> ReplayRun:
@@ -67,7 +67,7 @@ def test_clients_that_return_on_time_are_admitted() -> None:
     refused = [
         record for record in spikes() if SPIKE[0] <= record.arrived_s < SPIKE[1] and record.refusals
     ]
-    assert len(refused) > 400
+    assert len(refused) > 200
     assert (
         sum(record.refusals == 1 and record.entered_s is not None for record in refused)
         / len(refused)

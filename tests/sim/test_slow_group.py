@@ -73,9 +73,11 @@ def ran(
     return fleet.run(), fleet
 
 
-def hedges(kinds: tuple[GroupKind, ...], policy: str, seed: int, per_s: float) -> float:
+def hedges(
+    kinds: tuple[GroupKind, ...], policy: str, seed: int, per_s: float, seconds: float = 60.0
+) -> float:
     result, options = (
-        traffic(requests(seed, 60.0, per_s)),
+        traffic(requests(seed, seconds, per_s)),
         ReplayOptions(slow_factor=2.5, hedge_share=HEDGES),
     )
     fleet = Fleet(
@@ -168,8 +170,10 @@ def test_the_first_seconds_with_a_slow_group_are_as_with_the_other_three_alone(p
 
 @pytest.mark.parametrize("policy", ["round_robin", "llumnix", "prefix_aware", "priced"])
 def test_first_tokens_come_as_with_the_other_three_alone(policy: str) -> None:
-    three, _ = ran(policy, 3, 11, 300.0)
-    run, _ = ran(policy, 4, 11, 300.0, GroupFault(0.0, 0, GroupFaultKind.SLOW, factor=10.0))
+    # The slow engine delays requests of the first seconds only, so in a longer run they would be
+    # fewer than one in a hundred.
+    three, _ = ran(policy, 3, 11, 120.0)
+    run, _ = ran(policy, 4, 11, 120.0, GroupFault(0.0, 0, GroupFaultKind.SLOW, factor=10.0))
     assert p99_s(run) <= 2.0 * p99_s(three)
 
 
@@ -225,15 +229,16 @@ def test_a_faster_kind_that_answers_sooner_is_no_evidence(policy: str, seed: int
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_aware", "priced"])
-@pytest.mark.parametrize(("slowness", "per_s"), [(1.0, 8.8), (1.0, 40.0), (10.0, 1.0)])
+@pytest.mark.parametrize(
+    ("slowness", "per_s", "seconds"), [(1.0, 8.8, 60.0), (1.0, 40.0, 25.0), (10.0, 1.0, 60.0)]
+)
 def test_groups_that_are_slow_together_are_neither_hedged_much_nor_ejected(
-    policy: str, slowness: float, per_s: float
+    policy: str, slowness: float, per_s: float, seconds: float
 ) -> None:
-    # All engines are ten times slower, so that half of the usual load is far too much for them.
-    assert (
-        hedges((msgspec.structs.replace(GROUP, count=4, slowness=slowness),), policy, 2, per_s)
-        <= HEDGES
-    )
+    # 40 requests per second are 1.7 times what four engines serve, so 25 s leave long queues. All
+    # engines are ten times slower in the last case, so that 1 per second is far too much for them.
+    kinds = (msgspec.structs.replace(GROUP, count=4, slowness=slowness),)
+    assert hedges(kinds, policy, 2, per_s, seconds) <= HEDGES
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "prefix_aware", "priced"])
