@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -52,10 +53,18 @@ class VirtualTimeLoop(VirtualLoop):
         super().close()
 
 
+_examined: dict[str, ModuleType] = {}
+_with_monotonic: list[ModuleType] = [time]
+
+
 def _replace_monotonic(old: Callable[[], float], new: Callable[[], float]) -> None:
     # Replace the function in all modules that have imported it by name. Some import it only while a
-    # test runs.
+    # test runs. Each module is examined once, because looking at 2,000 of them takes 4 ms.
     for name, module in tuple(sys.modules.items()):
-        is_ours = name.partition(".")[0] in _PACKAGES or module is time
-        if is_ours and getattr(module, "monotonic", None) is old:
+        if _examined.get(name) is not module:
+            _examined[name] = module
+            if name.partition(".")[0] in _PACKAGES and getattr(module, "monotonic", None) is old:
+                _with_monotonic.append(module)
+    for module in _with_monotonic:
+        if module.monotonic is old:
             module.monotonic = new  # type: ignore[attr-defined]
