@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,18 @@ RUN_ON_COMPILED_MODULES = (
 """The benchmarks and tests that run on compiled modules."""
 
 
+@cache
+def declared_of(module: str) -> str:
+    return declarations(module, PROJECT)
+
+
 def told(module: str) -> list[str]:
-    return declarations(module, PROJECT).splitlines()
+    return declared_of(module).splitlines()
 
 
 def slots_of(name: str) -> set[str]:
     module, _, short = name.rpartition(".")
-    declared = declarations(module, PROJECT).split("cdef class ")
+    declared = declared_of(module).split("cdef class ")
     (mine,) = [each for each in declared if each.startswith(f"{short}(")]
     fields = [line for line in mine.splitlines() if line.startswith("    cdef ")]
     return {line.split()[-1] for line in fields if not line.endswith(")")}
@@ -302,7 +308,8 @@ def test_methods_of_c_classes_are_never_called_through_their_class() -> None:
         classes = PROJECT.known_classes(module)
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                owner = classes.get(ast.unparse(node.func.value))
+                of = node.func.value
+                owner = classes.get(of.id) if isinstance(of, ast.Name) else None
                 methods = [] if owner is None else PROJECT.classes[owner].body
                 assert node.func.attr not in _methods_in(methods), (module, node.lineno)
 

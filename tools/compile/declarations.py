@@ -223,6 +223,8 @@ def _is_visible(name: str, project: Project) -> bool:
 
 
 def _are_related(node: ast.ClassDef, other: ast.ClassDef) -> bool:
+    if not node.bases and not other.bases:
+        return False
     bases = {ast.unparse(base) for base in node.bases}, {ast.unparse(base) for base in other.bases}
     return other.name in bases[0] or node.name in bases[1]
 
@@ -273,11 +275,17 @@ def _c_functions(
             or function.name.startswith("__")
             or function.decorator_list
             or (arguments.vararg or arguments.kwarg or arguments.kwonlyargs)
-            or any(
-                isinstance(part, HAS_NO_C_FORM) or ast.unparse(part) == "super()" for part in inside
-            )
+            or any(isinstance(part, HAS_NO_C_FORM) or _is_super(part) for part in inside)
         ):
             yield function
+
+
+def _is_super(part: ast.AST) -> bool:
+    # Return whether a part of a function is the call `super()`.
+    match part:
+        case ast.Call(func=ast.Name(id="super"), args=[], keywords=[]):
+            return True
+    return False
 
 
 @dataclass(frozen=True)

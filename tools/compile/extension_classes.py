@@ -9,7 +9,7 @@ The main class is Project. declarations.py writes the declarations that Cython n
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -106,7 +106,7 @@ class Project:
             frozenset(
                 name
                 for module in self.compiled
-                for name in _used_as_values(module, self.trees[module], self.classes)
+                for name in _used_as_values(module, self.trees[module], self.classes.keys())
             )
             - fields
         )
@@ -211,7 +211,7 @@ def slots(node: ast.ClassDef) -> list[str] | None:
     return None
 
 
-def _used_as_values(module: str, tree: ast.Module, classes: Collection[str]) -> Iterator[str]:
+def _used_as_values(module: str, tree: ast.Module, classes: Set[str]) -> Iterator[str]:
     # Yield the names that a module reads without calling them.
     #
     # A name is full, `module.Class.name`, where its class is known, and bare otherwise. `classes`
@@ -232,9 +232,11 @@ def _used_as_values(module: str, tree: ast.Module, classes: Collection[str]) -> 
             if isinstance(node, ast.Name) and id(node) not in called:
                 yield f"{module}.{node.id}"
             elif isinstance(node, ast.Attribute) and id(node) not in called:
-                known = owners.get(ast.unparse(node.value), set())
-                if isinstance(node.value, ast.Call):
-                    known = {names.get(ast.unparse(node.value.func), "")} & {*classes}
+                known: set[str] = set()
+                if isinstance(node.value, ast.Name | ast.Attribute):
+                    known = owners.get(ast.unparse(node.value), known)
+                elif isinstance(node.value, ast.Call):
+                    known = {names.get(ast.unparse(node.value.func), "")} & classes
                 yield from [f"{owner}.{node.attr}" for owner in known] or [node.attr]
 
 
@@ -255,7 +257,8 @@ def names_looked_up(top: ast.stmt, *, is_closed: bool) -> Iterator[str]:
     }
     for node in ast.walk(top):
         if isinstance(node, ast.Attribute):
-            if not (is_closed and ast.unparse(node.value) == "self"):
+            is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+            if not (is_closed and is_own):
                 yield node.attr
         elif isinstance(node, ast.ImportFrom):
             yield from (alias.name for alias in node.names)
