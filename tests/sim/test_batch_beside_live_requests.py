@@ -24,7 +24,7 @@ def test_a_batch_on_the_last_tenth_of_a_pool_slows_no_live_request_and_loses_no_
     found = measure("--lines", "12", "--load", "0.9", "--seeds", "11")
     assert found["live_alone"] > 0.98
     assert found["live_beside"] >= found["live_alone"] - 0.005
-    assert found["long_stops"] >= 25
+    assert found["long_stops"] >= 20
     assert (found["status"], found["results"], found["twice"]) == ("completed", 12, 0)
     assert found["equal"] == 12
     # No token of an answer was generated twice.
