@@ -1,7 +1,7 @@
 """Routes of models to pools, the configuration snapshot, and the live objects that requests use.
 
-reload/snapshot.py builds snapshots from a configuration, reload/swap.py makes one the current one,
-and serve.py serves a request by its route.
+reload/snapshot_plan.py builds snapshots from a configuration, reload/dry_run_and_swap.py makes one
+the current one, and serve.py serves a request by its route.
 """
 
 from __future__ import annotations

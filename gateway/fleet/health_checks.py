@@ -1,7 +1,8 @@
-"""The tasks that poll health pages, metrics and model lists of endpoints, and test silent engines.
+"""The tasks that poll the health and metrics pages of endpoints, and test silent engines.
 
 - gateway/fleet/poll_schedule.py decides which pages a poll requests.
-- All requests use connections that stay open (gateway/http/poll_client.py).
+- engine_requests.py sends the requests, over connections that stay open.
+- engine_capabilities.py reads which models and APIs an engine serves.
 - A request that could not be sent for a local reason says nothing about the engine: NotSentError.
 - If an engine's metrics cannot be read, policies rely on the gateway's own count of requests.
 - gateway/fleet/speed_recovery.py decides whether an endpoint that was ejected as slow may return.
@@ -10,52 +11,36 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import Any
 
-import msgspec
-
 from gateway.config import Config
 from gateway.fleet import engine_metrics
 from gateway.fleet.endpoint_table import OUT_OF_ROTATION, EndpointTable
+from gateway.fleet.engine_capabilities import NO_PAGE, RATE_LIMITED, EngineCapabilities
+from gateway.fleet.engine_requests import METRICS_LIMIT, EngineRequests, known_model
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.model_list_changes import ModelListNews
 from gateway.fleet.poll_schedule import PollPlan, least_probe_s
 from gateway.fleet.probe_errors import (
     PROBE_ERRORS,
     NotSentError,
-    clear_frames,
-    is_not_sent,
     is_own_failure,
     is_unreachable,
     record_resolution,
 )
 from gateway.fleet.silence_limits import Silences
 from gateway.fleet.speed_recovery import SpeedRecovery, is_ejected_as_slow
-from gateway.http.poll_client import PollClient
-from gateway.protocol.api_table import RESPONSES, api_paths
-from gateway.protocol.response.http_framing import FramingError
-from gateway.protocol.response.usage_and_error_search import client_error_status, find_error_body
-from gateway.protocol.response_store_probe import shows_store, store_request
-from gateway.protocol.translate.translation_table import TRANSLATIONS
-from kvtransfer.dialects import standalone_members
 from policies.engine_kinds import ENGINE_TRAITS, MODELS_PATH
 from policies.health.endpoint_health import is_probe_due
-from policies.routing_types import Role
 
 log = logging.getLogger("penstock")
 
-METRICS_LIMIT = 4 * 1024 * 1024
-MODELS_EVERY_S = 30.0
 RECOVERY_S = 1.0  # longest time between two probes of an ejected endpoint, whatever its back-off
 CHECK_S = 0.5  # timeout of a health check that a request waits for
-NO_PAGE = (404, 405, 501)  # statuses of an engine without the requested page
-RATE_LIMITED = 429
 OWN_FAILURE_S = 60.0  # shortest time between two logs that this process cannot open connections
 FIRST_POLLS = 128  # endpoints polled at the same time before the gateway serves
 
@@ -74,13 +59,14 @@ class HealthChecker:
         self._endpoints = endpoints
         self._model_lists = ModelListNews(on_models_changed)
         self._tasks: dict[LiveEndpoint, asyncio.Task[None]] = {}
-        self._clients: dict[LiveEndpoint, PollClient] = {}
+        self._requests = EngineRequests()
+        self._capabilities = EngineCapabilities(config, self._requests, self._model_lists)
         self._plans: dict[LiveEndpoint, PollPlan] = {}
         self._progress_task: asyncio.Task[None] | None = None
         self._progress_checks: dict[LiveEndpoint, asyncio.Task[None]] = {}
         self._recoveries: dict[LiveEndpoint, asyncio.Task[None]] = {}
         self._silences = Silences()
-        self._speed_recovery = SpeedRecovery(endpoints, self._complete)
+        self._speed_recovery = SpeedRecovery(endpoints, self._requests.complete)
         self._checks: dict[LiveEndpoint, asyncio.Task[bool | None]] = {}
         self._listings: dict[LiveEndpoint, asyncio.Task[None]] = {}
         self._is_started = False
@@ -109,7 +95,7 @@ class HealthChecker:
 
     def reconfigure(self, config: Config) -> None:
         """Apply a new configuration: start to poll added endpoints, stop polling removed ones."""
-        self._config = config
+        self._config = self._capabilities.config = config
         if not self._is_started:
             return
         for live in self._endpoints.all():
@@ -130,9 +116,7 @@ class HealthChecker:
         self._speed_recovery.forget(live)
         self._silences.forget(live)
         self._plans.pop(live, None)
-        client = self._clients.pop(live, None)
-        if client is not None:
-            client.close()
+        self._requests.forget(live)
 
     def _poll_interval_s(self) -> float:
         return min(self._config.health.interval, self._config.scrape.interval)
@@ -146,8 +130,7 @@ class HealthChecker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for client in self._clients.values():
-            client.close()
+        self._requests.close()
 
     async def _poll_repeatedly(self, live: LiveEndpoint, *, immediately: bool) -> None:
         # Poll an endpoint until cancelled, with random pauses, so that polls spread over time.
@@ -254,7 +237,7 @@ class HealthChecker:
         """
         if self._is_started and live not in self._listings and not live.is_leaving:
             listing = self._log_errors(
-                partial(self._list_models, limit_s=self._config.health.timeout), live
+                partial(self._capabilities.list_models, limit_s=self._config.health.timeout), live
             )
             task = asyncio.create_task(listing, name=f"read the models of {live.endpoint.name}")
             self._listings[live] = task
@@ -275,8 +258,8 @@ class HealthChecker:
             await self._probe(live)
         if plan.needs_scrape:
             await self._scrape(live)
-        await self._list_models_if_due(live)
-        await self._try_apis_if_due(live)
+        await self._capabilities.list_models_if_due(live)
+        await self._capabilities.try_apis_if_due(live)
 
     async def _probe(self, live: LiveEndpoint) -> None:
         try:
@@ -290,7 +273,9 @@ class HealthChecker:
         if status == 200 and is_due and live.health.state in OUT_OF_ROTATION:
             # The engine may have been restarted with other models, or as another version.
             live.api_paths, live.has_tried_apis, live.keeps_responses = frozenset(), False, None
-            await self._list_models(live, limit_s=min(CHECK_S, self._config.health.timeout))
+            await self._capabilities.list_models(
+                live, limit_s=min(CHECK_S, self._config.health.timeout)
+            )
         self._endpoints.on_probe(live, status)
 
     async def _probe_page(self, live: LiveEndpoint) -> int | None:
@@ -349,10 +334,10 @@ class HealthChecker:
         # PROBE_ERRORS, as _fetch() does.
         if not live.lacks_health:
             path = ENGINE_TRAITS[live.endpoint.engine].health_path or self._config.health.path
-            status, _ = await self._fetch(live, path, timeout_s, METRICS_LIMIT)
+            status, _ = await self._requests.fetch(live, path, timeout_s, METRICS_LIMIT)
             if status not in NO_PAGE:
                 return 200 if status == RATE_LIMITED else status
-        listed, _ = await self._fetch(live, MODELS_PATH, timeout_s, METRICS_LIMIT)
+        listed, _ = await self._requests.fetch(live, MODELS_PATH, timeout_s, METRICS_LIMIT)
         if listed == RATE_LIMITED:
             return 200
         if listed == 200 and not live.lacks_health:
@@ -396,177 +381,17 @@ class HealthChecker:
         #
         # A 4xx response shows nothing about the engine, so it counts as success. Raises
         # NotSentError.
-        if _model_of(live) is None:
+        if known_model(live) is None:
             return True
-        status = await self._complete(live, timeout_s, {"prompt": "1", "max_tokens": 1})
+        status = await self._requests.complete(live, timeout_s, {"prompt": "1", "max_tokens": 1})
         return status is not None and status < 500
-
-    async def _complete(
-        self, live: LiveEndpoint, timeout_s: float, members: dict[str, object]
-    ) -> int | None:
-        # Request a completion with these members; return its status, or None without an answer.
-        # An error with status 200 counts by its code.
-        #
-        # No model of the engine is known, so nothing is sent to it: None. Raises NotSentError.
-        model = _model_of(live)
-        if model is None:
-            return None
-        body = {"model": model, **members}
-        if live.endpoint.role is not Role.BOTH:
-            body |= standalone_members(live.endpoint.engine)
-        try:
-            answer = await self._fetch(live, "/v1/completions", timeout_s, METRICS_LIMIT, body)
-        except PROBE_ERRORS as error:
-            if is_not_sent(error):
-                raise NotSentError(str(error)) from None
-            return None
-        return completion_status(*answer)
 
     async def _scrape(self, live: LiveEndpoint) -> None:
         path = ENGINE_TRAITS[live.endpoint.engine].metrics_path
         if not path:
             return
-        status, text = await self._get(live, path, self._config.scrape.timeout)
+        status, text = await self._requests.get(live, path, self._config.scrape.timeout)
         if status == 200:
             self._endpoints.on_scrape(
                 live, engine_metrics.parse_scrape(text, live.endpoint.engine, live.endpoint.rank)
             )
-
-    async def _list_models_if_due(self, live: LiveEndpoint) -> None:
-        if live.models_at is None or monotonic() - live.models_at >= MODELS_EVERY_S:
-            await self._list_models(live, limit_s=self._config.health.timeout)
-
-    async def _list_models(self, live: LiveEndpoint, *, limit_s: float) -> None:
-        # Read which models the engine lists; without a response, the last list stays valid.
-        try:
-            status, text = await self._fetch(live, MODELS_PATH, limit_s, METRICS_LIMIT)
-        except FramingError as error:
-            _report_unreadable_list(live, str(error))
-            return
-        except PROBE_ERRORS:
-            return
-        names: tuple[str, ...] = ()
-        if status == 200:
-            try:
-                cards = json.loads(text)["data"]
-                # Ollama writes null for an empty list.
-                names = tuple(str(card["id"]) for card in (() if cards is None else cards))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                _report_unreadable_list(live, f"not a list of models: {error!r}")
-                return
-        elif status not in NO_PAGE:
-            if 400 <= status < 500 and status != RATE_LIMITED:
-                _report_unreadable_list(live, f"the engine answered {status}")
-            return
-        is_first, live.models_at, live.has_bad_list = live.models_at is None, monotonic(), False
-        if is_first or (names, status == 200) != (live.models, live.has_list):
-            live.models, live.has_list = names, status == 200
-            self._model_lists.on_changed()
-        if not live.api_paths:
-            await self._list_apis(live, limit_s)
-        await self._learn_store(live, limit_s)
-
-    async def _list_apis(self, live: LiveEndpoint, limit_s: float) -> None:
-        # Read the API paths that /openapi.json of the engine lists.
-        #
-        # Without that page, _try_apis_if_due() tries those that can be translated.
-        status, text = await self._get(live, "/openapi.json", limit_s)
-        if status == 200 and (paths := api_paths(text)):
-            live.api_paths = paths
-            self._model_lists.on_changed()
-
-    async def _try_apis_if_due(self, live: LiveEndpoint) -> None:
-        # Find out which translatable APIs an engine lacks, if it does not list its APIs.
-        #
-        # An engine that has an API refuses a request without members, and generates nothing. One
-        # that fails instead is not asked again until it returns from an ejection.
-        if live.has_tried_apis or live.api_paths or not live.has_list:
-            return
-        live.has_tried_apis = True
-        lacked, missing = ENGINE_TRAITS[live.endpoint.engine].lacked_paths, set[str]()
-        for path in TRANSLATIONS.keys() - lacked:
-            with suppress(*PROBE_ERRORS):
-                status, _ = await self._fetch(live, path, CHECK_S, METRICS_LIMIT, {})
-                if status in NO_PAGE:
-                    missing.add(path)
-        if missing != live.missing_paths:
-            live.missing_paths = frozenset(missing)
-            self._model_lists.on_changed()
-
-    async def _learn_store(self, live: LiveEndpoint, limit_s: float) -> None:
-        # Find out whether the engine stores responses, if it is unknown and matters to the pool.
-        #
-        # The pool needs to know it if requests are split or resumed, because they are sent as
-        # chats.
-        name = _model_of(live)
-        if live.keeps_responses is not None or name is None or RESPONSES.path not in live.api_paths:
-            return
-        models = (model for model in self._config.models if model.pool == live.endpoint.pool)
-        if not any(model.split or model.resume for model in models):
-            return
-        body = store_request(name)
-        with suppress(*PROBE_ERRORS):
-            response = await self._fetch(live, RESPONSES.path, limit_s, METRICS_LIMIT, body)
-            live.keeps_responses = shows_store(*response)
-
-    async def _get(
-        self, live: LiveEndpoint, path: str, timeout_s: float
-    ) -> tuple[int | None, bytes]:
-        # Return status and body of a GET; the status is None without a response in time.
-        try:
-            return await self._fetch(live, path, timeout_s, METRICS_LIMIT)
-        except PROBE_ERRORS:
-            return None, b""
-
-    async def _fetch(
-        self,
-        live: LiveEndpoint,
-        path: str,
-        timeout_s: float,
-        limit: int,
-        json_body: object = None,
-    ) -> tuple[int, bytes]:
-        # Return status and body of a POST with `json_body`, or of a GET without it.
-        #
-        # Raises one of PROBE_ERRORS when the engine cannot be reached or does not answer in time.
-        client = self._clients.get(live)
-        if client is None:
-            client = self._clients[live] = PollClient(live.endpoint.url, live.upstream.addresses)
-        client.configure(live.key_header, live.encryption)
-        try:
-            if json_body is None:
-                return await client.get(path, timeout_s, limit)
-            body = msgspec.json.encode(json_body)
-            return await client.post(path, body, timeout_s, limit)
-        except PROBE_ERRORS as error:
-            clear_frames(error)
-            raise
-
-
-def _report_unreadable_list(live: LiveEndpoint, reason: str) -> None:
-    # Log once that an engine's list of models cannot be read.
-    if not live.has_bad_list:
-        live.has_bad_list = True
-        log.warning(
-            "the list of models of endpoint %s cannot be read (%s%s): %.200s",
-            live.endpoint.name,
-            live.endpoint.url,
-            MODELS_PATH,
-            reason,
-        )
-
-
-def completion_status(status: int, body: bytes) -> int:
-    """Return the status of an engine's answer, or that of an error sent with status 200."""
-    error = find_error_body(body) if status == 200 else None
-    if error is None:
-        return status
-    return client_error_status(body, error) or 500
-
-
-def _model_of(live: LiveEndpoint) -> str | None:
-    # Return a model name to use in the gateway's own requests, or None if none is known.
-    served = live.endpoint.served_model
-    if served and (served in live.models or not live.models):
-        return served
-    return next(iter(live.models), None)

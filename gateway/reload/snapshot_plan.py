@@ -1,8 +1,8 @@
 """Plans a configuration's snapshot: routes, policies, tenants' keys, queues, trials, translations.
 
 build_plan() makes a SnapshotPlan from a Config and the live objects, without changing them. Then
-reload/swap.py applies the plan. A snapshot only refers to live objects, so replacing it loses no
-state. Each request uses one snapshot from its start to its end.
+reload/dry_run_and_swap.py applies the plan. A snapshot only refers to live objects, so replacing it
+loses no state. Each request uses one snapshot from its start to its end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A canary: a second routing policy that serves part of a pool's requests, for comparison.
 
-This module selects the requests and counts their outcomes. reload/snapshot.py builds the canary's
-route, which differs from the pool's route only in its policy. Therefore the same code serves both.
+This module selects the requests and counts their outcomes. reload/snapshot_plan.py builds the
+canary's route, which differs from the pool's route only in its policy. Therefore the same code
+serves both.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ async def test_an_engine_without_models_may_list_null_as_ollama_does() -> None:
     async with _polled(engine) as (watcher, table, _):
         (live,) = table.all()
         assert (live.models, live.has_list) == (("m",), True)
-        await watcher._list_models(live, limit_s=5.0)
+        await watcher._capabilities.list_models(live, limit_s=5.0)
         assert (live.models, live.has_list) == ((), True)
 
 
@@ -318,7 +318,7 @@ async def test_a_test_token_is_requested_at_the_addresses_that_requests_use(
         port = live.upstream.addresses.port
         live.upstream.addresses = EngineAddresses("engine.invalid", port, look_up)
         live.endpoint = replace(live.endpoint, url=f"http://engine.invalid:{port}")
-        watcher._clients.pop(live).close()
+        watcher._requests.forget(live)
         await watcher._check_progress(live)
         assert live.is_stalled is is_stalled
 
@@ -341,7 +341,7 @@ async def test_a_test_request_that_this_process_cannot_send_says_nothing_of_the_
         return 200
 
     async with _stalled(monkeypatch, web.Application()) as (watcher, live):
-        watcher._clients[live].close()
+        watcher._requests._clients[live].close()
         monkeypatch.setattr(EngineAddresses, "connect", connect)
         if is_stalled:
             watcher._endpoints.on_stall(live)
@@ -381,7 +381,7 @@ async def test_a_list_of_models_that_cannot_be_read_is_logged_once(
     with caplog.at_level("WARNING", "penstock"):
         async with _polled(engine) as (watcher, table, _):
             (live,) = table.all()
-            await watcher._list_models(live, limit_s=5.0)
+            await watcher._capabilities.list_models(live, limit_s=5.0)
             assert not live.has_list
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith(f"the list of models of endpoint {live.endpoint.name} cannot be read")

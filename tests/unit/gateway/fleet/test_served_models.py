@@ -21,7 +21,7 @@ from gateway.app import App
 from gateway.cli.doctor.command import _engine_findings
 from gateway.cli.doctor.findings import CheckFinding, CheckVerdict
 from gateway.config import Config, ConfigError, LoadedConfig, load_with_warnings
-from gateway.fleet import health_checks
+from gateway.fleet import engine_capabilities
 from tests.fair_time import PATIENCE_S
 from tests.unit.gateway.disagg import scripted_engines
 from tests.virtual_time import VIRTUAL_TIME
@@ -289,7 +289,7 @@ async def test_an_adapter_is_served_while_the_newest_list_has_it() -> None:
 
 
 async def test_lists_are_read_again_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_checks, "MODELS_EVERY_S", 0.05)
+    monkeypatch.setattr(engine_capabilities, "MODELS_EVERY_S", 0.05)
     engine = Engine(BASE)
     health = {"interval": "100ms", "timeout": "90ms"}
     async with running([engine], models(BASE, ADAPTER), health=health) as gateway:
