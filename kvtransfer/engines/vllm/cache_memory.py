@@ -22,6 +22,9 @@ from kvtransfer.engines.vllm.cache_layout import (
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.memory_regions import Region
 
+# vLLM frees or replaces blocks of other kinds of caches while a request runs.
+_SUPPORTED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
+
 
 def read_facts(config: Any, caches: Any) -> CacheFacts:
     """Return the facts that describe the KV cache, from vLLM's VllmConfig and KVCacheConfig.
@@ -30,7 +33,7 @@ def read_facts(config: Any, caches: Any) -> CacheFacts:
     """
     group = _transferred_group(caches)
     parallel, spec = config.parallel_config, group.kv_cache_spec
-    latent = "MLA" in type(spec).__name__
+    latent = type(spec).__name__ == "MLAAttentionSpec"
     _refuse_unsupported(parallel, spec, latent)
     backend = _attention_backend(config, group)
     kind = config.cache_config.cache_dtype
@@ -50,6 +53,15 @@ def read_facts(config: Any, caches: Any) -> CacheFacts:
     )
 
 
+def read_window(caches: Any) -> int:
+    """Return the sliding window that all layers have, in tokens; 0 if vLLM keeps all blocks.
+
+    Raises UnsupportedCache for several cache groups. `caches` is vLLM's KVCacheConfig.
+    """
+    spec = _transferred_group(caches).kv_cache_spec
+    return int(spec.sliding_window) if type(spec).__name__ == "SlidingWindowSpec" else 0
+
+
 def _transferred_group(caches: Any) -> Any:
     # Return the only group of layers whose KV is transferred. It must be in one tensor.
     groups = [group for group in caches.kv_cache_groups if group.enable_kv_transfer]
@@ -62,6 +74,9 @@ def _transferred_group(caches: Any) -> Any:
 
 
 def _refuse_unsupported(parallel: Any, spec: Any, latent: bool) -> None:
+    name = type(spec).__name__
+    if name not in _SUPPORTED_SPECS:
+        raise UnsupportedCache(f"a cache of vLLM's class {name} is not supported")
     if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         raise UnsupportedCache(
             "pipeline parallelism and decode context parallelism are not supported"

@@ -41,8 +41,8 @@ from vllm.v1.request import RequestStatus
 
 from kvtransfer.agent import Agent
 from kvtransfer.engines.vllm.block_report import BlockReport, PoolState
-from kvtransfer.engines.vllm.cache_layout import describe_cache
-from kvtransfer.engines.vllm.cache_memory import cache_region, read_facts
+from kvtransfer.engines.vllm.cache_layout import UnsupportedCache, describe_cache
+from kvtransfer.engines.vllm.cache_memory import cache_region, read_facts, read_window
 from kvtransfer.engines.vllm.connector_counters import COUNTERS, Counts, add_counts
 from kvtransfer.engines.vllm.connector_options import ConnectorOptions
 from kvtransfer.engines.vllm.handoff_params import WorkerAddress
@@ -188,6 +188,9 @@ class PenstockConnector(KVConnectorBase_V1):
         self._dumped_loads: list[LoadOrder] = []
         self._step_began_s = 0.0
         self._sent: set[str] = set()
+        window = read_window(kv_cache_config)
+        if window and self._options.store is not None:
+            raise UnsupportedCache("a store of KV is not supported for a sliding window")
         self._scheduler = HandoffScheduler(
             self._options.key,
             self._engine,
@@ -197,6 +200,7 @@ class PenstockConnector(KVConnectorBase_V1):
             warn=log.warning,
             part_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             layerwise=self._options.layerwise,
+            window=window,
         )
 
     # ---- worker
@@ -487,12 +491,15 @@ class PenstockConnector(KVConnectorBase_V1):
         asked = prompt.params.get("do_remote_decode") is True
         finished = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
         is_whole = finished and tokens == request.num_prompt_tokens
-        parts = self._scheduler.end_prefill(request.request_id, block_ids, is_whole=is_whole)
+        parts = self._scheduler.end_prefill(
+            request.request_id, block_ids, request.num_prompt_tokens, is_whole=is_whole
+        )
         if parts is not None:
             return parts[0] or is_kept, parts[1]
         if not (asked and finished and block_ids and tokens):
             return is_kept, None
-        return True, self._scheduler.finish_prefill(prompt, block_ids, tokens)
+        params = self._scheduler.finish_prefill(prompt, block_ids, tokens)
+        return is_kept or params is not None, params
 
     def _save(self, request: Any, block_ids: Sequence[int]) -> bool:
         # Save an ended request's blocks in the store. The last steps of an aborted request may not

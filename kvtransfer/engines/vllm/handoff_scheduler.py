@@ -48,6 +48,7 @@ their requests, and the prefill engine's card.
 """
 
 _MAX_TRANSFER_CHARS = 512
+_NULL_BLOCK = 0  # vLLM's number of a block whose tokens have left the sliding window
 
 
 class LoadOrder(msgspec.Struct, frozen=True):
@@ -127,6 +128,8 @@ class HandoffScheduler:
     warn         function called with one sentence for each refused handoff
     part_tokens  minimum number of tokens in a part; the number that a step computes is best
     layerwise    whether KV is offered in parts while it is computed; False: afterwards
+    window       sliding window of all layers, in tokens; 0: none. vLLM frees the blocks before it,
+                 so the others are offered when the prompt is computed
     """
 
     def __init__(
@@ -140,12 +143,14 @@ class HandoffScheduler:
         warn: Callable[[str], None],
         part_tokens: int = 2048,
         layerwise: bool = True,
+        window: int = 0,
     ) -> None:
         self._key, self._engine, self._family = key, engine, family
         self._layout: KvLayout | None = None
         self._lease_s, self._clock, self._warn = lease_s, clock, warn
         self._workers: list[WorkerAddress] = []
-        self._part_tokens, self._layerwise = part_tokens, layerwise
+        self._part_tokens, self._layerwise = part_tokens, layerwise and not window
+        self._window = window
         self._card = ""
         self._prefills: PrefillParts | None = None
         self._orders = StepOrders()
@@ -204,7 +209,8 @@ class HandoffScheduler:
         prompt = request.prompt[: handoff.tokens]
         if digest_prompt(prompt, request.variant) != handoff.prompt:
             raise HandoffRefused("the handoff was made for another prompt")
-        whole = PromptPart(handoff.name, 0, handoff.tokens)
+        origin = self._origin(handoff.tokens)
+        whole = PromptPart(handoff.name, origin, handoff.tokens, origin)
         return _Source(handoff.tokens, handoff.layout, [whole], handoff.sources)
 
     def _announced(self, request: PromptRequest) -> _Source:
@@ -224,12 +230,25 @@ class HandoffScheduler:
         if not isinstance(transfer, str) or not 0 < len(transfer) <= _MAX_TRANSFER_CHARS:
             return []
         prompt, tokens = digest_prompt(request.prompt, request.variant), len(request.prompt)
-        return split_prompt(self._key, transfer, prompt, tokens, part_tokens, layout.block_tokens)
+        size, origin = layout.block_tokens, self._origin(tokens)
+        part_tokens = tokens if self._window else part_tokens
+        return split_prompt(self._key, transfer, prompt, tokens, part_tokens, size, origin)
+
+    def _origin(self, tokens: int) -> int:
+        # Return the first token of a prompt whose block is offered. After the prompt, vLLM has
+        # freed the blocks whose tokens have all left the sliding window.
+        if not self._window:
+            return 0
+        assert self._layout is not None
+        size = self._layout.block_tokens
+        return max(0, tokens - self._window + 1) // size * size
 
     def _check_engine(self, source: Handoff | EngineCard) -> None:
         if self._layout is None:
             raise HandoffRefused("the workers of this engine have no KV agents yet")
         mismatch = self._layout.mismatch(source.layout)
+        if self._window and source.layout.block_tokens != self._layout.block_tokens:
+            mismatch = "blocks of another size do not begin at the same token of a sliding window"
         if source.family != self._family:
             mismatch = f"it is of {source.family}, and this is {self._family}"
         if mismatch is not None:
@@ -248,6 +267,9 @@ class HandoffScheduler:
             return
         self._used.add(request)
         skip = handoff.tokens - tokens
+        if not self._are_freed(blocks, skip, handoff.tokens):
+            # vLLM would take these blocks for computed ones. Workers fail a load without blocks.
+            blocks = []
         orders = [_order(request, handoff, part, blocks, skip) for part in handoff.parts]
         self._orders.unused += [order for order in orders if order.skip == order.tokens]
         if tokens == 0:
@@ -257,15 +279,38 @@ class HandoffScheduler:
         self._loading.add(request)
         self._orders.loads += [order for order in orders if order.skip < order.tokens]
 
+    def _are_freed(self, blocks: Sequence[int], computed: int, tokens: int) -> bool:
+        # Return whether this engine has no blocks for tokens that have left the sliding window.
+        # Their KV is not offered.
+        if not self._window:
+            return True
+        assert self._layout is not None
+        size = self._layout.block_tokens
+        left = blocks[computed // size : self._origin(tokens) // size]
+        return all(block == _NULL_BLOCK for block in left)
+
+    def _has_all(self, blocks: Sequence[int], tokens: int) -> bool:
+        # Return whether a computed prompt still has the blocks that are offered. A request that
+        # goes on to decode loses them as its sliding window moves.
+        if not self._window:
+            return True
+        assert self._layout is not None
+        return _NULL_BLOCK not in blocks[self._origin(tokens) // self._layout.block_tokens :]
+
     def finish_prefill(
         self, request: PromptRequest, blocks: Sequence[int], tokens: int
-    ) -> dict[str, object]:
+    ) -> dict[str, object] | None:
         """Instruct the workers to offer a finished prefill's KV, and return its kv_transfer_params.
+
+        Returns None if the request has lost blocks, because its sliding window has moved.
 
         The blocks are in use until every worker reports the end of the offer. The result also has
         the members of vLLM's own connectors, because gateways check them.
         """
         assert self._layout is not None
+        if not self._has_all(blocks, tokens):
+            return None
+        origin = self._origin(tokens)
         name = f"{request.id[:200]}/{secrets.token_hex(8)}"
         not_after = self._clock() + self._lease_s
         nonces = [secrets.token_bytes(16) for _ in self._workers]
@@ -278,8 +323,9 @@ class HandoffScheduler:
         ]
         prompt = digest_prompt(request.prompt[:tokens], request.variant)
         handoff = Handoff(name, prompt, tokens, self._layout, self._family, sources)
+        offered = list(blocks)[origin // self._layout.block_tokens :]
         self._orders.offers.append(
-            OfferOrder(request.id, name, list(blocks), tokens, self._lease_s, nonces)
+            OfferOrder(request.id, name, offered, tokens - origin, self._lease_s, nonces)
         )
         self._orders.ends.append(request.id)
         self._sending.add(request.id)
@@ -326,16 +372,19 @@ class HandoffScheduler:
         self._orders.declines += step.declines
 
     def end_prefill(
-        self, request: str, blocks: Sequence[int], *, is_whole: bool
+        self, request: str, blocks: Sequence[int], tokens: int, *, is_whole: bool
     ) -> tuple[bool, dict[str, object]] | None:
         """End a request whose KV is offered in parts. Returns None for any other request.
 
+        tokens    number of its prompt tokens
+        is_whole  whether the prompt was computed; False: its offers end immediately
+
         Returns whether its blocks are still in use by offers, and its kv_transfer_params. They are
-        in use until every worker reports the end. If `is_whole` is False, the request was aborted
-        and its offers end immediately.
+        in use until every worker reports the end.
         """
         if self._prefills is None:
             return None
+        is_whole = is_whole and self._has_all(blocks, tokens)
         end = self._prefills.end(request, blocks, is_whole=is_whole)
         if end is None:
             return None
@@ -386,9 +435,9 @@ def _order(
     return LoadOrder(
         request,
         part.name,
-        list(blocks),
-        part.end,
-        min(max(skip, part.begin), part.end),
+        list(blocks)[part.origin // handoff.layout.block_tokens :],
+        part.end - part.origin,
+        min(max(skip, part.begin), part.end) - part.origin,
         handoff.layout,
         handoff.sources,
     )

@@ -14,22 +14,27 @@ from kvtransfer.layout.kv_layout import KvContent, KvLayout
 
 
 class KvDump:
-    """Writes one rank's KV to .npy files in a folder, as uint8 arrays [layer, block, head, byte].
+    """Writes one rank's KV to .npy files in a folder, as uint8 arrays [layer, block, head, ...].
 
-    The last axis has all bytes of one head in one block. Raises ValueError for a layout in which
-    they are not contiguous.
+    Behind the head, there is one axis with all bytes of the head in one block. If a token's keys
+    and values lie side by side, there are two instead: token and byte. Raises ValueError for a
+    layout in which all keys of a block lie before its values.
     """
 
     def __init__(
         self, folder: Path, layout: KvLayout, rank: int, memory: NDArray[np.uint8]
     ) -> None:
-        if layout.content not in (KvContent.HEADS, KvContent.PAGES):
-            raise ValueError(f"a cache with {layout.content} cannot be written to files")
         steps = layout.steps(0)
-        shape = (layout.layers, layout.blocks, layout.rank_heads)
-        n_bytes = layout.block_tokens * layout.parts * layout.row_bytes
-        strides = (steps.layer, steps.block, steps.head, 1)
-        self._pages = as_strided(memory, (*shape, n_bytes), strides, writeable=False)
+        cell = layout.parts * layout.row_bytes
+        if layout.content in (KvContent.HEADS, KvContent.PAGES):
+            inner, inner_steps = (layout.block_tokens * cell,), (1,)
+        elif layout.content is KvContent.TOKENS:
+            inner, inner_steps = (layout.block_tokens, cell), (steps.token, 1)
+        else:
+            raise ValueError(f"a cache with {layout.content} cannot be written to files")
+        shape = (layout.layers, layout.blocks, layout.rank_heads, *inner)
+        strides = (steps.layer, steps.block, steps.head, *inner_steps)
+        self._pages = as_strided(memory, shape, strides, writeable=False)
         self._folder, self._rank = folder, rank
         folder.mkdir(parents=True, exist_ok=True)
 

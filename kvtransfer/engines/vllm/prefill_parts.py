@@ -40,15 +40,25 @@ class OfferOrder(msgspec.Struct, frozen=True):
 
 
 class PromptPart(msgspec.Struct, frozen=True):
-    """The tokens [begin, end) of a prompt, whose KV is offered under `name`."""
+    """The tokens [begin, end) of a prompt, whose KV is offered under `name`.
+
+    origin  first token of the offer's first block; earlier tokens have left the sliding window
+    """
 
     name: str
     begin: int
     end: int
+    origin: int = 0
 
 
 def split_prompt(
-    key: bytes, transfer: str, prompt: bytes, tokens: int, part_tokens: int, block_tokens: int
+    key: bytes,
+    transfer: str,
+    prompt: bytes,
+    tokens: int,
+    part_tokens: int,
+    block_tokens: int,
+    origin: int = 0,
 ) -> list[PromptPart]:
     """Return the parts in which the KV of a prompt is offered, in order.
 
@@ -58,12 +68,13 @@ def split_prompt(
     tokens        number of tokens of the prompt
     part_tokens   minimum number of tokens of a part, except the last
     block_tokens  tokens per block of the prefill engine; every part begins with a block
+    origin        first token that is offered; it begins a block
     """
     least = max(part_tokens, -(-tokens // MAX_PARTS), 1)
     size = -(-least // block_tokens) * block_tokens
     return [
-        PromptPart(_name(key, transfer, prompt, index), begin, min(begin + size, tokens))
-        for index, begin in enumerate(range(0, tokens, size))
+        PromptPart(_name(key, transfer, prompt, index), begin, min(begin + size, tokens), origin)
+        for index, begin in enumerate(range(origin, tokens, size))
     ]
 
 
@@ -161,11 +172,12 @@ class PrefillParts:
     def _order(
         self, request: str, part: PromptPart, blocks: list[int], is_computed: bool
     ) -> OfferOrder:
+        first, last = part.origin // self._block_tokens, -(-part.end // self._block_tokens)
         return OfferOrder(
             request,
             part.name,
-            blocks[: -(-part.end // self._block_tokens)],
-            part.end,
+            blocks[first:last],
+            part.end - part.origin,
             self._lease_s,
             is_computed=is_computed,
         )

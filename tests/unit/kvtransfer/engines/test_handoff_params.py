@@ -5,7 +5,10 @@ They are valid once, only for their prompt, and only with the key.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
+from msgspec.structs import replace
 
 from kvtransfer.engines.vllm.handoff_params import (
     EngineCard,
@@ -37,23 +40,29 @@ PROMPT = list(range(11))
 
 
 def scheduler(
-    warnings: list[str] | None = None, *, key: bytes = KEY, family: str = "f", tp: int = 1
+    warnings: list[str] | None = None,
+    *,
+    key: bytes = KEY,
+    family: str = "f",
+    window: int = 0,
+    **layout: int,
 ) -> HandoffScheduler:
     said = warnings if warnings is not None else []
     made = HandoffScheduler(
-        key, "engine", family, lease_s=30.0, clock=lambda: 100.0, warn=said.append
+        key, "engine", family, lease_s=30.0, clock=lambda: 100.0, warn=said.append, window=window
     )
-    workers = [WorkerAddress(f"127.0.0.1:{900 + rank}", f"p{rank}", EPOCH) for rank in range(tp)]
-    made.set_workers(workers, KvLayout(**{**_fields(LAYOUT), "tp": tp}))
+    ranks = range(layout.get("tp", 1))
+    workers = [WorkerAddress(f"127.0.0.1:{900 + rank}", f"p{rank}", EPOCH) for rank in ranks]
+    made.set_workers(workers, replace(LAYOUT, **layout))
     return made
 
 
-def _fields(layout: KvLayout) -> dict[str, object]:
-    return {name: getattr(layout, name) for name in layout.__struct_fields__}
-
-
-def offered(source: HandoffScheduler, prompt: list[int] = PROMPT) -> dict[str, object]:
-    return source.finish_prefill(PromptRequest("p1", prompt, {}), [3, 5, 7], len(prompt))
+def offered(
+    source: HandoffScheduler, prompt: list[int] = PROMPT, blocks: Sequence[int] = (3, 5, 7)
+) -> dict[str, object]:
+    params = source.finish_prefill(PromptRequest("p1", prompt, {}), blocks, len(prompt))
+    assert params is not None
+    return params
 
 
 def test_a_handoff_is_loaded_for_its_prompt() -> None:
@@ -177,9 +186,7 @@ def test_every_rank_has_a_ticket_and_a_missing_worker_is_refused() -> None:
     assert [item.address for item in handoff.sources] == ["127.0.0.1:900", "127.0.0.1:901"]
     assert len({item.ticket for item in handoff.sources}) == 2
     with pytest.raises(ValueError, match="1 of 2 workers"):
-        source.set_workers(
-            [WorkerAddress("a:1", "p0", EPOCH)], KvLayout(**{**_fields(LAYOUT), "tp": 2})
-        )
+        source.set_workers([WorkerAddress("a:1", "p0", EPOCH)], replace(LAYOUT, tp=2))
 
 
 def test_the_handoff_has_the_members_that_gateways_check() -> None:
@@ -191,6 +198,26 @@ def test_the_handoff_has_the_members_that_gateways_check() -> None:
         1,
     )
     assert params["remote_block_ids"] == [[3, 5, 7]]
+
+
+def test_a_handoff_has_only_the_blocks_within_a_sliding_window() -> None:
+    source, sink = scheduler(window=5), scheduler(window=5)
+    params = offered(source, blocks=[0, 5, 7])
+    (offer,) = source.take_orders(True).offers
+    assert (offer.blocks, offer.tokens) == ([5, 7], 7)
+    assert sink.loadable_tokens(PromptRequest("d1", PROMPT, params), 0) == 11
+    sink.begin_load("d1", [0, 2, 8], 11)
+    (load,) = sink.take_orders(False).loads
+    assert (load.blocks, load.tokens, load.skip) == ([2, 8], 7, 0)
+    assert source.finish_prefill(PromptRequest("p2", PROMPT, {}), [0, 0, 7], 11) is None
+
+
+def test_a_sliding_window_needs_blocks_of_one_size() -> None:
+    said: list[str] = []
+    sink = scheduler(said, window=5, block_tokens=8)
+    params = offered(scheduler(window=5), blocks=[0, 5, 7])
+    assert sink.loadable_tokens(PromptRequest("d1", PROMPT, params), 0) == 0
+    assert "sliding window" in said[0]
 
 
 def test_prompts_differ_by_tokens_and_by_variant() -> None:
@@ -206,7 +233,7 @@ def announced(source: HandoffScheduler, transfer: object = "t1") -> dict[str, ob
     give = PromptRequest("p1", PROMPT, {"do_remote_decode": True, TRANSFER: transfer})
     source.begin_prefill(give)
     source.on_step([PromptChunk("p1", 0, 11)], lambda _: [3, 5, 7])
-    end = source.end_prefill("p1", [3, 5, 7], is_whole=True)
+    end = source.end_prefill("p1", [3, 5, 7], len(PROMPT), is_whole=True)
     card = end[1][CARD] if end is not None else source._card
     return {"do_remote_prefill": True, TRANSFER: transfer, CARD: card}
 

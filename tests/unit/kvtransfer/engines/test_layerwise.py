@@ -48,6 +48,7 @@ class Engine:
         *,
         part_tokens: int = 512,
         layerwise: bool = True,
+        window: int = 0,
     ) -> None:
         way, self.layout, self.clock = Inproc(wire), layout, clock
         size = layout.rank_block_bytes(0)
@@ -60,7 +61,7 @@ class Engine:
         self.worker = TransferWorker(self.agent, layout, 0, timeout_s=60.0)
         self.scheduler = HandoffScheduler(
             KEY, name, "f", lease_s=30.0, clock=clock.now, warn=lambda _: None,
-            part_tokens=part_tokens, layerwise=layerwise,
+            part_tokens=part_tokens, layerwise=layerwise, window=window,
         )  # fmt: skip
         address = WorkerAddress(self.agent.address, name, self.agent.epoch)
         self.scheduler.set_workers([address], layout)
@@ -124,7 +125,7 @@ def compute_deep(p: Engine, d: Engine, give: PromptRequest) -> tuple[float, floa
         p.worker.mark_computed(layer)
     computed = p.clock.now()
     p.finish(orders)
-    end = p.scheduler.end_prefill(give.id, blocks, is_whole=True)
+    end = p.scheduler.end_prefill(give.id, blocks, len(give.prompt), is_whole=True)
     assert end is not None
     assert end[0]
     assert p.clock.run(60, lambda: p.step() or d.step())
@@ -210,7 +211,7 @@ class Trial:
     def _compute(self, give: PromptRequest) -> str:
         # Compute a prompt in steps, and end its request. Returns how it ended.
         end, sources = self._compute_steps(give)
-        self.p.scheduler.end_prefill(give.id, sources, is_whole=end != "aborted")
+        self.p.scheduler.end_prefill(give.id, sources, len(give.prompt), is_whole=end != "aborted")
         return end
 
     def _compute_steps(self, give: PromptRequest) -> tuple[str, list[int]]:

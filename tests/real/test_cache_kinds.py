@@ -1,0 +1,105 @@
+"""Tests of our KV connector with every kind of KV cache that vLLM's CPU build has.
+
+Each kind has a model or a cache type of its own. One engine has two ranks, each a process, and the
+other engine has one. Handoffs go in both directions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.real.asking import ask, body, differences, prompt
+from tests.real.engines import Engine
+from tests.real.pushing import card_of, push
+from tests.real.test_connector import started
+
+REQUESTS = 6
+SMALL_STEPS = ("--max-num-batched-tokens", "512")
+
+
+class CacheKind(NamedTuple):
+    """A model or a cache type, and the number of the model's KV heads.
+
+    window  attention window in tokens: KV of earlier tokens is not read; 0: no window
+    """
+
+    name: str
+    model: str
+    heads: int
+    options: Sequence[str] = ()
+    window: int = 0
+
+
+KINDS = (
+    CacheKind("GQA", "model", 2),
+    CacheKind("fp8", "model", 2, ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8")),
+    CacheKind("repeated head", "one-head", 1),
+    CacheKind("MLA", "latent", 1),
+    CacheKind("sliding window", "window", 2, window=256),
+    CacheKind("windows and full attention", "windows-and-full", 2),
+)
+
+
+def dumped(folder: Path, side: str, heads: int) -> dict[str, NDArray[np.uint8]]:
+    # Return dumped KV by name of the offer, with the heads of the model in order. Ranks that have
+    # the same head must have the same bytes.
+    ranks: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob(f"{side}-*.npy")):
+        ranks.setdefault(path.stem.split("-", 1)[1].rpartition("-")[0], []).append(path)
+    result = {}
+    for name, paths in ranks.items():
+        pages = np.concatenate(list(map(np.load, paths)), 2)
+        repeats = pages.shape[2] // heads
+        result[name] = pages[:, :, ::repeats]
+        for other in range(1, repeats):
+            assert np.array_equal(pages[:, :, other::repeats], result[name]), (side, name)
+    return result
+
+
+async def handoffs(p: Engine, d: Engine, first: int) -> None:
+    # Send split requests, and compare their answers with those of each engine alone. Aggregated
+    # answers of one rank and of two may differ; either counts.
+    card = await card_of(p, d)
+    for seed in range(first, first + REQUESTS):
+        asked = body(prompt(150 + 150 * (seed % 100), seed=seed), max_tokens=8)
+        wholes = [await ask(e.url, asked | {"cache_salt": f"w{seed}"}) for e in (p, d)]
+        answer = await push(p, d, asked, f"t{seed}", card)
+        assert (answer.status, answer.error) == (200, "")
+        assert any(differences(answer, whole) == [] for whole in wholes), seed
+    for engine in (p, d):
+        await engine.idle_within(40.0)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name.replace(" ", "-"))
+def test_kv_of_every_kind_arrives_between_two_ranks_and_one(
+    kind: CacheKind, tmp_path: Path
+) -> None:
+    folder = tmp_path / "dump"
+    options = (*SMALL_STEPS, *kind.options)
+    with started(tmp_path, 2, options, kind.options, kind.model, dump=str(folder)) as (two, one):
+        for source, sink, first in ((two, one, 5400), (one, two, 5500)):
+            for file in folder.glob("*.npy"):
+                file.unlink()
+            before = asyncio.run(sink.numbers())
+            asyncio.run(handoffs(source, sink, first))
+            now = asyncio.run(sink.numbers())
+            assert now["kv_ranks_not_received_total"] == before["kv_ranks_not_received_total"]
+            offered, received = (
+                dumped(folder, side, kind.heads) for side in ("offered", "received")
+            )
+            assert received.keys() == offered.keys()
+            assert len(received) >= REQUESTS
+            for name, pages in offered.items():
+                assert pages.any()
+                assert np.array_equal(pages, received[name]), name
+            print(
+                f"\n{kind.name}, {source.name} to {sink.name}: {len(received)} offers, "
+                f"{sum(pages.nbytes for pages in received.values()) / 1e6:.1f} MB equal"
+            )
