@@ -378,14 +378,14 @@ for every type of its row.
 
 | | proof |
 |---|---|
-| `E` | two running vLLM engines: the sink answers as one engine alone (`make real`; `float32`) |
+| `E` | two running vLLM engines: each head's bytes, and the answers, are equal (`make real`) |
 | `V` | memory and tensors that vLLM 0.32's own specs and groups made; no engine (`make real`) |
 | `M` | memory that the test's own numpy model made (`make test`) |
 
-In each test two processes, with an agent per rank, move a request of 75 tokens over TCP. Every head
-of every rank is then compared with the source's bytes. With `V` they are written and read as vLLM's
-attention backend does it. With `M` all other memory is compared with what it was before.
-The rest of the last block moves along.
+`E` is for `float32`. In each other test two processes, with an agent per rank, move a request of 75
+tokens over TCP. Every head of every rank is then compared with the source's bytes. With `V` they
+are written and read as vLLM's attention backend does it. With `M` all other memory is compared with
+what it was before. The rest of the last block moves along.
 
 The contents (`tokens`, `planes`, `heads`, `pages`) and orders of memory are explained in
 [memory orders](../kvtransfer.md#memory-orders). Types have vLLM's names. `fp8` has a scale per

@@ -122,9 +122,8 @@ _HEAD_FIRST = CacheMemory("tokens", "lhbnc"), CacheMemory("tokens", "bhlnc")
 _PAGES = CacheMemory("pages", "lbhnc", page_format="cpu-vec")
 _PLAIN = ("float32", "bfloat16", "fp8")
 _TRITON, _CPU = "TRITON_ATTN", "CPU_ATTN"
-# Tested by test_kv_is_resharded_between_engines_of_two_ranks_and_of_one in
-# tests/real/test_connector.py, with a model that has two key/value heads.
-_RESHARDED = (((2, 1), "float32"), ((1, 2), "float32"))
+# Tested by tests/real/test_cache_kinds.py, with a model of two key/value heads.
+_ENGINES = (((2, 1), "float32"), ((1, 2), "float32"))
 
 
 def _moving() -> tuple[LayoutRow, ...]:
@@ -145,13 +144,20 @@ def _moving() -> tuple[LayoutRow, ...]:
         ),
         LayoutRow(
             "GQA, 2 heads: repeated with 4 ranks", 2, _PAGES, _PAGES, _PLAIN,
-            backend=_CPU, engine_pairs=_RESHARDED,
+            backend=_CPU, engine_pairs=_ENGINES,
         ),
         LayoutRow("one head (MQA): always repeated", 1, _NHD, _HND, _TWO, backend=_TRITON),
+        LayoutRow("one head (MQA): always repeated", 1, _PAGES, _PAGES, _PLAIN, backend=_CPU),
         LayoutRow("latent (MLA): every rank has all", 1, _HND, _HND, ("bfloat16", "fp8"),
                   is_latent=True, backend="TRITON_MLA"),
         LayoutRow("latent (MLA): every rank has all", 1, _HND, _BLOCK_NHD, ("bfloat16", "fp8"),
                   is_latent=True, backend="TRITON_MLA"),
+        LayoutRow("latent (MLA) of vLLM on CPUs", 1, _HND, _HND,
+                  ("float32", "bfloat16"), is_latent=True, backend="CPU_MLA"),
+        LayoutRow("sliding window in all layers", 2, _PAGES, _PAGES, _PLAIN,
+                  windows=(40,), backend=_CPU),
+        LayoutRow("sliding windows in one group with full attention", 2, _PAGES, _PAGES,
+                  _PLAIN, backend=_CPU),
         *(
             LayoutRow("sliding window beside full attention: two groups", 8, source, sink,
                       _TWO, windows=(0, 40), backend=_TRITON)
@@ -205,9 +211,9 @@ class ConnectorRefusal(NamedTuple):
 
 CONNECTOR_REFUSALS = (
     ConnectorRefusal(
-        "`CPU_MLA` and other backends that are not listed",
-        {"backend": "CPU_MLA", "latent": True},
-        "CPU_MLA is unknown",
+        "`AMX_MLA` and other backends that are not listed",
+        {"backend": "AMX_MLA", "latent": True},
+        "AMX_MLA is unknown",
         "where the backend puts a token is not known",
     ),
     ConnectorRefusal(

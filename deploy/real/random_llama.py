@@ -57,18 +57,17 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     # One KV head, which two ranks repeat.
     "one-head": {"num_key_value_heads": 1},
-    # Multi-head latent attention, without experts.
+    # Multi-head latent attention, without experts. vLLM's kernels for CPUs have one size of rows.
     "latent": {
         "model_type": "deepseek_v2",
         "num_key_value_heads": 4,
         "head_dim": 32,
-        "kv_lora_rank": 64,
+        "kv_lora_rank": 512,
         "q_lora_rank": None,
         "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 32,
+        "qk_rope_head_dim": 64,
         "v_head_dim": 32,
         "first_k_dense_replace": 2,
-        "n_routed_experts": None,
     },
     # Sliding windows in all layers.
     "window": {"model_type": "mistral", "sliding_window": WINDOW},

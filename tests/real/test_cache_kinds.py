@@ -22,27 +22,25 @@ from tests.real.test_connector import started
 
 REQUESTS = 6
 SMALL_STEPS = ("--max-num-batched-tokens", "512")
+CPU_MLA = ("--attention-backend", "CPU_MLA")  # of any CPU; it computes a prompt in one step
 
 
 class CacheKind(NamedTuple):
-    """A model or a cache type, and the number of the model's KV heads.
-
-    window  attention window in tokens: KV of earlier tokens is not read; 0: no window
-    """
+    """A model or a cache type, and the number of the model's KV heads."""
 
     name: str
     model: str
     heads: int
     options: Sequence[str] = ()
-    window: int = 0
+    prefill_options: Sequence[str] = SMALL_STEPS
 
 
 KINDS = (
     CacheKind("GQA", "model", 2),
     CacheKind("fp8", "model", 2, ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8")),
     CacheKind("repeated head", "one-head", 1),
-    CacheKind("MLA", "latent", 1),
-    CacheKind("sliding window", "window", 2, window=256),
+    CacheKind("MLA", "latent", 1, CPU_MLA, ()),
+    CacheKind("sliding window", "window", 2),
     CacheKind("windows and full attention", "windows-and-full", 2),
 )
 
@@ -77,12 +75,18 @@ async def handoffs(p: Engine, d: Engine, first: int) -> None:
         await engine.idle_within(40.0)
 
 
+def has_avx512() -> bool:
+    return "avx512" in Path("/proc/cpuinfo").read_text()
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name.replace(" ", "-"))
 def test_kv_of_every_kind_arrives_between_two_ranks_and_one(
     kind: CacheKind, tmp_path: Path
 ) -> None:
+    if kind.name == "fp8" and not has_avx512():
+        pytest.skip("vLLM's fp8 cache on CPUs needs AVX-512, which this machine lacks")
     folder = tmp_path / "dump"
-    options = (*SMALL_STEPS, *kind.options)
+    options = (*kind.options, *kind.prefill_options)
     with started(tmp_path, 2, options, kind.options, kind.model, dump=str(folder)) as (two, one):
         for source, sink, first in ((two, one, 5400), (one, two, 5500)):
             for file in folder.glob("*.npy"):

@@ -24,11 +24,13 @@ _CONTENTS: Mapping[str, KvContent] = MappingProxyType(
         "FLASHINFER": KvContent.TOKENS,
     }
 )
-# Attention backends whose latent cache stores a token's row in one piece. The layout of the CPU
-# backend is unknown.
+# Attention backends whose latent cache stores a token's row in one piece.
 _LATENT_CONTENTS: Mapping[str, KvContent] = MappingProxyType(
     dict.fromkeys(
-        ("CUTLASS_MLA", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA"),
+        (
+            *("CPU_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN_MLA"),
+            "TRITON_MLA",
+        ),
         KvContent.TOKENS,
     )
 )

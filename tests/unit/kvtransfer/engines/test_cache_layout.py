@@ -87,7 +87,7 @@ def test_a_latent_cache_has_one_row_per_token_on_every_rank() -> None:
     ("change", "reason"),
     [
         ({"backend": "TURBOQUANT"}, "TURBOQUANT is unknown; known"),
-        ({"backend": "CPU_MLA", "latent": True}, "CPU_MLA is unknown; known"),
+        ({"backend": "AMX_MLA", "latent": True}, "AMX_MLA is unknown; known"),
         ({"dtype": "nvfp4"}, "type nvfp4"),
         ({"dtype": "fp8_per_token_head"}, "backend CPU_ATTN stores its scales"),
         ({"cell_bytes": 72}, "72 bytes, but 64 bytes are expected"),

@@ -79,3 +79,28 @@ def test_addresses_of_another_connector_are_refused_with_a_sentence(connector: A
     ours = object.__new__(connector.PenstockConnector)
     with pytest.raises(ValueError, match="MultiConnector must list PenstockConnector before"):
         ours.set_xfer_handshake_metadata({0: SimpleNamespace(agent_metadata_bytes=b"")})
+
+
+def cache_of(spec: str, **members: object) -> SimpleNamespace:
+    # Return vLLM's KVCacheConfig of one group, whose layers have caches of this class.
+    group = SimpleNamespace(
+        kv_cache_spec=type(spec, (), {})(), enable_kv_transfer=True, layer_names=["0"]
+    )
+    for name, value in members.items():
+        setattr(group.kv_cache_spec, name, value)
+    return SimpleNamespace(kv_cache_groups=[group], kv_cache_tensors=[object()])
+
+
+def test_only_vllms_window_that_frees_blocks_counts_as_one(connector: Any) -> None:
+    read_window = sys.modules[CACHE_MEMORY].read_window
+    assert read_window(cache_of("SlidingWindowSpec", sliding_window=256)) == 256
+    # Beside full attention, vLLM keeps the blocks before a window.
+    assert read_window(cache_of("FullAttentionSpec", sliding_window=256)) == 0
+
+
+@pytest.mark.parametrize("spec", ["ChunkedLocalAttentionSpec", "MambaSpec", "SlidingWindowMLASpec"])
+def test_caches_whose_blocks_vllm_frees_or_replaces_are_refused(connector: Any, spec: str) -> None:
+    parallel = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1)
+    config = SimpleNamespace(parallel_config=parallel)
+    with pytest.raises(connector.UnsupportedCache, match=f"class {spec} is not supported"):
+        sys.modules[CACHE_MEMORY].read_facts(config, cache_of(spec))
