@@ -26,6 +26,8 @@ class KvDump:
     ) -> None:
         steps = layout.steps(0)
         cell = layout.parts * layout.row_bytes
+        inner: tuple[int, ...]
+        inner_steps: tuple[int, ...]
         if layout.content in (KvContent.HEADS, KvContent.PAGES):
             inner, inner_steps = (layout.block_tokens * cell,), (1,)
         elif layout.content is KvContent.TOKENS:
