@@ -17,6 +17,8 @@ from gateway.cli.doctor.production_checklist import CheckedEndpoint, CheckedFlee
 from gateway.cli.doctor.seed_checklist import seed_findings
 from gateway.cli.main import run as penstock
 from gateway.config import Config, layout_rules, role_rules
+from gateway.config.diff import diff
+from gateway.config.loader import load_text
 from gateway.fleet.endpoint_registry import EndpointRegistry
 from gateway.fleet.engine_metrics import parse_scrape
 from gateway.http.write_queue import WriteQueue
@@ -30,6 +32,7 @@ from policies.endpoint_load import EndpointLoad
 from policies.filters import fits_context
 from policies.prefix.fingerprint import Fingerprinter
 from policies.prefix.prefix_index import PrefixIndex
+from policies.pricing.model_tiers import ModelTier, alternatives
 from policies.routing_algorithm import pick
 from policies.routing_types import Candidate, Endpoint, EngineKind
 from policies.sizing.gpus import gpu_named
@@ -41,7 +44,7 @@ from tests.command_runner import CommandRunner
 from tests.replaced import stand_in
 from tests.unit.planner.seeds.answers import Outcome, answer
 from tests.unit.planner.seeds.sizing_answers import trtllm_of_the_seed
-from tests.unit.policies.builders import ask, candidate
+from tests.unit.policies.builders import ask, candidate, outlook
 
 ROOT = Path(__file__).parents[4]
 METRICS = b"""vllm:num_requests_running{engine="0"} 1.0
@@ -125,8 +128,14 @@ def _(_item: SeedItem) -> Outcome:
 
 @answer(52)
 def _(_item: SeedItem) -> Outcome:
-    names = {"round_robin", "least_loaded", "prefix_aware"}
-    return {"policies": len(names & set(policy_registry.names()))}
+    # tp0 has the prompt's prefix and more work than tp1.
+    endpoints = [candidate(0, prefill_tokens=900, in_flight=1), candidate(1)]
+    picked: dict[str, object] = {}
+    for name in ("round_robin", "least_loaded", "prefix_aware"):
+        policy = policy_registry.build(name, {})
+        choices = [pick(policy, ask(4000, cached=(3900, 0)), endpoints) for _ in range(3)]
+        picked[name] = " ".join(c.candidate.endpoint.name for c in choices if c is not None)
+    return picked
 
 
 @answer(53)
@@ -178,8 +187,14 @@ def _(_item: SeedItem) -> Outcome:
 
 @answer(76)
 def _(_item: SeedItem) -> Outcome:
+    # The small model takes a request in which its queue leaves time for the first token.
     config = Config.model_validate(two_sizes())
-    return {"overflow": config.models[0].overflow[0].model}
+    small = config.models[0].overflow[0].model
+    names = {}
+    for outcome, queue_s in (("overflow", 0.5), ("overflow_behind_a_long_queue", 60.0)):
+        tier = ModelTier(small, (outlook(0, prefill_done_at=100.0 + queue_s),))
+        names[outcome] = ", ".join(found.name for found, _ in alternatives(ask(), [tier])) or "none"
+    return names
 
 
 def two_sizes() -> dict[str, Any]:
@@ -292,7 +307,11 @@ def _(_item: SeedItem) -> Outcome:
 @answer(117)
 def _(_item: SeedItem) -> Outcome:
     text = (ROOT / "deploy/grafana/penstock-overview.json").read_text()
-    return {"annotation": "".join(re.findall(r"changes\((\w+)", text)[:1])}
+    before, after = (load_text(json.dumps(file({"tp": tp})).encode(), "x", {}) for tp in (4, 8))
+    return {
+        "annotation": "".join(re.findall(r"changes\((\w+)", text)[:1]),
+        "change": "; ".join(map(str, diff(before, after))),
+    }
 
 
 def response(value: Any = None, status: int = 200, text: bytes = b"") -> ProbeResponse:
@@ -414,5 +433,16 @@ def _(_item: SeedItem) -> Outcome:
 
 @answer(115)
 def _(_item: SeedItem) -> Outcome:
-    unknown = run_checklist(CheckedFleet([], Config.model_validate(file({"tp": 4}))))
-    return {"verdict": "\n".join(told(found) for found in unknown)}
+    def verdict(shares: Mapping[str, float]) -> str:
+        fleet = CheckedFleet([], Config.model_validate(file({"tp": 8})), {}, shares)
+        found = seed_findings(run_checklist(fleet))
+        return next(told(each) for each in found if each.check.startswith("89 "))
+
+    def share(model: str, gpu: str) -> float:
+        return collectives_share(model_named(model), gpu_named(gpu), 8, 1, 8192)
+
+    return {
+        "70b_over_nvlink": verdict({"g": share("llama-3.1-70b", "h100")}),
+        "8b_over_pcie": verdict({"g": share("llama-3.1-8b", "l40s")}),
+        "unmeasured": verdict({}),
+    }

@@ -225,8 +225,9 @@ def _(item: SeedItem) -> Outcome:
 
 @answer(43)
 def _(item: SeedItem) -> Outcome:
-    work = plain(item.command)["plans"][0]["work"]
-    return {"computed_tokens": round(work["prompt"] * (1 - work["cached_share"]))}
+    cold = item.command.replace(" --cached 0.4", "")
+    shared, whole = (plain(command)["plans"][0]["single"] for command in (item.command, cold))
+    return {"prefill_40_percent_cached_over_none": shared["ttft_s"] / whole["ttft_s"]}
 
 
 @answer(44)
