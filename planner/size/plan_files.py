@@ -82,6 +82,11 @@ def _sglang(emission: Emission) -> str:
 
 def _trtllm(emission: Emission) -> str:
     head = f"# trtllm-serve {emission.source} --extra_llm_api_options this.yaml\n"
+    if emission.is_quantising:
+        head = (
+            "# The plan has fp8 weights. TensorRT-LLM loads them from a checkpoint that ModelOpt\n"
+            f"# has quantised: replace {emission.source} by one.\n{head}"
+        )
     return head + trtllm_options(emission.launch())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from math import log10
+from math import ceil, floor, log, log10
 
 import msgspec
 
@@ -39,6 +39,7 @@ h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem }
 pre { overflow-x: auto; font-size: 13px } .headline { font-size: 1.1rem; font-weight: 600 }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #8884 }
+td:not(:last-child) { white-space: nowrap } line { stroke: #8884 } text { fill: currentColor }
 .bar { display: flex; height: 14px; width: 320px; background: #8882 }
 .bar i { display: block; height: 100% }
 .weights { background: #2a78d6 } .kv { background: #1baf7a } .flops { background: #eda100 }
@@ -111,19 +112,24 @@ def _slider(group: str, label: str, count: int, at: int) -> str:
 
 def _headlines(plan: FleetPlan, points: Sequence[FleetPoint]) -> Iterator[str]:
     # Yield the headline for each promise; the slider begins at the promise of the plan.
-    given = plan.work.tpot_s
-    at = len(TPOT_PROMISES_MS)
-    if given is not None:
-        at = next((n for n, each in enumerate(TPOT_PROMISES_MS) if each / 1e3 >= given), at)
-    yield _slider("promise", "Promised time per token", len(TPOT_PROMISES_MS) + 1, at)
-    for index, limit in enumerate((*TPOT_PROMISES_MS, None)):
-        promises = () if limit is None else (Promise(tpot_s=limit / 1e3),)
+    limits = _tpot_limits_s(plan)
+    at = limits.index(plan.work.tpot_s)
+    yield _slider("promise", "Promised time per token", len(limits), at)
+    for index, limit_s in enumerate(limits):
+        promises = () if limit_s is None else (Promise(tpot_s=limit_s),)
         work = msgspec.structs.replace(plan.work, promises=promises)
-        text = "no promise" if limit is None else f"{limit} ms"
+        text = "no promise" if limit_s is None else ms(limit_s)
         yield (
             f'<p class="headline" data-of="promise" data-at="{index}">{text}: '
             f"{escape(headline(points, work))}</p>"
         )
+
+
+def _tpot_limits_s(plan: FleetPlan) -> list[float | None]:
+    # Return the times per token that the sliders offer, with the plan's own; None is no promise.
+    given = plan.work.tpot_s
+    own = () if given is None else (given,)
+    return [*sorted({*own, *(limit / 1e3 for limit in TPOT_PROMISES_MS)}), None]
 
 
 def _ladders(ladders: Mapping[int, Sequence[LadderStep]]) -> Iterator[str]:
@@ -205,14 +211,16 @@ def _loads(plan: FleetPlan, points: Sequence[FleetPoint], gpus: int) -> Iterator
     ttft_s = plan.work.ttft_s
     beside = "" if ttft_s is None else f", with {ms(ttft_s)} to the first token"
     yield f"<h2>Rate and latency: the least fleet of each shape{beside}</h2>"
-    yield _slider("rate", "Requests per second", len(RATES), 0)
-    yield _slider("latency", "Promised time per token", len(TPOT_PROMISES_MS) + 1, 5)
-    for row, rate in enumerate(RATES):
+    given, limits = plan.work.rate_s or RATES[0], _tpot_limits_s(plan)
+    rates = sorted({*RATES, given})
+    yield _slider("rate", "Requests per second", len(rates), rates.index(given))
+    at = limits.index(plan.work.tpot_s)
+    yield _slider("latency", "Promised time per token", len(limits), at)
+    for row, rate in enumerate(rates):
         yield f'<div data-of="rate" data-at="{row}">'
-        for column, limit in enumerate((*TPOT_PROMISES_MS, None)):
-            promise = "any time per token" if limit is None else f"{limit} ms per token"
+        for column, limit_s in enumerate(limits):
+            promise = "any time per token" if limit_s is None else f"{ms(limit_s)} per token"
             yield f'<div data-of="latency" data-at="{column}"><p>{rate:g} requests/s, {promise}</p>'
-            limit_s = None if limit is None else limit / 1e3
             choices = list(choices_for(points, rate, limit_s, ttft_s, gpus))
             yield from _choices_html(choices, plan.hardware.price_hour)
             yield "</div>"
@@ -243,21 +251,39 @@ def _shape_text(point: FleetPoint) -> str:
 def _front(points: Sequence[FleetPoint]) -> Iterator[str]:
     yield "<h2>All layouts: green ones are beaten by none, grey ones cannot be</h2>"
     yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" aria-label="layouts">'
-    times = [log10(point.tpot_s) for point in points]
-    rates = [log10(point.requests_s) for point in points]
-    for point, time, rate in zip(points, times, rates, strict=True):
-        x = MARGIN + (WIDTH - 2 * MARGIN) * _place(time, times)
-        y = HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * _place(rate, rates)
+    times = [point.tpot_s for point in points]
+    rates = [point.requests_s for point in points]
+    bottom = HEIGHT - MARGIN
+    for value in _ticks(times):
+        x = MARGIN + (WIDTH - 2 * MARGIN) * _place(value, times)
+        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{MARGIN}" y2="{bottom}"/>'
+        yield f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{ms(value)}</text>'
+    for value in _ticks(rates):
+        y = bottom - (HEIGHT - 2 * MARGIN) * _place(value, rates)
+        yield f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text x="{MARGIN - 6}" y="{y + 5:.1f}" text-anchor="end">{value:g}</text>'
+    for point in points:
+        x = MARGIN + (WIDTH - 2 * MARGIN) * _place(point.tpot_s, times)
+        y = bottom - (HEIGHT - 2 * MARGIN) * _place(point.requests_s, rates)
         kind = "no" if point.reason else "best" if point.is_best else ""
         yield f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>'
         yield f"{escape(_point_text(point))}</title></circle>"
-    yield f'<text x="{WIDTH // 2}" y="{HEIGHT - 8}">time per token</text>'
+    yield f'<text x="{WIDTH // 2}" y="{HEIGHT - 8}" text-anchor="middle">time per token</text>'
     yield '<text x="4" y="16">requests/s</text></svg><p id="chosen">Choose a point.</p>'
 
 
-def _place(value: float, values: Sequence[float]) -> float:
+def _ticks(values: Sequence[float]) -> list[float]:
+    # Return the powers of ten within the values, with their doubles and halves.
     low, high = min(values), max(values)
-    return (value - low) / (high - low) if high > low else 0.5
+    powers = range(floor(log10(low)), ceil(log10(high)) + 1)
+    ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    return [tick for tick in ticks if low <= tick <= high]
+
+
+def _place(value: float, values: Sequence[float]) -> float:
+    # Return the place of a value, 0 to 1, on a logarithmic axis from the least to the largest.
+    low, high = min(values), max(values)
+    return log(value / low) / log(high / low) if high > low else 0.5
 
 
 def _point_text(point: FleetPoint) -> str:

@@ -40,3 +40,11 @@ def test_experts_on_many_ranks_are_balanced_and_those_on_several_nodes_have_a_ba
 def test_a_dense_model_has_no_flags_of_experts() -> None:
     emission = Emission(planned("llama-3.1-70b", WORK), "meta-llama/Llama-3.1-70B", "llama")
     assert "eplb" not in emit("vllm", emission) + emit("sglang", emission)
+
+
+def test_tensorrt_llm_is_given_a_quantised_checkpoint_for_a_plan_with_fp8_weights() -> None:
+    name = "meta-llama/Llama-3.1-70B-Instruct"
+    plan = planned("llama-3.1-70b", WORK)
+    wanted = f"replace {name} by one"
+    assert wanted in emit("trtllm", Emission(plan, name, "llama", is_quantising=True))
+    assert wanted not in emit("trtllm", Emission(plan, name, "llama"))

@@ -73,7 +73,7 @@ def test_a_cell_has_the_requests_per_second_of_its_shape_and_replicas(page: str)
 
 
 def test_a_rate_and_a_promise_have_the_least_fleet_of_each_shape(page: str) -> None:
-    slow = _load_block(page, "2 requests/s, 40 ms per token")
+    slow = _load_block(page, "2 requests/s, 40.0 ms per token")
     rows = re.findall(r'<tr class="(\w*)"><td>([^<]*)</td>(.*?)</tr>', slow)
     good = [(shape, _cells(rest)) for kind, shape, rest in rows if kind == "good"]
     assert [shape.split("-")[-1] for shape, _ in good] == ["FP8, TP 2", "FP8, TP 4"]
@@ -82,9 +82,9 @@ def test_a_rate_and_a_promise_have_the_least_fleet_of_each_shape(page: str) -> N
         ["8", "2", "4", "$10.00"],
         ["16", "1", "4", "$10.00"],
     ]
-    fast = _load_block(page, "2 requests/s, 5 ms per token")
+    fast = _load_block(page, "2 requests/s, 5.0 ms per token")
     assert "no batch keeps 5.0 ms per token and 1,200 ms to the first token" in fast
-    many = _load_block(page, "10 requests/s, 40 ms per token")
+    many = _load_block(page, "10 requests/s, 40.0 ms per token")
     (own,) = (
         _cells(rest)
         for shape, rest in re.findall(r'<tr class="grey"><td>([^<]*)</td>(.*?)</tr>', many)
@@ -92,6 +92,22 @@ def test_a_rate_and_a_promise_have_the_least_fleet_of_each_shape(page: str) -> N
     )
     assert own[:3] == ["16", "5", "20"]
     assert own[-1] == "needs 20 GPUs of 16"
+
+
+def test_the_sliders_begin_at_the_rate_and_the_promise_of_the_plan(tmp_path: Path) -> None:
+    file = tmp_path / "size.html"
+    assert run(*HARBOR[:-4], "--tpot", "38ms", "--rate", "4", "--report", str(file)).exit_code == 0
+    page = file.read_text()
+    at = {group: number for number, group in re.findall(r'value="(\d+)" data-group="(\w+)"', page)}
+    assert f'data-of="promise" data-at="{at["promise"]}">38.0 ms: ' in page
+    rows = page.split(f'data-of="rate" data-at="{at["rate"]}">')[1]
+    shown = rows.split(f'data-of="latency" data-at="{at["latency"]}">')[1]
+    assert shown.startswith("<p>4 requests/s, 38.0 ms per token</p>")
+
+
+def test_the_axes_of_the_layouts_have_round_numbers(page: str) -> None:
+    labels = re.findall(r'<text [^>]*text-anchor="(?:middle|end)">([^<]*)</text>', page)
+    assert {"10.0 ms", "20.0 ms", "50.0 ms", "100 ms", "1", "2", "5", "10"} <= set(labels)
 
 
 def _load_block(page: str, title: str) -> str:
