@@ -7,7 +7,6 @@ it stays near its prior. So a plan for another TP size changes less than one for
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import exp, log
 from pathlib import Path
@@ -132,19 +131,24 @@ def _fitted(
     sigmas: Mapping[type[Phase], float],
 ) -> list[float]:
     # Return the logarithms of the constants' factors; residuals beyond two sigmas are outliers.
-    counts = Counter(map(type, phases))
-    # Prefill and decode phases have equal total weights, however many phases of each there are.
-    weights = {kind: (2 * counts[kind] / len(phases)) ** -0.5 for kind in _KINDS}
+    weights = [_weight(phase) for phase in phases]
 
     def residuals(logs: Sequence[float]) -> list[float]:
         errors = _errors(model, _scaled(gpu, logs), tp, _api_s(logs), phases)
         weighed = [
-            _huber(error / sigmas[type(phase)]) * weights[type(phase)]
-            for error, phase in zip(errors, phases, strict=True)
+            _huber(error / sigmas[type(phase)]) * weight
+            for error, phase, weight in zip(errors, phases, weights, strict=True)
         ]
         return weighed + [value / PRIOR_SIGMA for value in logs]
 
     return least_squares(residuals, start, BOUND)
+
+
+def _weight(phase: Phase) -> float:
+    # Return the weight of a phase's residual. Decode phases that overlap measure the same steps. If
+    # each counted in full, small errors of the equation for decode steps would outweigh the
+    # measured prefills.
+    return phase.overlap**-0.5 if isinstance(phase, DecodePhase) else 1.0
 
 
 def _spreads(
@@ -187,12 +191,14 @@ def _predicted_s(line: Roofline, phase: Phase, api_s: float) -> float:
     decode_only = StepWork(0, 0.0, phase.seqs, phase.context)
     decode_only_s = line.equation_s(decode_only) if phase.seqs else 0.0
     if isinstance(phase, PrefillPhase):
-        # A prompt arrives half a step before the end of a decode step, on average.
+        # A prompt that waits for no other one arrives half a step before the end of a decode step,
+        # on average.
         chunks = (
             decode_only._replace(prefill_tokens=tokens, attention_area=area)
             for tokens, area in phase.chunks
         )
-        return api_s + decode_only_s / 2 + sum(map(line.equation_s, chunks))
+        before_s = 0.0 if phase.was_queued else api_s + decode_only_s / 2
+        return before_s + sum(map(line.equation_s, chunks))
     total_s = decode_only_s * phase.steps
     for tokens, area in phase.chunks:
         work = decode_only._replace(prefill_tokens=tokens, attention_area=area)

@@ -1,7 +1,8 @@
 """Finds measurements of prefills and decodes in an access log, to calibrate step times.
 
-A prefill is used if no other prompt waited or was computed on its endpoint. The decoding of an
-answer is used together with all sequences and prompts that ran beside it.
+A prefill is used if no other prompt waited or was computed on its endpoint, or if its prompt alone
+waited for the end of another one's prefill. The decoding of an answer is used together with all
+sequences and prompts that ran beside it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from math import inf
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -20,8 +23,13 @@ from planner.traces.trace_lines import parse_lines
 from policies.sizing.model_shapes import Llm
 
 LEAST_OUTPUT = 16  # minimum tokens of a used answer; shorter ones show the network, not the steps
-MOST_PHASES = 2_000  # maximum number of prefill phases, and of decode phases, spread over the log
+# Maximum numbers of used phases, spread over the log. Decode phases overlap, so fewer are enough.
+MOST_PREFILLS, MOST_DECODES = 5_000, 2_000
 STEP_TOKENS = 8_192  # vLLM's max_num_batched_tokens
+# First tokens that are less than this apart are of one step, which computed all their prompts.
+SAME_STEP_S = 0.002
+# Time after which a sent request is surely in the engine's queue, if it waits for another prompt.
+QUEUED_AFTER_S = 0.05
 
 
 class MeasuredAnswer(msgspec.Struct, frozen=True):
@@ -48,17 +56,20 @@ class MeasuredAnswer(msgspec.Struct, frozen=True):
 class PrefillPhase(msgspec.Struct, frozen=True):
     """A recorded prefill, and the work that the engine did beside it.
 
-    seconds  its duration
-    chunks   (tokens, attention area) of each step that computed a part of the prompt; the area is
-             the number of query-key pairs
-    seqs     mean number of sequences that decoded beside it
-    context  tokens of KV that these sequences read per step, in total
+    seconds     its duration
+    chunks      (tokens, attention area) of each step that computed a part of the prompt; the area
+                is the number of query-key pairs
+    seqs        mean number of sequences that decoded beside it
+    context     tokens of KV that these sequences read per step, in total
+    was_queued  whether `seconds` begins at the end of the preceding step, for which the prompt
+                waited; otherwise, it begins when the request was sent
     """
 
     seconds: float
     chunks: tuple[tuple[int, float], ...]
     seqs: int
     context: int
+    was_queued: bool = False
 
 
 class DecodePhase(msgspec.Struct, frozen=True):
@@ -66,9 +77,10 @@ class DecodePhase(msgspec.Struct, frozen=True):
 
     seconds  their duration
     steps    number of steps, one per token
-    chunks   (tokens, attention area) of other prompts that were computed meanwhile
+    chunks   (tokens, attention area) of each step that computed other prompts meanwhile
     seqs     mean number of sequences of a step, including this answer
     context  mean tokens of KV that a step reads
+    overlap  mean number of used phases that contain a step of the log, at least 1
     """
 
     seconds: float
@@ -76,6 +88,10 @@ class DecodePhase(msgspec.Struct, frozen=True):
     chunks: tuple[tuple[int, float], ...]
     seqs: float
     context: float
+    overlap: float = 1.0
+
+
+_Phase = TypeVar("_Phase", PrefillPhase, DecodePhase)
 
 
 class _TimedLine(LoggedRequest):
@@ -124,7 +140,7 @@ def _answer(row: _TimedLine) -> Iterator[MeasuredAnswer]:
 def phases_of(answers: Sequence[MeasuredAnswer], model: Llm) -> list[PrefillPhase | DecodePhase]:
     """Return the prefill and decode phases of the answers that are usable as measurements.
 
-    At most MOST_PHASES of each kind are returned.
+    At most MOST_PREFILLS and MOST_DECODES are returned.
     """
     by_endpoint: dict[str, list[MeasuredAnswer]] = defaultdict(list)
     for answer in answers:
@@ -136,11 +152,23 @@ def phases_of(answers: Sequence[MeasuredAnswer], model: Llm) -> list[PrefillPhas
         for answer, others in _with_others(own):
             prefills += _prefill(answer, others, model)
             decodes += _decode(answer, others, model)
-    return [*prefills[:: _stride(len(prefills))], *decodes[:: _stride(len(decodes))]]
+    decodes = _spread(decodes, MOST_DECODES)
+    overlap = sum(phase.seconds for phase in decodes) / sum(map(_span_s, by_endpoint.values()))
+    return [
+        *_spread(prefills, MOST_PREFILLS),
+        *(msgspec.structs.replace(phase, overlap=max(1.0, overlap)) for phase in decodes),
+    ]
 
 
-def _stride(count: int) -> int:
-    return max(1, -(-count // MOST_PHASES))
+def _span_s(answers: Sequence[MeasuredAnswer]) -> float:
+    # Return the seconds from the first request that was sent to the last token.
+    sent_s = min(answer.sent_s for answer in answers)
+    return max(answer.last_s for answer in answers) - sent_s
+
+
+def _spread(phases: Sequence[_Phase], most: int) -> list[_Phase]:
+    count = min(len(phases), most)
+    return [phases[place * len(phases) // count] for place in range(count)]
 
 
 def _with_others(
@@ -168,10 +196,26 @@ def _prefill(
     answer: MeasuredAnswer, others: Sequence[MeasuredAnswer], model: Llm
 ) -> Iterator[PrefillPhase]:
     begin_s, end_s = answer.sent_s, answer.first_s
-    if any(other.sent_s < end_s and other.first_s > begin_s for other in others):
-        return
+    beside = [other for other in others if other.sent_s < end_s and other.first_s > begin_s]
+    if beside:
+        ends_s = [other.first_s for other in beside if other.first_s < end_s - SAME_STEP_S]
+        begin_s = max(ends_s, default=0.0)
+        if not _is_next(answer, beside, begin_s):
+            return
     seqs, context = _batch(others, begin_s, end_s, model)
-    yield PrefillPhase(end_s - begin_s, _chunks(answer), round(seqs), round(context))
+    yield PrefillPhase(
+        *(end_s - begin_s, _chunks(answer), round(seqs), round(context), bool(beside))
+    )
+
+
+def _is_next(answer: MeasuredAnswer, beside: Sequence[MeasuredAnswer], begin_s: float) -> bool:
+    # Return whether the step that began at `begin_s` computed the whole prompt and no other one.
+    #
+    # If the prompts beside it fit into one step together with it, none of it was computed earlier.
+    is_alone = not any(other.sent_s < begin_s < other.first_s for other in beside)
+    tokens = sum(each.prompt - each.cached for each in (answer, *beside))
+    is_queued = answer.sent_s + QUEUED_AFTER_S < begin_s
+    return is_queued and is_alone and tokens <= STEP_TOKENS
 
 
 def _decode(
@@ -181,9 +225,24 @@ def _decode(
         return
     begin_s, end_s = answer.first_s, answer.last_s
     seqs, context = _batch([answer, *others], begin_s, end_s, model)
-    inside = [other for other in others if begin_s < other.first_s <= end_s]
-    chunks = tuple(chunk for other in inside for chunk in _chunks(other))
+    inside = [other for other in others if begin_s + SAME_STEP_S < other.first_s <= end_s]
+    chunks = tuple(_chunks_of_steps(inside))
     yield DecodePhase(end_s - begin_s, answer.output - 1, chunks, seqs, context)
+
+
+def _chunks_of_steps(answers: Sequence[MeasuredAnswer]) -> Iterator[tuple[int, float]]:
+    # Yield (tokens, attention area) of each step that computed prompts; the answers are sorted by
+    # their first tokens. Prompts that wait together are computed in one step.
+    tokens, area, last_s = 0, 0.0, -inf
+    for answer in answers:
+        for size, part in _chunks(answer):
+            is_next = answer.first_s >= last_s + SAME_STEP_S or tokens + size > STEP_TOKENS
+            if tokens and is_next:
+                yield tokens, area
+                tokens, area = 0, 0.0
+            tokens, area, last_s = tokens + size, area + part, answer.first_s
+    if tokens:
+        yield tokens, area
 
 
 def _chunks(answer: MeasuredAnswer) -> tuple[tuple[int, float], ...]:

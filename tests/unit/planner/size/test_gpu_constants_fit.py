@@ -18,7 +18,13 @@ from planner.replay.traffic import traffic
 from planner.size.cli import size
 from planner.size.gpu_constants_fit import calibrate, least_squares
 from planner.size.plan_draft import SizingError
-from planner.size.recorded_work import MeasuredAnswer, phases_of, read_answers
+from planner.size.recorded_work import (
+    DecodePhase,
+    MeasuredAnswer,
+    PrefillPhase,
+    phases_of,
+    read_answers,
+)
 from planner.size.replica_times import ReplicaTimes
 from planner.traces.recorded_request import TraceRequest
 from policies import policy_registry
@@ -142,6 +148,42 @@ def test_complete_answers_of_the_log_are_measured(tmp_path: Path) -> None:
     assert prefills[0].chunks == ((600, 600 * 700),)
     decode = phases_of(answers, MODEL)[-1]
     assert (decode.seconds, decode.seqs) == pytest.approx((2.0, 1.0))
+
+
+def prefills_of(*answers: MeasuredAnswer) -> list[PrefillPhase]:
+    return [phase for phase in phases_of(answers, MODEL) if isinstance(phase, PrefillPhase)]
+
+
+def test_a_prompt_that_alone_waits_for_another_is_measured_from_the_end_of_its_prefill() -> None:
+    first = MeasuredAnswer("a", 0.0, 1.0, 9.0, 3000, 0, 100)
+    next_ = MeasuredAnswer("a", 0.5, 1.3, 9.0, 2000, 500, 100)
+    (phase,) = prefills_of(first, next_)
+    assert (phase.was_queued, phase.seqs, phase.context) == (True, 1, 3002)
+    assert phase.seconds == pytest.approx(0.3)
+    assert phase.chunks == ((1500, 1500 * 1250),)
+    # It may be in the first step in part, may have come too late, or is not alone.
+    part = msgspec.structs.replace(first, prompt=7000)
+    late = msgspec.structs.replace(next_, sent_s=0.98)
+    twin = msgspec.structs.replace(next_, output=99)
+    for answers in ((part, next_), (first, late), (first, next_, twin)):
+        assert prefills_of(*answers) == []
+
+
+def test_prompts_with_first_tokens_at_the_same_time_are_in_one_step() -> None:
+    own = MeasuredAnswer("a", 0.0, 1.0, 9.0, 1000, 0, 100)
+    others = [
+        MeasuredAnswer("a", 2.0, first_s, 9.0, prompt, 0, 100)
+        for first_s, prompt in ((3.0, 1000), (3.001, 2000), (4.0, 5000), (4.001, 5000))
+    ]
+    decode = next(p for p in phases_of([own, *others], MODEL) if isinstance(p, DecodePhase))
+    assert decode.chunks == ((3000, 5e5 + 2e6), (5000, 1.25e7), (5000, 1.25e7))
+
+
+def test_answers_at_the_same_time_measure_the_same_steps() -> None:
+    for count, overlap in ((1, 1.0), (10, 9.0)):
+        answers = [MeasuredAnswer("a", 0.0, 1.0, 10.0, 1000, 0, 100)] * count
+        decodes = [p for p in phases_of(answers, MODEL) if isinstance(p, DecodePhase)]
+        assert [phase.overlap for phase in decodes] == pytest.approx([overlap] * count)
 
 
 def test_a_log_of_two_models_is_refused(tmp_path: Path) -> None:
