@@ -170,16 +170,23 @@ def _divisions(plan: FleetPlan) -> Iterator[int]:
 
 
 def _others(plan: FleetPlan, points: Sequence[FleetPoint]) -> list[FleetPoint]:
+    # Return the cheapest points of the best other shapes: each with the batch at which it is
+    # cheapest within the promised time, whether or not another shape is better at that batch.
     limit_s = plan.work.tpot_s
-    feasible = [p for p in points if p.is_best and p.gpu == plan.hardware.gpu.name]
-    feasible = [p for p in feasible if limit_s is None or p.tpot_s <= limit_s] or feasible
-    shapes = {
-        (p.model, Layout(p.tp, p.pp, p.ep)): p
-        for p in sorted(feasible, key=lambda point: -point.usd_million)
-    }
-    shapes.pop((plan.model.name, plan.layout), None)
-    cheapest = sorted(shapes.values(), key=lambda point: point.usd_million)
-    return cheapest[: MAX_FINALISTS - 1 - len(list(_divisions(plan)))]
+    own = [p for p in points if not p.reason and p.gpu == plan.hardware.gpu.name]
+    in_time = [p for p in own if limit_s is None or p.tpot_s <= limit_s]
+    best = [p for p in in_time if p.is_best]
+    in_time, best = (in_time, best) if best else (own, [p for p in own if p.is_best])
+    shapes = {_shape(point) for point in best} - {(plan.model.name, plan.layout)}
+    cheapest: dict[tuple[str, Layout], FleetPoint] = {}
+    for point in sorted(in_time, key=lambda point: point.usd_million):
+        if _shape(point) in shapes:
+            cheapest.setdefault(_shape(point), point)
+    return list(cheapest.values())[: MAX_FINALISTS - 1 - len(list(_divisions(plan)))]
+
+
+def _shape(point: FleetPoint) -> tuple[str, Layout]:
+    return point.model, Layout(point.tp, point.pp, point.ep)
 
 
 def _kind(plan: FleetPlan, planned: FleetSpec) -> GroupKind:

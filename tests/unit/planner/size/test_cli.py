@@ -307,6 +307,27 @@ def test_a_replayed_fleet_refuses_what_its_emitted_wait_queue_does_not_hold() ->
     assert own["attainment"] + own["refused"] <= 1
 
 
+def test_other_shapes_are_replayed_with_the_largest_batch_within_the_promise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleets: list[tuple[str, int]] = []
+
+    def collect(work: object, items: Sequence[Any], *_: object) -> None:
+        fleets.extend((i.case.fleet.name, i.case.fleet.kinds[0].max_concurrency) for i in items)
+        raise WorkerError(0, "none runs")
+
+    monkeypatch.setattr("planner.size.finalist_replays.map_in_processes", collect)
+    trace = MODELS.parent / "mooncake_conversation_1500.jsonl.gz"
+    arguments = (*HARBOR[:-2], "--rate", "14", "--tpot", "60ms", "--from", str(trace))
+    run(*arguments, "--last", "5s")
+    # On the front of layouts, TP 8 has a batch of at most 4: beyond it, TP 4 is better.
+    assert fleets == [
+        *(("8 x TP 4", 24), ("5 prefill + 3 decode x TP 4", 24)),
+        *(("6 prefill + 2 decode x TP 4", 24), ("16 x TP 2 llama-3.1-70b-fp8", 16)),
+        ("4 x TP 8 llama-3.1-70b-fp8", 24),
+    ]
+
+
 def test_the_cost_of_a_smaller_model_stands_beside() -> None:
     arguments = (*HARBOR, "--against", "llama-3.1-8b")
     text = run(*arguments).stdout
