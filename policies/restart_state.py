@@ -39,7 +39,7 @@ _NO_MEANS = (None, None, None, None, None)
 
 
 class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
-    """Some blocks of a prefix index, oldest first, as packed arrays.
+    """A part of a prefix index as packed arrays: some prompt blocks, oldest first.
 
     A prefix index stores which endpoint has which prompt blocks cached. A stamp is the time when
     one endpoint last used a block.

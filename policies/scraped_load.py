@@ -31,7 +31,7 @@ def record_scrape(
     kv_tokens: int | None,
     now: float,
 ) -> None:
-    """Record an engine's own metrics, and derive how many external requests it has.
+    """Store an engine's own metrics, and derive how many external requests it has.
 
     External requests do not come through the gateways.
 

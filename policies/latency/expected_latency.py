@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def backlog_s(load: EngineLoad, now: float) -> float:
-    """Return the seconds until all prompts that are reserved at the endpoint will be computed."""
+    """Return the seconds until the endpoint will have computed all prompts reserved there."""
     if (
         now > load.next_first_token_at
     ):  # A late first token was mispredicted: expect it to take as long again.
@@ -36,7 +36,7 @@ def is_first_token_late(load: EngineLoad, now: float) -> bool:
 
 
 def room_s(load: EngineLoad, prompt_tokens: float) -> float:
-    """Return the seconds until enough KV memory is free for `prompt_tokens` tokens.
+    """Return the seconds until the endpoint has free KV memory for `prompt_tokens` tokens.
 
     Memory becomes free as requests end. Returns 0 if that much is free already.
     """

@@ -10,7 +10,7 @@ from itertools import islice
 
 
 class WideMatch:
-    """A prefix of the prompt that many endpoints have cached, such as a common system prompt.
+    """A beginning of the prompt that many endpoints have cached, such as a common system prompt.
 
     tokens  length of the prefix in tokens
     """

@@ -16,7 +16,7 @@ from policies.routing_types import Candidate, RoutingQuery
 
 
 class CostEstimate(msgspec.Struct, frozen=True):
-    """The estimated cost of one request over the available candidates, with times in seconds.
+    """The estimated cost of one request, over all available endpoints; times are in seconds.
 
     ttft_s         from now to the first token where that is earliest, queue included; inf if none
                    is available
@@ -37,9 +37,7 @@ class CostEstimate(msgspec.Struct, frozen=True):
 
     @property
     def work_s(self) -> float:
-        """Return the seconds of one endpoint's (TP group's) time that serving the request should
-        take.
-        """
+        """Return how many seconds of one endpoint's time the request should take."""
         return self.prefill_s + self.decode_s
 
 

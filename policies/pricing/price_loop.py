@@ -305,7 +305,7 @@ class PriceLoop:
 
 
 def prefill_share(load: EndpointLoad) -> float:
-    """Return the share of the expected step time, 0 to 1, that prefills of later requests take.
+    """Return the share (0 to 1) of an endpoint's step time that later requests' prefills take.
 
     A running answer is slowed down by half of these prefills: on average, half of its tokens are
     already generated.
@@ -317,9 +317,7 @@ def prefill_share(load: EndpointLoad) -> float:
 
 
 def patience_s(request: Request, now: float) -> float:
-    """Return the remaining seconds of a request's TTFT budget, but at least LEAST_BUDGET of the
-    budget.
-    """
+    """Return how many seconds of a request's TTFT budget are left; at least LEAST_BUDGET of it."""
     budget_s = request.slo.ttft_s
     waited_s = now - request.arrived_s if request.arrived_s else 0.0
     return max(LEAST_BUDGET * budget_s, budget_s - max(0.0, waited_s))
@@ -358,8 +356,7 @@ def slot_wait_s(load: EndpointLoad, usual: float) -> float:
 
 
 def slot_loss(load: EndpointLoad, usual: float) -> float:
-    """Return the expected number of requests that will lack a slot: the share in use to the power
-    of 4.
+    """Return how many requests will probably lack a slot: the used share to the power of 4.
 
     `usual` is the slots of an endpoint that has not shown its own.
     """
@@ -368,7 +365,7 @@ def slot_loss(load: EndpointLoad, usual: float) -> float:
 
 
 def is_fresh(load: EndpointLoad, oldest: float) -> bool:
-    """Return whether the endpoint's metrics were scraped at the time `oldest` or later."""
+    """Return whether an endpoint's metrics are recent: scraped at the time `oldest` or later."""
     return load.scraped_at is not None and load.scraped_at >= oldest
 
 
@@ -376,7 +373,7 @@ def is_fresh(load: EndpointLoad, oldest: float) -> bool:
 
 
 def joint_backlog_s(ranks: Sequence[EndpointLoad], now: float) -> float:
-    """Return the seconds until all ranks have computed the prompts that are reserved there."""
+    """Return the seconds until all ranks of an engine have computed their queued prompts."""
     longest_s: float = 0.0
     for load in ranks:
         longest_s = max(longest_s, backlog_s(load, now))

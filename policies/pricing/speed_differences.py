@@ -32,8 +32,7 @@ UNOBSERVED = SpeedFactor(1.0, PRIOR_VAR)
 
 
 def equalize_speeds(speeds: Sequence[SpeedFactor], most: float) -> list[float]:
-    """Return factors that bring each learned speed closer to the median, limited by `most` and by
-    the speed's uncertainty.
+    """Return factors that move each endpoint's learned speed towards the median of all.
 
     Learned speeds of equal endpoints differ by noise, and only differences beyond the noise should
     count. Otherwise the endpoint that seems slightly faster would get all work. An endpoint without
@@ -80,7 +79,7 @@ of a budget that it would take."""
 
 
 class LateTests:
-    """Decides when the label of an idle endpoint is tested by a request that it says would be late.
+    """Decides when an idle endpoint with a slow label gets a request that tests the label.
 
     A label that lets no request be in time is never tested by one that is in time, and the endpoint
     would stay idle forever if the label is wrong. So once PASSED requests have passed the endpoint

@@ -84,7 +84,7 @@ class SplitShape(msgspec.Struct, frozen=True):
 
 
 class SplitRule(msgspec.Struct, frozen=True):
-    """The parameters of splitting, such as the least number of uncached prompt tokens.
+    """When to split requests: the least number of uncached prompt tokens, and other parameters.
 
     threshold_tokens  least number of uncached prompt tokens of a split request
     hysteresis        half the width of a band around the threshold, as a share of it. Inside the
@@ -223,7 +223,7 @@ def transfer_s(
 
 
 def computed_s(query: RoutingQuery, prefill: Candidate) -> float:
-    """Return the expected seconds from now until the prefill endpoint has computed the prompt."""
+    """Return the seconds from now until the prefill endpoint will have computed the prompt."""
     cached, slot = query.cached_by_slot, prefill.load.slot
     hit = cached[slot] if slot < len(cached) else 0
     return ttft_s(prefill.load, query.request.prompt_tokens - hit, hit, query.now)

@@ -60,7 +60,7 @@ Names = tuple[str, str]
 
 
 class DecayingMean:
-    """The mean of a quantity, by weight, in which old measurements lose their weight.
+    """A weighted mean of a quantity, in which old measurements count less and less.
 
     most  maximum weight of the measurements
     """
@@ -79,13 +79,13 @@ class DecayingMean:
         self._at_s = now
 
     def remaining(self, now: float) -> tuple[float, float]:
-        """Return the total and the weight that still count at the time `now`."""
+        """Return the sum and the weight of the measurements, as far as they count at `now`."""
         kept = exp(min(0.0, self._at_s - now) / MEMORY_S)
         return self._total * kept, self._weight * kept
 
 
 class PairMeans:
-    """Means of a quantity by pair of endpoints.
+    """Means of a quantity, such as seconds per token, for each pair of endpoints.
 
     A pair without recent measurements is expected to be like the pairs with the same prefill or the
     same decode endpoint, and these like the whole fleet.
@@ -113,12 +113,14 @@ class PairMeans:
             mean.add(weight, total, now)
 
     def add_to_pair(self, names: Names, weight: float, total: float, now: float) -> None:
-        """Add a measurement that says nothing about other pairs."""
+        """Add a measurement of one pair that says nothing about other pairs."""
         self.is_empty = False
         _get_or_add(self._pairs, names, self._new_mean).add(weight, total, now)
 
     def mean(self, names: Names, expected: float, now: float) -> float:
-        """Return the mean of a pair; `expected` is the one of a fleet without measurements."""
+        """Return the mean for a pair; `expected` is the value to assume in a fleet without
+        measurements.
+        """
         usual = self._merge((self._all,), expected, now)
         ends = (self._ends.get(end) for end in enumerate(names))
         expected_of_ends = self._merge((mean for mean in ends if mean is not None), usual, now)
@@ -141,7 +143,7 @@ class PairMeans:
 
 
 class PairSpeed(msgspec.Struct, frozen=True):
-    """How long the KV transfers of a pair of endpoints are expected to take.
+    """How long KV transfers between a pair of endpoints are expected to take.
 
     token_s  seconds per token
     fixed_s  seconds per transfer, in addition to the fixed time that the rule says
@@ -151,12 +153,12 @@ class PairSpeed(msgspec.Struct, frozen=True):
     fixed_s: float
 
     def service_s(self, tokens: int, count: int = 1) -> float:
-        """Return the seconds that `count` transfers with `tokens` tokens in all take."""
+        """Return for how many seconds `count` transfers of `tokens` tokens in all occupy a link."""
         return tokens * self.token_s + count * self.fixed_s
 
 
 class LinkQueue:
-    """The transfers over one direction of one endpoint's network link that have not ended.
+    """The unfinished KV transfers over one direction of an endpoint's network link.
 
     ended_at  when the last of them ended
     """
@@ -172,7 +174,7 @@ class LinkQueue:
         self._seconds = self.ended_at = 0.0
 
     def backlog_s(self, now: float) -> float:
-        """Return the seconds for which the link has work, if it does not pause."""
+        """Return how many seconds the link still needs for its queued transfers."""
         if not self._ready:
             return self._seconds
         first, ready_at = next(iter(self._ready.items()))
@@ -181,7 +183,7 @@ class LinkQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any transfer over the link has not ended."""
+        """Return whether the link has a transfer that has not ended."""
         return bool(self._pairs)
 
     def pairs(self) -> tuple[Names, ...]:
@@ -189,7 +191,7 @@ class LinkQueue:
         return tuple(self._pairs)
 
     def add(self, transfer: PendingTransfer, speed: PairSpeed) -> None:
-        """Queue a transfer. All transfers of its pair are from now on expected at this speed."""
+        """Queue a transfer, and expect all transfers of its pair to have this speed from now on."""
         self._change(transfer.names, 1, transfer.tokens, speed)
 
     def set_speed(self, names: Names, speed: PairSpeed) -> None:
@@ -241,12 +243,12 @@ class PendingTransfer:
         return bool(self._links)
 
     def on_ready(self, now: float) -> None:
-        """Note that the prompt is computed, so that its KV can be moved from now on."""
+        """Record that the prompt is computed, so that its KV can be transferred from now on."""
         for link in self._links:
             link.on_ready(self, now)
 
     def end(self, now: float) -> None:
-        """Leave the queues, because the KV has arrived. Nothing happens after the first end."""
+        """Remove the transfer from the queues of both links, because the KV has arrived."""
         links, self._links = self._links, ()
         for link in links:
             link.remove(self)
@@ -254,14 +256,14 @@ class PendingTransfer:
             self.ended_at = link.ended_at = max(now, link.ended_at)
 
     def cancel(self) -> None:
-        """Leave the queues, because the KV will not be moved. Nothing happens after the end."""
+        """Remove the transfer from the queues of both links, because the KV will not be sent."""
         links, self._links = self._links, ()
         for link in links:
             link.remove(self)
 
 
 class TransferTimes:
-    """The speeds of KV transfers between pairs of endpoints, and the transfers in progress.
+    """How fast KV transfers between pairs of endpoints are, and which ones are in progress.
 
     The object has one owner at a time, and no lock.
     """
@@ -292,7 +294,7 @@ class TransferTimes:
         return max((link.backlog_s(now) for link in links), default=0.0)
 
     def begin(self, names: Names, tokens: int, expected_s: float, now: float) -> PendingTransfer:
-        """Queue a transfer of `tokens` tokens, and return it.
+        """Queue a transfer of `tokens` tokens on the links of a pair, and return it.
 
         expected_s  seconds per token, to use for a fleet without measurements
         """
@@ -304,7 +306,7 @@ class TransferTimes:
         return transfer
 
     def learn(self, transfer: PendingTransfer, ready_at: float | None, now: float) -> None:
-        """Learn from a transfer that has ended; nothing if it was cancelled.
+        """Learn the speed of a pair from a transfer that has ended, unless it was cancelled.
 
         If it is unknown when it began or ended, `ready_at` is None. Such a transfer teaches no
         speed, but it ends the test of links: no later one may teach more.

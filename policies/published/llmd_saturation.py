@@ -26,8 +26,7 @@ BEYOND = 1e3
 
 
 class GieSaturation(AdmissionParams, frozen=True):
-    """An admission policy that refuses requests with a negative priority while the pool is
-    saturated.
+    """An admission policy that refuses requests of negative priority while the pool is saturated.
 
     Other requests are admitted up to the concurrency caps. Source: the saturation detector and
     legacy admission of the Gateway API Inference Extension (llm-d), with its thresholds. There,

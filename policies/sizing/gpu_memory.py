@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 class Reserve(msgspec.Struct, frozen=True):
-    """The GPU memory that is not available for weights and KV.
+    """The part of a GPU's memory that cannot be used for weights and KV.
 
     untouched     share of the memory that the engine leaves free
     engine_bytes  bytes for the engine itself
@@ -58,7 +58,7 @@ class MemoryVerdict(Enum):
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """The requests that must fit into GPU memory at the same time.
+    """The requests that must fit into GPU memory together.
 
     context      number of tokens of each request
     concurrency  number of requests
