@@ -35,7 +35,7 @@ ProtocolFactory = Callable[[], asyncio.Protocol]
 
 
 class NewConnections:
-    """The connections of the API's listening sockets that have been accepted and wait.
+    """Accepts API connections, and begins those that arrive together one after another.
 
     _recent  number of event loop iterations for which another new connection is still taken for
              part of a crowd

@@ -35,14 +35,14 @@ BUILD = (Label("version", 2), Label("compiled", 2))
 
 
 class ObservedUpstream(Protocol):
-    """The properties of the connections to one engine that its gauges use."""
+    """What an endpoint's gauges read of the connections to its engine, as an interface."""
 
     def silence_duration_s(self, now: float, /) -> float:
         """Return for how many seconds the engine has sent nothing while requests wait, else 0."""
 
 
 class ObservedEndpoint(Protocol):
-    """The properties of a live endpoint that its gauges use."""
+    """What an endpoint's gauges read of the live endpoint, as an interface."""
 
     @property
     def endpoint(self) -> Endpoint: ...
