@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import cache
 from time import monotonic, thread_time
 
 from gateway.http.body_memory import BodyMemory, new_body, write_piece
@@ -53,10 +54,15 @@ def current_slowness() -> float:
     The same body takes two to three times as long on a slower machine, or while other processes use
     its memory and caches. Then an image of 3 MB must not make its client wait.
     """
-    text = b'{"text":"' + b"a" * 2**20 + b'"}'
+    text = _reference_text()
     began_s = thread_time()
     decode_object(text)
     return min(MAX_SLOWNESS, max(1.0, (thread_time() - began_s) / REFERENCE_S))
+
+
+@cache
+def _reference_text() -> bytes:
+    return b'{"text":"' + b"a" * 2**20 + b'"}'
 
 
 class LargeBodies:
