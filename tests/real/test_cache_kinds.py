@@ -22,7 +22,8 @@ from tests.real.test_connector import started
 
 REQUESTS = 6
 SMALL_STEPS = ("--max-num-batched-tokens", "512")
-CPU_MLA = ("--attention-backend", "CPU_MLA")  # of any CPU; it computes a prompt in one step
+# The backend of any CPU. It has blocks of 16 tokens, and computes a prompt in one step.
+CPU_MLA = ("--attention-backend", "CPU_MLA", "--max-model-len", "3072")
 
 
 class CacheKind(NamedTuple):
