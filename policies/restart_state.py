@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -82,7 +82,7 @@ class BeliefState(msgspec.Struct, frozen=True, array_like=True):
     """The saved state of an endpoint's learned speed (SpeedBelief).
 
     `shape` contains the estimated step costs, which the learned factors correct. The other fields
-    have the names of SpeedBelief's attributes. `budget_tokens` is None in states of older versions.
+    have the names of SpeedBelief's attributes.
     """
 
     shape: StepCosts
@@ -93,7 +93,6 @@ class BeliefState(msgspec.Struct, frozen=True, array_like=True):
     reached: float
     mix: list[float]
     context: float
-    budget_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class SessionState(msgspec.Struct, frozen=True, array_like=True):
@@ -250,7 +249,6 @@ def belief_state(belief: SpeedBelief) -> BeliefState:
         belief._reached,
         list(belief._mix),
         belief._context,
-        belief.budget_tokens,
     )
 
 
@@ -276,7 +274,6 @@ def restore_belief(belief: SpeedBelief, state: BeliefState) -> bool:
         live.restore(saved.logs, saved.covar, saved.var, saved.last)
     belief.request_s, belief._reached = state.request_s, state.reached
     belief._mix, belief._context = list(state.mix), state.context
-    belief.budget_tokens = state.budget_tokens or belief.shape.budget_tokens
     belief.apply_factors()
     return True
 

@@ -89,7 +89,7 @@ class EndpointTraits(Section):
         "engine (each of its ranks) runs at a time, the policy `priced` knows when a request would "
         "wait for one; without it, it learns that number from waiting prompts. From "
         "max_num_batched_tokens, the maximum number of tokens of a step, it knows which prompts an "
-        "engine computes together; without it 8192, until first tokens show another number.",
+        "engine computes together; without it, it assumes 8192.",
     )
     max_concurrency: Count = setting(
         24,

@@ -107,19 +107,10 @@ class EngineTimeline(EngineModel):
             self.ended_step_s = now - self.step_began_at
             self.close_step(now)
             self.awaited, self.first_tokens_at = awaited, now
-            self.group_tokens = self.group_longest = 0
-        if self.first_tokens_at > -inf:
-            self._add_to_group(prompt)
         self.start_decoding(prompt, now)
         if self.awaited and self.awaited[-1].is_decoding:
             self.awaited = []  # prompts behind the first one can no longer be queued again
         self._update_forecast(load, now)
-
-    def _add_to_group(self, prompt: QueuedPrompt) -> None:
-        # Count a prompt whose first token has ended a step, alone or with those of others.
-        tokens = prompt.uncached_tokens
-        self.group_tokens += tokens
-        self.group_longest = max(self.group_longest, tokens)
 
     def _was_taught_recently(self, now: float) -> bool:
         return now - self.span.corrected_at < first_token_calibration.LESSON_S

@@ -46,17 +46,6 @@ NEARLY_FULL = 0.03
 A prompt that was predicted to fit may then in fact be waiting for KV.
 """
 
-TOLERANCE = 2.0
-"""Factor by which a step that shows the token budget may be shorter or longer than its prompts
-suggest.
-"""
-
-FULL_STEP = 2.0
-"""Minimum duration of a step that was full of prompts, in decode steps.
-
-Shorter ones have few prompts for another reason, such as a limit of concurrent sequences.
-"""
-
 
 class EngineModel:
     """The predicted state of one engine: queue, current step, decoding batch and KV.
@@ -74,8 +63,6 @@ class EngineModel:
     awaited                the prompts of the step that first tokens have just ended; none if its
                            last prompt has a first token
     ended_step_s           seconds that this step took
-    group_tokens           uncached tokens of all prompts whose first tokens have ended it
-    group_longest          the largest number of uncached tokens of one of them
     unplanned_tokens       prompt tokens that this step computed although they were not planned
     step_tokens            prompt tokens of this step
     first_tokens_at        when first tokens ended a step while the next one is not planned yet;
@@ -157,8 +144,6 @@ class EngineModel:
             "steps",
             "ended_step_s",
             "first_tokens_at",
-            "group_longest",
-            "group_tokens",
             "unplanned_tokens",
         ),
     )
@@ -170,7 +155,7 @@ class EngineModel:
         self.first_tokens_at = -inf
         self.step_began_at = self.step_ends_at = now
         self.completing: list[QueuedPrompt] = []
-        self.unplanned_tokens = self.group_tokens = self.group_longest = 0
+        self.unplanned_tokens = 0
         self.awaited: list[QueuedPrompt] = []
         self.ended_step_s = 0.0
         self.batch = self.kv_prompts = self.incoming_kv_tokens = self.planned_tokens = (
@@ -244,52 +229,12 @@ class EngineModel:
         self.first_tokens_at = -inf
         if self.awaited or self.unplanned_tokens:
             self._correct_step(load)
-        if self.queue or self.group_tokens > self.group_longest:
-            self._learn_budget(load, ended_at)
         is_due = first_token_calibration.is_due(self.span, load, ended_at)
         if is_due:
             self._learn(load, ended_at)
         if not (self.queue and self._plan(load, ended_at)) and not is_due:
             self._learn(load, ended_at)
         return True
-
-    def _learn_budget(self, load: EngineLoad, ended_at: float) -> None:
-        # Learn how many tokens a step has, from the one that first tokens at `ended_at` have ended.
-        #
-        # It had room for all prompts with a first token but the longest, of which an earlier step
-        # may have computed a part. A prompt that has waited for long did not fit beside them. A
-        # step that is much shorter or longer than these prompts teaches nothing: then the engine
-        # has cached more or fewer of their tokens than is known.
-        belief, step_s = load.belief, self.ended_step_s
-        if load.peer_load.shares or load.external_requests:
-            return
-        lessons, together = belief.budget_lessons, self.group_tokens - self.group_longest
-        if together > belief.budget_tokens:
-            if TOLERANCE * step_s >= belief.pace(together) * belief.prompts_s(together, 0.0):
-                lessons.add_larger(together)
-        elif self.queue and self._was_full(load, ended_at):
-            most = self.group_tokens + self.queue[0].uncached_tokens + self.batch
-            if step_s <= TOLERANCE * belief.pace(most) * belief.prompts_s(most, 0.0):
-                if most < belief.budget_tokens:
-                    lessons.add_smaller(most)
-                else:
-                    lessons.add_equal()
-        belief.budget_tokens = lessons.correct(belief.budget_tokens)
-
-    def _was_full(self, load: EngineLoad, ended_at: float) -> bool:
-        # Return whether the next prompt waits because the ended step had no tokens left for it.
-        #
-        # It must have waited for as long as the step before that began, and have memory and a slot.
-        # A step that is about as short as a decode step has few prompts for another reason.
-        head, step_s = self.queue[0], self.ended_step_s
-        if head.enters_at > ended_at - 2.0 * step_s or step_s < FULL_STEP * self.decode_s:
-            return False
-        if self.batch >= load.slots:
-            return False
-        if head.has_kv or load.kv_tokens is None:
-            return True
-        spare = self.free_kv_tokens(load) - self.needed_kv_tokens(head)
-        return spare >= NEARLY_FULL * load.kv_tokens
 
     def _correct_step(self, load: EngineLoad) -> None:
         # Correct the step that has ended by the prompts whose first token it brought.
@@ -368,7 +313,8 @@ class EngineModel:
         #
         # Return False if none fits.
         belief, queue = load.belief, self.queue
-        budget_tokens = belief.budget_tokens - self.batch
+        shape = belief.shape
+        budget_tokens = shape.budget_tokens - self.batch
         batch: float = self.batch
         context: float = self.context_base + batch * self.steps
         tokens, pairs = 0, 0.0
@@ -394,7 +340,7 @@ class EngineModel:
             belief.prompts_s(tokens, pairs),
             belief.decoding_batch_s(self.batch, context),
         )
-        filling = part, beyond = belief.shape.filling(tokens)
+        filling = part, beyond = shape.filling(tokens)
         pace = belief.paces[part]
         pace += beyond * (belief.paces[part + 1] - pace)
         self.planned_tokens += tokens

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import msgspec
 
 from policies.engine.kalman import KalmanFilter
-from policies.engine.step_budget import BudgetLessons
 from policies.sizing.gpus import GPUS
 
 
@@ -190,9 +189,7 @@ class SpeedBelief:
     speeds         one factor each for prefill, attention and decode steps, for the usual work
     paces          factors on the prefill part of a step that is 0, 1, ... FILLS parts full
     request_s      API latency in seconds before the engine receives a request
-    budget_tokens  maximum tokens of one step: that of the label until steps contradict it
-                   (step_budget.py)
-    budget_lessons what recent steps have shown about it
+    budget_tokens  maximum tokens of one step
 
     The other attributes are estimates multiplied by their factors:
 
@@ -222,7 +219,6 @@ class SpeedBelief:
             "paces",
             "prompts",
             "request_s",
-            "budget_lessons",
             "budget_tokens",
             "sequence_s",
         ),
@@ -237,7 +233,6 @@ class SpeedBelief:
             SpeedFactor(1.0, PRIOR_VAR), SpeedFactor(1.0, PAIRS_VAR), SpeedFactor(1.0, PRIOR_VAR)
         )
         self.request_s, self.budget_tokens = shape.request_s, shape.budget_tokens
-        self.budget_lessons = BudgetLessons()
         self._reached = 1.0  # the prior counts as one observation
         self._mix, self._context = [*FILLS * (0.0,), 1.0], 0.0
         self.apply_factors()

@@ -116,7 +116,6 @@ def through_the_channel(state: BeliefState) -> BeliefState:
 
 def test_a_restored_belief_predicts_the_same() -> None:
     belief, after = slow_endpoint(), SpeedBelief()
-    belief.budget_tokens = 2048
     assert after.token_s != belief.token_s
     assert restart_state.restore_belief(
         after, through_the_channel(restart_state.belief_state(belief))
@@ -130,7 +129,6 @@ def test_a_restored_belief_predicts_the_same() -> None:
         "sequence_s",
         "request_s",
         "paces",
-        "budget_tokens",
     ):
         assert getattr(after, name) == getattr(belief, name), name
     belief.observe_prefill(0.8, [0.5] * (FILLS + 1), 0.1, 0.01)
