@@ -182,7 +182,7 @@ def decode_batch(payload: bytes) -> Batch:
             batch = _decode_maps(payload)
         except msgspec.ValidationError:
             batch = _decode_arrays(payload)
-    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _decode_slowly(payload)
     return Batch(batch.ts, [_convert(event) for event in batch.events], batch.data_parallel_rank)
 
@@ -199,7 +199,7 @@ def _decode_slowly(payload: bytes) -> Batch:
             kind = value[0] if is_array and value else None if is_array else value.get("type")
             if kind in _KNOWN_TYPES:
                 events.append(_convert(_decode_array(data) if is_array else _decode_map(data)))
-    except (msgspec.MsgspecError, AttributeError, TypeError, RecursionError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise EventError(f"the message is not a valid batch of KV events: {error}") from None
     return Batch(raw.ts, events, raw.data_parallel_rank)
 

@@ -75,6 +75,9 @@ def _decode_any_form(body: bytes) -> dict[str, msgspec.Raw]:
         raise _too_many_members() from None
     except msgspec.ValidationError:
         raise bad_request("The body of the request must be a JSON object.") from None
+    except UnicodeDecodeError:  # in the name of a member
+        _check_encoding(body)
+        raise
     except msgspec.DecodeError as error:
         raise bad_request(f"The body of the request is not valid JSON: {error}.") from None
     if not body.isascii():

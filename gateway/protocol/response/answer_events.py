@@ -50,7 +50,7 @@ def as_stream(held: HeldAnswer, write: EventWriter) -> tuple[ResponseHead, bytes
 def _write_events(answer: bytes | bytearray, write: EventWriter) -> bytes:
     try:
         decoded = _decode(answer)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         try:
             decoded = json.loads(answer.decode("utf-8", "replace"), strict=False)
         except (ValueError, RecursionError):

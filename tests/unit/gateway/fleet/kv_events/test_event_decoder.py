@@ -111,6 +111,7 @@ def test_unknown_members_and_unknown_types_are_left_out() -> None:
         msgpack.packb([1.0, [["BlockStored", [1], None, [], 0]]]),
         msgpack.packb([1.0, [3]]),
         msgpack.packb([1.0, [[]]]),
+        msgpack.packb([1.0, [["BlockRemoved", [1], "GPU"]]]).replace(b"GPU", b"G\x80U"),
     ],
 )
 def test_anything_else_is_an_error_and_no_crash(payload: bytes) -> None:

@@ -230,6 +230,16 @@ def test_an_unknown_model_is_shown_short_and_without_control_characters(
     assert shown in error.message
 
 
+@pytest.mark.parametrize("size", [0, SMALL_BODY_BYTES])
+@pytest.mark.parametrize("bad", [b'"us\x80er":1', b'"us\\u0065\x80":1', b'"user":"\x80"'])
+def test_invalid_utf_8_in_names_and_values_is_refused_with_its_place(bad: bytes, size: int) -> None:
+    body = b"{" + bad + b"," + json.dumps({**CHAT, "x": " " * size}).encode()[1:]
+    refused = refusal(body)
+    assert refused.message == (
+        f"The body of the request is not valid UTF-8 (byte {body.index(0x80)})."
+    )
+
+
 @pytest.mark.parametrize("model", [1, ["demo"], {"demo": 1}, True, 1e300])
 def test_the_model_must_be_a_string(model: Any) -> None:
     assert refusal({**CHAT, "model": model}).param == "model"

@@ -104,6 +104,12 @@ def special(api: Api) -> EventRelay:
     return EventRelay(b"", None, False, None, None, api.grammar, api.errors)
 
 
+def test_a_whole_chat_with_invalid_utf_8_becomes_chunks_with_replacement_characters() -> None:
+    response = wire(CHAT).replace(b'"content": "hi"', b'"content": "h\x80"')
+    first, _, _ = events_of(streamed(Relay(b""), write_chunks, response))
+    assert first["choices"][0]["delta"]["content"] == "h\ufffd"
+
+
 @pytest.mark.parametrize("size", [1, 50, 10_000])
 def test_a_whole_chat_becomes_chunks(size: int) -> None:
     relay = Relay(b"")
