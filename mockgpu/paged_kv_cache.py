@@ -107,23 +107,19 @@ class BlockPool:
             raise IndexError(
                 f"cannot allocate {count} KV blocks: {len(free)} are free, all others are in use"
             )
-        blocks = list(islice(free, count))
-        take = free.pop
+        blocks, by_key = list(islice(free, count)), self._by_key
         for block in blocks:
-            take(block)
+            del free[block]
             references[block] = 1
             key = keys[block]
-            if key is not None:
-                self._evict(block, key)
+            if key is not None:  # evicted
+                del by_key[key]
+                keys[block] = None
+                if self.on_evicted is not None:
+                    self.on_evicted(key)
         if self._taken is not None:
             self._taken += blocks
         return blocks
-
-    def _evict(self, block: int, key: int) -> None:
-        del self._by_key[key]
-        self._keys[block] = None
-        if self.on_evicted is not None:
-            self.on_evicted(key)
 
     def register(self, block: int, key: int) -> bool:
         """Add a full KV block to the prefix cache, and return whether it was added.

@@ -23,10 +23,14 @@ def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
     pieces = -(-size // block_tokens)
     keys: list[int] = []
     if size % block_tokens == 0:
-        for block in request.blocks[: -(-whole // pieces)]:
+        blocks = request.blocks[: -(-whole // pieces)]
+        for block in blocks:
             first = block * pieces
             keys += range(first, first + pieces)
-        return tuple([to_64_bits(key) if key >> 64 else key for key in keys[:whole]])
+        del keys[whole:]
+        if max(blocks, default=0) * pieces + pieces > 1 << 64:
+            return tuple([to_64_bits(key) if key >> 64 else key for key in keys])
+        return tuple(keys)
     for index in range(whole):
         recorded = ((index + 1) * block_tokens - 1) // size
         if recorded >= len(request.blocks):

@@ -149,12 +149,14 @@ class PeerTimes:
     to work of the same size.
     """
 
-    __slots__ = ("_means", "_measure", "_shape", "count")
+    # _middles_s: times of work in the middle of a bin by the roofline, as far as they were needed
+    __slots__ = ("_means", "_measure", "_middles_s", "_shape", "count")
 
     def __init__(
         self, measure: Measure, references: Sequence[SpeedSamples], shape: StepCosts = NEUTRAL
     ) -> None:
         self._measure, self._shape = measure, shape
+        self._middles_s: dict[int, float] = {}
         self.count = sum(samples.total > 0.0 for samples in references)
         self._means = [
             sorted(
@@ -215,9 +217,11 @@ class PeerTimes:
 
     def _size(self, bin_: int, work: float) -> float:
         # Return the time of this work in a bin, as a multiple of the time in the bin's middle.
-        shape = self._shape
-        middle_s = _work_s(self._measure, shape, _middle(bin_))
-        return _work_s(self._measure, shape, work) / middle_s
+        middle_s = self._middles_s.get(bin_)
+        if middle_s is None:
+            middle_s = _work_s(self._measure, self._shape, _middle(bin_))
+            self._middles_s[bin_] = middle_s
+        return _work_s(self._measure, self._shape, work) / middle_s
 
     def _without(self, bin_: int, own: SpeedSamples | None) -> float:
         # Return the median of the endpoints other than `own` in a bin, in seconds.
@@ -266,8 +270,8 @@ def median_without(ordered: Sequence[float], left_out: int) -> float:
     """
     others = len(ordered) - (0 <= left_out < len(ordered))
     skip = left_out if left_out >= 0 else len(ordered)
-    low, high = (index if index < skip else index + 1 for index in ((others - 1) // 2, others // 2))
-    return 0.5 * (ordered[low] + ordered[high])
+    low, high = (others - 1) // 2, others // 2
+    return 0.5 * (ordered[low + (low >= skip)] + ordered[high + (high >= skip)])
 
 
 PeerTimesByKind = Mapping[tuple[Hashable, Measure], PeerTimes]

@@ -26,7 +26,7 @@ the cause may be an engine that hangs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import exp, inf
 from typing import TypeVar
 
@@ -65,11 +65,14 @@ class DecayingMean:
     most  maximum weight of the measurements
     """
 
-    __slots__ = ("_at_s", "_most", "_total", "_weight")
+    # _remaining: the last result of remaining(), which one decision reads for many pairs
+    __slots__ = ("_at_s", "_most", "_read_at", "_remaining", "_total", "_weight")
 
     def __init__(self, most: float) -> None:
         self._most = most
         self._weight = self._total = self._at_s = 0.0
+        self._read_at: float | None = None
+        self._remaining = (0.0, 0.0)
 
     def add(self, weight: float, total: float, now: float) -> None:
         kept = exp(min(0.0, self._at_s - now) / MEMORY_S)
@@ -77,11 +80,14 @@ class DecayingMean:
         self._weight = self._weight * kept + weight
         self._total = self._total * kept + total
         self._at_s = now
+        self._read_at = None
 
     def remaining(self, now: float) -> tuple[float, float]:
         """Return the sum and the weight of the measurements, as far as they count at `now`."""
-        kept = exp(min(0.0, self._at_s - now) / MEMORY_S)
-        return self._total * kept, self._weight * kept
+        if now != self._read_at:
+            kept = exp(min(0.0, self._at_s - now) / MEMORY_S)
+            self._read_at, self._remaining = now, (self._total * kept, self._weight * kept)
+        return self._remaining
 
 
 class PairMeans:
@@ -121,20 +127,19 @@ class PairMeans:
         """Return the mean for a pair; `expected` is the value to assume in a fleet without
         measurements.
         """
-        usual = self._merge((self._all,), expected, now)
-        ends = (self._ends.get(end) for end in enumerate(names))
-        expected_of_ends = self._merge((mean for mean in ends if mean is not None), usual, now)
+        ends, (prefill, decode) = self._ends, names
+        usual = self._merge(expected, now, self._all)
+        usual = self._merge(usual, now, ends.get((0, prefill)), ends.get((1, decode)))
         pair = self._pairs.get(names)
-        if pair is None:
-            return expected_of_ends
-        return self._merge((pair,), expected_of_ends, now)
+        return usual if pair is None else self._merge(usual, now, pair)
 
-    def _merge(self, means: Iterable[DecayingMean], expected: float, now: float) -> float:
+    def _merge(self, expected: float, now: float, *means: DecayingMean | None) -> float:
         total, weight = self._prior * expected, self._prior
         for mean in means:
-            own_total, own_weight = mean.remaining(now)
-            total += own_total
-            weight += own_weight
+            if mean is not None:
+                own_total, own_weight = mean.remaining(now)
+                total += own_total
+                weight += own_weight
         return total / weight
 
     def forget_endpoint(self, name: str) -> None:
@@ -288,10 +293,11 @@ class TransferTimes:
         The value is inf if a transfer is in progress on one of them while the fleet is not measured
         yet.
         """
-        links = [self._links[end] for end in enumerate(names) if end in self._links]
+        sending, receiving = self._links.get((0, names[0])), self._links.get((1, names[1]))
+        links = [link for link in (sending, receiving) if link is not None]
         if not self.is_measured(now) and any(link.is_busy for link in links):
             return inf
-        return max((link.backlog_s(now) for link in links), default=0.0)
+        return max([link.backlog_s(now) for link in links], default=0.0)
 
     def begin(self, names: Names, tokens: int, expected_s: float, now: float) -> PendingTransfer:
         """Queue a transfer of `tokens` tokens on the links of a pair, and return it.

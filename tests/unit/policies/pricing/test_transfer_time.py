@@ -34,6 +34,16 @@ def test_a_slow_link_is_learnt_for_its_pair_and_expected_of_the_others() -> None
     assert 1e-4 < times.speed(OTHER, EXPECTED_S, 40.0).token_s < 1e-3
 
 
+def test_a_handoff_counts_at_once_also_in_the_moment_of_an_earlier_forecast() -> None:
+    times, twin = measured(1e-3), measured(1e-3)
+    before = times.speed(PAIR, EXPECTED_S, 40.0).token_s
+    for each in (times, twin):
+        each.record(PAIR, 8_000, 8.0 * EXPECTED_S, 40.0)
+    after = times.speed(PAIR, EXPECTED_S, 40.0)
+    assert after.token_s < before
+    assert after == twin.speed(PAIR, EXPECTED_S, 40.0)
+
+
 def test_pairs_with_handoffs_of_their_own_differ() -> None:
     times = measured(1e-3)
     for number in range(40):
