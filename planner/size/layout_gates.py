@@ -173,8 +173,8 @@ def _unreachable(draft: Draft, sizes: Sequence[int], names: Sequence[str]) -> st
         tp = max(tp, knee)
         draft.layout = Layout(tp)
     draft.shortfalls.append(
-        f"TP {tp} {_missed(draft, tp)}: no TP of a link domain keeps {' and '.join(names)}, and "
-        "more GPUs cannot help"
+        f"TP {tp} {_missed(draft, tp)} at batch 1: no TP of a link domain keeps "
+        f"{' and '.join(names)}, and more GPUs cannot help"
     )
     if draft.hardware.is_best_effort:
         return f"TP {tp}: best effort; {beside}"

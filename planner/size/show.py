@@ -74,6 +74,10 @@ def _fleet_lines(plan: FleetPlan) -> Iterator[str]:
         yield f"  {'error' if finding.is_error else 'warning'}: {finding.text}"
     for shortfall in plan.shortfalls:
         yield f"  MISSED: {shortfall}"
+    limit_s = plan.work.tpot_s
+    if plan.shortfalls and limit_s is not None and loaded.tpot_s > limit_s:
+        late_s = loaded.tpot_s - limit_s
+        yield f"    at batch {loaded.batch} of this plan, TPOT is missed by {ms(late_s)}"
     yield f"  {NOT_CONSIDERED}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -83,7 +84,11 @@ def test_the_front_and_the_ladder_are_tables_and_json() -> None:
 
 
 def test_a_missed_promise_and_missing_gpus_end_with_status_3() -> None:
-    assert run("llama-3.1-70b", "--tpot", "1ms").exit_code == 3
+    late = run("llama-3.1-70b", "--tpot", "1ms")
+    assert late.exit_code == 3
+    at_once = int(re.findall(r"^  batch (\d+): ", late.stdout, re.MULTILINE)[-1])
+    assert at_once > 1
+    assert f"at batch {at_once} of this plan, TPOT is missed by" in late.stdout
     result = run(*HARBOR[:-1], "480", "--gpus", "8")
     assert result.exit_code == 3
     assert "MISSED" in result.stdout

@@ -157,6 +157,7 @@ def test_an_unreachable_promise_buys_no_gpu() -> None:
     assert "knee is TP" in answer(tight, 4)
     (shortfall,) = tight.shortfalls
     assert "misses TPOT by" in shortfall
+    assert "at batch 1:" in shortfall
 
 
 def test_best_effort_goes_to_the_knee() -> None:
