@@ -12,7 +12,7 @@ class DriftMetrics:
     """The metric families of drift detection. With several workers, the supervisor updates them."""
 
     def __init__(self, registry: MetricRegistry) -> None:
-        drift = registry.section(Row.CONFIGURATION, "drift/monitor.py")
+        drift = registry.section(Row.CONFIGURATION, "drift/drift_monitor.py")
         self.psi: MetricFamily[Gauge] = drift.gauge(
             "penstock_drift_psi",
             "Population stability index between a pool's last window of requests (ten minutes or "

@@ -48,7 +48,11 @@ static long read_hex(const char *at, const char *end) {
 /* `at` follows a backslash. */
 static const char *skip_escape(const char *at, const char *end) {
     if (at == end) return NULL;
-    if (*at != 'u') return *at && strchr("\"\\/bfnrt", *at) ? at + 1 : NULL;
+    switch (*at) {
+    case '"': case '\\': case '/': case 'b': case 'f': case 'n': case 'r': case 't': return at + 1;
+    case 'u': break;
+    default: return NULL;
+    }
     long code = read_hex(at + 1, end);
     if (code < 0 || (code >= 0xDC00 && code <= 0xDFFF)) return NULL;
     at += 5;
@@ -92,7 +96,11 @@ static const char *skip_string(const char *at, struct text *text) {
         if (*at == '"') return at + 1;
         text->high_bits |= (unsigned char)*at & 0x80;
         if (*at != '\\') at++;
-        else if ((at = skip_escape(at + 1, text->end)) == NULL) return NULL;
+        else {
+            do {
+                if ((at = skip_escape(at + 1, text->end)) == NULL) return NULL;
+            } while (at < text->end && *at == '\\');
+        }
     }
 }
 

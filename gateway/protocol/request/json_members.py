@@ -17,7 +17,7 @@ from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.json_object import find_members
 
 LONG_BODY_BYTES = 2048
-"""Length of a body from which on find_members() takes less time than msgspec."""
+"""Length of a body from which on find_members() takes less time than msgspec, for usual text."""
 # A body up to this size cannot hold enough members to need a limit while decoding.
 SMALL_BODY_BYTES = 256 * 1024
 MAX_MEMBERS = 256
