@@ -209,9 +209,9 @@ class HandoffScheduler:
         prompt = request.prompt[: handoff.tokens]
         if digest_prompt(prompt, request.variant) != handoff.prompt:
             raise HandoffRefused("the handoff was made for another prompt")
-        origin = self._origin(handoff.tokens)
-        whole = PromptPart(handoff.name, origin, handoff.tokens, origin)
-        return _Source(handoff.tokens, handoff.layout, [whole], handoff.sources)
+        origin, end = self._range(handoff.tokens)
+        whole = PromptPart(handoff.name, origin, end, origin)
+        return _Source(end, handoff.layout, [whole], handoff.sources)
 
     def _announced(self, request: PromptRequest) -> _Source:
         # Return where the KV of a prompt will be that another engine computes now.
@@ -221,7 +221,7 @@ class HandoffScheduler:
         if not parts:
             raise HandoffRefused(f"the request has no valid {TRANSFER}")
         sources = [RankSource(address) for address in card.addresses]
-        return _Source(len(request.prompt), card.layout, parts, sources)
+        return _Source(parts[-1].end, card.layout, parts, sources)
 
     def _parts(
         self, request: PromptRequest, part_tokens: int, layout: KvLayout
@@ -230,18 +230,20 @@ class HandoffScheduler:
         if not isinstance(transfer, str) or not 0 < len(transfer) <= _MAX_TRANSFER_CHARS:
             return []
         prompt, tokens = digest_prompt(request.prompt, request.variant), len(request.prompt)
-        size, origin = layout.block_tokens, self._origin(tokens)
+        size, (origin, end) = layout.block_tokens, self._range(tokens)
         part_tokens = tokens if self._window else part_tokens
-        return split_prompt(self._key, transfer, prompt, tokens, part_tokens, size, origin)
+        return split_prompt(self._key, transfer, prompt, end, part_tokens, size, origin)
 
-    def _origin(self, tokens: int) -> int:
-        # Return the first token of a prompt whose block is offered. After the prompt, vLLM has
-        # freed the blocks whose tokens have all left the sliding window.
+    def _range(self, tokens: int) -> tuple[int, int]:
+        # Return the first token of a prompt whose block is offered, and the end of the offer.
+        #
+        # vLLM always computes the last token of a prompt. With a sliding window, it reads tokens
+        # from `tokens - window` on. Were that token offered, vLLM would free one token too many.
         if not self._window:
-            return 0
+            return 0, tokens
         assert self._layout is not None
         size = self._layout.block_tokens
-        return max(0, tokens - self._window + 1) // size * size
+        return max(0, tokens - self._window) // size * size, tokens - 1
 
     def _check_engine(self, source: Handoff | EngineCard) -> None:
         if self._layout is None:
@@ -267,7 +269,7 @@ class HandoffScheduler:
             return
         self._used.add(request)
         skip = handoff.tokens - tokens
-        if not self._are_freed(blocks, skip, handoff.tokens):
+        if not self._are_freed(blocks, skip, handoff.parts[0].origin):
             # vLLM would take these blocks for computed ones. Workers fail a load without blocks.
             blocks = []
         orders = [_order(request, handoff, part, blocks, skip) for part in handoff.parts]
@@ -279,14 +281,14 @@ class HandoffScheduler:
         self._loading.add(request)
         self._orders.loads += [order for order in orders if order.skip < order.tokens]
 
-    def _are_freed(self, blocks: Sequence[int], computed: int, tokens: int) -> bool:
+    def _are_freed(self, blocks: Sequence[int], computed: int, origin: int) -> bool:
         # Return whether this engine has no blocks for tokens that have left the sliding window.
         # Their KV is not offered.
         if not self._window:
             return True
         assert self._layout is not None
         size = self._layout.block_tokens
-        left = blocks[computed // size : self._origin(tokens) // size]
+        left = blocks[computed // size : origin // size]
         return all(block == _NULL_BLOCK for block in left)
 
     def _has_all(self, blocks: Sequence[int], tokens: int) -> bool:
@@ -295,7 +297,7 @@ class HandoffScheduler:
         if not self._window:
             return True
         assert self._layout is not None
-        return _NULL_BLOCK not in blocks[self._origin(tokens) // self._layout.block_tokens :]
+        return _NULL_BLOCK not in blocks[self._range(tokens)[0] // self._layout.block_tokens :]
 
     def finish_prefill(
         self, request: PromptRequest, blocks: Sequence[int], tokens: int
@@ -308,9 +310,9 @@ class HandoffScheduler:
         the members of vLLM's own connectors, because gateways check them.
         """
         assert self._layout is not None
-        if not self._has_all(blocks, tokens):
+        origin, end = self._range(tokens)
+        if end == 0 or not self._has_all(blocks, tokens):
             return None
-        origin = self._origin(tokens)
         name = f"{request.id[:200]}/{secrets.token_hex(8)}"
         not_after = self._clock() + self._lease_s
         nonces = [secrets.token_bytes(16) for _ in self._workers]
@@ -323,9 +325,10 @@ class HandoffScheduler:
         ]
         prompt = digest_prompt(request.prompt[:tokens], request.variant)
         handoff = Handoff(name, prompt, tokens, self._layout, self._family, sources)
-        offered = list(blocks)[origin // self._layout.block_tokens :]
+        size = self._layout.block_tokens
+        offered = list(blocks)[origin // size : -(-end // size) if self._window else None]
         self._orders.offers.append(
-            OfferOrder(request.id, name, offered, tokens - origin, self._lease_s, nonces)
+            OfferOrder(request.id, name, offered, end - origin, self._lease_s, nonces)
         )
         self._orders.ends.append(request.id)
         self._sending.add(request.id)

@@ -204,11 +204,11 @@ def test_a_handoff_has_only_the_blocks_within_a_sliding_window() -> None:
     source, sink = scheduler(window=5), scheduler(window=5)
     params = offered(source, blocks=[0, 5, 7])
     (offer,) = source.take_orders(True).offers
-    assert (offer.blocks, offer.tokens) == ([5, 7], 7)
-    assert sink.loadable_tokens(PromptRequest("d1", PROMPT, params), 0) == 11
-    sink.begin_load("d1", [0, 2, 8], 11)
+    assert (offer.blocks, offer.tokens) == ([5, 7], 6)
+    assert sink.loadable_tokens(PromptRequest("d1", PROMPT, params), 0) == 10
+    sink.begin_load("d1", [0, 2, 8], 10)
     (load,) = sink.take_orders(False).loads
-    assert (load.blocks, load.tokens, load.skip) == ([2, 8], 7, 0)
+    assert (load.blocks, load.tokens, load.skip) == ([2, 8], 6, 0)
     assert source.finish_prefill(PromptRequest("p2", PROMPT, {}), [0, 0, 7], 11) is None
 
 

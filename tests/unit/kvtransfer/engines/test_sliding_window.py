@@ -12,7 +12,10 @@ from kvtransfer.transports.inproc import InprocWire, WireConditions
 from kvtransfer.util.clock import VirtualClock
 from tests.unit.kvtransfer.engines.test_layerwise import SMALL, Engine, legs
 
-WINDOW, TOKENS = 6, 19  # blocks of 4 tokens: the first 3 of 5 have left the window
+# Blocks of 4 tokens. The last token of the prompt, 20, reads tokens 15 to 20, so the blocks of tokens
+# 0 to 11 have left the window. vLLM computes it at the decode engine, whose window is then full.
+WINDOW, TOKENS = 6, 21
+MOVED = TOKENS - 1
 FREED = [0, 0, 0]
 
 
@@ -43,9 +46,9 @@ def offer(p: Engine, give: PromptRequest, blocks: list[int]) -> bool:
 def test_only_the_blocks_within_the_window_are_moved(pair: tuple[Engine, Engine]) -> None:
     p, d = pair
     give, take = legs(p, 1, TOKENS)
-    assert offer(p, give, [*FREED, 5, 6])
-    assert d.scheduler.loadable_tokens(take, 0) == TOKENS
-    d.scheduler.begin_load(take.id, [*FREED, 8, 9], TOKENS)
+    assert offer(p, give, [*FREED, 5, 6, 7])
+    assert d.scheduler.loadable_tokens(take, 0) == MOVED
+    d.scheduler.begin_load(take.id, [*FREED, 8, 9], MOVED)
     assert run(p, d, take.id)
     assert (d.rows[:, 8] == 50).all()
     assert (d.rows[:, 9] == 60).all()
@@ -59,18 +62,34 @@ def test_blocks_before_the_window_that_the_decode_engine_keeps_are_computed(
     # Their KV does not arrive, but vLLM would find it in its prefix cache later.
     p, d = pair
     give, take = legs(p, 2, TOKENS)
-    offer(p, give, [*FREED, 5, 6])
+    offer(p, give, [*FREED, 5, 6, 7])
     d.scheduler.loadable_tokens(take, 0)
-    d.scheduler.begin_load(take.id, [0, 0, 3, 8, 9], TOKENS)
+    d.scheduler.begin_load(take.id, [0, 0, 3, 8, 9], MOVED)
     assert not run(p, d, take.id)
+
+
+def test_the_last_token_reads_a_full_window_at_every_length(pair: tuple[Engine, Engine]) -> None:
+    p, d = pair
+    for tokens in range(2, 40):
+        _, take = legs(p, 100 + tokens, tokens)
+        moved = d.scheduler.loadable_tokens(take, 0)
+        assert moved == tokens - 1
+        # vLLM allocates no blocks before this one, as it computes the next token.
+        first = max(0, moved - WINDOW + 1) // 4
+        needed = max(0, tokens - WINDOW) // 4
+        assert first == needed
+        blocks = [0] * first + list(range(1, -(-moved // 4) - first + 1))
+        d.scheduler.begin_load(take.id, blocks, moved)
+        (load,) = d.scheduler.take_orders(False).loads
+        assert (load.blocks, load.tokens, load.skip) == (blocks[first:], moved - 4 * first, 0)
 
 
 def test_cached_blocks_before_the_window_may_stay(pair: tuple[Engine, Engine]) -> None:
     p, d = pair
     give, take = legs(p, 3, TOKENS)
-    offer(p, give, [*FREED, 5, 6])
+    offer(p, give, [*FREED, 5, 6, 7])
     d.scheduler.loadable_tokens(take, 12)
-    d.scheduler.begin_load(take.id, [1, 2, 3, 8, 9], TOKENS - 12)
+    d.scheduler.begin_load(take.id, [1, 2, 3, 8, 9], MOVED - 12)
     assert run(p, d, take.id)
 
 
@@ -78,6 +97,6 @@ def test_a_prefill_whose_window_has_moved_on_is_not_offered(pair: tuple[Engine, 
     p, d = pair
     give, take = legs(p, 4, TOKENS)
     d.scheduler.loadable_tokens(take, 0)
-    d.scheduler.begin_load(take.id, [*FREED, 8, 9], TOKENS)
-    assert not offer(p, give, [*FREED, 0, 6])
+    d.scheduler.begin_load(take.id, [*FREED, 8, 9], MOVED)
+    assert not offer(p, give, [*FREED, 0, 6, 7])
     assert not run(p, d, take.id)
