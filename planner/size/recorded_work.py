@@ -153,7 +153,8 @@ def phases_of(answers: Sequence[MeasuredAnswer], model: Llm) -> list[PrefillPhas
             prefills += _prefill(answer, others, model)
             decodes += _decode(answer, others, model)
     decodes = _spread(decodes, MOST_DECODES)
-    overlap = sum(phase.seconds for phase in decodes) / sum(map(_span_s, by_endpoint.values()))
+    span_s = sum(map(_span_s, by_endpoint.values()))
+    overlap = sum(phase.seconds for phase in decodes) / span_s if decodes else 1.0
     return [
         *_spread(prefills, MOST_PREFILLS),
         *(msgspec.structs.replace(phase, overlap=max(1.0, overlap)) for phase in decodes),

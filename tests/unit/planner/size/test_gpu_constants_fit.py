@@ -120,6 +120,11 @@ def test_too_few_answers_are_refused_with_the_number_that_is_needed() -> None:
         calibrate(MODEL, H100, TP, phases_of([answer], MODEL))
 
 
+def test_a_log_without_usable_answers_is_refused() -> None:
+    with pytest.raises(SizingError, match="the log has 0 and 0"):
+        calibrate(MODEL, H100, TP, phases_of([], MODEL))
+
+
 def log_line(at_s: float, **members: object) -> str:
     plain = {
         "time": at_s,
