@@ -4,8 +4,8 @@ Agent connects the parts of a transfer under one lock: the logic of both sides, 
 (links), the clock and the event loop. Events arrive on any thread. The commands that follow from
 them are executed in order.
 
-transfer/source.py and transfer/sink.py decide what happens in a transfer. protocol/session.py
-decides whether another agent is trusted.
+transfer/source.py and transfer/sink.py decide what happens in a transfer.
+protocol/session_authentication.py decides whether another agent is trusted.
 """
 
 from __future__ import annotations

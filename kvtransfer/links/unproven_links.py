@@ -1,7 +1,7 @@
 """Limits the number of connections whose peer has not yet proven that it has the fleet's key.
 
-There is a limit in total and one per client address. protocol/session.py checks the proof, and
-peer_link.py limits the time for it.
+There is a limit in total and one per client address. protocol/session_authentication.py checks the
+proof, and peer_link.py limits the time for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """TLS for connections between KV agents, with certificates at both ends.
 
 Certificate files are reloaded when they change. tcp.py has the connections. Inside TLS, agents also
-prove that they have the fleet's key (protocol/session.py).
+prove that they have the fleet's key (protocol/session_authentication.py).
 """
 
 from __future__ import annotations

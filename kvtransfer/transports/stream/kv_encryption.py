@@ -1,6 +1,6 @@
 """Encrypts KV on a connection by AES-128-GCM; needs the extra `seal` (cryptography).
 
-protocol/session.py derives the key. The agents themselves sign control messages.
+protocol/session_authentication.py derives the key. The agents themselves sign control messages.
 """
 
 from __future__ import annotations
