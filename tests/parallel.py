@@ -111,6 +111,8 @@ class Parts:
         finally:
             for pid in self._running:
                 os.kill(pid, signal.SIGTERM)
+            for pid in self._running:
+                os.waitpid(pid, 0)
         counts = ", ".join(f"{count:,} {result}" for result, count in self._results.items())
         print(f"{counts} in {monotonic() - began:.0f} s")
         if self._failed:
@@ -140,7 +142,8 @@ class Parts:
             self._results[result] += int(count)
         took = f"{monotonic() - ended.began:.1f} s"
         print(f"[{self._ended}/{self._count}] {ended.name}: {last} ({took})", flush=True)
-        if failed:
+        # A test that ends its process with status 0 must not count as a success.
+        if failed or not re.search(r"\b(passed|skipped|Success)\b", last):
             self._failed.append(ended.name)
             print(output, flush=True)
 

@@ -1,8 +1,8 @@
 """Simulates hedged requests: a late request is also sent to a second group.
 
 The group with the earlier first token serves the request, and the other attempt is cancelled.
-policies/health/stall_detection.py decides when a request is late. The
-retry budget is not simulated.
+policies/health/stall_detection.py decides when a request is late. The retry budget is not
+simulated.
 """
 
 from __future__ import annotations

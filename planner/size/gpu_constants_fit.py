@@ -104,8 +104,8 @@ def calibrate(model: Llm, gpu: Gpu, tp: int, phases: Sequence[Phase]) -> Calibra
     decodes = len(phases) - prefills
     if min(prefills, decodes) < LEAST_PHASES:
         raise SizingError(
-            f"--calibrate needs at least {LEAST_PHASES} prefills that ran alone and "
-            f"{LEAST_PHASES} answers of usable length; the log has {prefills} and {decodes}"
+            f"--calibrate needs at least {LEAST_PHASES} prefills while no answer was generated, "
+            f"and {LEAST_PHASES} answers of usable length; the log has {prefills} and {decodes}"
         )
     held_out = phases[::HELD_OUT]
     kept = [phase for index, phase in enumerate(phases) if index % HELD_OUT]

@@ -58,10 +58,11 @@ def test_a_failure_is_shown_with_its_output_and_does_not_stop_other_parts(
     assert output.endswith("Failed:\n  test_a.py\n")
 
 
-def test_a_process_that_dies_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)"])
+def test_a_process_that_ends_before_its_tests_do_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], end: str
 ) -> None:
-    dying = "import os, signal\ndef test_one():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    dying = f"import os, signal\ndef test_one():\n    {end}\n"
     assert run_parts(monkeypatch, tmp_path, a=dying) == 1
     assert capfd.readouterr().out.endswith("Failed:\n  test_a.py\n")
 

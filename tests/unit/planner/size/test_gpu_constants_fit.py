@@ -116,7 +116,7 @@ def test_least_squares_finds_the_minimum_within_its_bounds() -> None:
 
 def test_too_few_answers_are_refused_with_the_number_that_is_needed() -> None:
     answer = MeasuredAnswer("a", 0.0, 0.2, 2.2, 1000, 0, 100)
-    with pytest.raises(SizingError, match="at least 50 prefills that ran alone"):
+    with pytest.raises(SizingError, match="at least 50 prefills while no answer was generated"):
         calibrate(MODEL, H100, TP, phases_of([answer], MODEL))
 
 
@@ -206,7 +206,7 @@ def test_the_command_refuses_what_it_cannot_calibrate(tmp_path: Path) -> None:
         (["--measured-tp", "4", "--from", str(log)], "--calibrate cannot be combined with --from"),
         (["--measured-tp", "7"], "--measured-tp 7 is impossible"),
         (["--measured-tp", "4", "--last", "x"], "--last: 'x'"),
-        (["--measured-tp", "4"], "at least 50 prefills that ran alone"),
+        (["--measured-tp", "4"], "at least 50 prefills while no answer was generated"),
     ):
         result = CommandRunner().invoke(SIZE, [NAME, "--calibrate", str(log), *options])
         assert (result.exit_code, text in result.output) == (2, True), result.output
