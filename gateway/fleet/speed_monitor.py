@@ -13,8 +13,7 @@ from typing import Protocol
 
 from gateway.fleet.live_endpoint import LiveEndpoint, step_tokens
 from gateway.protocol.response.relay import Relay
-from policies.health import speed_outlier
-from policies.health import stall_detection as stall
+from policies.health import speed_outlier, stall_detection
 from policies.health.endpoint_health import HealthState
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits
 from policies.health.speed_samples import Measure, Slowness, SpeedVerdict
@@ -174,12 +173,14 @@ class SpeedMonitor:
                 rated = [live for live in cohort.lives if _is_rated(live)]
                 members = [_member(live) for live in rated]
                 stalled = self._expectations_of(cohort.pool).stalled(members, now)
-                doubted = [stall.is_doubted(live.load) for live in rated]
+                doubted = [stall_detection.is_doubted(live.load) for live in rated]
                 indices = {index for _, index in stalled}
                 late += [
                     live for index, live in enumerate(rated) if index in indices or live.is_doubted
                 ]
-                doubtful += [rated[index] for index in stall.choose_doubted(stalled, doubted)]
+                doubtful += [
+                    rated[index] for index in stall_detection.choose_doubted(stalled, doubted)
+                ]
         return late, doubtful
 
     def was_paused(self, now: float) -> bool:
@@ -277,7 +278,7 @@ def _is_rated(live: LiveEndpoint) -> bool:
 
 def _may_be_late(live: LiveEndpoint, now: float) -> bool:
     # Return whether prompts wait in doubt, or for a step old enough to be checked for a stall.
-    is_old = now - live.speed.since >= stall.LEAST_LATE_S
+    is_old = now - live.speed.since >= stall_detection.LEAST_LATE_S
     return live.speed.waiting > 0 and (is_old or live.is_doubted)
 
 

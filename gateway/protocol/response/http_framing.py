@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from gateway.protocol.byte_scan import body_span, whole_body
 from gateway.protocol.python_byte_scan import CHUNK_SIZES, SIZE_LINES
-from gateway.protocol.response import engine_retry_after as retry_after
+from gateway.protocol.response import engine_retry_after
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_END = b"\r\n\r\n"
@@ -106,7 +106,7 @@ def parse_head(head: bytes) -> ResponseHead:
         bool(size) and is_success and status not in BODILESS and not (is_sse or is_html),
         b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n" % content_type,
         b"content-length: %d\r\n\r\n" % (size or 0),
-        retry_after.read_wait_s(head) if status in retry_after.STATUSES else None,
+        engine_retry_after.read_wait_s(head) if status in engine_retry_after.STATUSES else None,
     )
 
 

@@ -16,7 +16,7 @@ from gateway.config import Config, load_text
 from gateway.drift.drift_monitor import DriftMonitor
 from gateway.metrics.drift_metrics import DriftMetrics
 from gateway.metrics.metric_types import MetricRegistry
-from gateway.restart import handover_channel as channel
+from gateway.restart import handover_channel
 from gateway.telemetry.request_shapes import ShapeRecord
 from policies.sizing.workload_drift import MEASURES, ShapeCounts, ShapeMemory
 from tests.unit.policies.sizing.test_workload_drift import sized_for
@@ -206,9 +206,9 @@ def test_a_successor_continues_the_open_window_and_the_turns_of_sessions() -> No
     for record in Traffic(10, lambda _: 0.3, lambda _: "agents").records(MONDAY_S, half):
         watched.feed([record])
     for message in watched.states():
-        packed = channel.pack_message(message)
-        assert len(packed) < channel.MAX_MESSAGE_BYTES
-        after.restore(channel._decoder.decode(packed[channel.LENGTH.size :]))
+        packed = handover_channel.pack_message(message)
+        assert len(packed) < handover_channel.MAX_MESSAGE_BYTES
+        after.restore(handover_channel._decoder.decode(packed[handover_channel.LENGTH.size :]))
     assert state(after)["open_window"] == state(watched)["open_window"]
     session = next(iter(watched._memory._turns)) if watched._memory else 0
     later = ShapeRecord("main", half + 1, 100, 10, session, ())

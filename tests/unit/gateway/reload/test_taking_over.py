@@ -16,7 +16,7 @@ import pytest
 from gateway.app import App
 from gateway.config import Config, config_from_engines
 from gateway.config.yaml_source import MAX_FILE_BYTES
-from gateway.reload import dry_run_and_swap as swap
+from gateway.reload import dry_run_and_swap
 from gateway.reload.file_watcher import POLL_S
 from gateway.reload.reloader import ChangeOptions
 from gateway.reload.snapshot_plan import SnapshotPlan
@@ -413,7 +413,7 @@ async def test_a_policy_that_fails_its_trial_pick_is_rejected_with_its_place(
 
     async with running(tmp_path) as harness:
         before = harness.app.gateway.snapshot
-        monkeypatch.setattr(swap.routing_algorithm, "pick", broken)
+        monkeypatch.setattr(dry_run_and_swap.routing_algorithm, "pick", broken)
         status, reply = await harness.put(harness.text().replace(*LEAST))
         monkeypatch.undo()
         assert (status, reply["problems"][0]["line"], reply["problems"][0]["col"]) == (400, 10, 13)

@@ -8,7 +8,7 @@ from random import Random
 import msgspec
 import pytest
 
-from gateway.restart import handover_channel as channel
+from gateway.restart import handover_channel
 from gateway.restart.handover_channel import LENGTH, BoundListener, HandoverOffer, pack_message
 from policies import restart_state
 from policies.admission.cap_admission import SessionCap
@@ -35,7 +35,7 @@ def transfer_state(index: PrefixIndex, into: PrefixIndex, slots: dict[int, int])
     #
     # `slots` maps old slots of endpoints to new ones.
     for blocks in restart_state.index_blocks(index):
-        assert len(pack_message(blocks)) < channel.MAX_MESSAGE_BYTES
+        assert len(pack_message(blocks)) < handover_channel.MAX_MESSAGE_BYTES
         restart_state.restore_blocks(
             into, msgspec.msgpack.decode(msgspec.msgpack.encode(blocks), type=Blocks), slots
         )
@@ -210,6 +210,10 @@ def test_expected_output_lengths_are_restored() -> None:
 def test_an_offer_of_another_version_has_its_sockets() -> None:
     bound = BoundListener("api", "127.0.0.1", 8080, is_activated=False)
     offer = msgspec.msgpack.encode([99, 1234, [bound], {"anything": "else"}, "more"])
-    assert channel._offer(offer) == HandoverOffer(99, 1234, [bound])
-    ours = pack_message(HandoverOffer(channel.VERSION, 1, [bound], b"s", 64))[LENGTH.size :]
-    assert channel._offer(ours) == HandoverOffer(channel.VERSION, 1, [bound], b"s", 64)
+    assert handover_channel._offer(offer) == HandoverOffer(99, 1234, [bound])
+    ours = pack_message(HandoverOffer(handover_channel.VERSION, 1, [bound], b"s", 64))[
+        LENGTH.size :
+    ]
+    assert handover_channel._offer(ours) == HandoverOffer(
+        handover_channel.VERSION, 1, [bound], b"s", 64
+    )
