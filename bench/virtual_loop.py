@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+from collections.abc import Callable
 from typing import Any
 
 THREAD_WAIT_S = 0.001
+UNKNOWN_THREAD_WAIT_S = 0.01
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -50,3 +53,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if not events and timeout is not None:
             self._now += timeout
         return events
+
+
+async def wait_for_thread(is_done: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+    """Wait until `is_done()` is true because of a thread that the virtual clock knows nothing of.
+
+    Each time it asks, such a thread gets some milliseconds of real time, and timers one second of
+    virtual time. Returns False if `is_done()` is false after `timeout_s` seconds of real time.
+    """
+    pause, loop = threading.Event(), asyncio.get_running_loop()
+    for _ in range(int(timeout_s / UNKNOWN_THREAD_WAIT_S)):
+        if is_done():
+            return True
+        await loop.run_in_executor(None, pause.wait, UNKNOWN_THREAD_WAIT_S)
+        await asyncio.sleep(1.0)
+    return is_done()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 
-from bench.virtual_loop import VirtualLoop
+from bench.virtual_loop import VirtualLoop, wait_for_thread
 
 CLOCK = VirtualLoop()
 time.monotonic, time.time = CLOCK.time, CLOCK.wall_time  # before other modules import them
@@ -48,7 +48,6 @@ from tests.scraped import total  # noqa: E402
 
 ENGINES = 4
 WANTED_SHARE = 0.95
-LOGGED_AFTER_S = 5.0  # the access log is written in batches
 CONFIG = """
 version: 1
 listeners: {{api: {{port: 0}}, admin: {{port: 0}}}}
@@ -224,6 +223,8 @@ async def measure(client: RecordedClient, policy: str, sessions: int, turns: int
             await app.start()
             try:
                 sent, counted = await _measure(app.url, urls, client, sessions, turns)
+                # A thread writes the access log.
+                await wait_for_thread(lambda: log.read_bytes().count(b"\n") >= len(sent))
             finally:
                 await app.stop()
             logged = [json.loads(line).get("cached_tokens") for line in log.open()]
@@ -241,7 +242,6 @@ async def _measure(
     async with aiohttp.ClientSession() as http:
         users = [Session(client, number) for number in range(sessions)]
         await asyncio.gather(*(converse(http, url, user, turns, sent) for user in users))
-        await asyncio.sleep(LOGGED_AFTER_S)
         cached = 0.0
         for engine in engines:
             async with http.get(f"{engine}/metrics") as page:
