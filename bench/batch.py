@@ -39,8 +39,8 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mockgpu.mock_tokenizer import expected_text
+from tests.metrics_page import total
 from tests.ports import free_port
-from tests.scraped import total
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "demo-8b"

@@ -38,7 +38,7 @@ from mockgpu.fleet import run_fleet  # noqa: E402
 from mockgpu.tp_group import GroupSpec  # noqa: E402
 from policies.sizing.gpus import gpu_named  # noqa: E402
 from policies.sizing.model_shapes import model_named  # noqa: E402
-from tests.scraped import total  # noqa: E402
+from tests.metrics_page import total  # noqa: E402
 
 
 class LiveClient(LineClient):

@@ -24,7 +24,7 @@ import aiohttp
 
 from gateway.app import App
 from gateway.config import Config
-from gateway.fleet.kv_events.event_trust import CacheExpectation, EndpointEvents
+from gateway.fleet.kv_events.event_verification import CacheExpectation, EndpointEvents
 from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.kv_events.event_batches import KvEventSpec
 from mockgpu.tp_group import GroupSpec

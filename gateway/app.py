@@ -36,10 +36,10 @@ from gateway.fleet.prefix_cache_view import create_prefix_caches
 from gateway.fleet.speed_monitor import STALL_CHECK_S
 from gateway.http.aiohttp_connection import AiohttpConnection
 from gateway.http.api_application import api_application
+from gateway.http.connection_accept import NewConnections
 from gateway.http.connection_limits import ClientConnections
 from gateway.http.fast_connection import FastConnection
 from gateway.http.listener_sockets import ADMIN, API, SocketsByName
-from gateway.http.new_connections import NewConnections
 from gateway.http.open_listeners import OpenListeners
 from gateway.http.tls_listener import TlsListeners
 from gateway.http.write_queue import WriteQueue
@@ -68,7 +68,7 @@ from gateway.telemetry.cost_counter import LiveCost
 from gateway.telemetry.span_exporter import SpanExporter
 from gateway.trials.mirror import Mirrors
 from gateway.util.client_networks import Networks
-from gateway.util.gc_control import GcSchedule
+from gateway.util.garbage_collection import GcSchedule
 
 log = logging.getLogger("penstock")
 

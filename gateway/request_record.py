@@ -14,7 +14,7 @@ from gateway.protocol.errors import GatewayError
 from policies.routing_types import Candidate, Pick, RoutingQuery
 
 if TYPE_CHECKING:
-    from gateway.admission.body_budget import BodyBudget
+    from gateway.admission.body_memory_budget import BodyBudget
     from gateway.admission.pool_queue import PoolQueue
     from gateway.admission.quota_charges import QuotaCharge
     from gateway.admission.retry_turns import RetryTurns

@@ -28,7 +28,6 @@ from kvtransfer.layout.reshard import Blocks
 from kvtransfer.links.link_manager import LinkManager
 from kvtransfer.protocol.agent_messages import AgentCard
 from kvtransfer.protocol.outcomes import EndReason
-from kvtransfer.transfer.block_reservation import FetchRequest
 from kvtransfer.transfer.commands import (
     AcceptGrant,
     BumpGenerations,
@@ -44,6 +43,7 @@ from kvtransfer.transfer.commands import (
     SendInvite,
     SendMessage,
 )
+from kvtransfer.transfer.fetch_state import FetchRequest
 from kvtransfer.transfer.handles import HandleListener, Landing, LoopWaker, Offer, TransferHandle
 from kvtransfer.transfer.invite_registration import InviteRegistration
 from kvtransfer.transfer.leased_offer import OfferSpec

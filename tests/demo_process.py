@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fair_time import pace
+from tests.duration_limits import pace
 from tests.ports import free_port
 
 START_S = 60.0

@@ -15,7 +15,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.ports import free_port
 
 WITHOUT = "PENSTOCK_TESTS_WITHOUT_REDIS"

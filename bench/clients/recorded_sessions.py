@@ -43,8 +43,8 @@ from mockgpu.tp_group import GroupSpec  # noqa: E402
 from policies.sizing.gpus import gpu_named  # noqa: E402
 from policies.sizing.model_shapes import model_named  # noqa: E402
 from tests import recorded_clients  # noqa: E402
+from tests.metrics_page import total  # noqa: E402
 from tests.recorded_clients import RecordedClient  # noqa: E402
-from tests.scraped import total  # noqa: E402
 
 ENGINES = 4
 WANTED_SHARE = 0.95

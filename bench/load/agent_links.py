@@ -18,9 +18,9 @@ from kvtransfer.util.clock import ThreadClock
 from tests.contract.kvtransfer.groups import KEY, SMALL, group
 from tests.contract.kvtransfer.links import Owner, make
 from tests.contract.kvtransfer.test_untrusted_peers import UnprovenPeer
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.process_cost import ProcessCost
 from tests.e2e.processes import ENV
-from tests.fair_time import PATIENCE_S
 
 TRANSPORT, MISSES = "tcp", 20
 

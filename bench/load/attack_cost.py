@@ -37,8 +37,14 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from bench.load.agent_links import agent, link_times
-from tests.e2e.attacked import MOST_GROWTH, Attacked, attacked_gateway, canned_engine, wait_s
 from tests.e2e.attackers import AGENT_CORPUS, CORPUS, CostlyAttack, attacking
+from tests.e2e.gateway_under_attack import (
+    MOST_GROWTH,
+    Attacked,
+    attacked_gateway,
+    canned_engine,
+    wait_s,
+)
 from tests.e2e.process_cost import sockstat_bytes
 
 BENCH = Path(__file__).resolve().parents[1]

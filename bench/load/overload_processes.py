@@ -34,7 +34,7 @@ from bench.load.overload_load import (
 from bench.load.overload_plan import GROUP, SLO, SPEED, Plan
 from tests.e2e import processes
 from tests.e2e.processes import ENV, GatewayProcess
-from tests.scraped import total
+from tests.metrics_page import total
 
 T = TypeVar("T")
 READY_S = 3.0 + 2 * NULL_REQUESTS * NULL_EVERY_S

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.processes import (
     ENV,
     GatewayProcess,
@@ -44,7 +45,6 @@ from tests.e2e.restart_traffic import (
     traffic,
     until_gone,
 )
-from tests.fair_time import PATIENCE_S
 from tests.ports import free_port
 
 CONFIG = """

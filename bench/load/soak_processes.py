@@ -18,7 +18,7 @@ import aiohttp
 from tests.chaos.fleet_processes import MockProcess, eventually
 from tests.e2e import processes
 from tests.e2e.processes import GatewayProcess, gateway_process
-from tests.scraped import total
+from tests.metrics_page import total
 
 SERVED = "demo-8b"
 WHOLE, SPLIT = "whole", "split"

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import openai
 
-from tests.authority import Authority
+from tests.certificate_authority import Authority
 from tests.e2e.processes import ENV, GatewayProcess, gateway_process, mock_fleet
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from gateway.telemetry.request_shapes import ShapeRecord, ShapeRecorder
+from gateway.telemetry.drift_records import ShapeRecord, ShapeRecorder
 
 if TYPE_CHECKING:
     from gateway.drift.drift_monitor import DriftMonitor

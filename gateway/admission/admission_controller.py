@@ -1,11 +1,12 @@
 """The gateway's admission control: wait queues by pool, quotas, body memory and retries.
 
-Each part has its own module: pool_queue.py, quota_charges.py, body_budget.py and retry_turns.py.
+Each part has its own module: pool_queue.py, quota_charges.py, body_memory_budget.py and
+retry_turns.py.
 """
 
 from __future__ import annotations
 
-from gateway.admission.body_budget import BodyBudget
+from gateway.admission.body_memory_budget import BodyBudget
 from gateway.admission.pool_queue import PoolQueue
 from gateway.admission.quota_charges import Quotas
 from gateway.admission.retry_turns import RetryTurns

@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.config import Config, SizedFor
 from gateway.metrics.drift_metrics import DriftMetrics
-from gateway.telemetry.request_shapes import ShapeRecord, ShapeRecorder
+from gateway.telemetry.drift_records import ShapeRecord, ShapeRecorder
 from policies import restart_state
 from policies.restart_state import DriftState, SessionTurns
 from policies.sizing.workload_drift import LIMIT, MEASURES, DriftWatch, DriftWindow, ShapeMemory

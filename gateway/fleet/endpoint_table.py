@@ -20,7 +20,7 @@ from gateway.fleet.endpoint_registry import (
     RegistryPlan,
 )
 from gateway.fleet.engine_metrics import UNKNOWN_PROGRESS, ScrapedLoad
-from gateway.fleet.kv_events.event_trust import CacheExpectation
+from gateway.fleet.kv_events.event_verification import CacheExpectation
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.fleet.prefix_cache_view import PrefixCacheView

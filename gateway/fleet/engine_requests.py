@@ -6,7 +6,7 @@ import msgspec
 
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.probe_errors import PROBE_ERRORS, NotSentError, clear_frames, is_not_sent
-from gateway.http.poll_client import PollClient
+from gateway.http.engine_poll_client import PollClient
 from gateway.protocol.response.usage_and_error_search import client_error_status, find_error_body
 from kvtransfer.dialects import standalone_members
 from policies.routing_types import Role

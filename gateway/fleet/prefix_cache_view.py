@@ -13,7 +13,7 @@ from time import monotonic
 import msgspec
 
 from gateway.config import Config
-from gateway.fleet.kv_events.event_trust import CacheExpectation
+from gateway.fleet.kv_events.event_verification import CacheExpectation
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.kv_events.tokenization import UnreadPrompt, can_tokenize
 from gateway.fleet.live_endpoint import LiveEndpoint

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
-from gateway.fleet.kv_events.event_trust import CacheExpectation
+from gateway.fleet.kv_events.event_verification import CacheExpectation
 from gateway.fleet.live_endpoint import INITIAL_HEALTH, LiveEndpoint
 from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.http.upstream import ConnectionPool

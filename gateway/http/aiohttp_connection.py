@@ -32,7 +32,7 @@ from gateway.http.client_body_reader import CONTINUE
 from gateway.http.client_connection import ClientConnection, Serve
 from gateway.http.connection_limits import ClientConnections, unread_budget_error
 from gateway.http.connection_phase import Phase
-from gateway.http.large_bodies import LARGE_BODY, JoinInTurn
+from gateway.http.large_body_parsing import LARGE_BODY, JoinInTurn
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.api_table import API_PATHS, stored_api
 from gateway.protocol.errors import Failure, GatewayError, new_request_id

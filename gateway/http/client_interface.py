@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from gateway.http.large_bodies import JoinInTurn
+from gateway.http.large_body_parsing import JoinInTurn
 from gateway.http.upstream import Downstream
 from gateway.protocol.error_formats import OPENAI, ErrorFormat
 from gateway.protocol.errors import GatewayError

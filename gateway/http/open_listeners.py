@@ -10,6 +10,7 @@ from time import monotonic
 from aiohttp import web
 
 from gateway.config import Limits, Listener, Listeners
+from gateway.http.connection_accept import NewConnections
 from gateway.http.listener_sockets import (
     ADMIN,
     ADMIN_RECEIVE_BUFFER,
@@ -21,7 +22,6 @@ from gateway.http.listener_sockets import (
     limit_send_buffers,
     naming_config_key,
 )
-from gateway.http.new_connections import NewConnections
 from gateway.http.tls_listener import ProtocolFactory, TlsListeners
 from gateway.util.urls import http_url
 

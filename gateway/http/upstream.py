@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.http.ack_delay import delay_acks
-from gateway.http.client_read_turns import LONG_READ
 from gateway.http.connect_errors import connect_error_kind
 from gateway.http.eager_task import EagerFuture, new_future
-from gateway.http.engine_addresses import EngineAddresses
+from gateway.http.engine_host_lookup import EngineAddresses
 from gateway.http.socket_send import descriptor_of
+from gateway.http.upload_read_turns import LONG_READ
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.relay_state import BEHIND, DONE

@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from gateway.http.client_read_turns import PIECE_TURNS, ReadTurns
 from gateway.http.close_queue import CloseQueue
+from gateway.http.connection_fairness import RequestTurns
 from gateway.http.long_engine_reads import LongReads
-from gateway.http.request_turns import RequestTurns
 from gateway.http.socket_send import send_now
+from gateway.http.upload_read_turns import PIECE_TURNS, ReadTurns
 
 if TYPE_CHECKING:
     from gateway.protocol.response.relay import Relay

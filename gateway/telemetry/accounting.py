@@ -20,9 +20,9 @@ from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.request_record import Exchange, SplitRecord
 from gateway.telemetry.access_line import access_line
 from gateway.telemetry.access_log import AccessLog
+from gateway.telemetry.drift_records import ShapeRecorder
 from gateway.telemetry.pick_explanation import snapshot_pick
 from gateway.telemetry.recent_requests import RecentExchanges
-from gateway.telemetry.request_shapes import ShapeRecorder
 from gateway.telemetry.slo_outcomes import REGRET_SAMPLE_EVERY, SloTracker, effective_usage
 from gateway.telemetry.span_exporter import SpanExporter
 from policies.policy_types import Policy

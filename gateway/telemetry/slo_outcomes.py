@@ -14,7 +14,7 @@ from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.request_record import Exchange
 from policies.admission.admission_policy import RequestOutcome
-from policies.admission.prompt_length import PromptLengths, is_text
+from policies.admission.prompt_length_correction import PromptLengths, is_text
 from policies.engine.output_length import OutputLengths
 from policies.latency.expected_latency import ttfts
 from policies.prefix.prefix_match import longest_match

@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.admin.drift_pages import RECORDS_PATH, decode_records
 from gateway.drift.drift_monitor import DriftMonitor
-from gateway.telemetry.request_shapes import ShapeRecord
+from gateway.telemetry.drift_records import ShapeRecord
 from gateway.workers.worker_process import REQUEST_ERRORS, Worker
 
 log = logging.getLogger("penstock")

@@ -33,7 +33,6 @@ from kvtransfer.protocol.agent_messages import (
     unpack_blocks,
 )
 from kvtransfer.protocol.outcomes import EndReason, outcome_for
-from kvtransfer.transfer.block_reservation import BlockReservation, FetchRequest, SinkState
 from kvtransfer.transfer.commands import (
     Command,
     DialPeer,
@@ -45,6 +44,7 @@ from kvtransfer.transfer.commands import (
     SendMessage,
     plan_or_defer,
 )
+from kvtransfer.transfer.fetch_state import BlockReservation, FetchRequest, SinkState
 from kvtransfer.transfer.receive_tracker import ReceiveTracker, RepeatedWindowError, WindowError
 from kvtransfer.transfer.send_credits import in_flight_limit
 from kvtransfer.transfer.transfer_counters import AgentStats

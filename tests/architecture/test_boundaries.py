@@ -97,7 +97,7 @@ OTHER_PACKAGES = (
     *("gateway.reload", "gateway.restart", "gateway.peers", "gateway.workers"),
     *("gateway.fleet.discovery", "gateway.fleet.health_checks", "gateway.fleet.engine_metrics"),
     *("gateway.http.health_api", "gateway.http.listener_sockets", "gateway.http.api_application"),
-    *("gateway.http.poll_client", "gateway.http.url_errors"),
+    *("gateway.http.engine_poll_client", "gateway.http.url_errors"),
 )
 
 

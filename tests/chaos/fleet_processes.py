@@ -22,7 +22,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.fair_time import PATIENCE_S, Stopwatch
+from tests.duration_limits import PATIENCE_S, Stopwatch
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]

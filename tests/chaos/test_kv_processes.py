@@ -18,7 +18,7 @@ from kvtransfer.util.agent_options import AgentOptions
 from tests.chaos.kv_peer import BLOCKS, SLOW, TOKENS, options
 from tests.contract.kvtransfer.groups import SMALL, Group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS
-from tests.fair_time import Stopwatch
+from tests.duration_limits import Stopwatch
 
 pytestmark = pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "inproc"])
 

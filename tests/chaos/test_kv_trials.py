@@ -14,7 +14,7 @@ from kvtransfer.transfer.sink import TransferSink
 from kvtransfer.transport_interface import WindowVerdict
 from kvtransfer.transports import inproc
 from tests.chaos.kv_trials import FAULTS, Trial, small_batches, trial
-from tests.fair_time import pace
+from tests.duration_limits import pace
 
 
 @pytest.mark.parametrize(

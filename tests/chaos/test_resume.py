@@ -13,8 +13,8 @@ import pytest
 
 from mockgpu.mock_tokenizer import expected_text
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
-from tests.fair_time import PATIENCE_S
-from tests.scraped import total
+from tests.duration_limits import PATIENCE_S
+from tests.metrics_page import total
 from tests.virtual_time import VIRTUAL_TIME
 
 pytestmark = VIRTUAL_TIME

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from tests.chaos.gateway_fleet import Answer, GatewayFleet, gateway_fleet
-from tests.fair_time import PATIENCE_S, at_most
+from tests.duration_limits import PATIENCE_S, at_most
 from tests.virtual_time import VIRTUAL_TIME
 
 pytestmark = VIRTUAL_TIME

@@ -15,7 +15,7 @@ from tests.chaos.fleet_processes import (
     fleet_client,
     fleet_processes,
 )
-from tests.fair_time import pace
+from tests.duration_limits import pace
 
 USERS = 45  # number of concurrent users: 70 % of the 64 places
 

@@ -21,7 +21,7 @@ from cloudcoil.models.prometheus_operator.v1 import PrometheusRule, ServiceMonit
 from helm_python import Chart, chart
 
 from gateway.config import Config, load_with_warnings
-from tests.authority import Authority
+from tests.certificate_authority import Authority
 from tools.monitoring.alerts import ALERTS
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ import aiohttp
 
 from gateway.app import App
 from gateway.config import Config
-from tests.patient import patient
+from tests.long_timeouts import patient
 
 MODEL = "demo"
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)

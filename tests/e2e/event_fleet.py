@@ -12,11 +12,11 @@ import msgspec
 
 from gateway.app import App
 from gateway.config import Config
-from gateway.fleet.kv_events.event_trust import EndpointEvents
+from gateway.fleet.kv_events.event_verification import EndpointEvents
 from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.kv_events.event_batches import KvEventSpec
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.mock_group import SPEC
-from tests.fair_time import PATIENCE_S
 
 MODEL = SPEC.served_name
 

@@ -20,7 +20,7 @@ from mockgpu.kv_options import TransferSpec
 from mockgpu.tp_group import GroupSpec
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
-from tests.fair_time import within
+from tests.duration_limits import within
 
 PROMPT = "The reservoir behind the dam is deep, and the gate stands open. " * 12
 NULLS = {

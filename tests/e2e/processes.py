@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from tests.patient import PATIENT
+from tests.long_timeouts import PATIENT
 
 ROOT = Path(__file__).parents[2]
 WITHIN_S = 60.0

@@ -24,7 +24,7 @@ from time import monotonic
 from typing import Any
 
 from bench.clients.threaded_server import threaded_server
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 
 MODEL = "demo"
 TEXT = "engine says hello"

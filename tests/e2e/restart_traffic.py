@@ -20,9 +20,9 @@ from typing import Any
 import aiohttp
 
 from gateway.restart.old_process_side import READY_TIMEOUT_S
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.processes import GatewayProcess
-from tests.fair_time import PATIENCE_S
-from tests.scraped import total
+from tests.metrics_page import total
 
 STARTS_WITHIN_S = READY_TIMEOUT_S + PATIENCE_S  # the gateway itself gives up first
 ACCEPTS = re.compile(r"the successor process \(pid (\d+)\) accepts connections")

@@ -17,9 +17,9 @@ from typing import Any
 
 from planner.bench import BenchClient, BenchPlan, BenchRecord, BenchReport
 from planner.bench.workloads import replay
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.processes import GatewayProcess, gateway_process
-from tests.fair_time import PATIENCE_S
-from tests.scraped import total
+from tests.metrics_page import total
 from tests.sim.conversation import TRACE
 
 KEY = "canary-key-of-a-test-fleet"

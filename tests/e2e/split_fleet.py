@@ -25,9 +25,9 @@ from mockgpu.mock_tokenizer import expected_text
 from mockgpu.tp_group import GroupSpec
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
-from tests.fair_time import PATIENCE_S, within
-from tests.patient import patient
-from tests.scraped import total
+from tests.duration_limits import PATIENCE_S, within
+from tests.long_timeouts import patient
+from tests.metrics_page import total
 
 MODEL = "m"
 SENTENCE = "The reservoir behind the dam is deep, and the gate stands open. "

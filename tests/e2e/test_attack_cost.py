@@ -13,10 +13,16 @@ from typing import NamedTuple
 import pytest
 
 from bench.load.agent_links import Source, agent, link_times
-from tests.e2e.attacked import MOST_GROWTH, Attacked, attacked_gateway, canned_engine, wait_s
+from tests.duration_limits import TRIES, Stopwatch
 from tests.e2e.attackers import AGENT_CORPUS, CORPUS, attacking
+from tests.e2e.gateway_under_attack import (
+    MOST_GROWTH,
+    Attacked,
+    attacked_gateway,
+    canned_engine,
+    wait_s,
+)
 from tests.e2e.raw_connection import RawConnection, post
-from tests.fair_time import TRIES, Stopwatch
 
 MIB = 2**20
 REQUEST = post(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.duration_limits import PATIENCE_S, Stopwatch, pace
 from tests.e2e.attacks import (
     ATTACKS,
     BODY,
@@ -30,8 +31,7 @@ from tests.e2e.attacks import (
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.e2e.raw_connection import Answer, RawConnection, post
 from tests.e2e.recording_engine import MODEL, TEXT, RecordingEngine, recording_engine
-from tests.fair_time import PATIENCE_S, Stopwatch, pace
-from tests.scraped import total
+from tests.metrics_page import total
 
 CONFIG = """
 models: [{{name: demo, aliases: [alias], pool: main, context_tokens: 4096}}]

@@ -19,8 +19,8 @@ import pytest
 from gateway.cli import main
 from tests import auto_log
 from tests.command_runner import CommandRunner
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
-from tests.fair_time import PATIENCE_S
 
 LONG_S = 600.0
 """Maximum seconds of the replay process, which computes for about 15 s."""

@@ -24,10 +24,10 @@ from openai import OpenAI
 
 from mockgpu.mock_tokenizer import expected_text
 from tests.chaos.fleet_processes import MockProcess
+from tests.duration_limits import pace
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.e2e.test_batch_api import TOOL, chat, client, create, results, until, upload, wait
-from tests.fair_time import pace
-from tests.scraped import total
+from tests.metrics_page import total
 
 LINES, TOKENS = 24, 60
 TOKENS_LONG = int(200 * pace())

@@ -17,6 +17,7 @@ import pytest
 from openai import OpenAI
 
 from tests.chaos.fleet_processes import MockProcess
+from tests.duration_limits import pace
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.e2e.test_batch_api import KEYS, client, create, results, until, upload, wait
 from tests.e2e.test_batch_restart import (
@@ -28,11 +29,10 @@ from tests.e2e.test_batch_restart import (
     lines,
     page,
 )
-from tests.fair_time import pace
+from tests.metrics_page import total
 from tests.ports import free_port
 from tests.s3_server import BUCKET, s3_process
 from tests.s3_server import KEYS as S3_KEYS
-from tests.scraped import total
 
 LEASE_S = 3.0
 CONFIG = """

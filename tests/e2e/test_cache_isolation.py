@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.e2e.processes import gateway_process, mock_fleet
-from tests.scraped import total
+from tests.metrics_page import total
 
 CONFIG = """
 models: [{{name: demo-8b, pool: main}}]

@@ -17,12 +17,12 @@ from statistics import median
 
 import pytest
 
-from tests.e2e.attacked import Attacked, attacked_gateway, canned_engine
+from tests.duration_limits import PATIENCE_S, TRIES
 from tests.e2e.attackers import ATTACKER, CHUNKED, IP_BIND_ADDRESS_NO_PORT, call, head
+from tests.e2e.gateway_under_attack import Attacked, attacked_gateway, canned_engine
 from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
 from tests.e2e.raw_connection import RawConnection, post
 from tests.e2e.restart_traffic import killing_successors, restart, until_gone
-from tests.fair_time import PATIENCE_S, TRIES
 
 REQUEST = post(
     {"model": "demo", "messages": [{"role": "user", "content": "hi"}]},

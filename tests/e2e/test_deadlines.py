@@ -22,6 +22,7 @@ import pytest
 
 from gateway.app import App
 from gateway.config import Config
+from tests.duration_limits import PATIENCE_S, TRIES, Stopwatch, once_within, pace
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.e2e.raw_connection import RawConnection, post
 from tests.e2e.recording_engine import (
@@ -31,7 +32,6 @@ from tests.e2e.recording_engine import (
     RecordingEngine,
     recording_engine,
 )
-from tests.fair_time import PATIENCE_S, TRIES, Stopwatch, once_within, pace
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 SWEEP_S = 0.25

@@ -9,8 +9,8 @@ from time import monotonic
 
 import pytest
 
+from tests.duration_limits import within
 from tests.e2e.event_fleet import EventFleet, event_fleet
-from tests.fair_time import within
 
 TEXT = "The reservoir behind the dam is deep. " * 200
 """A prompt of about 7.6 kB: 15 blocks of bytes, 119 blocks of tokens."""

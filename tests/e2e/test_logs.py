@@ -11,8 +11,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
-from tests.fair_time import PATIENCE_S
 
 BODY = {"model": "demo-8b", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
 REQUESTS = 400

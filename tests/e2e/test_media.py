@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 from openai import OpenAI
 
+from tests.duration_limits import Stopwatch, once_within, pace
 from tests.e2e.processes import gateway_process, mock_fleet
 from tests.e2e.raw_connection import RawConnection, post
 from tests.e2e.recording_engine import recording_engine
-from tests.fair_time import Stopwatch, once_within, pace
 
 CONFIG = """
 models: [{{name: demo, pool: main, context_tokens: 65536}}]

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.duration_limits import PATIENCE_S, Stopwatch, pace
 from tests.e2e.attacks import BODY, CHAT, LENGTH, chat, chunked, head
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.e2e.raw_connection import RawConnection, post
 from tests.e2e.recording_engine import RecordingEngine, recording_engine
-from tests.fair_time import PATIENCE_S, Stopwatch, pace
 
 MIB = 2**20
 CONFIG = """

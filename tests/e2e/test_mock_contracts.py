@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mockgpu.mock_tokenizer import expected_text, token_bytes
+from tests.duration_limits import PATIENCE_S, pace
 from tests.e2e.mock_pair import PROMPT, MockPair, mock_pair, rooms
-from tests.fair_time import PATIENCE_S, pace
 
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24}
 GIVE = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -13,8 +13,8 @@ import pytest
 
 from kvtransfer.dialects import get_dialect, standalone_members
 from mockgpu.mock_tokenizer import expected_text, token_bytes, token_ids
+from tests.duration_limits import PATIENCE_S, at_most, pace
 from tests.e2e.mock_pair import DIALECTS, PROMPT, mock_pair, rooms
-from tests.fair_time import PATIENCE_S, at_most, pace
 
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24}
 GIVE = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -19,9 +19,9 @@ import pytest
 
 from mockgpu.fleet import FleetGroup
 from mockgpu.mock_tokenizer import expected_text
+from tests.duration_limits import PATIENCE_S, Stopwatch, at_most, pace
 from tests.e2e.mock_pair import DIALECTS, PROMPT, MockPair, mock_pair, rooms
 from tests.e2e.processes import ENV
-from tests.fair_time import PATIENCE_S, Stopwatch, at_most, pace
 from tests.ports import free_port
 
 LONG: dict[str, Any] = {"prompt": PROMPT * 20, "max_tokens": 12}

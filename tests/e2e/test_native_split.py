@@ -18,7 +18,7 @@ from tests.chaos.fleet_processes import MockProcess
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.e2e.resumable_mocks import config_of, resumable_mocks, stall
 from tests.e2e.split_fleet import MODEL, SENTENCE, SplitFleet, split_fleet
-from tests.scraped import total
+from tests.metrics_page import total
 from tests.unit.gateway.protocol.translate.chats import events, message_of, response_of
 
 MESSAGES, RESPONSES, CHAT = "/v1/messages", "/v1/responses", "/v1/chat/completions"

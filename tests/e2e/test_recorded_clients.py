@@ -18,8 +18,8 @@ import pytest
 
 from tests import recorded_clients
 from tests.demo_process import started_demo
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.processes import HOME
-from tests.fair_time import PATIENCE_S
 from tests.recorded_clients import RecordedClient, RecordedRequest
 from tests.unit.gateway.protocol.translate.chats import message_of, response_of
 

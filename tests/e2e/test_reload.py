@@ -13,9 +13,9 @@ import pytest
 
 from gateway.cli import main
 from tests.command_runner import CommandRunner
+from tests.duration_limits import PATIENCE_S, Stopwatch, pace
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.e2e.recording_engine import MODEL, recording_engine
-from tests.fair_time import PATIENCE_S, Stopwatch, pace
 
 CONFIG = """
 models: [{{name: {model}, pool: main}}]

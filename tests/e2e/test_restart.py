@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
 from tests.e2e.restart_traffic import (
     is_alive,
@@ -20,7 +21,6 @@ from tests.e2e.restart_traffic import (
     traffic,
     until_gone,
 )
-from tests.fair_time import PATIENCE_S
 from tests.ports import free_port
 
 CONFIG = """

@@ -14,7 +14,7 @@ from mockgpu.mock_tokenizer import expected_text
 from tests.chaos.fleet_processes import MockProcess
 from tests.e2e.processes import GatewayProcess, gateway_process
 from tests.e2e.resumable_mocks import config_of, resumable_mocks, stall
-from tests.scraped import total
+from tests.metrics_page import total
 
 STREAMS, TOKENS = 20, 50
 

@@ -17,6 +17,7 @@ from random import Random
 import aiohttp
 import pytest
 
+from tests.duration_limits import PATIENCE_S, Stopwatch, pace
 from tests.e2e.processes import GatewayProcess, mock_fleet
 from tests.e2e.shared_fleet import (
     CACHE_FIRST,
@@ -28,7 +29,6 @@ from tests.e2e.shared_fleet import (
     shared_gateway,
     wait_until,
 )
-from tests.fair_time import PATIENCE_S, Stopwatch, pace
 from tests.redis_server import RedisServer, redis_server
 
 CONVERSATIONS, TURNS = 12, 4

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import aiohttp
 
+from tests.duration_limits import pace
 from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
-from tests.fair_time import pace
 
 LONG_S = 600.0
 """Maximum seconds of a request or a shutdown, which no test reaches."""

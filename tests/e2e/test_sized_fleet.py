@@ -9,8 +9,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.processes import ENV, gateway_process, run_process
-from tests.fair_time import PATIENCE_S
 from tests.ports import free_port
 
 QUESTION = (

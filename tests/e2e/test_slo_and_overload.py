@@ -19,8 +19,8 @@ from mockgpu.fleet import run_fleet
 from mockgpu.tp_group import GroupSpec
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
-from tests.patient import patient
-from tests.scraped import total
+from tests.long_timeouts import patient
+from tests.metrics_page import total
 from tests.virtual_time import VIRTUAL_TIME
 
 pytestmark = VIRTUAL_TIME

@@ -19,8 +19,8 @@ import pytest
 
 from gateway.cli import main
 from tests.command_runner import CommandRunner
+from tests.duration_limits import TRIES
 from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
-from tests.fair_time import TRIES
 
 MODEL = ("--model", "llama-3.1-70b-fp8", "--gpu", "h200", "--tp", "4", "--kv-tokens", "400000")
 MOST_REQUESTS, AT_ONCE = 400, 6

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import aiohttp
 
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.processes import (
     ENV,
     PATIENCE,
@@ -26,7 +27,6 @@ from tests.e2e.processes import (
     run_process,
 )
 from tests.e2e.restart_traffic import killing_successors, restart, traffic, until_gone
-from tests.fair_time import PATIENCE_S
 from tests.ports import free_port
 
 CONFIG = """

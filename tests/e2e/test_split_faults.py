@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.duration_limits import at_most, pace
 from tests.e2e.split_fleet import SENTENCE, split_fleet
-from tests.fair_time import at_most, pace
 
 DIALECTS = ("vllm_nixl", "vllm_push", "penstock", "mooncake", "sglang", "trtllm")
 SOON_S = 0.6 * pace()

@@ -21,12 +21,12 @@ import aiohttp
 import pytest
 
 from mockgpu.mock_tokenizer import expected_text
+from tests.duration_limits import PATIENCE_S, within
 from tests.e2e.processes import ENV, GatewayProcess, gateway_process, run_process
 from tests.e2e.split_fleet import MODEL, NEED_BOOTSTRAP, SENTENCE
 from tests.e2e.test_split_resume import CAN_RESUME
-from tests.fair_time import PATIENCE_S, within
+from tests.metrics_page import total
 from tests.ports import free_port
-from tests.scraped import total
 
 TOKENS = 24
 TOKENS_BEFORE_THE_KILL = 7

@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
-from tests.fair_time import PATIENCE_S
 
 
 async def lines_of(file: Path, count: int) -> list[dict[str, Any]]:

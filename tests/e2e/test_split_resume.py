@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mockgpu.mock_tokenizer import expected_text
+from tests.duration_limits import PATIENCE_S, pace
 from tests.e2e.split_fleet import MODEL, SENTENCE, SplitFleet, split_fleet, text_of
-from tests.fair_time import PATIENCE_S, pace
 
 CAN_RESUME = ("vllm_nixl", "vllm_push", "penstock", "mooncake")
 CANNOT_RESUME = ("sglang", "trtllm")

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 
-from tests.authority import Authority
+from tests.certificate_authority import Authority
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.processes import ENV, GatewayProcess, gateway_process, mock_fleet
-from tests.fair_time import PATIENCE_S
 
 MODEL = "demo-8b"
 MESSAGES: Any = [{"role": "user", "content": "How deep is the reservoir behind the dam?"}]

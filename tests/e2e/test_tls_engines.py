@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.authority import Authority
+from tests.certificate_authority import Authority
 from tests.e2e.processes import ENV, complete_config, gateway_process
 from tests.e2e.recording_engine import MODEL, TEXT, RecordingEngine, recording_engine
 from tests.e2e.shared_fleet import wait_until

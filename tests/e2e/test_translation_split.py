@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mockgpu.mock_tokenizer import expected_text
+from tests.duration_limits import pace
 from tests.e2e.split_fleet import MODEL, SENTENCE, SplitFleet, split_fleet
-from tests.fair_time import pace
 from tests.unit.gateway.protocol.translate.chats import message_of, response_of
 
 TOKENS = 24

@@ -16,9 +16,9 @@ import pytest
 from openai import OpenAI
 
 from bench.clients.threaded_server import threaded_server
+from tests.duration_limits import PATIENCE_S, pace
 from tests.e2e.processes import PATIENCE, GatewayProcess, gateway_process
-from tests.fair_time import PATIENCE_S, pace
-from tests.scraped import total
+from tests.metrics_page import total
 
 MODEL = "demo"
 TEXT = "The gate opens."

@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
+from tests.duration_limits import PATIENCE_S, pace
 from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
 from tests.e2e.restart_traffic import is_alive
 from tests.e2e.shared_fleet import (
@@ -27,8 +28,7 @@ from tests.e2e.shared_fleet import (
     metrics_page,
     wait_until,
 )
-from tests.fair_time import PATIENCE_S, pace
-from tests.scraped import series
+from tests.metrics_page import series
 
 VERSION = "penstock_config_version_info"
 BODY = {"model": "demo-8b", "max_tokens": 2}

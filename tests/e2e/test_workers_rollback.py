@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.processes import GatewayProcess, gateway_process, mock_fleet
 from tests.e2e.shared_fleet import wait_until
-from tests.fair_time import PATIENCE_S
 
 BODY = json.dumps({"model": "demo-8b", "max_tokens": 2, "prompt": "hello"}).encode()
 ROLLBACK = "reload: {auto_rollback: {window: 600s, error_ratio: 0.2, requests: 12}}\n"

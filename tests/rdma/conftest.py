@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvtransfer.transports.rdma.transport import Rdma
-from tests.rdma.ends import LinkedEnds
+from tests.rdma.connection_ends import LinkedEnds
 
 collect_ignore_glob = (
     [] if "PENSTOCK_RDMA" in os.environ or Rdma.unavailable() is None else ["test_*.py"]

@@ -10,7 +10,7 @@ import pytest
 from kvtransfer.transport_interface import TransportError, WindowVerdict
 from kvtransfer.transports.rdma.link import RdmaOptions
 from kvtransfer.transports.rdma.transport import Rdma
-from tests.rdma.ends import BLOCK, LinkedEnds, runs
+from tests.rdma.connection_ends import BLOCK, LinkedEnds, runs
 
 
 def test_scattered_blocks_arrive_in_their_places_and_nowhere_else(ends: LinkedEnds) -> None:

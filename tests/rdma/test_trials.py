@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.kv_calm import first_landing_s
 from tests.chaos.kv_trials import FAULTS, Outcome, trial
+from tests.chaos.kv_undisturbed_time import first_landing_s
 
 AT_ONCE, EACH = 4, 17
 LEAST_PACE = 4.0
@@ -51,7 +51,9 @@ def calm(connection: Connection) -> None:
 def run_process(target: Callable[..., None], *args: object) -> tuple[list[Any], int | None]:
     # Run a function in a process; return the objects that it sent back, and the exit code.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.chaos.kv_calm", "kvtransfer.transports.rdma.verbs"])
+    context.set_forkserver_preload(
+        ["tests.chaos.kv_undisturbed_time", "kvtransfer.transports.rdma.verbs"]
+    )
     hears, tells = context.Pipe(duplex=False)
     process = context.Process(target=target, args=(tells, *args))
     process.start()

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.processes import GatewayProcess
 from tests.real.engines import MODEL, REAL, Engine, free_ports
-from tests.real.fronts import gateway
+from tests.real.gateway_process import gateway
 from tests.real.replies import Reply, send, unlike
 
 NAME = "an-alias"

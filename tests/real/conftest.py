@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from tests.real.asking import introduce
+from tests.real.engine_requests import introduce
 from tests.real.engines import REAL, Engine, free_ports
-from tests.real.tap import Tap, tap
+from tests.real.holding_relay import Tap, tap
 
 
 def pytest_configure() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from tests.real.asking import is_close
+from tests.real.engine_requests import is_close
 
 # Members that differ between equal answers: ids and times.
 IDS = frozenset(

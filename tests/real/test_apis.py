@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.real.api_pair import NAME, Call, Pair, engine_and_gateway
-from tests.real.asking import prompt
+from tests.real.engine_requests import prompt
 from tests.real.engines import MODEL
 from tests.real.replies import Reply, send, unlike
 

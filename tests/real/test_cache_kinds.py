@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.real.asking import ask, body, differences, prompt
+from tests.real.engine_requests import ask, body, differences, prompt
 from tests.real.engines import Engine
-from tests.real.pushing import card_of, push
+from tests.real.handoff_by_hand import card_of, push
 from tests.real.test_connector import started
 
 REQUESTS = 6

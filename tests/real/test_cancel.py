@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.processes import GatewayProcess
-from tests.real.asking import Answer, ask, body, prompt
+from tests.real.engine_requests import Answer, ask, body, prompt
 from tests.real.engines import Engine, troubles
-from tests.real.fronts import config, gateway
-from tests.real.tap import Tap
+from tests.real.gateway_process import config, gateway
+from tests.real.holding_relay import Tap
 
 # Time for a step of the engine and its metrics page on a busy machine: a third of a lease.
 FREE_WITHIN_S = 10.0

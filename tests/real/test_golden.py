@@ -21,7 +21,7 @@ import pytest
 from planner.golden.cli import report_of
 from planner.golden.client import ComparedEngine, send_to_all
 from policies.golden.answers import GoldenAnswer
-from tests.real.asking import body, prompt
+from tests.real.engine_requests import body, prompt
 from tests.real.engines import MODEL, REAL, ROOT, Engine, free_ports
 
 PROMPTS, POOL = 200, 240

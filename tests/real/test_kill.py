@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.real.asking import Answer, ask, body, differences, prompt
+from tests.real.engine_requests import Answer, ask, body, differences, prompt
 from tests.real.engines import Engine, transfers
-from tests.real.fronts import config, gateway
-from tests.real.tap import Tap
+from tests.real.gateway_process import config, gateway
+from tests.real.holding_relay import Tap
 
 WAIT_S = 60.0
 

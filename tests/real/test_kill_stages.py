@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.real.asking import Answer, ask, body, differences, prompt
+from tests.real.engine_requests import Answer, ask, body, differences, prompt
 from tests.real.engines import REAL, Engine, free_ports, penstock_connector
-from tests.real.fronts import config, gateway
-from tests.real.pushing import SERVING, card_of, decode, prefill
+from tests.real.gateway_process import config, gateway
+from tests.real.handoff_by_hand import SERVING, card_of, decode, prefill
 
 WORDS, SIXTH_LAYER, LAST_LAYER = 700, 5, 15
 LEASE_S = 30.0

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.real.asking import Answer, ask, body, differences, prompt
+from tests.real.engine_requests import Answer, ask, body, differences, prompt
 from tests.real.engines import REAL, Engine, free_ports, penstock_connector
-from tests.real.fronts import config, gateway
-from tests.real.pushing import SERVING, card_of, push
+from tests.real.gateway_process import config, gateway
+from tests.real.handoff_by_hand import SERVING, card_of, push
 
 LAYERS, ROUNDS, WORDS = 16, 10, 700
 

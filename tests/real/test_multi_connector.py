@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.real.asking import Answer, ask, body, differences, prompt
+from tests.real.engine_requests import Answer, ask, body, differences, prompt
 from tests.real.engines import REAL, Engine, free_ports, penstock_connector
-from tests.real.fronts import config, gateway
+from tests.real.gateway_process import config, gateway
 
 REQUESTS, AT_ONCE = 20, 4
 LEASE_S = 30.0

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.real.asking import Answer, ask, body, differences, prompt
+from tests.real.engine_requests import Answer, ask, body, differences, prompt
 from tests.real.engines import Engine
-from tests.real.fronts import config, gateway
-from tests.real.pushing import SERVING, card_of, decode, prefill, push
+from tests.real.gateway_process import config, gateway
+from tests.real.handoff_by_hand import SERVING, card_of, decode, prefill, push
 from tests.real.test_connector import fetched, started
 
 REQUESTS, AT_ONCE, PREFIXES = 200, 4, 8

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.real.asking import ask, body, differences, prompt
+from tests.real.engine_requests import ask, body, differences, prompt
 from tests.real.engines import BLOCK_TOKENS, Engine, transfers
-from tests.real.fronts import config, gateway
+from tests.real.gateway_process import config, gateway
 
 TRUNKS, TURNS = 4, 4
 

@@ -11,11 +11,11 @@ from typing import Any
 import aiohttp
 
 from tests.e2e.processes import GatewayProcess
+from tests.metrics_page import total
 from tests.real.api_answers import MESSAGES, PATHS, RESPONSES, ask_api, request_of
-from tests.real.asking import Answer, ask, body, prompt
+from tests.real.engine_requests import Answer, ask, body, prompt
 from tests.real.engines import Engine
-from tests.real.fronts import config, gateway
-from tests.scraped import total
+from tests.real.gateway_process import config, gateway
 
 STREAMS, TOKENS = 4, 400
 KILLED_AT = 10 * STREAMS  # number of events read by all clients at which the engine is killed

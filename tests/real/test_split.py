@@ -8,9 +8,9 @@ import asyncio
 import json
 from pathlib import Path
 
-from tests.real.asking import Answer, ask, body, differences, prompt
+from tests.real.engine_requests import Answer, ask, body, differences, prompt
 from tests.real.engines import Engine, transfers, troubles
-from tests.real.fronts import config, gateway
+from tests.real.gateway_process import config, gateway
 
 REQUESTS, AT_ONCE = 100, 4
 

@@ -18,9 +18,9 @@ from tests.real.api_answers import (
     ask_api,
     request_of,
 )
-from tests.real.asking import prompt
+from tests.real.engine_requests import prompt
 from tests.real.engines import Engine, transfers, troubles
-from tests.real.fronts import config, gateway
+from tests.real.gateway_process import config, gateway
 
 REQUESTS, AT_ONCE = 10, 4  # number of requests of each API, and how many run at once
 TOKENS = 24

@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 
 from kvtransfer.store.client import StoreClient
-from tests.real.asking import Answer, ask, body, differences, prompt
+from tests.real.engine_requests import Answer, ask, body, differences, prompt
 from tests.real.engines import (
     BLOCK_TOKENS,
     REAL,
@@ -29,7 +29,7 @@ from tests.real.engines import (
     free_ports,
     penstock_connector,
 )
-from tests.real.fronts import gateway
+from tests.real.gateway_process import gateway
 from tests.real.replies import send
 from tests.real.test_connector import handoff_of
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.processes import GatewayProcess
-from tests.real.asking import prompt
+from tests.real.engine_requests import prompt
 from tests.real.engines import BLOCK_TOKENS, MODEL, REAL, Engine, free_ports
-from tests.real.fronts import gateway
+from tests.real.gateway_process import gateway
 from tests.real.replies import send
 
 CONFIG = """

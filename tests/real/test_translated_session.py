@@ -26,7 +26,7 @@ from tests.e2e.test_translated_session import (
     response_requests,
 )
 from tests.real.engines import BLOCK_TOKENS, REAL, Engine, free_ports
-from tests.real.fronts import gateway
+from tests.real.gateway_process import gateway
 from tests.unit.gateway.protocol.translate.chats import events, response_of
 
 CONFIG = """

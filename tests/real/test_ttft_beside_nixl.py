@@ -19,10 +19,10 @@ import aiohttp
 import pytest
 
 from tests.e2e.processes import GatewayProcess
-from tests.real.asking import body, prompt
+from tests.real.engine_requests import body, prompt
 from tests.real.engines import CONNECTOR, REAL, Engine, free_ports, penstock_connector
-from tests.real.fronts import SPLIT, config, gateway
-from tests.real.pushing import SERVING
+from tests.real.gateway_process import SPLIT, config, gateway
+from tests.real.handoff_by_hand import SERVING
 
 ROUNDS, WARM_UP, WORDS = 15, 3, 700
 

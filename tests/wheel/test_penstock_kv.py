@@ -59,7 +59,7 @@ def _run(python: Path, folder: Path, *arguments: str) -> subprocess.CompletedPro
 def test_it_moves_kv_over_tcp_without_the_rest_of_the_project(
     installed: Path, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    program, page = ROOT / "tests" / "kv_alone.py", ROOT / "docs" / "kvtransfer.md"
+    program, page = ROOT / "tests" / "kv_without_gateway.py", ROOT / "docs" / "kvtransfer.md"
     done = _run(installed, tmp_path, str(program), str(page))
     assert done.returncode == 0, done.stderr
     pattern = request.node.callspec.params["installed"]

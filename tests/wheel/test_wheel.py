@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.demo_process import started_demo
-from tests.fair_time import pace
+from tests.duration_limits import pace
 from tools.compile.wheel import DIST, copy_tracked_files, find_interpreters
 
 ROOT = Path(__file__).parents[2]

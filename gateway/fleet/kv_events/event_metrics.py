@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.fleet.kv_events.event_trust import EndpointEvents
+from gateway.fleet.kv_events.event_verification import EndpointEvents
 from gateway.metrics.catalogue import Metrics
 
 

@@ -15,7 +15,7 @@ import zmq
 from gateway.config.kv_event_sections import KvEvents
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.kv_events.event_metrics import copy_counts
-from gateway.fleet.kv_events.event_trust import EndpointEvents
+from gateway.fleet.kv_events.event_verification import EndpointEvents
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.kv_events.zmq_addresses import (
     SGLANG_PATH,
@@ -29,7 +29,7 @@ from gateway.fleet.kv_events.zmq_addresses import (
 )
 from gateway.fleet.kv_events.zmq_subscription import Subscription
 from gateway.fleet.live_endpoint import LiveEndpoint
-from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
+from gateway.http.engine_poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.response.http_framing import FramingError
 from policies.routing_types import EngineKind

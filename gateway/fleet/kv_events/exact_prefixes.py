@@ -4,7 +4,7 @@ It combines three parts:
 
 - the blocks that engines report as cached (policies/prefix/cached_blocks.py)
 - the prompts whose token ids are known (policies/prefix/learned_prompts.py)
-- the check whether an endpoint's events can be trusted (event_trust.py)
+- the check whether an endpoint's events can be trusted (event_verification.py)
 
 The resulting numbers of cached tokens replace the predictions of the prefix index.
 """
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from gateway.fleet.kv_events.event_trust import CacheExpectation, EndpointEvents
+from gateway.fleet.kv_events.event_verification import CacheExpectation, EndpointEvents
 from gateway.fleet.kv_events.rank_event_stream import EventSource
 from gateway.fleet.kv_events.tokenization import UnreadPrompt
 from policies.prefix.cached_blocks import CachedBlocks, chain_keys, scope_seed

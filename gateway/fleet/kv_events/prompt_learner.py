@@ -22,7 +22,7 @@ from gateway.fleet.kv_events.tokenization import (
     tokenize_body,
 )
 from gateway.fleet.live_endpoint import LiveEndpoint
-from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
+from gateway.http.engine_poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.metrics.metric_types import Counter, MetricFamily
 from gateway.protocol.response.http_framing import FramingError
 

@@ -1,8 +1,8 @@
 """Reads an image's dimensions from its first bytes, and estimates its number of tokens.
 
 Supports PNG, JPEG, GIF and WebP; only headers are decoded. Each engine scales images in its own
-way. Therefore policies/admission/prompt_length.py learns a ratio per model, which corrects the
-estimates.
+way. Therefore policies/admission/prompt_length_correction.py learns a ratio per model, which
+corrects the estimates.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Detects base64 media in prompts (images, audio, files), which must not be counted as text.
 
 Before a prompt's length is estimated and its blocks are hashed, placeholders replace the media.
-Engines receive the original body. policies/admission/prompt_length.py learns how many tokens media
-take.
+Engines receive the original body. policies/admission/prompt_length_correction.py learns how many
+tokens media take.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ from gateway.protocol.request.sequence_count import (
 )
 from gateway.protocol.request.service_level_headers import MAX_PRIORITY, RequestPreferences
 from gateway.protocol.request.sessions import SESSION_MEMBERS, with_body_session
-from policies.admission.prompt_length import PromptLengths
+from policies.admission.prompt_length_correction import PromptLengths
 from policies.engine.output_length import DEFAULT_OUTPUT_TOKENS, OutputLengths
 from policies.routing_types import Request, Slo
 

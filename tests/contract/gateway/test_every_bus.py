@@ -17,7 +17,7 @@ import pytest
 from gateway.peers.bus_interface import BACKLOG_CAP_BYTES, FRAME_CAP_BYTES, Bus
 from gateway.peers.local_bus import LocalBus, LocalHub
 from gateway.peers.redis_bus import RedisAddress, RedisBus
-from tests.fair_time import PATIENCE_S, Stopwatch, at_most
+from tests.duration_limits import PATIENCE_S, Stopwatch, at_most
 from tests.redis_server import RedisServer, redis_server
 
 ONE, TWO, THREE = (bytes([number]) * 8 for number in (1, 2, 3))

@@ -19,8 +19,8 @@ from gateway.peers import redis_bus as shared
 from gateway.peers.redis_bus import RedisAddress, RedisBus
 from gateway.util.certificate_files import KeyPair
 from gateway.util.tls_contexts import ClientSettings
-from tests.authority import Authority, Files
-from tests.fair_time import PATIENCE_S
+from tests.certificate_authority import Authority, Files
+from tests.duration_limits import PATIENCE_S
 from tests.ports import free_port
 
 

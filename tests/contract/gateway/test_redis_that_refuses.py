@@ -18,7 +18,7 @@ from redis.exceptions import InvalidResponse, ResponseError
 from gateway.peers import redis_bus as shared
 from gateway.peers.redis_bus import RedisAddress, RedisBus
 from gateway.peers.redis_error import describe_redis_error
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.redis_server import redis_server
 
 

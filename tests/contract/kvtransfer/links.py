@@ -105,7 +105,7 @@ def _remove(directory: str, owner: int) -> None:
 @cache
 def tls_files() -> TlsFiles:
     from kvtransfer.util.tls_files import TlsFiles
-    from tests.authority import Authority
+    from tests.certificate_authority import Authority
 
     with _MAKING:  # trials run in threads
         directory = os.environ.get("PENSTOCK_TEST_TLS")

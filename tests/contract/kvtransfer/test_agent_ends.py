@@ -12,7 +12,7 @@ from kvtransfer.protocol.outcomes import EndReason, OutcomeKind
 from tests.contract.kvtransfer.agent_pairs import refused, shaped, soon
 from tests.contract.kvtransfer.groups import SMALL, Group, groups, until
 from tests.contract.kvtransfer.links import PATIENCE_S, TRANSPORTS
-from tests.fair_time import Stopwatch
+from tests.duration_limits import Stopwatch
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
 

@@ -25,7 +25,7 @@ from tests.contract.kvtransfer.links import (
     transports,
     window,
 )
-from tests.fair_time import Stopwatch
+from tests.duration_limits import Stopwatch
 
 pytestmark = pytest.mark.parametrize("name", TRANSPORTS)
 

@@ -16,7 +16,7 @@ from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp import Tcp
 from tests.contract.kvtransfer.groups import PATIENT, SMALL, Cache, Group, group
 from tests.contract.kvtransfer.links import PATIENCE_S
-from tests.fair_time import within
+from tests.duration_limits import within
 
 
 class RefusingShm(Shm):

@@ -14,8 +14,8 @@ import pytest
 
 from mockgpu.mock_tokenizer import expected_text
 from mockgpu.tp_group import GroupSpec
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.mock_group import CHAT, SPEC, MockGroup, mock_group, slow_group
-from tests.fair_time import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Overriding the .event_loop_policy. fixture is deprecated"

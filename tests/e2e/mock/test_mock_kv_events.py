@@ -13,8 +13,8 @@ import zmq
 import zmq.asyncio
 
 from mockgpu.kv_events.event_batches import KvEventSpec
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.mock_group import CHAT, SPEC, MockGroup, mock_group
-from tests.fair_time import PATIENCE_S
 
 PUBLISHING = msgspec.structs.replace(SPEC, kv_events=KvEventSpec())
 

@@ -17,8 +17,8 @@ from gateway.fleet.kv_events.event_decoder import StoredBlocks, decode_batch
 from mockgpu.fleet import run_fleet
 from mockgpu.kv_events.event_batches import KvEventSpec
 from mockgpu.kv_options import StoreSpec
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.mock_group import SPEC, MockGroup
-from tests.fair_time import PATIENCE_S
 
 CPU, STORAGE = 2, 4
 PROMPT = "How deep is the reservoir? " * 300

@@ -31,7 +31,7 @@ from gateway.workers.supervisor_metrics import SupervisorMetrics
 from kvtransfer.store.__main__ import parser
 from policies import admission_registry, policy_registry
 from policies.routing_algorithm import pick
-from tests.authority import Authority
+from tests.certificate_authority import Authority
 from tests.unit.policies.builders import ask, candidate
 from tools.docgen import generated_files as made
 

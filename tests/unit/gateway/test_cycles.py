@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
+from tests.duration_limits import pace
 from tests.e2e.split_fleet import MODEL, SENTENCE, SplitFleet, split_fleet
-from tests.fair_time import pace
 from tests.unit.gateway.http.connection_harness import FakeTransport, Harness, request, turns
 from tests.virtual_time import VIRTUAL_TIME
 

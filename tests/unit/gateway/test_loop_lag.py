@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from gateway.http.connection_limits import ClientConnections
-from tests.replaced import replace_method
+from tests.replacement import replace_method
 from tests.unit.gateway.disagg.scripted_engines import decodes, prefills, split_gateway
 from tests.virtual_time import VIRTUAL_TIME
 

@@ -13,7 +13,7 @@ from gateway.protocol import api_table
 from gateway.request_record import Exchange
 from gateway.route import Gateway
 from gateway.serve import GAPS_EVERY, RequestFactory
-from tests.replaced import stand_in
+from tests.replacement import stand_in
 
 CLIENT = cast(
     Client, SimpleNamespace(address="10.0.0.7", headers={"traceparent": "theirs"}, will_close=False)

@@ -35,7 +35,7 @@ from kvtransfer.util.agent_lock import AgentLock
 from kvtransfer.util.agent_options import AgentOptions
 from kvtransfer.util.clock import VirtualClock
 from tests.contract.kvtransfer.groups import KEY, SMALL, groups
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 
 
 class RecordingListener:

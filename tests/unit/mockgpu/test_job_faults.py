@@ -21,7 +21,7 @@ from mockgpu.split_legs import AgentPeer, DecodeLeg
 from mockgpu.tp_group import GroupSpec, TpGroup
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 
 BLOCKS = 64
 

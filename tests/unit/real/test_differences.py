@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.real.asking import Answer, differences
+from tests.real.engine_requests import Answer, differences
 
 
 def answer(*tokens: tuple[str, float]) -> Answer:

@@ -27,7 +27,6 @@ from kvtransfer.protocol.agent_messages import (
     pack_blocks,
 )
 from kvtransfer.protocol.outcomes import EndReason, OutcomeKind
-from kvtransfer.transfer.block_reservation import FetchRequest, SinkState
 from kvtransfer.transfer.commands import (
     Command,
     ComputePlan,
@@ -38,6 +37,7 @@ from kvtransfer.transfer.commands import (
     SendInvite,
     SendMessage,
 )
+from kvtransfer.transfer.fetch_state import FetchRequest, SinkState
 from kvtransfer.transfer.receive_tracker import WindowError
 from kvtransfer.transfer.sink import TransferSink
 from kvtransfer.transfer.transfer_counters import AgentStats

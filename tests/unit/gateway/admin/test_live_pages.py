@@ -16,7 +16,7 @@ import pytest
 from gateway.admin import live_stream as hubs
 from gateway.admin.live_pages import FILES
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
-from tests.fair_time import PATIENCE_S, Stopwatch
+from tests.duration_limits import PATIENCE_S, Stopwatch
 from tests.virtual_time import VIRTUAL_TIME
 
 OWN = [

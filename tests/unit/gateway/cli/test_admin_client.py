@@ -16,7 +16,7 @@ from command_line import UsageError, parameters_of
 from gateway.cli import main
 from gateway.cli.admin_client import AdminAddress, AdminClient, AdminServerError
 from gateway.cli.commands import command_function
-from tests.authority import Authority
+from tests.certificate_authority import Authority
 from tests.command_runner import CommandRunner
 
 REACHED = "is not the admin server of a gateway (status 404)"

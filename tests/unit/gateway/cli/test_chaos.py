@@ -18,7 +18,7 @@ from gateway.fleet.endpoint_from_config import to_endpoint
 from mockgpu.chaos_server import run_chaos_server
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
 from tests.command_runner import CommandRunner
-from tests.fair_time import PATIENCE_S, Stopwatch
+from tests.duration_limits import PATIENCE_S, Stopwatch
 
 
 class Broken:

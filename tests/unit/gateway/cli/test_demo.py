@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fair_time import Stopwatch, pace
+from tests.duration_limits import Stopwatch, pace
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[4]

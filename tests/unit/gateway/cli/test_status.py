@@ -13,7 +13,7 @@ from redis import Redis
 
 from gateway.cli import main
 from tests.command_runner import CommandRunner
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.redis_server import redis_server
 from tests.unit.gateway.reload.running import Running, running
 

@@ -13,7 +13,7 @@ from gateway.forwarding.internal_answer import InternalAnswer
 from gateway.http.eager_task import EagerFuture, new_future
 from gateway.http.upstream import ConnectionPool
 from gateway.protocol.response.relay import Relay, UpstreamError
-from tests.replaced import stand_in
+from tests.replacement import stand_in
 
 
 class ManualLoop:

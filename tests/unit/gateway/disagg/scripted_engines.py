@@ -19,9 +19,9 @@ import aiohttp
 from gateway.app import App
 from gateway.config import Config
 from gateway.disagg.handoffs import PairFigures
-from tests.fair_time import PATIENCE_S
-from tests.patient import patient
-from tests.scraped import total
+from tests.duration_limits import PATIENCE_S
+from tests.long_timeouts import patient
+from tests.metrics_page import total
 
 MODEL = "demo"
 TEXT = ["one", " two", " three"]

@@ -11,8 +11,8 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from gateway.http.upstream import ConnectionPool, UpstreamConnection
-from tests.fair_time import PATIENCE_S, within
-from tests.replaced import replace_method
+from tests.duration_limits import PATIENCE_S, within
+from tests.replacement import replace_method
 from tests.unit.gateway.disagg.bootstrap_server import bootstrap_server, page
 from tests.unit.gateway.disagg.scripted_engines import (
     OBJECT,

@@ -7,7 +7,7 @@ import pytest
 from gateway.disagg.leg_requests import LegRequests
 from gateway.fleet.reservation import DecodeReservation
 from gateway.request_record import Exchange
-from tests.replaced import replace_method
+from tests.replacement import replace_method
 from tests.unit.gateway.disagg.scripted_engines import (
     TEXT,
     answers_without_tokens,

@@ -13,8 +13,8 @@ from gateway.disagg.state_machine import State
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.request_record import SplitRecord
-from tests.replaced import stand_in
-from tests.scraped import total
+from tests.metrics_page import total
+from tests.replacement import stand_in
 from tests.unit.gateway.disagg.fake_upstream import FakeConnection, FakeUpstream
 
 

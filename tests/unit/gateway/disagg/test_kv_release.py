@@ -10,8 +10,8 @@ import asyncio
 import pytest
 
 from gateway.http.upstream import ConnectionPool, UpstreamConnection
-from tests.fair_time import PATIENCE_S
-from tests.replaced import replace_method
+from tests.duration_limits import PATIENCE_S
+from tests.replacement import replace_method
 from tests.unit.gateway.disagg.scripted_engines import (
     OBJECT,
     TEXT,

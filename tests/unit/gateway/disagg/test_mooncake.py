@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.fair_time import within
+from tests.duration_limits import within
 from tests.unit.gateway.disagg.bootstrap_server import bootstrap_server, page
 from tests.unit.gateway.disagg.scripted_engines import (
     TEXT,

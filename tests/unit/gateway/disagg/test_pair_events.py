@@ -9,8 +9,8 @@ import pytest
 
 from gateway.http.eager_task import EagerFuture
 from gateway.http.upstream import UpstreamConnection
-from tests.fair_time import PATIENCE_S
-from tests.replaced import replace_method
+from tests.duration_limits import PATIENCE_S
+from tests.replacement import replace_method
 from tests.unit.gateway.disagg.scripted_engines import (
     PUSHED,
     TEXT,

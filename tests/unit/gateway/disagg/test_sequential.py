@@ -14,8 +14,8 @@ from gateway.disagg.pair_attempt import PairAttempt
 from gateway.request_record import Exchange
 from gateway.telemetry.accounting import Accounting
 from policies.pricing.split_decision import PricedSplitter, SplitDecision, SplitReason
-from tests.fair_time import PATIENCE_S, within
-from tests.replaced import replace_method
+from tests.duration_limits import PATIENCE_S, within
+from tests.replacement import replace_method
 from tests.unit.gateway.disagg.scripted_engines import (
     OBJECT,
     TEXT,

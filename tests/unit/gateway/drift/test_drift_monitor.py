@@ -17,7 +17,7 @@ from gateway.drift.drift_monitor import DriftMonitor
 from gateway.metrics.drift_metrics import DriftMetrics
 from gateway.metrics.metric_types import MetricRegistry
 from gateway.restart import handover_channel
-from gateway.telemetry.request_shapes import ShapeRecord
+from gateway.telemetry.drift_records import ShapeRecord
 from policies.sizing.workload_drift import MEASURES, ShapeCounts, ShapeMemory
 from tests.unit.policies.sizing.test_workload_drift import sized_for
 

@@ -18,14 +18,14 @@ from gateway.drift.drift_monitor import DriftMonitor
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.request_record import Exchange
-from gateway.telemetry import request_shapes
-from gateway.telemetry.request_shapes import ShapeRecord, ShapeRecorder
+from gateway.telemetry import drift_records
+from gateway.telemetry.drift_records import ShapeRecord, ShapeRecorder
 from planner.drift.access_log_requests import read_log
 from planner.drift.request_measures import count_shapes
 from policies.sizing.workload_drift import BINS, ShapeCounts, ShapeMemory
 from tests.command_runner import CommandRunner
 from tests.ports import free_port
-from tests.replaced import stand_in
+from tests.replacement import stand_in
 from tests.unit.gateway.reload import running as gateway_running
 from tests.unit.gateway.reload.running import running
 
@@ -115,7 +115,7 @@ def test_doctor_cannot_tell_without_a_running_gateway() -> None:
 
 
 def test_records_beyond_the_limit_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_shapes, "MAX_IDS", 20)
+    monkeypatch.setattr(drift_records, "MAX_IDS", 20)
     recorder = ShapeRecorder()
     endpoint = SimpleNamespace(pool="chat")
     pick = SimpleNamespace(candidate=SimpleNamespace(endpoint=endpoint))

@@ -22,12 +22,12 @@ from gateway.fleet.engine_metrics import ScrapedLoad
 from gateway.fleet.health_checks import HealthChecker
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.served_models import serving_endpoints
-from gateway.http.engine_addresses import Address, EngineAddresses
-from gateway.http.poll_client import ConnectError
+from gateway.http.engine_host_lookup import Address, EngineAddresses
+from gateway.http.engine_poll_client import ConnectError
 from gateway.http.upstream import ConnectionPool
 from policies.health.endpoint_health import HealthEvent, HealthState
 from policies.routing_types import EngineKind
-from tests.replaced import replace_method
+from tests.replacement import replace_method
 from tests.unit.gateway.fleet.tables import table_of
 from tests.virtual_time import VIRTUAL_TIME
 

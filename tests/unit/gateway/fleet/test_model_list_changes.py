@@ -8,7 +8,7 @@ import pytest
 
 from gateway.fleet import model_list_changes
 from gateway.fleet.model_list_changes import GAP_PER_REPORT, ModelListNews
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.virtual_time import VIRTUAL_TIME
 
 pytestmark = VIRTUAL_TIME

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.fleet.live_endpoint import LiveEndpoint
 from policies.health.endpoint_health import HealthState
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     EngineRequest,

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from gateway.fleet.probe_errors import clear_frames, is_unreachable
-from gateway.http.poll_client import ConnectError, ConnectionLostError
+from gateway.http.engine_poll_client import ConnectError, ConnectionLostError
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from policies.endpoint_load import EndpointLoad
 from policies.engine.step_time import SpeedBelief
 from policies.health.endpoint_health import Health, HealthState
 from policies.routing_types import EngineKind
-from tests.replaced import stand_in
+from tests.replacement import stand_in
 
 METRICS = b"""# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{model_name="m",engine="0"} 3

@@ -22,7 +22,7 @@ from gateway.cli.doctor.command import _engine_findings
 from gateway.cli.doctor.findings import CheckFinding, CheckVerdict
 from gateway.config import Config, ConfigError, LoadedConfig, load_with_warnings
 from gateway.fleet import engine_capabilities
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.unit.gateway.disagg import scripted_engines
 from tests.virtual_time import VIRTUAL_TIME
 

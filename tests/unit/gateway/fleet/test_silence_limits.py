@@ -7,7 +7,7 @@ import pytest
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.silence_limits import FIRST_ANSWER_FACTOR, LEAST_FACTOR, SILENCE_MARGIN, Silences
 from gateway.http.upstream import ConnectionPool
-from tests.replaced import replace_method
+from tests.replacement import replace_method
 from tests.unit.gateway.fleet.tables import table_of
 
 LIMIT_S = 5.0

@@ -9,7 +9,7 @@ import pytest
 from gateway.config import Config, config_from_engines
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.live_endpoint import LiveEndpoint
-from tests.replaced import replace_method
+from tests.replacement import replace_method
 from tests.unit.gateway.fleet.tables import table_of
 
 URLS = [f"http://127.0.0.1:{port}" for port in range(9000, 9008)]

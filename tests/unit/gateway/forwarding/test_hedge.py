@@ -20,8 +20,8 @@ from policies.endpoint_load import NO_SOFT_CAP
 from policies.health.endpoint_health import HealthEvent, HealthState
 from policies.health.speed_samples import JOIN_S, SpeedVerdict
 from policies.health.stall_detection import DOUBT_S, SUSPECT_CEILING
-from tests.fair_time import PATIENCE_S
-from tests.replaced import replace_method
+from tests.duration_limits import PATIENCE_S
+from tests.replacement import replace_method
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     TEXT,

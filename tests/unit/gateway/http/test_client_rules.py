@@ -17,7 +17,7 @@ from aiohttp import web
 from gateway.protocol.api_table import APIS, Api
 from gateway.protocol.request.http2_refusal import PREFACE
 from gateway.util.version import program_version
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.unit.gateway.fleet.test_served_models import (
     CHAT,
     COMPLETIONS,

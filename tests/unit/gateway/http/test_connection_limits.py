@@ -20,7 +20,7 @@ from gateway.http.fast_connection import MAX_UNREAD, FastConnection
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.request_head import MAX_HEAD_BYTES
 from gateway.util.client_networks import Networks
-from tests.replaced import stand_in
+from tests.replacement import stand_in
 from tests.unit.gateway.http.connection_harness import (
     FakeBudget,
     FakeTransport,

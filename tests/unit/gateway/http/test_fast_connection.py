@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.http.aiohttp_connection import AiohttpConnection
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.unit.gateway.disagg.scripted_engines import never_answers, prefills, split_gateway
 from tests.unit.gateway.http.connection_harness import (
     LAST,

@@ -11,15 +11,15 @@ from typing import cast
 import pytest
 
 from gateway.http import long_engine_reads, upstream
-from gateway.http.client_read_turns import LONG_READ
 from gateway.http.long_engine_reads import SLICE, LongReads
+from gateway.http.upload_read_turns import LONG_READ
 from gateway.http.upstream import UpstreamConnection
 from gateway.http.write_queue import WRITES_PER_TURN
 from gateway.protocol.response.http_framing import LAST_CHUNK, encode_chunk
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.translate import translation_table
 from tests.unit.gateway.http.connection_harness import FakeTransport, turns
-from tests.unit.gateway.http.test_client_read_turns import LONG, new_upstream
+from tests.unit.gateway.http.test_upload_read_turns import LONG, new_upstream
 from tests.unit.gateway.http.test_upstream import FakeClient
 from tests.unit.gateway.http.test_write_queue import HEAD, RELAY, FakeConnection, FakeLoop
 from tests.unit.gateway.protocol.translate import chats

@@ -25,7 +25,7 @@ from gateway.protocol.response.http_framing import encode_chunk
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.relay_state import RelayState
 from gateway.protocol.response.usage_and_error_search import MAX_FIRST_EVENT
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 PATIENCE = UpstreamTimeouts(connect_s=1.0, first_byte_s=5.0, stall_s=1.0)

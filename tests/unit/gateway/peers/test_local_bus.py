@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gateway.peers.bus_interface import BACKLOG_CAP_BYTES, FRAME_CAP_BYTES
 from gateway.peers.local_bus import LocalBus, LocalHub
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 
 SLOW, QUICK, TELLER = (bytes([number]) * 8 for number in (1, 2, 3))
 FRAME = bytes(FRAME_CAP_BYTES)

@@ -17,7 +17,7 @@ from gateway.request_record import Exchange
 from gateway.route import Gateway
 from policies.pricing.split_decision import EndpointPair
 from policies.routing_types import Pick
-from tests.replaced import stand_in
+from tests.replacement import stand_in
 from tests.unit.policies.builders import candidate
 
 NAMES = ("tp0", "tp1", "tp2")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     Script,

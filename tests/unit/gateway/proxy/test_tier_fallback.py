@@ -21,7 +21,7 @@ from policies import policy_registry
 from policies.admission.admission_policy import Verdict, WaitQueueView
 from policies.admission.cap_admission import CapAdmission
 from policies.routing_types import Candidate, RoutingQuery
-from tests.replaced import stand_in
+from tests.replacement import stand_in
 from tests.unit.policies.builders import ask, candidate
 
 

@@ -12,7 +12,7 @@ from gateway.proxy.whole_request import UncountedPlan
 from gateway.request_record import Exchange
 from gateway.route import Gateway, Route
 from policies import policy_registry
-from tests.replaced import stand_in
+from tests.replacement import stand_in
 from tests.unit.policies.builders import ask, candidate
 
 

@@ -21,7 +21,7 @@ from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.tp_group import GroupSpec
 from policies.sizing.gpus import gpu_named
 from policies.sizing.model_shapes import model_named
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 
 ENV = {"ADMIN_KEY": "sk-admin-of-the-test"}
 CONFIG = """\

@@ -15,7 +15,7 @@ import pytest
 from gateway.fleet.live_endpoint import LiveEndpoint
 from mockgpu.tp_group import TpGroup
 from policies.health.endpoint_health import HealthEvent, HealthState
-from tests.scraped import series, total
+from tests.metrics_page import series, total
 from tests.unit.gateway.reload.running import Running, running
 from tests.virtual_time import VIRTUAL_TIME
 

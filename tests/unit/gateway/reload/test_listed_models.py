@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.reload.reloader import ChangeOptions
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
 from tests.virtual_time import VIRTUAL_TIME
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
-from tests.fair_time import PATIENCE_S, Stopwatch, pace
+from tests.duration_limits import PATIENCE_S, Stopwatch, pace
 from tests.unit.gateway.reload.running import running
 
 LEAST = ("policy: prefix_aware", "policy: least_loaded")

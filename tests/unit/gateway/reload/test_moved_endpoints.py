@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.reload.reloader import ChangeOptions
 from policies.health.endpoint_health import HealthState
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.unit.gateway.fleet.test_served_models import Engine, Running, running
 from tests.virtual_time import VIRTUAL_TIME
 

@@ -29,7 +29,7 @@ from gateway.reload.snapshot_gc import SnapshotGc
 from gateway.restart.start_options import StartOptions
 from gateway.restart.worker_launch_settings import WorkerSettings
 from gateway.route import Snapshot
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
 from tests.virtual_time import VIRTUAL_TIME
 

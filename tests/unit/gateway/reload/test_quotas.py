@@ -16,7 +16,7 @@ from gateway.protocol.request.media import MEDIA_TOKENS
 from policies.admission.concurrency_limit import FIRST_HELD_S
 from policies.admission.quota import Quota, QuotaLimits
 from policies.routing_types import Request
-from tests.scraped import total
+from tests.metrics_page import total
 from tests.unit.gateway.reload.running import Running, running
 from tests.virtual_time import VIRTUAL_TIME
 

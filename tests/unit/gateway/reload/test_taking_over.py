@@ -21,7 +21,7 @@ from gateway.reload.file_watcher import POLL_S
 from gateway.reload.reloader import ChangeOptions
 from gateway.reload.snapshot_plan import SnapshotPlan
 from gateway.restart.start_options import StartOptions
-from tests.fair_time import PATIENCE_S, at_most
+from tests.duration_limits import PATIENCE_S, at_most
 from tests.unit.gateway.reload.running import Running, dumped, running
 from tests.virtual_time import VIRTUAL_TIME
 

@@ -16,7 +16,7 @@ from gateway.admin.config_pages import _certificates
 from gateway.config import load_text
 from gateway.config.diff import diff
 from gateway.config.uploaded_references import unresolvable
-from tests.authority import Authority
+from tests.certificate_authority import Authority
 from tests.unit.gateway.reload import running as setting
 from tests.unit.gateway.reload.running import Running, running
 from tests.virtual_time import VIRTUAL_TIME

@@ -14,7 +14,7 @@ import pytest
 
 from gateway.telemetry import span_exporter
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.unit.gateway.telemetry.otlp_collector import collector
 
 LOOK_S = 0.3

@@ -21,9 +21,9 @@ from gateway.telemetry import span_attribute_names as semconv
 from gateway.telemetry import span_exporter
 from gateway.telemetry.spans import build_spans
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.split_fleet import SENTENCE, split_fleet
-from tests.fair_time import PATIENCE_S
-from tests.replaced import replace_method
+from tests.replacement import replace_method
 from tests.unit.gateway.telemetry.otlp_collector import Collector, collector
 from tests.virtual_time import VIRTUAL_TIME
 

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.trials import mirror as mirror_module
 from gateway.trials.mirror import PoolMirror
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
 from tests.virtual_time import VIRTUAL_TIME
 

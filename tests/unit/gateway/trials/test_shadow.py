@@ -25,7 +25,7 @@ from policies.pickers import best
 from policies.policy_types import Policy, WeightedScorer
 from policies.prefix.fingerprint import Fingerprinter
 from policies.routing_types import Candidate, Endpoint, Pick, Request, RoutingQuery
-from tests.replaced import stand_in
+from tests.replacement import stand_in
 from tests.unit.gateway.reload.running import running
 
 PLAIN = "    policy: prefix_aware\n"

@@ -20,8 +20,8 @@ from gateway.http.tls_listener import TlsListener, TlsListeners
 from gateway.reload.reloader import _bound
 from gateway.util.certificate_files import KeyPair, certificate_validity
 from gateway.util.tls_contexts import ServerSettings, server_context
-from tests.authority import Authority, Files
-from tests.replaced import stand_in
+from tests.certificate_authority import Authority, Files
+from tests.replacement import stand_in
 
 JANUARY_2020 = 1577836800.0
 

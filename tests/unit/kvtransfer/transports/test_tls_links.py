@@ -22,7 +22,7 @@ from kvtransfer.transports import tcp as tcp_module
 from kvtransfer.transports.tcp import Tcp
 from kvtransfer.transports.tls_links import TlsContexts, TlsLink
 from kvtransfer.util.tls_files import TlsFiles
-from tests.authority import Authority
+from tests.certificate_authority import Authority
 from tests.contract.kvtransfer.links import (
     BLOCK_BYTES,
     BLOCKS,

@@ -41,7 +41,7 @@ from policies.sizing.model_shapes import model_named
 from policies.sizing.parallel_layout import Layout
 from policies.sizing.parallelism_rules import PlannedGroup, layout_findings
 from tests.command_runner import CommandRunner
-from tests.replaced import stand_in
+from tests.replacement import stand_in
 from tests.unit.planner.seeds.answers import Outcome, answer
 from tests.unit.planner.seeds.sizing_answers import trtllm_of_the_seed
 from tests.unit.policies.builders import ask, candidate, outlook

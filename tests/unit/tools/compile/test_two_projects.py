@@ -138,7 +138,7 @@ def test_the_sdist_of_penstock_kv_has_every_file_of_the_project(sdist_of_kv: Pat
 def test_penstock_kv_alone_moves_kv_over_tcp_without_a_compiled_module(
     engine: dict[str, str], tmp_path: Path
 ) -> None:
-    program, page = ROOT / "tests" / "kv_alone.py", ROOT / "docs" / "kvtransfer.md"
+    program, page = ROOT / "tests" / "kv_without_gateway.py", ROOT / "docs" / "kvtransfer.md"
     done = _run(engine, tmp_path, str(program), str(page))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {

@@ -11,11 +11,11 @@ from collections import defaultdict
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.config import SizedFor
-from gateway.telemetry.request_shapes import ShapeRecord
+from gateway.telemetry.drift_records import ShapeRecord
 from policies.sizing.workload_drift import BINS
 from tests.chaos.gateway_fleet import GatewayFleet, gateway_fleet
+from tests.duration_limits import PATIENCE_S
 from tests.e2e.split_fleet import SENTENCE, SplitFleet, split_fleet
-from tests.fair_time import PATIENCE_S
 from tools.monitoring import rules
 from tools.monitoring.dashboards import BOARDS, family_name
 from tools.monitoring.files import queries

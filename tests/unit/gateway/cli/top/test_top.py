@@ -20,8 +20,8 @@ from gateway.cli.top import command, noninteractive
 from gateway.cli.top.render import COLUMNS, bytes_text, render_view, sparkline
 from tests.chaos.gateway_fleet import gateway_fleet
 from tests.command_runner import CommandRunner
-from tests.fair_time import PATIENCE_S
-from tests.replaced import stand_in
+from tests.duration_limits import PATIENCE_S
+from tests.replacement import stand_in
 
 
 def endpoint(name: str, **more: Any) -> dict[str, Any]:

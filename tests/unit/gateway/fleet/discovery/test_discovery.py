@@ -15,7 +15,7 @@ from gateway.fleet.discovery.source_interface import specs_for
 from gateway.fleet.endpoint_from_config import to_endpoint
 from gateway.fleet.endpoint_registry import EndpointRegistry
 from gateway.http.write_queue import WriteQueue
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
 
 HEAD = "    endpoints:\n"

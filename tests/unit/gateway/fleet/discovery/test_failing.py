@@ -17,7 +17,7 @@ from gateway.fleet.discovery.discovery import Discovery
 from gateway.fleet.discovery.file_list import FileSource
 from gateway.fleet.discovery.kubernetes import KubernetesSource, ServiceAccount
 from gateway.fleet.discovery.source_interface import DiscoveredEndpoints, specs_for
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 
 CONFIG = "version: 1\npools: {chat: {discover: {dns: 'engines:8000'}}}\n"
 TRAITS = EndpointTraits()

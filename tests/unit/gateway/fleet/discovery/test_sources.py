@@ -19,7 +19,7 @@ from gateway.fleet.discovery.dns import DnsSource
 from gateway.fleet.discovery.file_list import FileSource
 from gateway.fleet.discovery.kubernetes import KubernetesSource, ServiceAccount
 from gateway.fleet.discovery.source_interface import DiscoveredEndpoints, Source, specs_for
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 
 TRAITS = EndpointTraits(max_concurrency=7, labels={"gpu": "h100"})
 

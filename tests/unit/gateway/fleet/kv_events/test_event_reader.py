@@ -13,8 +13,8 @@ from gateway.fleet.kv_events.event_reader import KvEventReader
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.metrics.catalogue import Metrics
 from policies.routing_types import EngineKind
-from tests.fair_time import within
-from tests.replaced import stand_in
+from tests.duration_limits import within
+from tests.replacement import stand_in
 
 pytest.importorskip("zmq")
 

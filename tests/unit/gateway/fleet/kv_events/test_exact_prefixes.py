@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgpack
 
-from gateway.fleet.kv_events.event_trust import CacheExpectation, EndpointEvents
+from gateway.fleet.kv_events.event_verification import CacheExpectation, EndpointEvents
 from gateway.fleet.kv_events.exact_prefixes import RECENT_S, ExactPrefixes
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from gateway.fleet.kv_events.event_trust import EndpointEvents
+from gateway.fleet.kv_events.event_verification import EndpointEvents
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.kv_events.prompt_learner import PromptLearner, Tokenizer
 from gateway.fleet.kv_events.tokenization import COMPLETIONS_PATH, UnreadPrompt
 from gateway.metrics.catalogue import Metrics
 from policies.prefix.fingerprint import Fingerprinter
-from tests.fair_time import within
+from tests.duration_limits import within
 
 SLOTS = {"known": 0, "new": 1}
 FINGERPRINTER = Fingerprinter(b"sixteen characters")

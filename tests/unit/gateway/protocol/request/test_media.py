@@ -15,7 +15,7 @@ from gateway.protocol.request.call import Call
 from gateway.protocol.request.media import MEDIA_TOKENS, MediaSize, may_contain_media, replace_media
 from gateway.protocol.request.request_body import CallContext, parse_call
 from gateway.protocol.request.service_level_headers import NO_PREFERENCES
-from policies.admission.prompt_length import PromptLengths
+from policies.admission.prompt_length_correction import PromptLengths
 from tests.unit.gateway.protocol.request.test_image_size import png
 from tests.unit.gateway.protocol.request.test_request_body import Model
 

@@ -28,7 +28,7 @@ from gateway.protocol.request.request_body import (
 from gateway.protocol.request.service_level_headers import NO_PREFERENCES
 from policies.engine.output_length import OutputLengths
 from policies.routing_types import STANDARD, Slo
-from tests.growth import FACTOR, MOST_GROWTH, growth
+from tests.cpu_growth import FACTOR, MOST_GROWTH, growth
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "hi"}

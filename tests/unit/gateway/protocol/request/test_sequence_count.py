@@ -18,7 +18,7 @@ from gateway.protocol.request.request_body import CallContext, parse_call
 from gateway.protocol.request.sequence_count import SLICE, _count_strings
 from gateway.protocol.request.service_level_headers import NO_PREFERENCES
 from policies.routing_types import STANDARD, Slo
-from tests.fair_time import Stopwatch, pace
+from tests.duration_limits import Stopwatch, pace
 
 MOST = 256
 MIB = 2**20

@@ -29,7 +29,7 @@ from gateway.protocol.response.model_and_usage_rewrite import (
 from gateway.protocol.response.relay import UpstreamError
 from gateway.protocol.response.resume_eligibility import ContinuationTerms
 from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
-from tests.replaced import stand_in
+from tests.replacement import stand_in
 
 PARTS = st.lists(
     st.sampled_from(

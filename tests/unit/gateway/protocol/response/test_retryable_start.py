@@ -14,7 +14,7 @@ from gateway.protocol.api_table import CHAT, MESSAGES, RESPONSES, Api
 from gateway.protocol.response.event_relay import EventRelay
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import MAX_COMMENTS_S, MAX_FIRST_EVENT
-from tests.fair_time import PATIENCE_S
+from tests.duration_limits import PATIENCE_S
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     TEXT,

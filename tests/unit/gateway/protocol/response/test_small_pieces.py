@@ -21,7 +21,7 @@ from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
 from gateway.protocol.translate.chat_types import TranslationError
 from gateway.protocol.translate.sse import MAX_EVENT_BYTES, EventReader
 from planner.bench.answer_timeline import AnswerTimeline
-from tests.growth import MOST_GROWTH, growth, in_pieces
+from tests.cpu_growth import MOST_GROWTH, growth, in_pieces
 
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 PLAIN = b"content-type: application/json\r\ncontent-length: 9000000\r\n\r\n"

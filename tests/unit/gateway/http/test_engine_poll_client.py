@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.http.poll_client import ConnectError, ConnectionLostError, PollClient
+from gateway.http.engine_poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.protocol.response.http_framing import FramingError
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.http import request_turns
-from gateway.http.client_read_turns import LONG_READ, PIECE_TURNS, TURNS, ReadTurns
+from gateway.http import connection_fairness
+from gateway.http.upload_read_turns import LONG_READ, PIECE_TURNS, TURNS, ReadTurns
 from gateway.http.upstream import ConnectionPool, UpstreamConnection, UpstreamTimeouts
 from gateway.http.write_queue import BYTES_PER_TURN, WRITES_PER_TURN, WriteQueue
 from gateway.protocol.response.relay import Relay
@@ -76,7 +76,7 @@ async def test_a_client_is_not_read_again_at_once_after_a_piece_of_its_body(size
 async def test_clients_that_send_heads_in_pieces_are_read_by_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request_turns, "BEGINNINGS", 3 * PIECE_TURNS)
+    monkeypatch.setattr(connection_fairness, "BEGINNINGS", 3 * PIECE_TURNS)
     harness = Harness()
     transports = []
     for _ in range(3 * PIECE_TURNS):
@@ -120,7 +120,7 @@ async def test_clients_that_send_bodies_in_pieces_are_read_by_turns(framing: str
 async def test_an_iteration_parses_few_of_the_pieces_that_it_has_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request_turns, "BEGINNINGS", 3 * PIECE_TURNS)
+    monkeypatch.setattr(connection_fairness, "BEGINNINGS", 3 * PIECE_TURNS)
     harness = Harness()
     protocols = []
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -2,19 +2,18 @@
 
 Requests create no reference cycles (tests/unit/gateway/test_cycles.py). Therefore a collection
 under load finds nothing, but stops a thousand streams for tens of milliseconds. Libraries do create
-a few cycles, which Python would collect only after hours. Freed request bodies also leave free
-pages, which the allocator keeps unless it is asked to return them.
+a few cycles, which Python would collect only after hours.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Callable
 
-MAX_CALM_REQUESTS = (
-    64  # requests in progress up to which a collection takes only a few milliseconds
-)
+from gateway.util.memory_allocator import return_free_pages, return_large_blocks
+
+# Requests in progress up to which a collection takes only a few milliseconds.
+MAX_CALM_REQUESTS = 64
 INTERVAL_S = 60.0
 MAX_INTERVAL_S = 600.0  # collect after this time even under load
 
@@ -38,28 +37,11 @@ YOUNG_CONNECTIONS = 16
 A connection has up to a hundred objects.
 """
 
-# Bytes: the allocator maps larger blocks on their own, and keeps this much free memory at most.
-MMAP_THRESHOLD, TRIM_THRESHOLD = 256 * 1024, 4 * 1024 * 1024
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
-
 
 def collect_and_trim() -> None:
-    """Collect garbage and return free pages to the system (glibc only)."""
+    """Collect garbage, and return the pages that are free afterwards to the operating system."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def return_large_blocks() -> None:
-    """Make the allocator return the memory of a large body as soon as it is freed (glibc only).
-
-    By default, glibc raises its thresholds when such a block is freed, and then keeps up to 64 MiB.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
-        set_option(_M_TRIM_THRESHOLD, TRIM_THRESHOLD)
+    return_free_pages()
 
 
 class GcSchedule:

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import pytest
 
-from gateway.admission.body_budget import BodyBudget
-from gateway.http import body_memory
-from gateway.http.body_memory import FREED_AT_ONCE, BodyMemory, new_body, write_piece
+from gateway.admission.body_memory_budget import BodyBudget
+from gateway.http import large_body_allocation
+from gateway.http.large_body_allocation import FREED_AT_ONCE, BodyMemory, new_body, write_piece
 from gateway.util.version import is_compiled
 from tests.e2e.process_cost import ProcessCost
 
@@ -58,7 +58,7 @@ async def test_a_body_is_freed_in_steps_when_its_last_user_has_gone(
     if is_compiled():
         pytest.skip("private functions of compiled modules cannot be replaced")
     steps: list[tuple[int, int]] = []
-    monkeypatch.setattr(body_memory, "_discard", lambda _, *step: steps.append(step))
+    monkeypatch.setattr(large_body_allocation, "_discard", lambda _, *step: steps.append(step))
     memory, body = BodyMemory(), joined([b"a" * 3 * MIB, b"b" * 100])
     memory.add(body)
     part = memoryview(body)
@@ -79,7 +79,7 @@ async def test_a_body_is_freed_in_steps_when_its_last_user_has_gone(
 
 
 async def test_unused_bodies_are_found_without_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_memory, "CHECK_S", 0.001)
+    monkeypatch.setattr(large_body_allocation, "CHECK_S", 0.001)
     memory = BodyMemory()
     kept, dropped = (joined([letter * 2 * MIB, b"-"]) for letter in (b"k", b"d"))
     memory.add(dropped)

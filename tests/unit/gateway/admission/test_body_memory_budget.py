@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.admission.body_budget import BodyBudget
+from gateway.admission.body_memory_budget import BodyBudget
 from gateway.protocol import api_table
 from gateway.protocol.errors import GatewayError
 from gateway.request_record import Exchange

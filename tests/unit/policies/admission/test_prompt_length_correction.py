@@ -5,7 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.admission.prompt_length import HIGHEST, LEAST_ANSWERS, LOWEST, PromptLengths
+from policies.admission.prompt_length_correction import (
+    HIGHEST,
+    LEAST_ANSWERS,
+    LOWEST,
+    PromptLengths,
+)
 
 
 def test_an_estimate_stands_until_enough_answers_were_seen() -> None:

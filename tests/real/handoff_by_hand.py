@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.real.asking import Answer, ask, body
+from tests.real.engine_requests import Answer, ask, body
 from tests.real.engines import Engine
 
 SERVING = "split: {dialect: penstock, threshold_tokens: 128, hysteresis: 0, transfer_timeout: 60s}"

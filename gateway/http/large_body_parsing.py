@@ -1,7 +1,7 @@
 """Joins and parses large request bodies one at a time, so that they do not block the event loop.
 
 Parsing cannot be interrupted. Per MiB, it takes 0.2 ms for text, 0.8 ms for blanks and up to 1.7 ms
-for nested values. admission/body_budget.py limits the memory for bodies.
+for nested values. admission/body_memory_budget.py limits the memory for bodies.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 from time import monotonic, thread_time
 
-from gateway.http.body_memory import BodyMemory, new_body, write_piece
+from gateway.http.large_body_allocation import BodyMemory, new_body, write_piece
 from gateway.protocol.request.json_members import decode_object
 
 LARGE_BODY = 256 * 1024  # bytes from which on a body waits for its turn

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from gateway.util.gc_control import (
+from gateway.util.garbage_collection import (
     INTERVAL_S,
     MAX_CALM_REQUESTS,
     MAX_INTERVAL_S,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.http.large_bodies import LARGE_BODY, LargeBodies
+from gateway.http.large_body_parsing import LARGE_BODY, LargeBodies
 from gateway.protocol.errors import Failure, GatewayError
 
 

@@ -13,12 +13,12 @@ import pytest
 import uvloop
 
 from gateway.config import Limits
+from gateway.http.connection_accept import NewConnections
 from gateway.http.connection_limits import ClientConnections
 from gateway.http.listener_sockets import BACKLOG, bind
-from gateway.http.new_connections import NewConnections
 from gateway.http.write_queue import WriteQueue
 from gateway.util.client_networks import Networks
-from tests.fair_time import PATIENCE_S, within
+from tests.duration_limits import PATIENCE_S, within
 from tests.unit.gateway.http.connection_harness import FakeBudget
 
 CROWD, OTHER = "127.0.0.9", "127.0.0.1"

@@ -9,8 +9,8 @@ from time import monotonic
 
 import pytest
 
-from gateway.http import large_bodies
-from gateway.http.large_bodies import (
+from gateway.http import large_body_parsing
+from gateway.http.large_body_parsing import (
     JOINED_AT_ONCE,
     MAX_PAUSE_S,
     MAX_SLOWNESS,
@@ -30,8 +30,8 @@ def cpu_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     # Replace the thread's CPU time by a list with one number, which tests increase. The machine is
     # as fast as the reference.
     spent = [0.0]
-    monkeypatch.setattr(large_bodies, "thread_time", lambda: spent[0])
-    monkeypatch.setattr(large_bodies, "decode_object", lambda _: None)
+    monkeypatch.setattr(large_body_parsing, "thread_time", lambda: spent[0])
+    monkeypatch.setattr(large_body_parsing, "decode_object", lambda _: None)
     return spent
 
 
@@ -190,7 +190,7 @@ async def test_a_machine_that_is_slow_at_the_moment_allows_more_time(
         def parse(_: bytes, cost_s: float = slowness * REFERENCE_S) -> None:
             cpu_s[0] += cost_s
 
-        monkeypatch.setattr(large_bodies, "decode_object", parse)
+        monkeypatch.setattr(large_body_parsing, "decode_object", parse)
         for excess_s in (-0.0001, 0.001):
             bodies._paused_until.clear()
             await bodies.join_in_turn("client", [])

@@ -1,4 +1,4 @@
-"""Transfers KV between two agents in an environment with only penstock-kv: `kv_alone.py PAGE`
+"""Transfers KV between two agents in an environment with only penstock-kv: `kv_without_gateway.py PAGE`
 
 It runs the example of docs/kvtransfer.md (PAGE) without the rest of the project. It prints as JSON
 which of our packages can be imported, and whether the native pump (C code) moved the bytes.

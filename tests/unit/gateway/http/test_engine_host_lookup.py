@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from gateway.http import engine_addresses
+from gateway.http import engine_host_lookup
 from gateway.http.connect_errors import NoFreePortError
-from gateway.http.engine_addresses import (
+from gateway.http.engine_host_lookup import (
     AVOID_S,
     OLD_PATIENCE_S,
     PATIENCE_S,
@@ -23,11 +23,11 @@ from gateway.http.engine_addresses import (
     Address,
     EngineAddresses,
 )
-from gateway.http.poll_client import ConnectError, PollClient
+from gateway.http.engine_poll_client import ConnectError, PollClient
 from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.upstream_error import UpstreamError
-from tests import fair_time
+from tests import duration_limits
 from tests.virtual_time import VIRTUAL_TIME
 
 pytestmark = VIRTUAL_TIME
@@ -54,7 +54,7 @@ class FakeNetwork:
         self.silent: set[tuple[str, int]] = set()
         self.refusals: dict[tuple[str, int], OSError] = {}
         self.tried: list[tuple[str, int]] = []
-        monkeypatch.setattr(engine_addresses, "_connected_socket", self._connected_socket)
+        monkeypatch.setattr(engine_host_lookup, "_connected_socket", self._connected_socket)
 
     async def look_up(self, host: str, port: int) -> Sequence[Address]:
         await asyncio.sleep(self.lookup_s)
@@ -358,7 +358,7 @@ def test_a_known_address_needs_no_thread_of_the_resolver(is_open: bool) -> None:
         async def look_up(host: str, port: int) -> Sequence[Address]:
             return [(socket.AF_INET, ("127.0.0.1", port))]
 
-        await _connect(EngineAddresses("engine.test", port, look_up), fair_time.PATIENCE_S)
+        await _connect(EngineAddresses("engine.test", port, look_up), duration_limits.PATIENCE_S)
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

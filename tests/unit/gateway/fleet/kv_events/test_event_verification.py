@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgpack
 
-from gateway.fleet.kv_events.event_trust import (
+from gateway.fleet.kv_events.event_verification import (
     FIRST_DISTRUST_S,
     LEAST_AUDITS,
     SILENT_S,

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from gateway.config import Limits
-from gateway.http import request_turns
+from gateway.http import connection_fairness
 from gateway.http.aiohttp_connection import WEIGHT, AiohttpConnection
-from gateway.http.connection_phase import HEAD
-from gateway.http.fast_connection import MAX_UNREAD, FastConnection
-from gateway.http.request_turns import (
+from gateway.http.connection_fairness import (
     BEGINNINGS,
     LATER_BEGINNINGS,
     MAX_HELD_BYTES,
     MAX_SKIPPED,
     RequestTurns,
 )
+from gateway.http.connection_phase import HEAD
+from gateway.http.fast_connection import MAX_UNREAD, FastConnection
 from tests.unit.gateway.http.connection_harness import FakeTransport, Harness, request, turns
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: test\r\n\r\n"
@@ -243,14 +243,14 @@ async def test_later_requests_that_aiohttp_serves_begin_in_turn(
     harness = Harness()
     transports = await connect_served(harness, LATER_BEGINNINGS + 10)
     for weight in (1, WEIGHT):  # FastConnection receives the first GET
-        monkeypatch.setattr(request_turns, "BEGINNINGS", 0)
+        monkeypatch.setattr(connection_fairness, "BEGINNINGS", 0)
         for transport in transports:
             transport.text = b""
             transport.protocol.data_received(GET)
         await turns()
         answered = sum(b"HTTP/1.1 404" in transport.text for transport in transports)
         assert answered == LATER_BEGINNINGS // weight
-        monkeypatch.setattr(request_turns, "BEGINNINGS", BEGINNINGS)
+        monkeypatch.setattr(connection_fairness, "BEGINNINGS", BEGINNINGS)
         await turns()
         assert all(transport.text.count(b"HTTP/1.1 404") == 1 for transport in transports)
     await end(harness, *transports)
@@ -315,13 +315,13 @@ async def test_later_requests_to_aiohttp_whose_heads_arrive_in_parts_begin_in_tu
     transports = await served_by_aiohttp(harness, LATER_BEGINNINGS + 10)
     for transport in transports:
         await transport.deliver(GET[:3])
-    monkeypatch.setattr(request_turns, "BEGINNINGS", 0)
+    monkeypatch.setattr(connection_fairness, "BEGINNINGS", 0)
     for transport in transports:
         transport.protocol.data_received(GET[3:])
     await turns()
     answered = sum(b"HTTP/1.1 404" in transport.text for transport in transports)
     assert 0 < answered <= LATER_BEGINNINGS  # the first parts counted too
-    monkeypatch.setattr(request_turns, "BEGINNINGS", BEGINNINGS)
+    monkeypatch.setattr(connection_fairness, "BEGINNINGS", BEGINNINGS)
     await turns()
     assert all(b"HTTP/1.1 404" in transport.text for transport in transports)
     await end(harness, *transports)
@@ -537,7 +537,7 @@ async def test_aiohttps_connections_share_the_turns_of_pipelined_requests(
     for transport in transports:
         transport.protocol.connection_made(transport)
         transport.protocol.data_received(request() * 2)
-    monkeypatch.setattr(request_turns, "BEGINNINGS", 0)
+    monkeypatch.setattr(connection_fairness, "BEGINNINGS", 0)
     await turns()
     assert len(harness.served) == 9
     monkeypatch.undo()
