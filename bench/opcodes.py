@@ -40,8 +40,8 @@ sys.path.insert(0, str(ROOT))
 
 from gateway.app import App
 from gateway.config import load_config
+from gateway.http.engine_connections import UpstreamConnection
 from gateway.http.fast_connection import FastConnection
-from gateway.http.upstream import UpstreamConnection
 from gateway.http.write_queue import WriteQueue
 from gateway.telemetry.accounting import Accounting
 

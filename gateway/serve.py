@@ -34,9 +34,10 @@ from gateway.protocol.request.forwarded_headers import TrustedProxies, proxy_req
 from gateway.protocol.request.request_body import CallContext, parse_call
 from gateway.protocol.request.service_level_headers import RequestPreferences
 from gateway.proxy import tier_fallback
-from gateway.proxy.attempt_loop import attempts, end_retries
+from gateway.proxy.attempt_loop import attempts
 from gateway.proxy.engine_api import call_for_engines
 from gateway.proxy.resume import continue_stream
+from gateway.proxy.retry_permission import end_retries
 from gateway.proxy.split_request import SplitAttempts, SplitPlan
 from gateway.proxy.stored_responses import explain_missing, pin_route, serve_stored
 from gateway.proxy.whole_request import UncountedPlan, WholePlan

@@ -20,7 +20,8 @@ from policies.admission.cap_admission import SessionCap
 from policies.admission.quota import QuotaLimits
 from policies.engine.kalman import MOST_CORRECTION
 from policies.engine.step_time import SpeedBelief, StepCosts
-from policies.prefix.prefix_index import MAX_SLOTS, _count_extra, _stamps
+from policies.prefix.predicted_cache import MAX_SLOTS
+from policies.prefix.prefix_index import _count_extra, _stamps
 from policies.sizing.workload_drift import BINS, MEASURES
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
 class HolderState(msgspec.Struct, frozen=True, array_like=True):
     """The saved state of one endpoint (slot) in a prefix index, without its blocks.
 
-    The fields are those of prefix_index._Holder.
+    The fields are those of predicted_cache.PredictedCache.
     """
 
     slot: int

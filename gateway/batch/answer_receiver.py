@@ -21,8 +21,8 @@ from gateway.protocol.translate.chat_types import TranslationError
 from gateway.protocol.translate.sse import EventReader
 
 if TYPE_CHECKING:
+    from gateway.http.engine_connections import UpstreamConnection
     from gateway.http.large_body_parsing import JoinInTurn
-    from gateway.http.upstream import UpstreamConnection
 
 MAX_ANSWER_BYTES = 32 * 1024 * 1024
 _decode = msgspec.json.Decoder(dict[str, Any]).decode

@@ -16,7 +16,7 @@ from gateway.disagg.leg import Leg
 from gateway.disagg.state_machine import State
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.forwarding.internal_answer import InternalAnswer
-from gateway.http.upstream import ConnectionPool
+from gateway.http.engine_connections import ConnectionPool
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter

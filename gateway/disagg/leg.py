@@ -7,7 +7,12 @@ from collections.abc import Callable
 from time import monotonic
 
 from gateway.http.eager_task import EagerFuture, EagerTask
-from gateway.http.upstream import LOST_KINDS, ConnectionPool, Downstream, UpstreamConnection
+from gateway.http.engine_connections import (
+    LOST_KINDS,
+    ConnectionPool,
+    Downstream,
+    UpstreamConnection,
+)
 from gateway.protocol.response.relay import Relay, UpstreamError
 
 log = logging.getLogger("penstock")

@@ -10,7 +10,7 @@ engine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from time import monotonic
 
@@ -19,11 +19,11 @@ import msgspec
 from gateway.config import Config, EndpointSpec
 from gateway.fleet.endpoint_from_config import prior_belief, to_endpoint
 from gateway.fleet.live_endpoint import LiveEndpoint
+from gateway.fleet.rank_endpoints import join_lockstep_ranks, split_by_rank
+from gateway.http.engine_connections import UpstreamTimeouts
 from gateway.http.outgoing_tls import ClientContexts
-from gateway.http.upstream import UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
-from policies import restart_state
-from policies.endpoint_load import EndpointLoad, LoadChanges, join_ranks
+from policies.endpoint_load import EndpointLoad, LoadChanges
 from policies.engine.output_length import RecentLengths
 from policies.engine_kinds import ENGINE_TRAITS
 from policies.health.endpoint_health import Health, HealthState
@@ -150,7 +150,7 @@ class EndpointRegistry:
         for pool, pool_spec in config.pools.items():
             specs = (*pool_spec.endpoints, *discovered.get(pool, ()))
             lengths = learned.get(pool) or RecentLengths()
-            for new_spec, rank in _with_ranks(specs):
+            for new_spec, rank in split_by_rank(specs):
                 live = known.get(endpoint_key(pool, new_spec.url, rank))
                 if live is not None and live.spec == new_spec:
                     # Unchanged endpoints are reused, which is fast: most of them do not change.
@@ -223,7 +223,7 @@ class EndpointRegistry:
                 or live.encryption != encryption
             ):
                 live.reconfigure(member.endpoint, member.spec, plan.timeouts, encryption)
-        _join_ranks(plan.members)
+        join_lockstep_ranks((member.endpoint, member.live) for member in plan.members)
         staying = {id(member.live) for member in plan.members}
         removed = [live for live in self.all() if id(live) in before and id(live) not in staying]
         for live in removed:
@@ -274,32 +274,6 @@ def _adopt_known(live: LiveEndpoint, twin: LiveEndpoint | None) -> None:
         and (twin.key_header, twin.encryption) == (live.key_header, live.encryption)
     ):
         live.adopt(twin)
-
-
-def _with_ranks(specs: Iterable[EndpointSpec]) -> Iterator[tuple[EndpointSpec, int | None]]:
-    # Yield (endpoint's configuration, rank): each of its ranks if it has pin_ranks, otherwise None.
-    for spec in specs:
-        if spec.pin_ranks:
-            for rank in range(spec.layout.dp):
-                yield spec, rank
-        else:
-            yield spec, None
-
-
-def _join_ranks(members: Iterable[PlannedEndpoint]) -> None:
-    # Declare which ranks begin and end their steps together. A new layout may have changed that.
-    #
-    # A rank that steps alone from now on keeps what was learned with the others.
-    engines: dict[tuple[str, str], list[EndpointLoad]] = {}
-    for member in members:
-        endpoint = member.endpoint
-        if endpoint.rank is not None:
-            key = (endpoint.pool, endpoint.url) if endpoint.is_lockstep else endpoint.key
-            engines.setdefault(key, []).append(member.live.load)
-    for loads in engines.values():
-        if len(loads) == 1 and loads[0].lockstep_ranks:
-            loads[0].belief = restart_state.copy_belief(loads[0].belief)
-        join_ranks(loads)
 
 
 def _candidates_by_pool(

@@ -41,7 +41,7 @@ from policies.endpoint_load import EndpointLoad
 from policies.health import endpoint_health
 from policies.health.endpoint_health import Health, HealthEvent, HealthLimits, HealthState
 from policies.health.speed_outlier import SlowLimits
-from policies.health.speed_samples import SpeedVerdict
+from policies.health.speed_record import SpeedVerdict
 from policies.prefix.fingerprint import Fingerprint
 from policies.routing_types import Candidate, Pick, Request, Role, RoutingQuery
 

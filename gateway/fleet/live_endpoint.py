@@ -6,12 +6,12 @@ from math import inf
 
 from gateway.config import EndpointSpec
 from gateway.fleet.engine_metrics import UNKNOWN_PROGRESS
-from gateway.http.upstream import ConnectionPool, UpstreamTimeouts
+from gateway.http.engine_connections import ConnectionPool, UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
 from gateway.util.tls_contexts import Encryption
 from policies.endpoint_load import EndpointLoad
 from policies.health.endpoint_health import Health
-from policies.health.speed_samples import SpeedRecord, SpeedVerdict
+from policies.health.speed_record import SpeedRecord, SpeedVerdict
 from policies.health.stall_detection import is_doubted
 from policies.routing_types import Endpoint
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from gateway.fleet.kv_events.event_verification import CacheExpectation
 from gateway.fleet.live_endpoint import INITIAL_HEALTH, LiveEndpoint
 from gateway.fleet.prefix_cache_view import PrefixCacheView
-from gateway.http.upstream import ConnectionPool
+from gateway.http.engine_connections import ConnectionPool
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
 from policies import load_ledger

@@ -16,7 +16,8 @@ from gateway.protocol.response.relay import Relay
 from policies.health import speed_outlier, stall_detection
 from policies.health.endpoint_health import HealthState
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits
-from policies.health.speed_samples import Measure, Slowness, SpeedVerdict
+from policies.health.speed_record import Slowness, SpeedVerdict
+from policies.health.speed_samples import Measure
 from policies.health.stall_detection import Expectations
 from policies.routing_types import Candidate, Endpoint, Request
 

@@ -34,11 +34,11 @@ from gateway.fleet.reservation import Reservation
 from gateway.fleet.speed_monitor import hardware_key
 from gateway.forwarding import engine_refusal, forward
 from gateway.http.client_interface import Client
-from gateway.http.upstream import UpstreamConnection
+from gateway.http.engine_connections import UpstreamConnection
 from gateway.protocol.upstream_error import UpstreamError
 from gateway.request_record import Exchange
 from gateway.telemetry.accounting import Accounting
-from policies.health.speed_samples import SpeedVerdict
+from policies.health.speed_record import SpeedVerdict
 from policies.health.stall_detection import LEAST_LATE_S
 from policies.routing_algorithm import repick
 from policies.routing_types import Candidate, Endpoint, Pick

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.http.upstream import UpstreamConnection
+from gateway.http.engine_connections import UpstreamConnection
 
 MAX_BYTES = 16 * 1024 * 1024  # enough for the ids of a million tokens, or of far more blocks
 

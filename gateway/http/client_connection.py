@@ -44,7 +44,7 @@ from gateway.protocol.response.date_header import ResponseClock, ResponseLines
 if TYPE_CHECKING:
     from gateway.http.client_interface import Client
     from gateway.http.connection_limits import ClientConnections
-    from gateway.http.upstream import UpstreamConnection
+    from gateway.http.engine_connections import UpstreamConnection
     from gateway.http.write_queue import WriteQueue
 
 # A body piece shorter than this is extended by the next piece instead of kept on its own.

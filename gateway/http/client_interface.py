@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from gateway.http.engine_connections import Downstream
 from gateway.http.large_body_parsing import JoinInTurn
-from gateway.http.upstream import Downstream
 from gateway.protocol.error_formats import OPENAI, ErrorFormat
 from gateway.protocol.errors import GatewayError
 from gateway.protocol.response.date_header import ResponseClock, ResponseLines

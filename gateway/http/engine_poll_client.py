@@ -1,7 +1,7 @@
 """An HTTP client for the gateway's own requests to an engine: health, metrics, models, tokens.
 
 A thousand engines may be polled every second. Therefore connections are kept open, and a poll costs
-one write and one read. Clients' requests use gateway/http/upstream.py.
+one write and one read. Clients' requests use gateway/http/engine_connections.py.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from gateway.protocol.response.resumable_relay import ContinuationRelay, Recorde
 from gateway.protocol.response.resume_eligibility import call_with_token_ids, continuation_terms
 from gateway.protocol.response.token_ledger import DIVERGED, Ledger, LedgerRecorder
 from gateway.protocol.upstream_error import SHUTDOWN
-from gateway.proxy.attempt_loop import attempts, end_stream_with_error
+from gateway.proxy.attempt_loop import attempts
+from gateway.proxy.final_errors import end_stream_with_error
 from gateway.request_record import Exchange
 from gateway.route import Gateway, Route
 from policies import routing_algorithm

@@ -16,7 +16,9 @@ from gateway.http.client_interface import Client
 from gateway.protocol.request.call import Call
 from gateway.protocol.request.split_eligibility import split_shape, unsplittable_error
 from gateway.protocol.response.relay import UpstreamError
-from gateway.proxy.attempt_loop import AttemptPlan, no_endpoint_error, permit_retry
+from gateway.proxy.attempt_loop import AttemptPlan
+from gateway.proxy.final_errors import no_endpoint_error
+from gateway.proxy.retry_permission import permit_retry
 from gateway.proxy.whole_request import WholePlan, pick_longest
 from gateway.request_record import Exchange, SplitRecord
 from gateway.route import Gateway, Route

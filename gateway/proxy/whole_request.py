@@ -13,8 +13,9 @@ from gateway.forwarding.hedge import OVERTAKEN
 from gateway.http.client_interface import Client
 from gateway.protocol.request.call import Call
 from gateway.protocol.response.relay import UpstreamError
-from gateway.proxy.attempt_loop import no_endpoint_error, permit_retry
 from gateway.proxy.context_length import is_too_long
+from gateway.proxy.final_errors import no_endpoint_error
+from gateway.proxy.retry_permission import permit_retry
 from gateway.request_record import Exchange
 from gateway.route import Gateway, Route
 from policies import routing_algorithm

@@ -19,7 +19,8 @@ from planner.replay.replay_interfaces import FleetPort
 from policies.endpoint_load import NO_SOFT_CAP
 from policies.health import speed_outlier
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits
-from policies.health.speed_samples import Measure, SpeedVerdict
+from policies.health.speed_record import SpeedVerdict
+from policies.health.speed_samples import Measure
 from policies.health.stall_detection import (
     DOUBT_S,
     LEAST_LATE_S,

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from policies.endpoint_load import NO_SOFT_CAP, EndpointLoad
 from policies.health import speed_outlier
 from policies.health.speed_outlier import PeerTimes, PeerTimesByKind, ReviewedEndpoint
-from policies.health.speed_samples import LEAST_PACED, Measure, SpeedRecord, SpeedVerdict
+from policies.health.speed_record import LEAST_PACED, SpeedRecord, SpeedVerdict
+from policies.health.speed_samples import Measure
 
 LEAST_LATE_S = 0.1
 """Minimum duration, in seconds, of a step or request that counts as late.

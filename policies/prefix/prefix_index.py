@@ -14,6 +14,7 @@ from itertools import islice
 import msgspec
 
 from policies.prefix.fingerprint import Fingerprint
+from policies.prefix.predicted_cache import MAX_SLOTS, PredictedCache
 from policies.prefix.prefix_match import PrefixMatch, WideMatch
 from policies.prefix.sampled_keys import SAMPLE_LENGTHS, Keys
 
@@ -32,7 +33,6 @@ A holder takes 64 bits, of which an int stores 30 in 4 bytes.
 
 LEAST_CAP_BYTES = 64 * BLOCK_COST_BYTES
 
-MAX_SLOTS = 1 << 16
 
 _SLOT = MAX_SLOTS - 1
 _LANE_BITS = 64
@@ -49,10 +49,8 @@ dict of them is kept too while the block is in use.
 _MOST_WIDE = 16
 _ROOM_FOR_ONE = _MOST_IN_COST >> _LANE_BITS
 _MOST_SHARDS = 256
-_GENERATIONS = 32
 _LEAST_TRUST, _DISTRUST, _TRUST = 1 / 8, 0.95, 1.02
 _TOLERANCE = 0.1
-_NOTHING = 1e-6
 
 
 _Run = tuple[int, int, int, int]
@@ -75,90 +73,6 @@ class IndexStats(msgspec.Struct, frozen=True):
     blocks: int
     evictions: int
     cached_tokens: tuple[int, ...]
-
-
-class _Holder:
-    # The tokens that one slot is believed to hold, by generation; `stamp` names the newest one.
-    #
-    # evicted  tokens that expired
-    # missed   those of them that were requested again while no slot held them; both decay over as
-    #          many evictions as the slot has room for
-    # reborn   what expired before this stamp does not count as evicted
-    # trust    factor on `capacity_tokens`, below 1 while the engine caches less than assumed
-
-    __slots__ = (
-        "capacity_tokens",
-        "evicted",
-        "held",
-        "missed",
-        "reborn",
-        "stamp",
-        "tokens",
-        "trust",
-    )
-
-    def __init__(self, slot: int) -> None:
-        self.stamp = MAX_SLOTS | slot
-        self.tokens: dict[int, float] = {self.stamp: 0.0}
-        self.held = 0.0
-        self.capacity_tokens: float | None = None
-        self.trust = 1.0
-        self.evicted = self.missed = 0.0
-        self.reborn = self.stamp
-
-    def next_generation(self) -> None:
-        self.stamp += MAX_SLOTS
-        self.tokens[self.stamp] = 0.0
-
-    def empty(self) -> None:
-        self.stamp += MAX_SLOTS
-        self.tokens = {self.stamp: 0.0}
-        self.held, self.trust = 0.0, 1.0
-        self.evicted = self.missed = 0.0
-        self.reborn = self.stamp
-
-    def add_tokens(self, tokens: float) -> None:
-        self.tokens[self.stamp] += tokens
-        self.held += tokens
-
-    def remove_tokens(self, stamp: int, tokens: float) -> None:
-        # Subtract tokens from a generation, and delete it when empty.
-        #
-        # The newest and the oldest generation are not deleted.
-        known = self.tokens.get(stamp, 0.0)
-        if known - tokens > _NOTHING:
-            self.tokens[stamp] = known - tokens
-            self.held -= tokens
-        elif known:
-            self.held -= known
-            if stamp == self.stamp or stamp == next(iter(self.tokens)):
-                self.tokens[stamp] = 0.0
-            else:
-                del self.tokens[stamp]
-
-    def oldest_alive(self) -> int:
-        # Return the oldest valid stamp, after starting a generation if due and expiring old ones.
-        if self.capacity_tokens is not None:
-            room = self.capacity_tokens * self.trust
-            if self.tokens[self.stamp] * _GENERATIONS > room:
-                self.next_generation()
-            while self.held > room and len(self.tokens) > 1:
-                self._evict(self.tokens.pop(next(iter(self.tokens))), self.capacity_tokens)
-        return next(iter(self.tokens))
-
-    def _evict(self, tokens: float, capacity_tokens: float) -> None:
-        self.held = max(0.0, self.held - tokens)
-        fading = max(0.0, 1.0 - tokens / capacity_tokens) if capacity_tokens > tokens else 0.0
-        self.evicted = self.evicted * fading + tokens
-        self.missed *= fading
-
-    def regret(self) -> float:
-        # Return the share, 0 to 1, of evicted tokens that were requested again.
-        #
-        # A small number of evictions counts as harmless.
-        if not self.missed or self.capacity_tokens is None:
-            return 0.0
-        return min(1.0, self.missed / (self.evicted + 0.1 * self.capacity_tokens))
 
 
 class PrefixIndex:
@@ -210,7 +124,7 @@ class PrefixIndex:
         self._shards: list[dict[int, int]] = [{} for _ in range(shards)]
         self._shard_mask = shards - 1
         self._next_to_trim = 0
-        self._holders: list[_Holder] = []
+        self._holders: list[PredictedCache] = []
         self._oldest_alive: list[int] = []
         self._wide: dict[int, dict[int, int]] = {}
         self._blocks = 0
@@ -425,7 +339,7 @@ class PrefixIndex:
         return 0, runs
 
     def _record_runs(
-        self, fresh: int, runs: list[_Run], holder: _Holder, tokens_per_block: float
+        self, fresh: int, runs: list[_Run], holder: PredictedCache, tokens_per_block: float
     ) -> None:
         # Move these runs of blocks to the holder's newest generation.
         #
@@ -552,11 +466,11 @@ class PrefixIndex:
             used, self._blocks, self._evictions, tuple(int(holder.held) for holder in self._holders)
         )
 
-    def _holder(self, slot: int) -> _Holder:
+    def _holder(self, slot: int) -> PredictedCache:
         if not 0 <= slot < MAX_SLOTS:
             raise ValueError(f"the slot of an endpoint must be 0 to {MAX_SLOTS - 1}, not {slot}")
         while slot >= len(self._holders):
-            self._holders.append(_Holder(len(self._holders)))
+            self._holders.append(PredictedCache(len(self._holders)))
             self._oldest_alive.append(self._holders[-1].stamp)
         return self._holders[slot]
 

@@ -58,7 +58,7 @@ def package_of(name: str) -> str:
     """Return the package of a module in the table of allowed imports.
 
     A package is two levels below a top-level folder, for example 'gateway.http' for the module
-    'gateway.http.upstream'. A module directly in such a folder is a package by itself.
+    'gateway.http.engine_connections'. A module directly in such a folder is a package by itself.
     """
     return ".".join(name.split(".")[:2])
 

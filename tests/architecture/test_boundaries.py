@@ -70,6 +70,8 @@ PACKAGES_OF_KV = {"msgspec", "numpy", "xxhash"}
 KV_OPTIONAL = {
     "kvtransfer.engines.vllm.cache_memory": {"vllm"},
     "kvtransfer.engines.vllm.connector": {"vllm"},
+    "kvtransfer.engines.vllm.connector_metadata": {"vllm"},
+    "kvtransfer.engines.vllm.vllm_objects": {"vllm"},
     "kvtransfer.transports.rdma.verbs": {"pyverbs"},
     "kvtransfer.transports.stream.kv_encryption": {"cryptography"},
 }

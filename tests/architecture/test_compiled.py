@@ -124,7 +124,7 @@ def test_a_build_is_known_by_all_that_is_copied_into_it(
 def test_classes_on_the_path_of_a_chunk_are_c_classes_with_all_their_slots() -> None:
     for name in (
         "gateway.protocol.response.relay.Relay",
-        "gateway.http.upstream.UpstreamConnection",
+        "gateway.http.engine_connections.UpstreamConnection",
         "gateway.http.write_queue.WriteQueue",
     ):
         assert slots_of(name) == set(extension_classes.slots(PROJECT.classes[name]) or ()) != set()
@@ -135,7 +135,7 @@ def test_the_path_of_a_chunk_is_called_without_a_look_up() -> None:
         "    cdef public Relay _relay",
         "    cdef public WriteQueue _outbox",
         "    cpdef object data_received(self, bytes data)",
-    } <= set(told("gateway.http.upstream"))
+    } <= set(told("gateway.http.engine_connections"))
     assert "    cpdef object feed(self, bytes data, object now)" in told(
         "gateway.protocol.response.relay"
     )

@@ -28,9 +28,10 @@ from gateway.protocol.response.http_framing import (
 )
 from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
 from gateway.protocol.response.output_queue import STEP_BYTES
-from gateway.protocol.response.relay_output import CONNECTION_CLOSE, RelayOutput
+from gateway.protocol.response.relay_output import CONNECTION_CLOSE
 from gateway.protocol.response.relay_state import BEHIND, DONE, FLOWING, HEAD, HELD, REFUSED
 from gateway.protocol.response.retryable_start import HeldChunks, PartialHead, RetryableStart
+from gateway.protocol.response.stream_end import StreamEnd
 from gateway.protocol.response.usage_and_error_search import (
     MAX_REFUSAL_BYTES,
     client_error_status,
@@ -49,7 +50,7 @@ _heads = ResponseHeadReader()  # one for all relays: engines of a kind send equa
 read_head, read_whole = _heads.read, _heads.read_whole
 
 
-class Relay(RelayOutput):
+class Relay(StreamEnd):
     """Relays one response: pass the engine's bytes to feed(), and send the result to the client.
 
     Set by the caller:

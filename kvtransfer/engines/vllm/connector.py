@@ -11,59 +11,58 @@ This module converts vLLM's objects and callbacks. The other modules of the pack
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 from vllm.v1.request import RequestStatus
 
 from kvtransfer.agent import Agent
-from kvtransfer.engines.vllm.block_report import BlockReport, PoolState
+from kvtransfer.engines.vllm.block_report import BlockReport
 from kvtransfer.engines.vllm.cache_layout import UnsupportedCache, describe_cache
 from kvtransfer.engines.vllm.cache_memory import cache_region, read_facts, read_window
-from kvtransfer.engines.vllm.connector_counters import COUNTERS, Counts, add_counts
+from kvtransfer.engines.vllm.connector_counters import add_counts
+from kvtransfer.engines.vllm.connector_metadata import (
+    AgentMetadata,
+    ConnectorMetrics,
+    ConnectorStats,
+    ReportMetadata,
+    StepMetadata,
+)
 from kvtransfer.engines.vllm.connector_options import ConnectorOptions
 from kvtransfer.engines.vllm.handoff_params import WorkerAddress
 from kvtransfer.engines.vllm.handoff_scheduler import (
     HandoffScheduler,
     LoadOrder,
-    PromptRequest,
-    StepOrders,
 )
 from kvtransfer.engines.vllm.handoff_worker import FinishedTransfers, TransferWorker
 from kvtransfer.engines.vllm.kv_dump import KvDump
 from kvtransfer.engines.vllm.store_scheduler import (
-    StoredRequest,
     StoreOrders,
     StoreReport,
     StoreScheduler,
 )
 from kvtransfer.engines.vllm.store_worker import StoreWorker
 from kvtransfer.engines.vllm.transfer_trace import TransferTrace
-from kvtransfer.engines.vllm.unfinished_prompts import PromptChunk
-from kvtransfer.engines.vllm.weights_identity import identify_weights
+from kvtransfer.engines.vllm.vllm_objects import (
+    engine_family,
+    pool_state,
+    prompt_chunks,
+    prompt_request,
+    stored_request,
+    weights_identity,
+)
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.store.reconnecting_client import StoreConnection
 from kvtransfer.transfer.handles import Landing, TransferHandle
@@ -87,75 +86,6 @@ if not vllm.__version__.startswith(SUPPORTED):
     )
 
 
-@dataclass
-class StepMetadata(KVConnectorMetadata):
-    """The KV transfers to begin and end in one engine step, sent from vLLM's scheduler to
-    workers.
-    """
-
-    orders: StepOrders
-    store: StoreOrders
-
-
-@dataclass
-class ReportMetadata(KVConnectorWorkerMetadata):
-    """How long a worker needed to load KV from the host's store, sent to vLLM's scheduler."""
-
-    report: StoreReport
-
-    def aggregate(self, other: Any) -> ReportMetadata:
-        """Combine the reports of two ranks: the longer time of each load, and of the step."""
-        return ReportMetadata(self.report.merged(other.report))
-
-
-@dataclass
-class AgentMetadata(KVConnectorHandshakeMetadata):
-    """The address of a worker's KV agent and its KV layout, sent to vLLM's scheduler."""
-
-    worker: WorkerAddress
-    layout: KvLayout
-
-
-class ConnectorStats(KVConnectorStats):
-    """The KV transfer counters of one reporting interval, by name
-    (kvtransfer/engines/vllm/connector_counters.py).
-    """
-
-    def reset(self) -> None:
-        self.data: dict[str, float] = {}
-
-    def aggregate(self, other: Any) -> ConnectorStats:
-        """Add the KV transfer counters of another rank or process. Returns the sum."""
-        self.data = add_counts(self.data, other.data)
-        return self
-
-    def reduce(self) -> dict[str, float]:
-        """Return the counters of KV transfers by name, as vLLM logs them."""
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        return not self.data
-
-
-class ConnectorMetrics(KVConnectorPromMetrics):
-    """The connector's counters as Prometheus metrics at vLLM's /metrics."""
-
-    def __init__(self, config: Any, types: Any, labels: Any, values: Mapping[int, Any]) -> None:
-        super().__init__(config, types, labels, values)
-        counters = {
-            name: self._counter_cls(f"vllm:{name}", text, labelnames=labels)
-            for name, text in COUNTERS.items()
-        }
-        self._by_engine = {
-            engine: {name: counter.labels(*label) for name, counter in counters.items()}
-            for engine, label in values.items()
-        }
-
-    def observe(self, transfer_stats_data: Counts, engine_idx: int = 0) -> None:
-        for name, amount in transfer_stats_data.items():
-            self._by_engine[engine_idx][name].inc(amount)
-
-
 class PenstockConnector(KVConnectorBase_V1):
     """Penstock's KV connector for vLLM: one object in the scheduler's process, and one in each
     worker's process.
@@ -174,7 +104,7 @@ class PenstockConnector(KVConnectorBase_V1):
                 policy,
             )
         self._layout: KvLayout | None = None
-        self._family = _family(vllm_config)
+        self._family = engine_family(vllm_config)
         self._worker: TransferWorker | None = None
         self._agent: Agent | None = None
         self._report: BlockReport | None = None
@@ -409,7 +339,7 @@ class PenstockConnector(KVConnectorBase_V1):
         """
         path = self._options.block_report
         if path is not None and self._report is None:
-            self._report = BlockReport(path, lambda: _pool_state(gpu_block_pool))
+            self._report = BlockReport(path, lambda: pool_state(gpu_block_pool))
             log.warning("kv: the Unix socket %s reports the cached blocks, for tests", path)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
@@ -429,21 +359,21 @@ class PenstockConnector(KVConnectorBase_V1):
             config = self._vllm_config
             self._store_scheduler = StoreScheduler(
                 self._connect_store(_LOOKUP_TIMEOUT_S),
-                f"{self._family}/{_weights(config)}",
+                f"{self._family}/{weights_identity(config)}",
                 self._layout,
                 config.scheduler_config.max_num_batched_tokens,
                 time.monotonic,
             )
 
     def on_new_request(self, request: Any) -> None:
-        self._scheduler.begin_prefill(_prompt_of(request))
+        self._scheduler.begin_prefill(prompt_request(request))
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        count = self._scheduler.loadable_tokens(_prompt_of(request), num_computed_tokens)
+        count = self._scheduler.loadable_tokens(prompt_request(request), num_computed_tokens)
         if not count and self._store_scheduler is not None:
-            stored = _stored_request_of(request)
+            stored = stored_request(request)
             if stored is not None and not request.skip_reading_prefix_cache:
                 count = self._store_scheduler.loadable_tokens(stored, num_computed_tokens)
         return count, count > 0
@@ -459,7 +389,7 @@ class PenstockConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         has_work = scheduler_output.total_num_scheduled_tokens > 0
-        chunks, store = _chunks_of(scheduler_output), StoreOrders()
+        chunks, store = prompt_chunks(scheduler_output), StoreOrders()
         blocks = scheduler_output.kv_connector_block_state
         self._scheduler.on_step(chunks, lambda request: blocks.resolve_block_ids(request)[0])
         if self._store_scheduler is not None:
@@ -484,7 +414,7 @@ class PenstockConnector(KVConnectorBase_V1):
         With a store, the KV of a request that was not aborted is saved. Returns whether vLLM must
         keep the blocks, and the kv_transfer_params of the response.
         """
-        prompt = _prompt_of(request)
+        prompt = prompt_request(request)
         self._scheduler.forget(request.request_id)
         is_kept = self._save(request, block_ids)
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -511,7 +441,7 @@ class PenstockConnector(KVConnectorBase_V1):
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
-        stored = _stored_request_of(request) if is_whole else None
+        stored = stored_request(request) if is_whole else None
         is_kept = stored is not None and store.save(stored, block_ids)
         store.forget(request.request_id)
         return is_kept
@@ -520,76 +450,6 @@ class PenstockConnector(KVConnectorBase_V1):
         store = self._store_scheduler
         is_store_busy = store is not None and store.has_pending_work
         return is_store_busy or self._scheduler.has_pending_work
-
-
-def _pool_state(pool: Any) -> PoolState:
-    keys = [block.block_hash for block in pool.blocks]
-    names = [maybe_convert_block_hash(get_block_hash(key)) for key in keys if key is not None]
-    cached = [name if isinstance(name, int) else name.hex() for name in names]
-    return PoolState(cached, pool.get_num_free_blocks())
-
-
-def _variant_of(request: Any) -> str:
-    # Return what changes a request's KV other than its tokens: the adapter, and its images.
-    lora = request.lora_request.lora_name if request.lora_request else ""
-    images = [str(feature.identifier) for feature in request.mm_features or ()]
-    return "\0".join((lora, *images)) if lora or images else ""
-
-
-def _prompt_of(request: Any) -> PromptRequest:
-    params = request.kv_transfer_params
-    return PromptRequest(
-        request.request_id,
-        request.prompt_token_ids or (),
-        params if isinstance(params, dict) else {},
-        _variant_of(request),
-    )
-
-
-def _stored_request_of(request: Any) -> StoredRequest | None:
-    # Return the request in the form that the store uses; None for a prompt of embeddings, which
-    # has no tokens.
-    if request.prompt_embeds is not None:
-        return None
-    tokens = np.array(list(request.all_token_ids), "<u4").tobytes()
-    salt = request.cache_salt or ""
-    return StoredRequest(request.request_id, tokens, salt, _variant_of(request))
-
-
-def _chunks_of(output: Any) -> list[PromptChunk]:
-    # Return what a step computes of each request.
-    cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
-    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    computed |= {request.req_id: request.num_computed_tokens for request in new}
-    prompts = {request.req_id: len(request.prompt_token_ids or ()) for request in new}
-    return [
-        PromptChunk(request, computed.get(request, 0), count, prompts.get(request, 0))
-        for request, count in output.num_scheduled_tokens.items()
-    ]
-
-
-def _weights(config: Any) -> str:
-    # Return a hash of what decides an engine's weights.
-    model, load = config.model_config, config.load_config
-    commit = getattr(model.hf_config, "_commit_hash", None)
-    facts = (model.revision, commit, str(load.load_format), model.seed)
-    return identify_weights(model.model, facts)
-
-
-def _family(config: Any) -> str:
-    # Return a hash of what must be equal at both engines: version, model and quantisation.
-    model, cache = config.model_config, config.cache_config
-    text = repr(
-        (
-            model.hf_config.to_json_string(),
-            str(model.dtype),
-            model.quantization,
-            cache.cache_dtype,
-            model.revision,
-        )
-    )
-    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    return f"vllm-{vllm.__version__.rpartition('.')[0]}-{digest}"
 
 
 # MultiConnector finds the class of each connector's statistics by name, in vLLM's registry, and

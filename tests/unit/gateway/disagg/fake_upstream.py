@@ -11,7 +11,7 @@ from typing import Any
 from gateway.disagg.leg import Leg
 from gateway.forwarding.internal_answer import InternalAnswer
 from gateway.http.eager_task import EagerFuture, new_future
-from gateway.http.upstream import ConnectionPool
+from gateway.http.engine_connections import ConnectionPool
 from gateway.protocol.response.relay import Relay, UpstreamError
 from tests.replacement import stand_in
 

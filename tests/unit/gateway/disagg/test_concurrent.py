@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from gateway.http.upstream import ConnectionPool, UpstreamConnection
+from gateway.http.engine_connections import ConnectionPool, UpstreamConnection
 from tests.duration_limits import PATIENCE_S, within
 from tests.replacement import replace_method
 from tests.unit.gateway.disagg.bootstrap_server import bootstrap_server, page

@@ -9,7 +9,7 @@ import asyncio
 
 import pytest
 
-from gateway.http.upstream import ConnectionPool, UpstreamConnection
+from gateway.http.engine_connections import ConnectionPool, UpstreamConnection
 from tests.duration_limits import PATIENCE_S
 from tests.replacement import replace_method
 from tests.unit.gateway.disagg.scripted_engines import (

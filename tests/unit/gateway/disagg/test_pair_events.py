@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.http.eager_task import EagerFuture
-from gateway.http.upstream import UpstreamConnection
+from gateway.http.engine_connections import UpstreamConnection
 from tests.duration_limits import PATIENCE_S
 from tests.replacement import replace_method
 from tests.unit.gateway.disagg.scripted_engines import (

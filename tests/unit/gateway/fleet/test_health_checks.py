@@ -22,9 +22,9 @@ from gateway.fleet.engine_metrics import ScrapedLoad
 from gateway.fleet.health_checks import HealthChecker
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.served_models import serving_endpoints
+from gateway.http.engine_connections import ConnectionPool
 from gateway.http.engine_host_lookup import Address, EngineAddresses
 from gateway.http.engine_poll_client import ConnectError
-from gateway.http.upstream import ConnectionPool
 from policies.health.endpoint_health import HealthEvent, HealthState
 from policies.routing_types import EngineKind
 from tests.replacement import replace_method

@@ -10,17 +10,17 @@ from typing import cast
 
 import pytest
 
-from gateway.http import long_engine_reads, upstream
+from gateway.http import engine_connections, long_engine_reads
+from gateway.http.engine_connections import UpstreamConnection
 from gateway.http.long_engine_reads import SLICE, LongReads
 from gateway.http.upload_read_turns import LONG_READ
-from gateway.http.upstream import UpstreamConnection
 from gateway.http.write_queue import WRITES_PER_TURN
 from gateway.protocol.response.http_framing import LAST_CHUNK, encode_chunk
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.translate import translation_table
 from tests.unit.gateway.http.connection_harness import FakeTransport, turns
+from tests.unit.gateway.http.test_engine_connections import FakeClient
 from tests.unit.gateway.http.test_upload_read_turns import LONG, new_upstream
-from tests.unit.gateway.http.test_upstream import FakeClient
 from tests.unit.gateway.http.test_write_queue import HEAD, RELAY, FakeConnection, FakeLoop
 from tests.unit.gateway.protocol.translate import chats
 
@@ -147,7 +147,9 @@ def one_step_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def new_translated() -> tuple[UpstreamConnection, FakeTransport, FakeClient]:
     translator = translation_table._responses(REQUEST, "m", 9)()
     connection, transport, client = new_upstream(HEAD, translator)
-    connection._examined = upstream.STEPS  # the fake transport has no socket whose option to set
+    connection._examined = (
+        engine_connections.STEPS
+    )  # the fake transport has no socket whose option to set
     return connection, transport, client
 
 

@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 
 from gateway.http import connection_fairness
+from gateway.http.engine_connections import ConnectionPool, UpstreamConnection, UpstreamTimeouts
 from gateway.http.upload_read_turns import LONG_READ, PIECE_TURNS, TURNS, ReadTurns
-from gateway.http.upstream import ConnectionPool, UpstreamConnection, UpstreamTimeouts
 from gateway.http.write_queue import BYTES_PER_TURN, WRITES_PER_TURN, WriteQueue
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.translate.translator import AnswerTranslator
 from tests.unit.gateway.http.connection_harness import FakeTransport, Harness, turns
-from tests.unit.gateway.http.test_upstream import FakeClient, FakePayload
+from tests.unit.gateway.http.test_engine_connections import FakeClient, FakePayload
 from tests.unit.gateway.http.test_write_queue import RELAY, FakeConnection, FakeLoop
 
 LONG = b"x" * LONG_READ

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.http.upstream import ConnectionPool, UpstreamConnection, UpstreamTimeouts
+from gateway.http.engine_connections import ConnectionPool, UpstreamConnection, UpstreamTimeouts
 from gateway.http.write_queue import MAX_DEFERRED, MAX_DEFERRED_BYTES, WRITES_PER_TURN, WriteQueue
 from gateway.protocol.response.http_framing import encode_chunk
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.relay_state import RelayState
-from tests.unit.gateway.http.test_upstream import FakeClient, FakePayload
+from tests.unit.gateway.http.test_engine_connections import FakeClient, FakePayload
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = encode_chunk(b'data: {"choices":[{"delta":{"content":"."}}]}\n\n')

@@ -12,7 +12,8 @@ from gateway.protocol import api_table
 from gateway.protocol.errors import GatewayError
 from gateway.protocol.response.relay import UpstreamError
 from gateway.protocol.upstream_error import MODEL_GONE
-from gateway.proxy.attempt_loop import attempts, permit_retry
+from gateway.proxy.attempt_loop import attempts
+from gateway.proxy.retry_permission import permit_retry
 from gateway.request_record import Exchange
 from gateway.route import Gateway
 from policies.pricing.split_decision import EndpointPair

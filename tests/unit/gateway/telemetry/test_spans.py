@@ -12,7 +12,7 @@ from uuid import UUID
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
-from gateway.http.upstream import UpstreamConnection
+from gateway.http.engine_connections import UpstreamConnection
 from gateway.protocol import api_table
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.trace_context import LegSpan, Trace

@@ -7,7 +7,8 @@ import pytest
 from policies.endpoint_load import NO_SOFT_CAP, EndpointLoad
 from policies.engine.step_time import shape_for
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits, review
-from policies.health.speed_samples import Measure, Slowness, SpeedRecord, SpeedVerdict
+from policies.health.speed_record import Slowness, SpeedRecord, SpeedVerdict
+from policies.health.speed_samples import Measure
 from policies.health.stall_detection import (
     LEAST_LATE_S,
     SUSPECT_CEILING,

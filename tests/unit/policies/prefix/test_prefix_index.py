@@ -10,7 +10,8 @@ from random import Random
 import pytest
 
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
-from policies.prefix.prefix_index import BLOCK_COST_BYTES, MAX_SLOTS, PrefixIndex
+from policies.prefix.predicted_cache import MAX_SLOTS
+from policies.prefix.prefix_index import BLOCK_COST_BYTES, PrefixIndex
 
 PRINTS = Fingerprinter(b"sixteen bytes at least")
 BLOCK = PRINTS.block_bytes

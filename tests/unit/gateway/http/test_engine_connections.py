@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from gateway.http.ack_delay import QUICKACK
-from gateway.http.upstream import (
+from gateway.http.engine_connections import (
     DEFER_LIMIT,
     MAX_IDLE_S,
     ConnectionPool,

@@ -1,4 +1,4 @@
-"""An HTTP/1.1 client for engines, with connection pooling, timeouts and backpressure.
+"""Connections to engines: an HTTP/1.1 client with a pool, timeouts and backpressure.
 
 Its main classes are ConnectionPool and UpstreamConnection. Response bytes go straight to the
 client's connection; a Relay (protocol/response/relay.py) parses them on the way. aiohttp's client

@@ -1,0 +1,95 @@
+"""What the KV connector sends between the processes of vLLM, as subclasses of vLLM's types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from kvtransfer.engines.vllm.connector_counters import COUNTERS, Counts, add_counts
+from kvtransfer.engines.vllm.handoff_params import WorkerAddress
+from kvtransfer.engines.vllm.handoff_scheduler import StepOrders
+from kvtransfer.engines.vllm.store_scheduler import (
+    StoreOrders,
+    StoreReport,
+)
+from kvtransfer.layout.kv_layout import KvLayout
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """The KV transfers to begin and end in one engine step, sent from vLLM's scheduler to
+    workers.
+    """
+
+    orders: StepOrders
+    store: StoreOrders
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """How long a worker needed to load KV from the host's store, sent to vLLM's scheduler."""
+
+    report: StoreReport
+
+    def aggregate(self, other: Any) -> ReportMetadata:
+        """Combine the reports of two ranks: the longer time of each load, and of the step."""
+        return ReportMetadata(self.report.merged(other.report))
+
+
+@dataclass
+class AgentMetadata(KVConnectorHandshakeMetadata):
+    """The address of a worker's KV agent and its KV layout, sent to vLLM's scheduler."""
+
+    worker: WorkerAddress
+    layout: KvLayout
+
+
+class ConnectorStats(KVConnectorStats):
+    """The KV transfer counters of one reporting interval, by name
+    (kvtransfer/engines/vllm/connector_counters.py).
+    """
+
+    def reset(self) -> None:
+        self.data: dict[str, float] = {}
+
+    def aggregate(self, other: Any) -> ConnectorStats:
+        """Add the KV transfer counters of another rank or process. Returns the sum."""
+        self.data = add_counts(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, float]:
+        """Return the counters of KV transfers by name, as vLLM logs them."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class ConnectorMetrics(KVConnectorPromMetrics):
+    """The connector's counters as Prometheus metrics at vLLM's /metrics."""
+
+    def __init__(self, config: Any, types: Any, labels: Any, values: Mapping[int, Any]) -> None:
+        super().__init__(config, types, labels, values)
+        counters = {
+            name: self._counter_cls(f"vllm:{name}", text, labelnames=labels)
+            for name, text in COUNTERS.items()
+        }
+        self._by_engine = {
+            engine: {name: counter.labels(*label) for name, counter in counters.items()}
+            for engine, label in values.items()
+        }
+
+    def observe(self, transfer_stats_data: Counts, engine_idx: int = 0) -> None:
+        for name, amount in transfer_stats_data.items():
+            self._by_engine[engine_idx][name].inc(amount)
