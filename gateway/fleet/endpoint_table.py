@@ -212,7 +212,7 @@ class EndpointTable:
             self._hits.value += pick.cached_tokens
             live.sent_tokens += request.prompt_tokens
             live.hit_tokens += pick.cached_tokens
-            prefixes.learn_pick(fingerprint, pick, request.prompt_tokens)
+            prefixes.learn_sent(fingerprint, live, request.prompt_tokens)
         reservation = Reservation(self, live, pick, request, fingerprint)
         reservation.expected_cache = expected
         return reservation
@@ -221,8 +221,6 @@ class EndpointTable:
         self, pick: Pick, request: Request, fingerprint: Fingerprint | None
     ) -> DecodeReservation:
         """Reserve capacity for decoding a prompt that another endpoint prefills."""
-        if fingerprint is not None:
-            self.prefixes.learn_pick(fingerprint, pick, request.prompt_tokens)
         live = self._by_slot[pick.candidate.load.slot]
         return DecodeReservation(self, live, pick, request, fingerprint)
 

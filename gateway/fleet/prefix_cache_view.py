@@ -27,7 +27,7 @@ from policies.prefix.growing_prefix import GrowingPrefixes
 from policies.prefix.prefix_index import PrefixIndex
 from policies.prefix.prefix_match import PrefixMatch
 from policies.prefix.sampled_keys import Keys
-from policies.routing_types import INFERRED_SESSION, Pick
+from policies.routing_types import INFERRED_SESSION
 
 
 class PrefixCacheView:
@@ -122,12 +122,11 @@ class PrefixCacheView:
 
     # Learning
 
-    def learn_pick(self, fingerprint: Fingerprint, pick: Pick, prompt_tokens: int) -> None:
-        """Record a prompt that is sent to the picked endpoint, here and at other gateways."""
-        candidate = pick.candidate
-        self.learn_prompt(fingerprint, candidate.load, prompt_tokens)
+    def learn_sent(self, fingerprint: Fingerprint, live: LiveEndpoint, prompt_tokens: int) -> None:
+        """Record a prompt that is sent to the endpoint, here and at other gateways."""
+        self.learn_prompt(fingerprint, live.load, prompt_tokens)
         if self.updates is not None:
-            self.updates.prompts.append((fingerprint, candidate.endpoint, prompt_tokens, None))
+            self.updates.prompts.append((fingerprint, live.endpoint, prompt_tokens, None))
 
     def learn_prompt(
         self, fingerprint: Fingerprint, load: EndpointLoad, prompt_tokens: int
@@ -165,7 +164,7 @@ class PrefixCacheView:
         cached_tokens: int,
         prompt_tokens: int,
     ) -> None:
-        """Undo learn_pick() for a prompt that the endpoint never computed.
+        """Undo learn_sent() for a prompt that the endpoint never computed.
 
         cached_tokens  number of the prompt's first tokens that stay recorded as cached
         """

@@ -220,15 +220,36 @@ class DecodeReservation(Reservation):
 
     It is made before the prefill request is sent, so that the request does not queue between
     prefill and decode. It includes memory for the prompt's KV cache.
+
+    The prefix index learns the prompt when its KV cache has arrived, not when the endpoint is
+    picked: until then, the engine computes the same prefix again for other requests.
     """
 
-    __slots__ = ()
+    # _is_learned: whether the prefix index contains the prompt at this endpoint
+    __slots__ = ("_is_learned",)
     _add_load = staticmethod(load_ledger.reserve_decode)
     _prefills = False
+
+    def __init__(
+        self,
+        table: EvidenceSink,
+        live: LiveEndpoint,
+        pick: Pick,
+        request: Request,
+        fingerprint: Fingerprint | None,
+    ) -> None:
+        super().__init__(table, live, pick, request, fingerprint)
+        self._is_learned = False
+
+    def on_first_token(self) -> None:
+        """Record that the KV cache has arrived and the first token is generated."""
+        super().on_first_token()
+        self._learn_prompt()
 
     def on_recompute(self) -> None:
         """Add the prompt to the decode endpoint's backlog: no usable KV cache was received."""
         self.entry.recompute_prompt(monotonic())
+        self._learn_prompt()
 
     def on_handed_over(self) -> None:
         """Record that the prompt is computed and its KV cache is being transferred.
@@ -238,6 +259,7 @@ class DecodeReservation(Reservation):
         """
         if not self.entry.sees_first_token:
             self.entry.on_kv_arrived(monotonic())
+            self._learn_prompt()
 
     def on_served(self, usage: TokenUsage) -> None:
         """Record that the decode endpoint has served the request with a complete answer.
@@ -246,3 +268,13 @@ class DecodeReservation(Reservation):
         correct the prefix index.
         """
         super().on_served(TokenUsage(completion_tokens=usage.completion_tokens))
+
+    def _learn_prompt(self) -> None:
+        if not self._is_learned and self._fingerprint is not None:
+            self._is_learned = True
+            prefixes = self._table.prefixes
+            prefixes.learn_sent(self._fingerprint, self.live, self.request.prompt_tokens)
+
+    def _forget_prompt(self) -> None:
+        if self._is_learned:
+            super()._forget_prompt()

@@ -93,7 +93,6 @@ class DisaggSim:
             return False
         self._reserve(now, inflight, query, decision.pair)
         request, prefill = inflight.request, decision.pair.prefill
-        front.learn(inflight.fingerprint, decision.pair.decode, request.prompt_tokens)
         inflight.prefill_job = Job(request.prompt_tokens, 1, inflight.keys, keeps_blocks=True)
         prefill_group = self._fleet.groups[prefill.candidate.load.slot]
         self._fleet.send(now, inflight, prefill_group, prefill, inflight.prefill_job)
@@ -161,7 +160,11 @@ class DisaggSim:
     def on_first_token(self, now: float, inflight: InflightRequest) -> None:
         """Record when the KV of a split request arrived at its decode group."""
         pair, transfer = inflight.pair, inflight.transfer
-        if transfer is None or pair is None or inflight.prefilled_s is None:
+        if pair is None or inflight.prefilled_s is None:
+            return
+        # Until its KV has arrived, the engine computes the same prefix again for other requests.
+        self._fleet.gateway.learn(inflight.fingerprint, pair.decode, inflight.request.prompt_tokens)
+        if transfer is None:
             return
         end_transfer(transfer, pair, now)
         ready_at = inflight.prefilled_s + self._splitter.rule.handoff_s

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import count
+from random import Random
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from planner.traces.b2b import b2b
 from planner.traces.mix import scale_rate
 from planner.traces.recorded_request import PRIVATE, TraceRequest
 from policies import policy_registry
+from policies.pricing.split_decision import SplitRule
 from policies.routing_types import STANDARD
 from tests.sim import conversation as excerpt
 
@@ -102,3 +104,21 @@ def test_with_a_tight_tpot_budget_groups_specialize_and_meet_more_slos() -> None
     computed = sorted(group.prompt_tokens for group in apart.groups)
     assert computed[0] < 0.5 * computed[-1]
     assert any(record.prefilled_by for record in apart.records)
+
+
+def test_pulled_prefixes_are_found_where_they_are_believed() -> None:
+    names = count(PRIVATE)
+    documents = [tuple(next(names) for _ in range(32)) for _ in range(12)]
+    rng = Random(7)
+    requests, now_s = [], 0.0
+    for _ in range(300):
+        now_s += rng.expovariate(14.0)
+        blocks = (*rng.choice(documents[: rng.randint(1, 12)]), next(names))
+        requests.append(TraceRequest(now_s, 33 * 512, 150, blocks))
+    kind = msgspec.structs.replace(H100, link_gb_s=12.5)
+    pairs = FleetSpec("pairs", (kind,), pairs=True, split=SplitRule(1))
+    run = ran("priced", tuple(requests), pairs)
+    assert sum(bool(record.prefilled_by) for record in run.records) > 20
+    believed = sum(record.believed_tokens or 0 for record in run.records)
+    cached = sum(record.cached_tokens or 0 for record in run.records)
+    assert believed - cached < 0.01 * believed
