@@ -40,6 +40,31 @@ def pick(
     return Pick(candidate, cached_tokens, scores[index], count, policy.name, scores, remaining)
 
 
+def keep(
+    policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate]
+) -> Sequence[Candidate]:
+    """Return the candidates that the policy's filters keep for this request."""
+    for filter_ in policy.filters if query.failed_endpoints else policy.first_attempt_filters:
+        candidates = filter_(query, candidates)
+    return candidates
+
+
+def pick_of(
+    reason: str,
+    query: RoutingQuery,
+    candidates: Sequence[Candidate],
+    scores: Sequence[float],
+    index: int,
+) -> Pick:
+    """Return the pick of candidates[index], for code that has rated kept candidates by itself."""
+    candidate, cached = candidates[index], query.cached_by_slot
+    slot = candidate.load.slot
+    cached_tokens = cached[slot] if slot < len(cached) else 0
+    return Pick(
+        candidate, cached_tokens, scores[index], len(candidates), reason, scores, candidates
+    )
+
+
 def repick(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
     """Return a copy of the pick in which another of its candidates is chosen.
 

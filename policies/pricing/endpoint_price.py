@@ -170,6 +170,7 @@ class PriceScorer:
         "_late_tests",
         "_learned",
         "_loop",
+        "_other_pool",
         "_usual",
         "weights",
     )
@@ -179,6 +180,7 @@ class PriceScorer:
         self._learned: list[UsualSpeeds] = []
         self._factors: SpeedFactors = [], [], []
         self._has_unobserved = False
+        self._other_pool = self._learned, self._factors, False  # of the other pool of a split
         self._late_tests = LateTests()
 
     def scores(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
@@ -413,20 +415,31 @@ class PriceScorer:
         steps.
 
         With these factors, endpoints of similar learned speed count as equally fast. The last
-        result is cached, because it changes only when a speed is observed.
+        two results are kept, because they change only when a speed is observed.
         """
         learned = list(map(_SPEEDS, candidates))
         if learned != self._learned:
-            prefill, pairs, step = zip(*learned, strict=True) if learned else ((), (), ())
-            limit = self.weights.equal_speed_factor
-            self._factors = (
-                equalize_speeds(prefill, limit),
-                equalize_speeds(pairs, limit),
-                equalize_speeds(step, limit),
-            )
-            self._learned = learned
-            self._has_unobserved = any(speeds.prefill == UNOBSERVED for speeds in learned)
+            # A split compares prefill endpoints and decode endpoints in turn.
+            self._swap_pools()
+            if learned != self._learned:
+                self._equalize(learned)
         return self._factors
+
+    def _swap_pools(self) -> None:
+        now = self._learned, self._factors, self._has_unobserved
+        self._learned, self._factors, self._has_unobserved = self._other_pool
+        self._other_pool = now
+
+    def _equalize(self, learned: list[UsualSpeeds]) -> None:
+        prefill, pairs, step = zip(*learned, strict=True) if learned else ((), (), ())
+        limit = self.weights.equal_speed_factor
+        self._factors = (
+            equalize_speeds(prefill, limit),
+            equalize_speeds(pairs, limit),
+            equalize_speeds(step, limit),
+        )
+        self._learned = learned
+        self._has_unobserved = any(speeds.prefill == UNOBSERVED for speeds in learned)
 
     def _loss(self, share: float) -> float:
         capped = min(share, self.weights.late)

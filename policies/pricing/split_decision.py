@@ -422,45 +422,91 @@ class PricedSplitter(Splitter, frozen=True):
             zip(cheapest.scores, cheapest.candidates, strict=True), key=_score, reverse=True
         )
         others = [each for _, each in ranked if each is not cheapest.candidate]
+        partners = _Partners(self, group.prefills, pools, query, transfers)
         for candidate in (cheapest.candidate, *others[: DECODERS_TRIED - 1]):
             decode = routing_algorithm.repick(cheapest, candidate, query.cached_by_slot)
-            pair = self._pair_with(decode, group, pools, query, transfers)
+            pair = partners.pair_with(decode)
             if pair is not None:
                 yield pair
 
-    def _pair_with(
+
+class _Partners:
+    # The prefill endpoints of a group, as partners of several decoders in one decision.
+    #
+    # What does not depend on the decoder is computed once: which endpoints may serve the request,
+    # when each will have computed the prompt, and what is known of its link.
+
+    __slots__ = ("_computed_s", "_forecast", "_kept", "_pools", "_prefills", "_query", "_splitter")
+
+    def __init__(
         self,
-        decode: Pick,
-        group: PairGroup,
+        splitter: Splitter,
+        prefills: tuple[Candidate, ...],
         pools: SplitPools,
         query: RoutingQuery,
         transfers: TransferTimes | None,
-    ) -> EndpointPair | None:
-        prices = self.prefill.phase_prices
+    ) -> None:
+        self._splitter, self._prefills, self._pools = splitter, prefills, pools
+        self._query = query
+        self._forecast = None
+        if transfers is not None:
+            self._forecast = transfers.forecast(splitter.rule.kv_token_s, query.now)
+        self._kept: Sequence[Candidate] | None = None
+        self._computed_s: dict[int, float] = {}  # by slot
+
+    def pair_with(self, decode: Pick) -> EndpointPair | None:
+        # Return the decoder with its cheapest partner; None: there is none.
+        query, prices = self._query, self._splitter.prefill.phase_prices
         if prices is None:
             return None
-        wait_s = decode_wait_s(query, decode)
+        candidates = self._candidates(decode.candidate)
+        if not candidates:
+            return None
+        wait_s, most_s = decode_wait_s(query, decode), LATEST * query.request.slo.ttft_s
+        moved_s = self._transfers_s(candidates, decode)
+        part = PhaseShare(decodes=0.0, transfers_s=[wait_s + min(most_s, each) for each in moved_s])
+        scores = [-price for price in prices(query, candidates, part)]
+        index = pickers.best(query, candidates, scores)
+        prefill = routing_algorithm.pick_of("prefill_price", query, candidates, scores, index)
+        return EndpointPair(prefill, decode, wait_s)
 
-        def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-            most_s = LATEST * query.request.slo.ttft_s
-            moved = [transfer_s(self.rule, query, each, decode, transfers) for each in candidates]
-            after_s = [wait_s + min(most_s, each) for each in moved]
-            part = PhaseShare(decodes=0.0, transfers_s=after_s)
-            return [-price for price in prices(query, candidates, part)]
+    def _candidates(self, decoder: Candidate) -> Sequence[Candidate]:
+        # Return the endpoints that may compute the prompt for this decoder.
+        #
+        # An endpoint is never its own partner, so one that does both has a list of its own.
+        if decoder in self._prefills:
+            return self._keep([each for each in self._prefills if each is not decoder])
+        if self._kept is None:
+            self._kept = self._keep(self._prefills)
+        return self._kept
 
-        prefills = [each for each in group.prefills if each is not decode.candidate]
-        policy = Policy(
-            "prefill_price",
-            self.prefill.filters,
-            (WeightedScorer(score),),
-            pickers.best,
-            reads_prefix=True,
-        )
-        prefill = routing_algorithm.pick(policy, query, prefills)
-        if prefill is None and not _has_candidate(pools.alone, query):
-            crowded = msgspec.structs.replace(policy, filters=self.crowded.filters)
-            prefill = routing_algorithm.pick(crowded, query, prefills)
-        return None if prefill is None else EndpointPair(prefill, decode, wait_s)
+    def _keep(self, prefills: Sequence[Candidate]) -> Sequence[Candidate]:
+        query, splitter = self._query, self._splitter
+        kept = routing_algorithm.keep(splitter.prefill, query, prefills)
+        if not kept and not _has_candidate(self._pools.alone, query):
+            kept = routing_algorithm.keep(splitter.crowded, query, prefills)
+        return kept
+
+    def _transfers_s(self, prefills: Sequence[Candidate], decode: Pick) -> list[float]:
+        # Return what transfer_s returns, for each prefill endpoint.
+        query, rule, forecast = self._query, self._splitter.rule, self._forecast
+        moved = query.request.prompt_tokens - decode.cached_tokens
+        if forecast is None:
+            return [rule.handoff_s + moved * rule.kv_token_s] * len(prefills)
+        known, computed, result = self._computed_s, computed_s, list[float]()
+        names = [each.endpoint.name for each in prefills]
+        links = forecast.links_to(decode.candidate.endpoint.name, names)
+        for prefill, (token_s, fixed_s, queue_s) in zip(prefills, links, strict=True):
+            service_s = rule.handoff_s + (moved * token_s + fixed_s)
+            if queue_s > 0.0:
+                slot = prefill.load.slot
+                ready_s = known.get(slot)
+                if ready_s is None:
+                    ready_s = known[slot] = computed(query, prefill)
+                if queue_s > ready_s:
+                    service_s += queue_s - ready_s
+            result.append(service_s)
+        return result
 
 
 def _score(ranked: tuple[float, Candidate]) -> float:

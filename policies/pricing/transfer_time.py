@@ -26,7 +26,7 @@ the cause may be an engine that hangs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from math import exp, inf
 from typing import TypeVar
 
@@ -123,6 +123,11 @@ class PairMeans:
         self.is_empty = False
         _get_or_add(self._pairs, names, self._new_mean).add(weight, total, now)
 
+    def at(self, expected: float, now: float) -> MeansAtOnce:
+        """Return the means of all pairs at this time, for the same expected value."""
+        usual = self._merge(expected, now, self._all)
+        return MeansAtOnce(self._prior, usual, self._ends, self._pairs, now)
+
     def mean(self, names: Names, expected: float, now: float) -> float:
         """Return the mean for a pair; `expected` is the value to assume in a fleet without
         measurements.
@@ -145,6 +150,52 @@ class PairMeans:
     def forget_endpoint(self, name: str) -> None:
         self._pairs = {names: mean for names, mean in self._pairs.items() if name not in names}
         self._ends = {end: mean for end, mean in self._ends.items() if end[1] != name}
+
+
+class MeansAtOnce:
+    """The means of many pairs at one time, for one expected value: each end is read once.
+
+    They equal those of PairMeans.mean, and hold until a measurement is added.
+    """
+
+    # _prefills: by prefill endpoint, the sum and the weight of its measurements and of the usual
+    __slots__ = ("_ends", "_now", "_pairs", "_prefills", "_prior", "_usual")
+
+    def __init__(
+        self,
+        prior: float,
+        usual: float,
+        ends: Mapping[tuple[int, str], DecayingMean],
+        pairs: Mapping[Names, DecayingMean],
+        now: float,
+    ) -> None:
+        self._prior, self._usual, self._ends, self._pairs = prior, usual, ends, pairs
+        self._now = now
+        self._prefills: dict[str, tuple[float, float]] = {}
+
+    def means_to(self, decode: str, prefills: Sequence[str]) -> list[float]:
+        """Return the mean of each of these prefill endpoints with one decode endpoint."""
+        prior, now, known, means = self._prior, self._now, self._prefills, list[float]()
+        end = self._ends.get((1, decode))
+        own_total, own_weight = (0.0, 0.0) if end is None else end.remaining(now)
+        for prefill in prefills:
+            total, weight = known.get(prefill) or self._read(prefill)
+            mean = (total + own_total) / (weight + own_weight)
+            pair = self._pairs.get((prefill, decode))
+            if pair is not None:
+                total, weight = pair.remaining(now)
+                mean = (prior * mean + total) / (prior + weight)
+            means.append(mean)
+        return means
+
+    def _read(self, prefill: str) -> tuple[float, float]:
+        total, weight = self._prior * self._usual, self._prior
+        end = self._ends.get((0, prefill))
+        if end is not None:
+            own_total, own_weight = end.remaining(self._now)
+            total, weight = total + own_total, weight + own_weight
+        self._prefills[prefill] = total, weight
+        return total, weight
 
 
 class PairSpeed(msgspec.Struct, frozen=True):
@@ -267,6 +318,59 @@ class PendingTransfer:
             link.remove(self)
 
 
+class TransferForecast:
+    """What KV transfers take at one moment, for a decision that compares many pairs.
+
+    Each endpoint's measurements and queue are read once. The forecast holds until a transfer
+    begins, becomes ready or ends.
+    """
+
+    # _sending_s: the backlog of prefill endpoints; -inf: no link is known
+    __slots__ = ("_fixed", "_is_measured", "_links", "_now", "_rates", "_sending_s")
+
+    def __init__(
+        self,
+        links: Mapping[tuple[int, str], LinkQueue],
+        rates: MeansAtOnce,
+        fixed: MeansAtOnce | None,
+        is_measured: bool,
+        now: float,
+    ) -> None:
+        self._links, self._rates, self._fixed = links, rates, fixed
+        self._is_measured, self._now = is_measured, now
+        self._sending_s: dict[str, float] = {}
+
+    def links_to(self, decode: str, prefills: Sequence[str]) -> list[tuple[float, float, float]]:
+        """Return three numbers per prefill endpoint, for a transfer from it to `decode`.
+
+        They are the seconds per token and per transfer (TransferTimes.speed), and the seconds until
+        both links are free (TransferTimes.backlog_s).
+        """
+        rates = self._rates.means_to(decode, prefills)
+        fixed = [0.0] * len(rates)
+        if self._fixed is not None:
+            fixed = self._fixed.means_to(decode, prefills)
+        return list(zip(rates, fixed, self._backlogs_s(decode, prefills), strict=True))
+
+    def _backlogs_s(self, decode: str, prefills: Sequence[str]) -> list[float]:
+        receiving_s, known = self._backlog_s((1, decode)), self._sending_s
+        backlogs_s = list[float]()
+        for prefill in prefills:
+            backlog_s = known.get(prefill)
+            if backlog_s is None:
+                backlog_s = known[prefill] = self._backlog_s((0, prefill))
+            if receiving_s > backlog_s:
+                backlog_s = receiving_s
+            backlogs_s.append(0.0 if backlog_s == -inf else backlog_s)
+        return backlogs_s
+
+    def _backlog_s(self, end: tuple[int, str]) -> float:
+        link = self._links.get(end)
+        if link is None:
+            return -inf
+        return inf if link.is_busy and not self._is_measured else link.backlog_s(self._now)
+
+
 class TransferTimes:
     """How fast KV transfers between pairs of endpoints are, and which ones are in progress.
 
@@ -378,6 +482,15 @@ class TransferTimes:
         expected_s  seconds per token, to use for a fleet without measurements
         """
         return PairSpeed(self._rates.mean(names, expected_s, now), self._fixed_s(names, now))
+
+    def forecast(self, expected_s: float, now: float) -> TransferForecast:
+        """Return what `speed` and `backlog_s` return at this moment, for many pairs at once.
+
+        expected_s  seconds per token, to use for a fleet without measurements
+        """
+        fixed = None if self._fixed.is_empty else self._fixed.at(0.0, now)
+        rates = self._rates.at(expected_s, now)
+        return TransferForecast(self._links, rates, fixed, self.is_measured(now), now)
 
     def forget_endpoint(self, name: str) -> None:
         """Drop the transfer times and the links of an endpoint that has been removed."""
