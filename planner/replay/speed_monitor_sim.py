@@ -10,15 +10,16 @@ policies/health. The retry budget is not simulated.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from mockgpu.scheduler import Job
 from planner.replay.group_sim import ReplayGroup
 from planner.replay.inflight import InflightRequest
 from planner.replay.replay_interfaces import FleetPort
 from policies.endpoint_load import NO_SOFT_CAP
+from policies.engine.step_time import StepCosts
 from policies.health import speed_outlier
-from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits
+from policies.health.speed_outlier import SlowLimits
 from policies.health.speed_record import SpeedVerdict
 from policies.health.speed_samples import Measure
 from policies.health.stall_detection import (
@@ -50,6 +51,7 @@ class SpeedMonitorSim:
         self._generated: dict[Job, int] = {}
         self._expectations = Expectations()
         self._doubted: dict[ReplayGroup, float] = {}
+        self._member_of = {group: _Member(group) for group in fleet.groups}
         self.ejected: list[tuple[float, int]] = []
 
     def open(self) -> None:
@@ -68,7 +70,7 @@ class SpeedMonitorSim:
         self._generated = generated
         before = [group.speed.verdict for group in rated]
         self._expectations.peer_times_by_kind = speed_outlier.review(
-            [_member(group) for group in rated], now, self._limits
+            self._members(rated), now, self._limits
         )
         for group, verdict in zip(rated, before, strict=True):
             if group.speed.verdict is not verdict:
@@ -80,15 +82,16 @@ class SpeedMonitorSim:
         if fleet.running_requests:
             fleet.schedule(now + REVIEW_S, self._review)
 
+    def _members(self, groups: Sequence[ReplayGroup]) -> list[_Member]:
+        return [self._member_of[group] for group in groups]
+
     def _sample(self, group: ReplayGroup, now: float) -> dict[Job, int]:
         # Record the tokens that the group's streams generated since the last review.
         #
         # Return the generated tokens so far of each running job.
-        generated = {job: group.engine.generated_tokens(job, now) for job in group.engine.decoding}
-        older = [job for job in generated if job in self._generated]
-        group.speed.record_streams(
-            len(older), sum(generated[job] - self._generated[job] for job in older), REVIEW_S, now
-        )
+        generated, before = group.engine.generated_tokens(now), self._generated
+        older = [tokens - before[job] for job, tokens in generated.items() if job in before]
+        group.speed.record_streams(len(older), sum(older), REVIEW_S, now)
         return generated
 
     def _apply_verdicts(self, now: float, group: ReplayGroup) -> None:
@@ -120,7 +123,7 @@ class SpeedMonitorSim:
 
         It does the same as EndpointTable.on_overtaken in the gateway.
         """
-        member = _member(group)
+        member = self._member_of[group]
         group.speed.on_overtaken(
             _awaited_tokens(inflight),
             group.step_tokens,
@@ -135,7 +138,7 @@ class SpeedMonitorSim:
         """Record that a request was cancelled before its first token, but not because of
         slowness.
         """
-        step_s = self._expectations.running_step_s(_member(group))
+        step_s = self._expectations.running_step_s(self._member_of[group])
         group.speed.on_dropped(_awaited_tokens(inflight), now, step_s=step_s)
 
     def _doubt(self, now: float, group: ReplayGroup) -> None:
@@ -152,15 +155,27 @@ class SpeedMonitorSim:
         fleet = self._fleet
         rated = [group for group in fleet.groups if group.is_alive and group.load.is_available]
         if any(group.speed.waiting and now - group.speed.since >= LEAST_LATE_S for group in rated):
-            stalled = self._expectations.stalled([_member(group) for group in rated], now)
-            for index in choose_doubted(stalled, [is_doubted(group.load) for group in rated]):
-                self._doubt(now, rated[index])
-            late = {rated[index] for _, index in stalled}
-            for group in rated:
-                if group in late or self._is_in_doubt(group):
-                    self._consider(now, group)
+            stalled = self._expectations.stalled(self._members(rated), now)
+            doubted = [is_doubted(group.load) for group in rated]
+            if stalled or True in doubted:
+                self._act_on_stalls(now, rated, stalled, doubted)
         if fleet.running_requests:
             fleet.schedule(now + STALL_CHECK_S, self._check_long_prefills)
+
+    def _act_on_stalls(
+        self,
+        now: float,
+        rated: Sequence[ReplayGroup],
+        stalled: Sequence[tuple[float, int]],
+        doubted: Sequence[bool],
+    ) -> None:
+        # Doubt the groups with the worst stalls, and move or hedge the late requests.
+        for index in choose_doubted(stalled, doubted):
+            self._doubt(now, rated[index])
+        late = {rated[index] for _, index in stalled}
+        for group in rated:
+            if group in late or self._is_in_doubt(group):
+                self._consider(now, group, self._waiting(group))
 
     def _sweep(self, now: float, _: object) -> None:
         # Move or hedge late requests at all groups, and raise the limits of doubted groups.
@@ -172,20 +187,38 @@ class SpeedMonitorSim:
                 self._doubted[group] = now + RAMP_S
                 if group.load.soft_cap == NO_SOFT_CAP:
                     del self._doubted[group]
-        for group in fleet.groups:
-            if group.is_alive and group.load.is_available:
-                self._consider(now, group)
+        if fleet.disagg is None:
+            self._consider_all(now)
         if fleet.running_requests:
             fleet.schedule(now + SWEEP_S, self._sweep)
 
-    def _consider(self, now: float, group: ReplayGroup) -> None:
+    def _consider_all(self, now: float) -> None:
+        # Consider the requests of all groups, in the order of the groups.
+        fleet, waiting = self._fleet, self._old_by_group(now)
+        for group in fleet.groups:
+            is_rated = group.is_alive and group.load.is_available
+            if is_rated and group in waiting and self._consider(now, group, waiting[group]):
+                waiting = self._old_by_group(now)
+
+    def _old_by_group(self, now: float) -> dict[ReplayGroup, list[InflightRequest]]:
+        # Return the waiting requests that may be late, by group.
+        by_group: dict[ReplayGroup, list[InflightRequest]] = {}
+        for inflight in self._fleet.inflight.values():
+            is_old = inflight.record.first_s is None and now - inflight.sent_s >= LEAST_LATE_S
+            if is_old and inflight.group is not None and _may_leave(inflight):
+                by_group.setdefault(inflight.group, []).append(inflight)
+        return by_group
+
+    def _consider(self, now: float, group: ReplayGroup, waiting: Sequence[InflightRequest]) -> bool:
         # Hedge the late requests at a group, or move them away if it is suspect.
         #
-        # The time that a moved request has waited becomes a speed sample of the group.
+        # The time that a moved request has waited becomes a speed sample of the group. Return
+        # whether any was moved or hedged.
         fleet, is_suspect = self._fleet, group.speed.verdict is SpeedVerdict.SUSPECT
         if fleet.disagg is not None:  # as in the gateway: other groups may be for prefills alone
-            return
-        for inflight in self._waiting(group):
+            return False
+        has_acted = False
+        for inflight in waiting:
             if now - inflight.sent_s < LEAST_LATE_S:
                 continue
             is_behind, is_doubted = group.speed.is_behind(inflight.sent_s), self._is_in_doubt(group)
@@ -201,17 +234,19 @@ class SpeedMonitorSim:
                 continue
             if not (moves or can_hedge):
                 continue
+            has_acted = True
             if moves:
                 self.on_overtaken(now, inflight, group)
                 fleet.retry_elsewhere(now, inflight, group)
             else:
                 fleet.hedges.send(now, inflight, best[1])
+        return has_acted
 
     def _predict_remaining_s(
         self, now: float, inflight: InflightRequest, group: ReplayGroup, *, is_doubted: bool
     ) -> float | None:
         return self._expectations.predict_remaining_s(
-            _member(group),
+            self._member_of[group],
             Measure.TTFT,
             inflight.ahead_tokens,
             now - inflight.sent_s,
@@ -236,7 +271,9 @@ class SpeedMonitorSim:
                 continue
             held = cached[load.slot] if load.slot < len(cached) else 0
             tokens = load.prefill_tokens + max(1, inflight.trace_request.input_tokens - held)
-            expected_s = self._expectations.first_byte_s(_member(group), Measure.TTFT, tokens)
+            expected_s = self._expectations.first_byte_s(
+                self._member_of[group], Measure.TTFT, tokens
+            )
             if expected_s is not None and (best is None or expected_s < best[0]):
                 best = expected_s, group
         return best
@@ -274,8 +311,21 @@ def _kind(group: ReplayGroup) -> Hashable:
     return kind.labelled_gpu or kind.gpu, kind.tp, kind.role, kind.model
 
 
-def _member(group: ReplayGroup) -> ReviewedEndpoint:
-    return ReviewedEndpoint(group.speed, _kind(group), group.load.belief.shape, group.step_tokens)
+class _Member:
+    # A group as the comparison of speeds sees it. Its load is read only where it matters.
+
+    __slots__ = ("_group", "kind", "record")
+
+    def __init__(self, group: ReplayGroup) -> None:
+        self._group, self.kind, self.record = group, _kind(group), group.speed
+
+    @property
+    def shape(self) -> StepCosts:
+        return self._group.load.belief.shape
+
+    @property
+    def step_tokens(self) -> int:
+        return self._group.step_tokens
 
 
 def _awaited_tokens(inflight: InflightRequest) -> int:

@@ -18,9 +18,10 @@ on verdicts.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Hashable, Mapping, Sequence
 from math import ceil
+from typing import Protocol
 
 import msgspec
 
@@ -71,7 +72,23 @@ class ReviewedEndpoint(msgspec.Struct, frozen=True, eq=False):
     step_tokens: int = 0
 
 
-def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) -> PeerTimesByKind:
+class Reviewed(Protocol):
+    """The interface of ReviewedEndpoint, for callers that compute its values when they are read."""
+
+    @property
+    def record(self) -> SpeedRecord: ...
+
+    @property
+    def kind(self) -> Hashable: ...
+
+    @property
+    def shape(self) -> StepCosts: ...
+
+    @property
+    def step_tokens(self) -> int: ...
+
+
+def review(members: Sequence[Reviewed], now: float, limits: SlowLimits) -> PeerTimesByKind:
     """Compare a pool's endpoints, set each one's verdict, and return times by kind and measure."""
     for member in members:
         member.record.prepare(now)
@@ -96,14 +113,14 @@ def review(members: Sequence[ReviewedEndpoint], now: float, limits: SlowLimits) 
     return peer_times_by_kind
 
 
-def compute_peer_times(members: Sequence[ReviewedEndpoint], now: float) -> PeerTimesByKind:
+def compute_peer_times(members: Sequence[Reviewed], now: float) -> PeerTimesByKind:
     """Return the usual times that each kind of endpoint takes for its work, by measure.
 
     Measures are TTFT, TPOT and ANSWER. Unlike `review`, this function sets no verdicts.
     """
     for member in members:
         member.record.prepare(now)
-    by_kind: dict[Hashable, list[ReviewedEndpoint]] = {}
+    by_kind: dict[Hashable, list[Reviewed]] = {}
     for member in members:
         by_kind.setdefault(member.kind, []).append(member)
     return {
@@ -142,6 +159,7 @@ class PeerTimes:
     to work of the same size.
     """
 
+    # _means: by bin with samples, in ascending order, the endpoints' means, in ascending order
     # _middles_s: times of work in the middle of a bin by the roofline, as far as they were needed
     __slots__ = ("_means", "_measure", "_middles_s", "_shape", "count")
 
@@ -151,12 +169,12 @@ class PeerTimes:
         self._measure, self._shape = measure, shape
         self._middles_s: dict[int, float] = {}
         self.count = sum(samples.total > 0.0 for samples in references)
-        self._means = [
-            sorted(
-                self._mean_s(samples, bin_) for samples in references if samples.counts[bin_] > 1e-9
-            )
-            for bin_ in range(BINS)
-        ]
+        means: dict[int, list[float]] = {}
+        for samples in references:
+            for bin_ in samples.bins:
+                if samples.counts[bin_] > 1e-9:
+                    insort(means.setdefault(bin_, []), self._mean_s(samples, bin_))
+        self._means = {bin_: means[bin_] for bin_ in sorted(means)}
 
     def expected_s(self, recent: SpeedSamples, own: SpeedSamples) -> float:
         """Return the total seconds that the other endpoints would take for the work of these
@@ -168,7 +186,8 @@ class PeerTimes:
         Returns 0 if that time is unknown.
         """
         total = 0.0
-        for bin_, count in enumerate(recent.counts):
+        for bin_ in recent.bins:
+            count = recent.counts[bin_]
             if count > 1e-9:
                 each_s = self._without(bin_, own) or self._scaled(bin_, own)
                 if not each_s:
@@ -198,7 +217,7 @@ class PeerTimes:
         """
         points = [
             (_work_s(self._measure, self._shape, _middle(bin_)), seconds)
-            for bin_ in range(BINS)
+            for bin_ in self._means
             if (seconds := self._without(bin_, own))
         ]
         return _intercept(points)
@@ -220,9 +239,11 @@ class PeerTimes:
         # Return the median of the endpoints other than `own` in a bin, in seconds.
         #
         # Return 0 if there is none.
-        means = self._means[bin_]
+        means = self._means.get(bin_)
+        if means is None:
+            return 0.0
         if own is None or own.counts[bin_] <= 1e-9:
-            return median_without(means, -1) if means else 0.0
+            return median_without(means, -1)
         own_index = bisect_left(means, self._mean_s(own, bin_))
         return median_without(means, own_index) if len(means) > 1 else 0.0
 
@@ -230,10 +251,9 @@ class PeerTimes:
         # Return the time in the nearest bin with other endpoints, scaled by the roofline.
         #
         # Return 0 if none.
-        for distance in range(1, BINS):
-            for near in (bin_ - distance, bin_ + distance):
-                if 0 <= near < BINS and (near_s := self._without(near, own)):
-                    return near_s * self._size(near, _middle(bin_))
+        for near in sorted(self._means, key=lambda near: (abs(near - bin_), near)):
+            if near != bin_ and (near_s := self._without(near, own)):
+                return near_s * self._size(near, _middle(bin_))
         return 0.0
 
 
@@ -271,7 +291,7 @@ PeerTimesByKind = Mapping[tuple[Hashable, Measure], PeerTimes]
 
 
 def _compare(
-    members: Sequence[ReviewedEndpoint],
+    members: Sequence[Reviewed],
     measure: Measure,
     now: float,
     findings: Sequence[_Finding],
@@ -281,9 +301,7 @@ def _compare(
     # Compare all endpoints by one measure; update `findings` and `peer_times_by_kind`.
     index_of_measure = _MEASURES.index(measure)
     tracks = [member.record.tracks[index_of_measure] for member in members]
-    shape = members[0].shape if members else NEUTRAL
-    pool = PeerTimes(measure, [track.reference for track in tracks], shape)
-    comparison = _Comparison(members, tracks, measure, now, limits, pool)
+    comparison = _Comparison(members, tracks, measure, now, limits)
     kinds: dict[Hashable, list[int]] = {}
     for index, member in enumerate(members):
         kinds.setdefault(member.kind, []).append(index)
@@ -297,22 +315,28 @@ def _compare(
 
 class _Comparison:
     # One comparison of all endpoints of a pool by one measure.
-    #
-    # `pool` has the times of all endpoints.
 
-    __slots__ = ("limits", "measure", "members", "now", "pool", "tracks")
+    __slots__ = ("_pool", "limits", "measure", "members", "now", "tracks")
 
     def __init__(
         self,
-        members: Sequence[ReviewedEndpoint],
+        members: Sequence[Reviewed],
         tracks: Sequence[SampleTrack],
         measure: Measure,
         now: float,
         limits: SlowLimits,
-        pool: PeerTimes,
     ) -> None:
         self.members, self.tracks = members, tracks
-        self.measure, self.now, self.limits, self.pool = measure, now, limits, pool
+        self.measure, self.now, self.limits = measure, now, limits
+        self._pool: PeerTimes | None = None
+
+    @property
+    def pool(self) -> PeerTimes:
+        # The times of all endpoints. Only an endpoint without peers needs them.
+        if self._pool is None:
+            references = [track.reference for track in self.tracks]
+            self._pool = PeerTimes(self.measure, references, self.members[0].shape)
+        return self._pool
 
     def assess(
         self, index: int, indices: Sequence[int], peers: PeerTimes, finding: _Finding
@@ -390,7 +414,7 @@ def _fixed_s(each_s: float, samples: SpeedSamples, expected_s: float) -> float:
 
 
 def _samples_with_running_step(
-    member: ReviewedEndpoint, track: SampleTrack, peer_times: PeerTimes, now: float, factor: float
+    member: Reviewed, track: SampleTrack, peer_times: PeerTimes, now: float, factor: float
 ) -> SpeedSamples:
     # Return the recent samples, plus the running prefill step if peers would have finished it.
     record, tokens = member.record, member.step_tokens
@@ -405,7 +429,7 @@ def _samples_with_running_step(
     return samples
 
 
-def _is_busier(members: Sequence[ReviewedEndpoint], index: int, peers: Sequence[int]) -> bool:
+def _is_busier(members: Sequence[Reviewed], index: int, peers: Sequence[int]) -> bool:
     outputs = sorted(members[peer].record.output for peer in peers if peer != index)
     return bool(outputs) and members[index].record.output > BUSIER * outputs[len(outputs) // 2]
 

@@ -7,6 +7,7 @@ their peers. The gateway records the samples.
 
 from __future__ import annotations
 
+from bisect import insort
 from enum import StrEnum
 from math import exp, log
 from operator import sub
@@ -52,9 +53,10 @@ class SpeedSamples:
     Each bin has the sum of the samples' seconds, the sum of their work, and their number.
 
     total  number of samples in all bins; decay does not reduce it below `least`
+    bins   the bins that have had samples, in ascending order. All others are 0
     """
 
-    __slots__ = ("counts", "least", "seconds", "total", "work")
+    __slots__ = ("bins", "counts", "least", "seconds", "total", "work")
 
     def __init__(self, least: float) -> None:
         self.least = least
@@ -62,10 +64,13 @@ class SpeedSamples:
         self.work = [0.0] * BINS
         self.counts = [0.0] * BINS
         self.total = 0.0
+        self.bins: list[int] = []
 
     def add(self, work: int, seconds: float) -> None:
         """Add one sample: work of size `work` took `seconds`."""
         bin_ = min(BINS - 1, work.bit_length())
+        if bin_ not in self.bins:
+            insort(self.bins, bin_)
         self.seconds[bin_] += seconds
         self.work[bin_] += work
         self.counts[bin_] += 1.0
@@ -77,7 +82,10 @@ class SpeedSamples:
         return self.seconds[index] / self.counts[index] if self.counts[index] > 1e-9 else 0.0
 
     def copy(self) -> SpeedSamples:
-        return self.minus(SpeedSamples(self.least))
+        same = SpeedSamples(self.least)
+        same.seconds, same.work, same.counts = self.seconds[:], self.work[:], self.counts[:]
+        same.total, same.bins = self.total, self.bins[:]
+        return same
 
     def minus(self, other: SpeedSamples) -> SpeedSamples:
         """Return the samples added since `other`, an earlier copy of these samples."""
@@ -86,6 +94,7 @@ class SpeedSamples:
         difference.work = [*map(sub, self.work, other.work)]
         difference.counts = [*map(sub, self.counts, other.counts)]
         difference.total = self.total - other.total
+        difference.bins = sorted({*self.bins, *other.bins})
         return difference
 
     def decay(self, factor: float) -> None:
@@ -97,9 +106,10 @@ class SpeedSamples:
         if self.total <= self.least:
             return
         factor = max(factor, self.least / self.total)
-        self.seconds = [value * factor for value in self.seconds]
-        self.work = [value * factor for value in self.work]
-        self.counts = [value * factor for value in self.counts]
+        for bin_ in self.bins:
+            self.seconds[bin_] *= factor
+            self.work[bin_] *= factor
+            self.counts[bin_] *= factor
         self.total *= factor
 
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from policies.endpoint_load import NO_SOFT_CAP, EndpointLoad
 from policies.health import speed_outlier
-from policies.health.speed_outlier import PeerTimes, PeerTimesByKind, ReviewedEndpoint
+from policies.health.speed_outlier import PeerTimes, PeerTimesByKind, Reviewed
 from policies.health.speed_record import LEAST_PACED, SpeedRecord, SpeedVerdict
-from policies.health.speed_samples import Measure
+from policies.health.speed_samples import Measure, SpeedSamples
 
 LEAST_LATE_S = 0.1
 """Minimum duration, in seconds, of a step or request that counts as late.
@@ -75,26 +75,40 @@ class Expectations:
     peer_times_by_kind  the usual times of each kind of endpoint; each review replaces them
     """
 
-    __slots__ = ("peer_times_by_kind",)
+    # _usual_s: by peer times, samples of an endpoint, and work, what _usual_time_s has returned.
+    # Samples change only in reviews and in compute_peer_times
+    __slots__ = ("_peer_times_by_kind", "_usual_s")
 
     def __init__(self) -> None:
-        self.peer_times_by_kind: PeerTimesByKind = {}
+        self._peer_times_by_kind: PeerTimesByKind = {}
+        self._usual_s: dict[tuple[PeerTimes, SpeedSamples, int], float] = {}
 
-    def stalled(self, members: Sequence[ReviewedEndpoint], now: float) -> list[tuple[float, int]]:
+    @property
+    def peer_times_by_kind(self) -> PeerTimesByKind:
+        return self._peer_times_by_kind
+
+    @peer_times_by_kind.setter
+    def peer_times_by_kind(self, times: PeerTimesByKind) -> None:
+        self._peer_times_by_kind, self._usual_s = times, {}
+
+    def stalled(self, members: Sequence[Reviewed], now: float) -> list[tuple[float, int]]:
         """Return (ratio, index) of each endpoint with a stall, the highest ratio first.
 
         A stall is a running prefill step that takes much longer than at peers. While little is
         known, the peers' times are computed from what has been completed since the last review.
         """
-        measured = sum(member.record.tracks[0].reference.total > 0.0 for member in members)
-        if measured < min(LEAST_PEERS, len(members)):
+        if not _are_enough(members):
             self.peer_times_by_kind = speed_outlier.compute_peer_times(members, now)
-        ratios = [(self._stall_ratio(member, now), index) for index, member in enumerate(members)]
-        return [stall for stall in sorted(ratios, reverse=True) if stall[0] > 0.0]
+        stalls = [
+            (ratio, index)
+            for index, member in enumerate(members)
+            if (ratio := self._stall_ratio(member, now)) > 0.0
+        ]
+        return sorted(stalls, reverse=True)
 
     def predict_remaining_s(
         self,
-        member: ReviewedEndpoint,
+        member: Reviewed,
         measure: Measure,
         work: int,
         waited_s: float,
@@ -117,14 +131,14 @@ class Expectations:
         peer_times = self.peer_times_by_kind.get((member.kind, measure))
         if peer_times is None:
             return None
-        expected_s = _usual_s(member, peer_times, measure, work)
+        expected_s = self._usual_time_s(member, peer_times, measure, work)
         ratio = self._stall_ratio(member, now) if measure is Measure.TTFT else 0.0
         is_suspect = member.record.verdict is SpeedVerdict.SUSPECT
         if is_doubted and measure is Measure.TTFT and (is_behind or not is_suspect):
             return doubted_wait_s(member.record, expected_s, waited_s, is_behind=is_behind)
         return remaining_wait_s(member.record, expected_s, waited_s, ratio)
 
-    def first_byte_s(self, member: ReviewedEndpoint, measure: Measure, work: int) -> float | None:
+    def first_byte_s(self, member: Reviewed, measure: Measure, work: int) -> float | None:
         """Return the expected seconds to the first byte of an answer; None if unknown.
 
         member   the endpoint
@@ -141,7 +155,7 @@ class Expectations:
             usual_s * (1.0 if own_s or record.slowness is None else record.slowness.ratio) or None
         )
 
-    def step_ratio(self, member: ReviewedEndpoint, now: float) -> float:
+    def step_ratio(self, member: Reviewed, now: float) -> float:
         """Return the time of a running prefill step so far, as a multiple of its peers' time.
 
         Returns 0 if that is unknown.
@@ -153,12 +167,12 @@ class Expectations:
         )
         if not record.waiting or peer_times is None:
             return 0.0
-        usual_s = _usual_s(
+        usual_s = self._usual_time_s(
             member, peer_times, Measure.TTFT, record.current_step_tokens(member.step_tokens)
         )
         return age_s / usual_s if usual_s else 0.0
 
-    def late_step_s(self, member: ReviewedEndpoint, now: float) -> float:
+    def late_step_s(self, member: Reviewed, now: float) -> float:
         """Return the minimum seconds that a late prefill step will take in all; 0 if it is not
         late.
 
@@ -180,7 +194,7 @@ class Expectations:
             return 0.0
         return max(age_s, min(own_s, LATE_FACTOR * age_s))
 
-    def running_step_s(self, member: ReviewedEndpoint) -> float:
+    def running_step_s(self, member: Reviewed) -> float:
         """Return the seconds that the running prefill step probably takes in all; 0 if unknown.
 
         The endpoint's own times count more than its peers'. An engine ends the step of a prompt
@@ -192,7 +206,22 @@ class Expectations:
         peer_times = self.peer_times_by_kind.get((member.kind, Measure.TTFT))
         return own.usual_s(work) or (0.0 if peer_times is None else peer_times.usual_s(work))
 
-    def _stall_ratio(self, member: ReviewedEndpoint, now: float) -> float:
+    def _usual_time_s(
+        self, member: Reviewed, peer_times: PeerTimes, measure: Measure, work: int
+    ) -> float:
+        # Return the seconds the endpoint usually needs for the work.
+        #
+        # The result is derived from the times of the endpoint's peers; without peers, from its own.
+        track = member.record.tracks[_PLACES[measure]]
+        key = peer_times, track.reference, work
+        usual_s = self._usual_s.get(key)
+        if usual_s is None:
+            peers_s = peer_times.other_s(work, track.reference)
+            usual_s = peers_s * max(1.0, track.usual_ratio) if peers_s else peer_times.usual_s(work)
+            self._usual_s[key] = usual_s
+        return usual_s
+
+    def _stall_ratio(self, member: Reviewed, now: float) -> float:
         # Return the same if the step is late enough to be a stall, otherwise 0.
         record = member.record
         if not record.waiting or now - record.since < LEAST_LATE_S:
@@ -286,13 +315,14 @@ def doubted_wait_s(
     return max(waited_s, max(DOUBT_RATIO, ratio) * expected_s - waited_s)
 
 
-def _usual_s(member: ReviewedEndpoint, peer_times: PeerTimes, measure: Measure, work: int) -> float:
-    # Return the seconds the endpoint usually needs for the work.
-    #
-    # The result is derived from the times of the endpoint's peers; without peers, from its own.
-    track = member.record.tracks[_PLACES[measure]]
-    peers_s = peer_times.other_s(work, track.reference)
-    return peers_s * max(1.0, track.usual_ratio) if peers_s else peer_times.usual_s(work)
+def _are_enough(members: Sequence[Reviewed]) -> bool:
+    # Return whether LEAST_PEERS endpoints, or all of fewer, have completed prompts.
+    missing = min(LEAST_PEERS, len(members))
+    for member in members:
+        if not missing:
+            break
+        missing -= member.record.tracks[0].reference.total > 0.0
+    return not missing
 
 
 _PLACES = {measure: index for index, measure in enumerate(Measure)}
