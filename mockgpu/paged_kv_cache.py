@@ -10,9 +10,8 @@ The scheduler (scheduler.py) decides which sequence gets blocks.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 BLOCK_TOKENS = 16
 
@@ -23,18 +22,29 @@ def blocks_for(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
 
 
 class BlockPool:
-    """All KV blocks of one engine, with their reference counts and the prefix cache."""
+    """All KV blocks of one engine, with their reference counts and the prefix cache.
 
+    total         number of KV blocks
+    block_tokens  tokens per block
+    free          number of KV blocks that no request uses. Blocks whose content is still cached
+                  count as free, because they can be evicted
+    """
+
+    # _fresh: free blocks without a key; the last one is allocated first
+    # _cached: free blocks with a key, the longest unused first. A block that is used again stays in
+    # it until its turn comes, because removing it from the middle would take long
+    # _stale: by block, the number of its places in _cached that do not count for that reason
     def __init__(self, total: int, block_tokens: int = BLOCK_TOKENS) -> None:
         if total < 1:
             raise ValueError(f"the KV cache must have at least 1 block, not {total}")
-        self.total = total
+        self.total = self.free = total
         self.block_tokens = block_tokens
         self._references = [0] * total
         self._keys: list[int | None] = [None] * total
         self._by_key: dict[int, int] = {}
-        # Free blocks in order of eviction: blocks without a key first, then the longest unused.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
+        self._fresh = [*reversed(range(total))]
+        self._cached: deque[int] = deque()
+        self._stale: dict[int, int] = {}
         self._taken: list[int] | None = None
         # Callbacks: one key was evicted from the prefix cache; all keys were removed.
         self.on_evicted: Callable[[int], None] | None = None
@@ -50,17 +60,9 @@ class BlockPool:
         return taken
 
     @property
-    def free(self) -> int:
-        """Return the number of KV blocks that no request uses.
-
-        Blocks whose content is still cached count as free, because they can be evicted.
-        """
-        return len(self._free)
-
-    @property
     def usage(self) -> float:
         """Return the used fraction of the engine's KV blocks, from 0 to 1."""
-        return 1 - len(self._free) / self.total
+        return 1 - self.free / self.total
 
     def count_hits(self, keys: Sequence[int], limit: int) -> int:
         """Return how many leading keys are cached: the search ends at the first missing key.
@@ -88,8 +90,12 @@ class BlockPool:
         blocks = [self._by_key[keys[i]] for i in range(hits)]
         for block in blocks:
             if self._references[block] == 0:
-                del self._free[block]
+                self.free -= 1
+                self._stale[block] = self._stale.get(block, 0) + 1
             self._references[block] += 1
+        if len(self._cached) > 2 * self.total:  # most of its places are stale
+            self._cached = deque(self._in_order())
+            self._stale.clear()
         return blocks
 
     def allocate(self) -> int:
@@ -102,24 +108,62 @@ class BlockPool:
         Their cached contents, if any, are evicted. Raises IndexError, and allocates nothing, if
         fewer blocks are free.
         """
-        free, keys, references = self._free, self._keys, self._references
-        if count > len(free):
+        if count > self.free:
             raise IndexError(
-                f"cannot allocate {count} KV blocks: {len(free)} are free, all others are in use"
+                f"cannot allocate {count} KV blocks: {self.free} are free, all others are in use"
             )
-        blocks, by_key = list(islice(free, count)), self._by_key
-        for block in blocks:
-            del free[block]
-            references[block] = 1
-            key = keys[block]
-            if key is not None:  # evicted
-                del by_key[key]
-                keys[block] = None
-                if self.on_evicted is not None:
-                    self.on_evicted(key)
+        self.free -= count
+        references = self._references
+        blocks = self._fresh[: -count - 1 : -1]
+        if blocks:
+            del self._fresh[-len(blocks) :]
+            for block in blocks:
+                references[block] = 1
+        if len(blocks) < count:
+            blocks += self._evict(count - len(blocks))
         if self._taken is not None:
             self._taken += blocks
         return blocks
+
+    def _evict(self, count: int) -> list[int]:
+        # Allocate the `count` free blocks whose content was used longest ago, and forget it.
+        cached, keys, by_key = self._cached, self._keys, self._by_key
+        references, on_evicted = self._references, self.on_evicted
+        blocks = [cached.popleft() for _ in range(count)] if not self._stale else self._pop(count)
+        for block in blocks:
+            references[block] = 1
+            key = keys[block]
+            assert key is not None
+            del by_key[key]
+            keys[block] = None
+            if on_evicted is not None:
+                on_evicted(key)
+        return blocks
+
+    def _pop(self, count: int) -> list[int]:
+        # Take the first `count` blocks of _cached, and drop the stale places before them.
+        cached, stale, blocks = self._cached, self._stale, list[int]()
+        while len(blocks) < count:
+            block = cached.popleft()
+            places = stale.get(block)
+            if places is None:
+                blocks.append(block)
+            elif places > 1:
+                stale[block] = places - 1
+            else:
+                del stale[block]
+        return blocks
+
+    def _in_order(self) -> Iterator[int]:
+        # Yield the free blocks with a key, the longest unused first, without stale places.
+        stale = dict(self._stale)
+        for block in self._cached:
+            if block not in stale:
+                yield block
+            elif stale[block] > 1:
+                stale[block] -= 1
+            else:
+                del stale[block]
 
     def register(self, block: int, key: int) -> bool:
         """Add a full KV block to the prefix cache, and return whether it was added.
@@ -152,19 +196,26 @@ class BlockPool:
         In this order, the end of a prompt is evicted before its beginning, which more prompts
         share. Raises ValueError if a block has no references.
         """
-        references, keys, free = self._references, self._keys, self._free
+        references, keys, unused = self._references, self._keys, list[int]()
         for block in reversed(blocks):
             count = references[block] - 1
             if count < 0:
                 raise ValueError(f"cannot release KV block {block}: no sequence uses it")
             references[block] = count
             if not count:
-                free[block] = None
-                if keys[block] is None:
-                    free.move_to_end(block, last=False)
+                unused.append(block)
+        self.free += len(unused)
+        without_key = [block for block in unused if keys[block] is None]
+        if without_key:
+            self._fresh += without_key
+            unused = [block for block in unused if keys[block] is not None]
+        self._cached += unused
 
     def clear_prefix_cache(self) -> None:
         """Empty the prefix cache. Blocks in use keep their references, but lose their keys."""
+        self._fresh[:0] = [*reversed([*self._in_order()])]
+        self._cached.clear()
+        self._stale.clear()
         self._by_key.clear()
         self._keys = [None] * self.total
         if self.on_cleared is not None:
@@ -172,8 +223,11 @@ class BlockPool:
 
     def check(self) -> None:
         """Check the consistency of references, keys and blocks with assertions. For tests."""
-        assert all(
-            (count == 0) == (block in self._free) for block, count in enumerate(self._references)
-        )
+        cached = [*self._in_order()]
+        unused = {block for block, count in enumerate(self._references) if not count}
+        assert unused == {*self._fresh, *cached}
+        assert len(unused) == len(self._fresh) + len(cached) == self.free
+        assert all(self._keys[block] is None for block in self._fresh)
+        assert all(self._keys[block] is not None for block in cached)
         assert all(self._keys[block] == key for key, block in self._by_key.items())
         assert sum(key is not None for key in self._keys) == len(self._by_key)

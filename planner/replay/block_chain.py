@@ -48,7 +48,7 @@ class AnswerBlocks:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._next_id = 1 << 64  # above all ids of prompt blocks
+        self._next_id = -1  # ids of prompt blocks are not negative
 
     def append_to(self, keys: tuple[int, ...], request: TraceRequest) -> tuple[int, ...]:
         """Return the ids of all complete blocks of a prompt and its answer.
@@ -57,8 +57,8 @@ class AnswerBlocks:
         """
         filled = (request.input_tokens + request.output_tokens) // self._block_tokens
         first = self._next_id
-        self._next_id += max(0, filled - len(keys))
-        return (*keys, *range(first, self._next_id))
+        self._next_id -= max(0, filled - len(keys))
+        return (*keys, *range(first, self._next_id, -1))
 
 
 class UnlimitedCache:
