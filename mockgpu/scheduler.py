@@ -343,14 +343,13 @@ class Scheduler:
         ]
         for job in first_token_jobs:
             self._begin(job)
+            if job.generated_count == 1:
+                self.totals.prompt_tokens += job.prompt_tokens
             if job.generated_count == job.output_tokens:
                 ended.append(job)
         for job in ended:
             self._remove(job, job.keeps_blocks)
             job.state = JobState.DONE
-        self.totals.prompt_tokens += sum(
-            job.prompt_tokens for job in first_token_jobs if job.generated_count == 1
-        )
         self.totals.output_tokens += decoded + len(first_token_jobs)
         return StepOutcome(first_token_jobs, decoded, ended)
 
@@ -362,10 +361,12 @@ class Scheduler:
         """
         if not self.decoding or self.prefilling or self.fetched:
             return 0
-        size, free = self.pool.block_tokens, self.pool.free
-        steps = min(most, min(self._ends) - self.tick - 1)
+        size, free, grows, tick = self.pool.block_tokens, self.pool.free, self._grows, self.tick
+        steps = min(most, min(self._ends) - tick - 1)
+        if not self.waiting and len(self.decoding) * -(-steps // size) <= free:
+            return steps  # each sequence needs at most one block in `size` steps
         for ahead in range(1, steps + 1):
-            growing = self._grows[(self.tick + ahead) % size]
+            growing = grows[(tick + ahead) % size]
             if growing:
                 free -= len(growing)
                 if free < 0 or (
@@ -379,13 +380,15 @@ class Scheduler:
 
         The call is equivalent to that many pairs of `finish()` and `step()`.
         """
-        decoded = len(self.decoding)
-        for _ in range(steps):
-            self.tick += 1
-            growing = self._grows[self.tick % self.pool.block_tokens]
+        decoded, size, grows = len(self.decoding), self.pool.block_tokens, self._grows
+        first = self.tick + 1
+        for tick in range(first, first + steps):
+            growing = grows[tick % size]
             if growing:
+                self.tick = tick
                 for job in list(growing):
                     self._grow(job)
+        self.tick = first + steps - 1
         self._context += decoded * steps
         self.totals.output_tokens += decoded * steps
         return StepPlan([], decoded, self._context)

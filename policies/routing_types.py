@@ -24,6 +24,9 @@ class Role(StrEnum):
     Only endpoints with BOTH may serve whole requests.
     """
 
+    # Enum's own __hash__ is a Python call.
+    __hash__ = str.__hash__
+
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"

@@ -7,7 +7,6 @@ have no other work.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 
 MOST_STEPS = 4096
@@ -68,4 +67,11 @@ class DecodeRun:
 
         The last step is never counted.
         """
-        return bisect_right(range(1, self.steps), seconds, key=self.end_of)
+        end_of, most = self.end_of, self.steps - 1
+        # Steps take nearly equal times, so the first guess is nearly right.
+        steps = max(0, min(most, int(seconds * self.steps / end_of(self.steps))))
+        while steps < most and end_of(steps + 1) <= seconds:
+            steps += 1
+        while steps > 0 and end_of(steps) > seconds:
+            steps -= 1
+        return steps

@@ -7,8 +7,10 @@ admitted requests.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from random import Random
+from types import MappingProxyType
 
 from planner.replay.inflight import InflightRequest
 from planner.replay.replay_interfaces import FleetPort
@@ -20,6 +22,9 @@ from policies.routing_types import Pick, RoutingQuery
 TICK_S = 0.1
 NO_RETRY_AFTER = Shed("no_capacity", 1.0)
 SHORT_BACKOFF_S, LONG_BACKOFF_S = 0.5, 8.0
+_STATUS: Mapping[RequestEnd, str] = MappingProxyType(
+    {RequestEnd.SERVED: "served", RequestEnd.LEFT: "ignored"}
+)
 
 
 class AdmissionSim:
@@ -163,7 +168,7 @@ class AdmissionSim:
 
 
 def _outcome(now: float, record: ReplayRecord) -> RequestOutcome:
-    status = {RequestEnd.SERVED: "served", RequestEnd.LEFT: "ignored"}.get(record.end, "dropped")
+    status = _STATUS.get(record.end, "dropped")
     output_tokens = record.output_tokens if record.end is RequestEnd.SERVED else 0
     return RequestOutcome(
         now,

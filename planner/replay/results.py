@@ -26,6 +26,9 @@ class RequestEnd(StrEnum):
     Every request ends in exactly one of them.
     """
 
+    # Enum's own __hash__ is a Python call.
+    __hash__ = str.__hash__
+
     SERVED = "served"
     SHED = "shed"  # the request was refused, and the client did not retry
     LOST = "lost"  # the group died during the answer, or no group could serve the request

@@ -24,6 +24,8 @@ def fingerprint_of_chain(
     entries by low bits. Do not use it for prompts of clients: it has no secret, so a client could
     predict keys.
     """
+    if not ids:  # a log without block ids
+        return Fingerprint(array("Q"), block_bytes, n_bytes)
     keys = np.array(ids, np.uint64)
     keys += np.uint64(salt & 0xFFFFFFFFFFFFFFFF)
     for shift, odd in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

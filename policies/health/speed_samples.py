@@ -42,6 +42,9 @@ class Measure(StrEnum):
     They are the time to the first token, the time per output token, and the time of a whole answer.
     """
 
+    # Enum's own __hash__ is a Python call.
+    __hash__ = str.__hash__
+
     TTFT = "ttft"
     TPOT = "tpot"
     ANSWER = "answer"

@@ -423,8 +423,11 @@ class PricedSplitter(Splitter, frozen=True):
         )
         others = [each for _, each in ranked if each is not cheapest.candidate]
         partners = _Partners(self, group.prefills, pools, query, transfers)
-        for candidate in (cheapest.candidate, *others[: DECODERS_TRIED - 1]):
-            decode = routing_algorithm.repick(cheapest, candidate, query.cached_by_slot)
+        decodes = [
+            routing_algorithm.repick(cheapest, each, query.cached_by_slot)
+            for each in others[: DECODERS_TRIED - 1]
+        ]
+        for decode in (cheapest, *decodes):
             pair = partners.pair_with(decode)
             if pair is not None:
                 yield pair
