@@ -232,9 +232,7 @@ async def watch_lag(lags_s: list[float]) -> None:
 
 
 class JournalWatch:
-    """Reads the journal (progress file) of the only batch job, even after the gateway deletes
-    it.
-    """
+    """Reads the progress file (journal) of the only batch job, even after its deletion."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -380,7 +378,7 @@ def config_text(
 
 
 async def service_time_s(options: argparse.Namespace) -> float:
-    """Return how many seconds one live request takes while all slots of the engines are in use."""
+    """Measure how many seconds one live request takes while all slots of the engines are in use."""
     with mock_groups(options.speed) as urls:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as http:
@@ -407,8 +405,9 @@ def attainment(options: argparse.Namespace, outcome: Outcome) -> float:
 
 
 def compare(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> dict[str, Any]:
-    """Compare live traffic beside a batch job with live traffic alone, for one random seed, as a
-    dict.
+    """Compare live traffic beside a batch job with live traffic alone.
+
+    Returns the figures of one random seed by name.
     """
     found: dict[str, int] = {}
     equal = batch_tokens = 0

@@ -42,7 +42,7 @@ from tests.metrics_page import total  # noqa: E402
 
 
 class LiveClient(LineClient):
-    """Acts as the connection of a live client, and records when tokens arrive."""
+    """Stands in for a live client's connection, and records when the answer's tokens arrive."""
 
     def __init__(self, number: int) -> None:
         request = bench.body(f"Live question {number}?", bench.LIVE_TOKENS) | {"stream": True}
@@ -130,9 +130,7 @@ async def _measure(
 
 
 async def service_time_s(options: argparse.Namespace) -> float:
-    """Return the duration of one live request while all slots of the engines are in use, in
-    seconds.
-    """
+    """Measure the seconds that one live request takes while all slots of the engines are in use."""
     count = bench.GROUPS * options.places
     answers = await measure(options, [0.0] * count, None)
     return sum(a.ttft_s + a.tpot_s * (a.tokens - 1) for a in answers.answers) / count

@@ -19,7 +19,7 @@ ROUNDS = 200_000
 
 
 def main() -> None:
-    """Print the time of each metrics call, and of one scrape with 64 endpoints.
+    """Print how long a call of each metric type takes, and how long a scrape of 64 endpoints takes.
 
     Each time is the median of seven runs.
     """

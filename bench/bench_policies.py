@@ -52,7 +52,7 @@ def median_us(action: Callable[[int], object], texts: Sequence[bytes] = (b"",) *
 
 
 class Bench:
-    """Measures the parts of a routing decision, for one prompt length and number of endpoints."""
+    """Measures the parts of a routing decision: hash the prompt, look it up, choose an endpoint."""
 
     def __init__(self, tokens: int, endpoints: int) -> None:
         self.tokens, self.rng = tokens, Random(1)
@@ -207,7 +207,7 @@ class LedgerBench:
         self.decoding.pop(0).finish(self.now, 100)
 
     def measure_round(self) -> list[float]:
-        """Measure one round, and return the microseconds of each kind of call.
+        """Measure every kind of call to the load ledger once; return the microseconds of each kind.
 
         The order is: `reserve`, `first_token`, `finished`, and the prediction of the time to first
         token at all endpoints.

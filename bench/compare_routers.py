@@ -46,8 +46,9 @@ from traffic_cells import Cell, Pace, all_cells, find_half_load_rate
 
 
 def main() -> int:
-    """Install, start and measure all gateways, and print the table of results. Return the exit
-    status.
+    """Compare all gateways: install, start and measure each, and print the table.
+
+    Return the exit status.
     """
     options = _options()
     build_tools()

@@ -56,7 +56,7 @@ _ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 
 @dataclass(frozen=True)
 class System:
-    """A gateway to compare, with one routing policy.
+    """One gateway that the benchmark compares, with one routing policy.
 
     port     port of its API
     command  function that returns its command line, from a folder for temporary files and the port
@@ -455,7 +455,7 @@ def start(system: System, work: Path, wait_s: float = 40.0) -> Running:
 
 
 def start_second(system: System, work: Path) -> Running:
-    """Start a second process of a running gateway, on another port."""
+    """Start another process of a gateway that already runs, on a port of its own."""
     folder = work / "second"
     folder.mkdir(exist_ok=True)
     return start(replace(system, port=system.port + SECOND), folder)

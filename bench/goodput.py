@@ -50,7 +50,7 @@ DECODERS = ("F5:6p2d@50", "F5:4p4d@50")
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One measurement in the results file, with a hash of the code that was measured."""
+    """One line of the results file: a measurement, and a hash of the code that was measured."""
 
     code: str
     reading: Measurement
@@ -245,7 +245,7 @@ def describe(reading: Measurement) -> str:
 
 
 def handwritten_part(path: Path) -> str:
-    """Return the handwritten part of docs/goodput.md, which comes after the generated tables."""
+    """Return the handwritten text of docs/goodput.md, which follows the generated tables."""
     text = path.read_text() if path.exists() else ""
     _, heading, remainder = text.partition(HANDWRITTEN)
     return heading + remainder

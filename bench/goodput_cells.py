@@ -165,7 +165,7 @@ def run_replay(
 
 
 def build_fleet(name: str) -> FleetSpec:
-    """Return the simulated fleet with this name.
+    """Return the simulated fleet of the goodput benchmark that has this name.
 
     With the suffix `:pairs`, a request can be split between any two engines: one computes the
     prompt, the other one generates the answer.

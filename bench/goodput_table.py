@@ -20,7 +20,7 @@ OURS = ("round_robin", "least_loaded", "prefix_aware", "priced")
 
 
 def page(measurements: Sequence[Measurement]) -> str:
-    """Return the generated part of docs/goodput.md as Markdown text."""
+    """Build the generated part of docs/goodput.md from the measurements, as Markdown."""
     parts = [INTRODUCTION, *capacities(measurements, "0.9"), *capacities(measurements, "0.99")]
     parts += [*agents(measurements), *overload(measurements), *split(measurements)]
     parts += [*trouble(measurements), *tenants(measurements), *errors(measurements)]
@@ -148,7 +148,7 @@ def format_geomean(row: dict[str, list[float]], names: Sequence[str]) -> str:
 
 
 def geomean(row: dict[str, list[float]]) -> float:
-    """Return the geometric mean of a row of ratios, over the workloads.
+    """Return the geometric mean of one rule's ratios over all workloads.
 
     The value of a workload is the mean ratio of all seeds. The result is almost 0 if a capacity is
     0.
@@ -157,7 +157,7 @@ def geomean(row: dict[str, list[float]]) -> float:
 
 
 def agents(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table for coding agents as Markdown lines: good requests per second by users."""
+    """Build the Markdown table for coding agents: good requests per second, by number of users."""
     values_of = grouped(
         measurements,
         "agents",
@@ -231,9 +231,7 @@ def _overload_cells(group: Sequence[Measurement]) -> list[str]:
 
 
 def trouble(measurements: Sequence[Measurement]) -> list[str]:
-    """Return the table of Penstock's capacity with outdated metrics or lost messages, as
-    Markdown.
-    """
+    """Build the Markdown table of Penstock's capacity with outdated metrics or lost messages."""
     values_of = grouped(
         measurements,
         "trouble",

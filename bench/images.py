@@ -56,7 +56,7 @@ pools: {{main: {{policy: prefix_aware, endpoints: [{endpoints}]}}}}
 
 
 class Answer(NamedTuple):
-    """One answer: seconds to the first token, and how many tokens of its prompt were cached."""
+    """One measured answer: its seconds to the first token, and its cached prompt tokens."""
 
     ttft_s: float
     cached: int
@@ -210,7 +210,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def report(ttfts_s: dict[str, list[list[float]]], others: dict[str, Others]) -> bool:
-    """Print the results of all rounds, and return whether they are within their limits."""
+    """Print the results of all rounds of `make images`; return whether all limits were kept."""
     print("| round kind | requests | TTFT p50 | p99, median of rounds | p99, all rounds |")
     print("|---|---|---|---|---|")
     for kind, rounds in ttfts_s.items():

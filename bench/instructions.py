@@ -59,7 +59,7 @@ class Count:
 
 
 def main() -> None:
-    """Print the processor instructions for each kind of request and each source tree.
+    """Count and print the processor instructions of each kind of request, for each source tree.
 
     They are counted per request, or with --functions per request and function.
     """

@@ -60,7 +60,7 @@ def counted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def owners(name: str) -> list[tuple[Any, str]]:
-    """Return the places in the gateway that define a function or method, as (owner, attribute).
+    """Find the places that define a gateway function or method, as (module or class, name) pairs.
 
     name   name of the function, such as `parse_call` or `Relay.feed`
 
@@ -81,7 +81,7 @@ def owners(name: str) -> list[tuple[Any, str]]:
 
 
 def count_functions(names: list[str]) -> None:
-    """Replace the named functions by wrappers that count their processor instructions.
+    """Make each of the named functions count the processor instructions that it executes.
 
     Raises SystemExit if a name does not exist.
     """
@@ -94,7 +94,9 @@ def count_functions(names: list[str]) -> None:
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of a module or class, even of a C class, whose attributes are read-only."""
+    """Set an attribute of a module or a class; also of a compiled class, whose attributes are
+    read-only.
+    """
     if not isinstance(owner, type):
         setattr(owner, name, value)
         return

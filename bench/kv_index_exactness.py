@@ -71,7 +71,7 @@ class Predictions:
 
 
 async def converse(http: aiohttp.ClientSession, url: str, rng: Random, ends: float) -> int:
-    """Send questions about documents to the gateway until the time `ends` (monotonic seconds).
+    """Send chats about long documents to the gateway until the monotonic time `ends`.
 
     Each document gets several questions. Returns the number of answers.
     """
@@ -135,7 +135,9 @@ def _config(urls: Sequence[str], block_bytes: int) -> Config:
 
 
 async def run(seconds: float, count: int, faults: str, seed: int, block_bytes: int) -> None:
-    """Run load and faults in periods with a pause after each, and print the results.
+    """Run load and faults in periods.
+
+    In the pause after each, compare the caches and print results.
 
     In each pause, the gateway's index of cached blocks is compared with the engines' caches.
 

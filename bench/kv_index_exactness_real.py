@@ -55,7 +55,7 @@ class EventEngine(msgspec.Struct, frozen=True):
     report: Path
 
     async def cached(self) -> Counter[int]:
-        """Count the copies of each block in the engine's cache, by the hash that KV events use."""
+        """Count the engine's cached copies of each block, by the hash that KV events use."""
         reader, writer = await asyncio.open_unix_connection(str(self.report))
         state = json.loads(await reader.read())
         writer.close()
@@ -142,7 +142,7 @@ def document(number: int) -> str:
 
 
 async def converse(http: aiohttp.ClientSession, url: str, rng: random.Random, ends: float) -> int:
-    """Ask the gateway about documents until the time `ends` (monotonic seconds).
+    """Send chats about long documents to the gateway until the monotonic time `ends`.
 
     Each document gets several questions. Returns the number of answers.
     """
@@ -289,7 +289,7 @@ async def measure_cut(app: App, engine: EventEngine, *, is_silent: bool) -> tupl
 
 
 async def turnover(engines: list[EventEngine]) -> float:
-    """Return how many times the computed prompt tokens would have filled all engines' caches."""
+    """Return how often the computed prompt tokens would have filled the caches of all engines."""
     pages = [await each.engine.numbers() for each in engines]
     computed = sum(
         page["prefix_cache_queries_total"] - page["prefix_cache_hits_total"] for page in pages
@@ -298,7 +298,7 @@ async def turnover(engines: list[EventEngine]) -> float:
 
 
 async def run(seconds: float, seed: int) -> dict[str, Any]:
-    """Run load while KV event connections are cut, and return the figures for the summary."""
+    """Run load while connections for KV events are cut; return the summary's figures by name."""
     predictions = Predictions()
     async with event_engines() as engines, running_gateway(engines) as app:
         moments, answers = await churn(app, engines, seconds, seed)

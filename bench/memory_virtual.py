@@ -95,7 +95,7 @@ BOUNDED: Mapping[str, Structure] = {
 
 
 class Part(NamedTuple):
-    """The gateway's memory at the end of one part of the load.
+    """The memory of the gateway at the end of one part of the load.
 
     by_file  bytes allocated since the start of the measurement, by source file
     types    number of the gateway's objects that the garbage collector tracks, by class
@@ -162,7 +162,7 @@ async def scrape(app: App) -> None:
 
 
 def report(parts: list[Part], filled: dict[str, tuple[float, float]]) -> Iterator[str]:
-    """Yield a description of each source file or structure whose memory has grown too much."""
+    """Yield a line for each source file or data structure that grew by more than allowed."""
     first, last = parts[0], parts[-1]
     bounded = {file for structure in BOUNDED.values() for file in structure.files}
     for file in sorted(last.by_file, key=lambda name: first.by_file[name] - last.by_file[name]):

@@ -124,7 +124,7 @@ class Call:
         return self.own + sum(call.total for call in self.calls.values())
 
     def lines(self, depth: int = 0) -> Iterator[str]:
-        """Yield the call tree as lines of text. Functions are in order of their first call.
+        """Yield this function and the functions that it called as indented lines of text.
 
         A line has the instructions of a function with the functions that it calls, its own
         instructions, and its name.
@@ -215,7 +215,7 @@ async def read_answer(reader: asyncio.StreamReader) -> None:
 
 
 def main() -> None:
-    """Print the number of Python instructions of each kind of request, and of one stream chunk.
+    """Print the Python instructions of each kind of request, and those of one stream chunk.
 
     The number for a chunk is computed from the difference between two streams of different length.
     """

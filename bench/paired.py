@@ -64,7 +64,7 @@ CELLS = (
 
 
 def main() -> int:
-    """Measure every kind of traffic, and print a line for each.
+    """Compare the CPU time of two versions for every kind of traffic, and print a line for each.
 
     Returns the exit status: 1 if an interval exceeds the limit, otherwise 0.
     """

@@ -120,7 +120,7 @@ def _window(running: Running, pace: Pace, bodies: Path) -> dict[str, Any]:
 
 
 def background(pids: list[int], seconds: float = BACKGROUND_S) -> float:
-    """Return what share of a core, from 0 to 1, these processes use during some seconds."""
+    """Return the CPU time that these processes use without requests, as a share of one core."""
     began, at = cpu_s(pids), time.monotonic()
     time.sleep(seconds)
     return (cpu_s(pids) - began) / (time.monotonic() - at)
@@ -160,7 +160,7 @@ class LoopTurns:
         self._loop.call_later(0.001, self._turn)
 
     async def during(self, action: Callable[[], Awaitable[None]]) -> float:
-        """Run an action, and return the longest time for which it blocked the event loop, in ms."""
+        """Await an action; return for how many milliseconds it blocked the event loop at most."""
         await asyncio.sleep(0.05)
         self.longest_s = 0.0
         await action()

@@ -130,7 +130,7 @@ def _command(urls: list[str], workers: int) -> Callable[[Path, int], list[str]]:
 
 
 class Window(NamedTuple):
-    """The gateway's request rate in one measured period, and the processor cores that it had.
+    """One measured period: the gateway's request rate, and the processor cores that it had.
 
     rate  requests per second
     left  number of cores that other processes left to the gateway, whether it used them or not

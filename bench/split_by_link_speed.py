@@ -59,13 +59,13 @@ def whole() -> FleetSpec:
 
 
 def pairs(link_gb_s: float) -> FleetSpec:
-    """Return a fleet in which a request can be split between any two engines."""
+    """Build a fleet in which any engine may prefill a request and any other one may decode it."""
     kind = replace(KIND, link_gb_s=link_gb_s)
     return FleetSpec("pairs", (kind,), pairs=True, split=SplitRule(1))
 
 
 def pools(link_gb_s: float, prefills: int) -> FleetSpec:
-    """Return a fleet with `prefills` engines for prefill; the other engines decode."""
+    """Build a fleet of `prefills` engines that only prefill, and others that only decode."""
     kind = replace(KIND, link_gb_s=link_gb_s)
     kinds = (
         replace(kind, count=prefills, role=Role.PREFILL),
@@ -99,7 +99,7 @@ def measure(fleet: FleetSpec, policy: str, seeds: Sequence[int]) -> dict[str, fl
 
 
 def cells(links: Sequence[float]) -> Iterator[tuple[str, str, Callable[[], FleetSpec]]]:
-    """Yield (name, policy, function that builds the fleet) for each measurement."""
+    """Yield (name, policy, function that builds the fleet) for each way of serving and link."""
     for link in links:
         yield f"pairs {link:g}", "priced", partial(pairs, link)
     for policy in WHOLE_RULES:

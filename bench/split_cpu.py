@@ -48,7 +48,7 @@ WORDS = "How does a water wheel work? "
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of request whose cost is compared: served whole, and split over two engines.
+    """One kind of request, whose CPU cost is measured when it is served whole and when it is split.
 
     prompt  its prompt
     stream  whether its answer is streamed
@@ -82,7 +82,7 @@ KINDS = (
 
 
 def main() -> None:
-    """Print the Python instructions and the CPU time for each kind of request.
+    """Measure each kind of request, and print its Python instructions and its CPU time.
 
     Three values are printed: for the whole request, for the split request, and their ratio. The
     goal applies only to answers that are not streamed.

@@ -61,7 +61,7 @@ request.
 
 @dataclass(frozen=True)
 class TlsCell:
-    """One kind of traffic.
+    """One kind of traffic for which the cost of TLS is measured.
 
     measure  function that measures it
     offset   offset of the port to which it is sent (KEPT or NEW)

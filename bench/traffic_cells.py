@@ -38,7 +38,7 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class Pace:
-    """How long one measurement takes, and how long load runs before it, in milliseconds.
+    """The durations of one measurement: of the load before it, and of its measured window.
 
     window_ms  duration of the measured period
     warmup_ms  duration of the load before it, which is not measured
@@ -107,7 +107,7 @@ DEFAULTS = {
 
 
 def chat_body(content: str, stream: bool) -> bytes:
-    """Return the JSON body of a chat completion request, formatted as an SDK sends it."""
+    """Return the JSON body of a chat request with one user message, as an SDK writes it."""
     body: dict[str, Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": content}],
@@ -296,7 +296,7 @@ def find_half_load_rate(running: Running, work: Path) -> float:
 
 
 def rss_per_stream_kib(running: Running, pace: Pace, work: Path, count: int = 2000) -> Numbers:
-    """Measure how much resident memory each open stream adds to the gateway, in KiB.
+    """Measure how much resident memory (RSS) the gateway needs for each open stream, in KiB.
 
     count  number of streams that are open at the same time
     """

@@ -52,7 +52,7 @@ class VirtualFleet:
             await engine.stop()
 
     async def disturb(self) -> None:
-        """Disturb the gateway and its engines until cancelled, in one way after the other."""
+        """Cause faults, drains and reloads of the fleet in turn, until this task is cancelled."""
         others = {"add": self._add, "policy": self._change_policy, "drain": self._drain}
         while True:
             kind = self._rng.choice((*FAULTS, *others, "bad"))

@@ -13,7 +13,7 @@ UNKNOWN_THREAD_WAIT_S = 0.01
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop on virtual time, on which callbacks, sockets and threads take no time.
+    """An event loop on virtual time: its clock advances only while no callback is ready.
 
     The clock stands still while callbacks or threads run, and while bytes are on their way between
     sockets of this process. Otherwise it jumps to the next timer.

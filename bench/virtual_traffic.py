@@ -177,7 +177,7 @@ class _EngineConnection(asyncio.Protocol):
 
 
 class VirtualClient(asyncio.Protocol):
-    """A client's connection, with one request at a time.
+    """A client in the process of the measured gateway. It sends one request at a time.
 
     status   status of the last answer; 0 if the connection ended without one
     is_open  whether the connection can be used for another request
@@ -239,7 +239,7 @@ class VirtualClient(asyncio.Protocol):
 
 
 class VirtualClients:
-    """Simulated users, each with one request at a time.
+    """Simulated users of the measured gateway. Each has one request at a time.
 
     sent   number of requests
     fates  number of requests by HTTP status; "left" counts those whose client disconnected
@@ -267,7 +267,7 @@ class VirtualClients:
             self._may_send.set()
 
     async def sent_at_least(self, requests: int) -> None:
-        """Wait until the users have sent this many requests."""
+        """Wait until all users together have sent this many requests."""
         if self.sent < requests:
             self._wanted, self._reached = requests, asyncio.get_running_loop().create_future()
             await self._reached

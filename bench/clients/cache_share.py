@@ -38,9 +38,7 @@ class EndlessCache:
         self._keys: set[int] = set()
 
     def add(self, body: RequestBody) -> int:
-        """Add a prompt and its answer, and return how many tokens of the prompt were already
-        cached.
-        """
+        """Add a prompt and its answer; return how many of the prompt's tokens were cached."""
         model = body.model or ""
         ask = parse_request(body, {}, True, model, CONTEXT, "", may_end_from=MAY_END_FROM)
         prompt = ask.prompts[0]

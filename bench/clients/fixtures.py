@@ -111,9 +111,7 @@ def difference(before: str, after: str) -> Difference:
 
 
 def fixture(spec: ClientSpec, version: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of the test file for one conversation, from its recorded HTTP
-    exchanges.
-    """
+    """Build the test file for one recorded conversation of a client program."""
     requests: list[dict[str, Any]] = []
     before, known = "", dict[str, str]()
     for line in lines:

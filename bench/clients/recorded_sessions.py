@@ -69,8 +69,9 @@ class Turn(NamedTuple):
 
 
 class Result(NamedTuple):
-    """How many tokens one client's sessions found cached, and how many an endless cache would have
-    had.
+    """How many prompt tokens of one client's sessions were cached, and how many could have been.
+
+    An endless cache, which evicts nothing, gives the second number.
     """
 
     turns: int
@@ -83,7 +84,10 @@ class Result(NamedTuple):
 
 
 class Session:
-    """A recorded session of a client, whose requests are sent again with this run's answers."""
+    """A recorded session of a client.
+
+    Its requests are sent again, with the answers of this run inserted.
+    """
 
     def __init__(self, client: RecordedClient, number: int) -> None:
         self._turns = [each for each in client.requests if each.json.get("tools")]
@@ -93,8 +97,11 @@ class Session:
         self._texts: list[str] = []
 
     def turns(self, count: int) -> Iterator[tuple[Turn, Answer]]:
-        """Yield `count` requests of the session, each completed with the answers to the earlier
-        ones.
+        """Yield `count` requests of the session, each with an Answer that the caller must fill.
+
+        Each request contains the answers to the requests before it.
+
+        Each one contains the answers to the requests before it.
         """
         body: Any = None
         previous = ""
@@ -263,7 +270,7 @@ def parse() -> argparse.Namespace:
 
 
 def measured(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Return the cached shares of one client's recording, by routing policy."""
+    """Replay the recording of the client `name` by each policy; return the cached shares."""
     client = recorded_clients.load(name)
     return {
         policy: CLOCK.run_until_complete(
@@ -274,7 +281,7 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def measured_alone(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Like measured(), but in a process of its own, so that no measurement slows another one."""
+    """Do what measured() does, but in a new process, so that no measurement slows another one."""
     command = [sys.executable, "-m", "bench.clients.recorded_sessions", "--json", "--only", name]
     command += ["--sessions", str(options.sessions), "--turns", str(options.turns)]
     command += ["--policies", *options.policies]

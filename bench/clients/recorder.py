@@ -223,7 +223,7 @@ def to_line(exchange: Exchange) -> str:
 
 
 def main() -> None:
-    """Record HTTP exchanges until standard input ends, then write them to a file, one per line."""
+    """Record a client's HTTP exchanges until standard input ends; write one per line."""
     port, gateway_port, file = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     with recorder(gateway_port, port) as proxy:
         sys.stdin.read()

@@ -122,8 +122,9 @@ def counted_hits(folder: Path) -> int:
 
 
 def interpreter(spec: ClientSpec, installed: Path) -> Path | None:
-    """Return the interpreter that runs a client's script, or None if the client is not
-    installed.
+    """Return the program that runs a client's script, such as Node.
+
+    None means that it is not installed.
     """
     if spec.runtime == "node":
         if spec.program.endswith(".mjs"):

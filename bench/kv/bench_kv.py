@@ -32,7 +32,10 @@ Task = tuple[str, int | None, Callable[[Pair, random.Random], dict[str, float]]]
 
 
 def main() -> int:
-    """Install, start and measure the KV transports, print the table, and return the exit status."""
+    """Compare the KV transports: install, start and measure each, and print the table.
+
+    Return the exit status.
+    """
     options = _options()
     missing = install_peers()
     results = Results(options.rounds)

@@ -37,7 +37,7 @@ class Draw:
 
 
 def draw(pool_bytes: int, block_bytes: int, count: int, seed: int) -> Draw:
-    """Choose `count` blocks at the source and as many at the sink, in random order.
+    """Choose `count` random blocks to read at the source, and as many to write at the sink.
 
     The same seed chooses the same blocks in both processes.
     """
@@ -47,7 +47,7 @@ def draw(pool_bytes: int, block_bytes: int, count: int, seed: int) -> Draw:
 
 
 def reference(pool_bytes: int, seed: int) -> Bytes:
-    """Return the reference contents of the source's memory pool, as bytes.
+    """Return the bytes that fill the source's memory pool. They depend only on the random seed.
 
     Equal seeds give equal contents.
     """
@@ -59,7 +59,7 @@ def reference(pool_bytes: int, seed: int) -> Bytes:
 
 
 def wipe(pool: Bytes, drawn: Draw) -> None:
-    """Clear the blocks that a transfer will write.
+    """Clear the blocks that the next transfer will write.
 
     Otherwise the bytes of an earlier transfer could be mistaken for delivered ones.
     """

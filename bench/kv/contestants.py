@@ -42,7 +42,7 @@ class NotMeasurable(Exception):
 
 @dataclass(frozen=True)
 class Contestant:
-    """A KV transport that the benchmark compares with others, and how to run it.
+    """One KV transport that the benchmark compares, with the commands that install and start it.
 
     initiator  the process that starts transfers: "source" or "sink"
     settings   arguments of the module's function open_side
@@ -298,7 +298,7 @@ class Process:
 
 
 class Pair:
-    """The two connected worker processes of one KV transport: a source and a sink."""
+    """The two worker processes that one KV transport connects: the source and the sink."""
 
     def __init__(self, contestant: Contestant, expected: Path) -> None:
         self.contestant = contestant

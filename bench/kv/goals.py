@@ -22,7 +22,7 @@ NIXL_TCP, MOONCAKE_TCP = (
 
 @dataclass
 class Results:
-    """The values that the KV benchmark measured, by transport, quantity and number of the round.
+    """The measured values of the KV benchmark, by transport, quantity and round.
 
     A round that failed has no value.
     """
@@ -45,7 +45,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal of the KV benchmark: a limit for the median over all rounds.
+    """One goal of the KV benchmark: a limit for the median of a quantity over all rounds.
 
     limit     the limit
     value     function that returns the value of a round, or None if the round failed
@@ -64,7 +64,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A goal of the KV benchmark with its measured median, and the lowest and highest round."""
+    """One goal of the KV benchmark, with its measured median and its lowest and highest round."""
 
     goal: Goal
     value: float
@@ -191,7 +191,7 @@ def _at_most(name: str, limit: float, ours: str, other: str, quantity: str) -> G
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Return for each goal of the KV benchmark whether it is met."""
+    """Compare the results of the KV benchmark with its goals; return one verdict per goal."""
     checked = []
     for goal in all_goals():
         values = [

@@ -32,7 +32,7 @@ PATIENCE_S = 50.0
 
 
 class Agents:
-    """The source or the sink of transfers between two of our KV agents, with all safety checks.
+    """One end of transfers between two of our KV agents, which do all their safety checks.
 
     A block has 64 KiB, all of one layer.
     """
@@ -133,7 +133,7 @@ class Agents:
 
 
 class Layers(Agents):
-    """The source or the sink of a transfer in which 32 layers are computed and sent one by one.
+    """One end of a transfer in which 32 layers of KV are computed and sent one after another.
 
     A block has 8 KiB of each layer.
     """

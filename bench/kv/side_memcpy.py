@@ -17,8 +17,7 @@ from pool import Bytes, Draw
 
 
 class Memcpy:
-    """The source or the sink of a benchmark that only copies memory, as the fastest possible
-    transfer.
+    """One end of the fastest possible transfer: the sink only copies memory.
 
     The sink copies from a private pool with the same content as the source's.
     """

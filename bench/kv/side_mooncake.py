@@ -12,7 +12,7 @@ from pool import Bytes, Draw
 
 
 class Mooncake:
-    """The source or the sink of transfers by Mooncake's transfer engine.
+    """One end of the benchmark's transfers by Mooncake's transfer engine over TCP.
 
     The process that does not start transfers only registers its memory. Mooncake's own threads
     serve it.

@@ -18,7 +18,7 @@ from pool import Bytes, Draw
 
 
 class Nixl:
-    """The source or the sink of transfers by NIXL.
+    """One end of the benchmark's transfers by NIXL, configured as vLLM configures it.
 
     The process that starts transfers has one handle for all blocks, or one per block.
     """

@@ -38,7 +38,7 @@ GRANT = b"grant"
 
 
 class LinkSide:
-    """The source or the sink of transfers over one connection (link) of our own transports.
+    """One end of the benchmark's transfers over one connection (link) of our own transports.
 
     Its callbacks run on the link's own thread, or on the thread that drives the link.
     """
@@ -80,7 +80,7 @@ class LinkSide:
                 _laned(self.link).add_lane(lane)
 
     def prepare(self, drawn: Draw, each: bool) -> None:
-        """Build the windows (batches of blocks) of one transfer.
+        """Build the batches of blocks (windows) of one transfer, before its time is measured.
 
         drawn  the blocks to transfer
         each   whether every block gets its own window

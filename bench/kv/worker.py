@@ -54,7 +54,7 @@ class TimedSide(Protocol):
 
 
 class BusyLoop:
-    """Runs Python code that computes without pause while a transfer is measured.
+    """Computes in Python without pause during a transfer, to slow it as an engine's own code would.
 
     kind  "thread": in a thread of this process, where it competes for the interpreter lock;
           "process": in another process; "": it does not run
@@ -117,19 +117,19 @@ class Worker:
         self.side.begin()
 
     def finish(self) -> float:
-        """Return the CPU seconds that this process has used since begin() was called."""
+        """Return how many CPU seconds this process has used since the last call of begin()."""
         self.side.finish()
         self.busy.stop()
         return time.process_time() - self.since
 
     def run(self) -> float:
-        """Transfer all chosen blocks at once, and return how many seconds that took."""
+        """Copy all blocks of a draw in one transfer, and return the seconds that it took."""
         started = time.perf_counter()
         self.side.run()
         return time.perf_counter() - started
 
     def posts(self) -> list[float]:
-        """Transfer the chosen blocks one by one, and return how many microseconds each took."""
+        """Copy the blocks of a draw one after another, and return the microseconds of each copy."""
         assert self.drawn is not None
         if isinstance(self.side, TimedSide):
             return self.side.posts()

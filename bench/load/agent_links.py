@@ -47,7 +47,7 @@ async def agent() -> AsyncIterator[Source]:
 
 
 async def link_times(source: Source, links: int) -> list[float]:
-    """Connect clients to a KV agent one after another, and return how many seconds each needed.
+    """Connect clients to a KV agent one after another; return the seconds that each one needed.
 
     source  the agent
     links   number of clients, which know the fleet's secret key

@@ -130,7 +130,10 @@ class Result(NamedTuple):
 
 
 class Clients:
-    """Regular clients, which send requests at a fixed rate on persistent connections."""
+    """Regular clients during an attack.
+
+    They send requests at a fixed rate over persistent connections.
+    """
 
     def __init__(self, port: int, folder: Path, rate: float, window_ms: int) -> None:
         bodies = write_bodies(
@@ -150,7 +153,10 @@ class Clients:
 
 
 def pinned(core: int, priority: int) -> list[str]:
-    """Return a command prefix that pins a process to a core, with more priority if run by root."""
+    """Return the command prefix that makes a process run on one core.
+
+    If this process runs as root, the prefix also sets the priority (nice value).
+    """
     nice = ["nice", "-n", str(priority)] if os.geteuid() == 0 else []
     return ["taskset", "-c", str(core), *nice]
 

@@ -27,7 +27,7 @@ Values = npt.NDArray[np.float64]
 
 
 class Slope(msgspec.Struct, frozen=True):
-    """How fast a value grows per second, with a 95% interval computed by resampling the noise.
+    """How fast a value grows per second, with a 95 % confidence interval.
 
     The interval contains the true growth in 9 of 10 cases if the noise is independent, and in 7 of
     10 cases if it is correlated over a minute.
@@ -57,7 +57,10 @@ def slope(samples: Sequence[Point]) -> Slope:
 
 
 def lows(samples: Sequence[Point]) -> list[Point]:
-    """Return the lowest sample of each period of BIN_S seconds, because it has the least noise."""
+    """Return the lowest sample of each period of BIN_S seconds.
+
+    Noise only raises samples, so it is the best.
+    """
     bins: dict[int, Point] = {}
     for times, value in samples:
         number = int((times - samples[0][0]) // BIN_S)

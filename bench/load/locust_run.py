@@ -60,7 +60,7 @@ def main() -> int:
 
 @contextmanager
 def fleet(groups: int, speed: float, policy: str) -> Iterator[str]:
-    """Run mock engines and a gateway; yield the gateway's URL."""
+    """Run mock engines and a gateway during a `with` block; yield the gateway's URL."""
     first = free_run(groups + 2)
     port = first + groups
     mock = ["-m", "mockgpu", "--port", str(first), "--groups", str(groups), "--speed", str(speed)]
@@ -97,7 +97,7 @@ def _running(arguments: list[str], url: str) -> Iterator[None]:
 
 
 def await_models(process: subprocess.Popen[bytes], url: str) -> None:
-    """Wait until the server lists a model.
+    """Wait until the server at `url` is ready, which means that it lists a model.
 
     Exits the program if the server's process ends, or if READY_WITHIN_S seconds pass.
     """

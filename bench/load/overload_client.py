@@ -69,7 +69,10 @@ class TimedRequest:
 
 
 class TimedConnection:
-    """An HTTP connection for one request at a time, on a non-blocking socket."""
+    """A non-blocking HTTP connection that notes the times of a request.
+
+    It serves one request at a time.
+    """
 
     def __init__(self, pool: ConnectionPool, sock: socket.socket) -> None:
         self._pool, self._sock = pool, sock
@@ -138,7 +141,7 @@ class TimedConnection:
 
 
 def age_s(ancillary: list[tuple[int, int, bytes]], now_s: float) -> float:
-    """Return how many seconds ago received data reached the socket.
+    """Return how many seconds ago the kernel received the data, by the timestamp attached to it.
 
     now_s      current wall-clock time
     ancillary  ancillary data of recvmsg, with the kernel's timestamp
@@ -152,8 +155,9 @@ def age_s(ancillary: list[tuple[int, int, bytes]], now_s: float) -> float:
 
 
 class ConnectionPool:
-    """A pool of keep-alive connections to one server. It reuses the most recently used one
-    first.
+    """A pool of HTTP connections to one server.
+
+    The connection that was used last is reused first.
     """
 
     def __init__(self, url: str) -> None:
@@ -163,7 +167,7 @@ class ConnectionPool:
         self.idle: list[TimedConnection] = []
 
     async def send(self, request: bytes, timed: TimedRequest) -> None:
-        """Send a request on an idle or new connection, and read its response to the end."""
+        """Send a request on an idle or a new connection, and read its response to the end."""
         connection = None
         while self.idle and connection is None:
             connection = self.idle.pop()

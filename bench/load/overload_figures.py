@@ -52,7 +52,7 @@ class Bound(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The figures of one overload run.
+    """The computed results of one overload run, such as goodput and waiting times.
 
     A spike is a load of twice the capacity with clients that obey Retry-After; a storm is the same
     with clients that ignore it. A request is good if it meets both latency budgets. Shares are
@@ -201,7 +201,7 @@ def is_good_at_once(client: ClientRecord) -> bool:
 
 
 def times(seconds: Iterable[float]) -> Times:
-    """Summarize durations in seconds: their number and percentiles, or zeros if there are none."""
+    """Return the number and percentiles of durations in seconds; zeros if there are none."""
     ordered = sorted(seconds)
     if not ordered:
         return Times(0, 0.0, 0.0)

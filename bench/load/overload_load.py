@@ -45,7 +45,9 @@ GRACE_S = 10.0
 
 
 class Try(msgspec.Struct):
-    """One attempt at a client's request. Times are in seconds after the beginning of the plan.
+    """One of a client's attempts to get its answer.
+
+    Times are in seconds after the beginning of the plan.
 
     unread_s  delay from the arrival of the response in the socket until the client read it
     """
@@ -134,7 +136,7 @@ def _stream(plan: Plan, timed: TimedRequest) -> Stream:
 
 
 class ClientLoad:
-    """Sends the requests of the plan's independent clients, and records them in `clients`."""
+    """The load of independent clients: sends the plan's requests, and records how each ended."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -170,7 +172,7 @@ class ClientLoad:
         return round_trips
 
     async def run_clients(self) -> None:
-        """Start every client of the plan at its time, and wait for all of them."""
+        """Start each client at the time that the plan states, and wait until all have ended."""
         plan, tasks = self._plan, []
         for arrival in arrivals(plan.phases, plan.capacity_per_s, plan.seed):
             await _sleep_until(plan.begin_s + arrival.due_s)
@@ -227,7 +229,7 @@ class ClientLoad:
 
 
 async def clients(plan: Plan) -> ClientRecords:
-    """Measure the idle machine, run all clients of the plan, and return their records."""
+    """Measure the idle machine, then run all clients of the plan, and return the records."""
     load = ClientLoad(plan)
     idle_s = await load.measure_idle()
     task = asyncio.create_task(load.measure_busy())

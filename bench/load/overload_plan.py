@@ -45,7 +45,7 @@ The rest of the capacity is left for retries.
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """A phase of an overload run, with a constant load.
+    """One phase of an overload run, during which the load is constant.
 
     seconds  its duration
     load     its load as a multiple of the fleet's capacity
@@ -81,7 +81,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What the load generator sends, and when.
+    """The requests that the load generator sends in an overload run, with their times.
 
     `begin_s` is in seconds of time.monotonic; other times are in seconds after it.
     """

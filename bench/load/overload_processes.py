@@ -62,7 +62,10 @@ class CpuTimes(NamedTuple):
 
 
 class OverloadFleet:
-    """The running processes of an overload run. `pids` has their process identifiers by name."""
+    """The processes of one overload run: engines, gateway and null server.
+
+    `pids` has their ids by name.
+    """
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ def run_fleet(admission: str, policy: str, longest_s: float) -> Iterator[Overloa
 def generate_load(
     plan: Plan, fleet: OverloadFleet
 ) -> tuple[ClientRecords, list[Stream], int, dict[str, CpuTimes]]:
-    """Run the load generator with a plan, and return what it recorded.
+    """Run the load generator with a plan against the fleet, and return the records of all requests.
 
     That is: the records of the clients, the progress of the streams, the number of requests that
     reached the engines since the storm began, and the CPU time of each process in the spike.

@@ -112,7 +112,7 @@ def _access_line(line: bytes) -> dict[str, Any]:
 
 
 class SeedRuns(NamedTuple):
-    """The simulations (replays) and the live runs of the traffic of one random seed."""
+    """All simulations and live runs that used the traffic of one random seed."""
 
     replays: Sequence[RunFigures]
     live: Sequence[RunFigures]

@@ -57,7 +57,7 @@ def mock_engines(command: str) -> Coroutine[Any, Any, None]:
 
 
 async def serve_and_send(folder: Path) -> None:
-    """Start the fleet of the plan, send the requests, and write what the client recorded."""
+    """Start the planned fleet, send it the requests, and write the client's records to a file."""
     written = Path(folder, "client.json").read_bytes()
     plan = msgspec.json.decode(written, type=BenchPlan, dec_hook=lambda kind, text: kind(text))
     engines = asyncio.create_task(mock_engines(Path(folder, "mock.txt").read_text()))

@@ -69,7 +69,10 @@ class PredictionErrors(NamedTuple):
 def run_live(
     policy: str, requests: int, speed: float
 ) -> tuple[ClockResult, PredictionErrors | None]:
-    """Run the trace over HTTP and return its results. Raises SystemExit if a request fails."""
+    """Send the recorded trace to a running gateway over HTTP, and return the results.
+
+    Raises SystemExit if a request fails.
+    """
     with TemporaryDirectory() as folder:
         log = Path(folder, "access.jsonl")
         with fleet(policy, speed, str(log)) as url:
@@ -101,7 +104,7 @@ def prediction_errors(log: str) -> PredictionErrors | None:
 def run_virtual(
     policy: str, requests: list[TraceRequest], speed: float
 ) -> tuple[ClockResult, PredictionErrors]:
-    """Simulate the trace with the block size and max_tokens of the live run."""
+    """Simulate the recorded trace with the settings of the live run, and return the results."""
     spec = FleetSpec(
         "live's twin", (msgspec.structs.replace(GROUP, max_concurrency=256),), block_tokens=16
     )

@@ -46,7 +46,7 @@ SETTLE_S = 10.0
 
 
 class Case(NamedTuple):
-    """How some of the four engines are slower than the others in a measurement.
+    """Which of the four engines are slow in one measurement, and by how much.
 
     factor    how many times slower they are
     only      the steps that are slower: "prefill", "decode" or "" (all)
@@ -103,7 +103,7 @@ def _format_result(slow: dict[str, Any], three: dict[str, Any]) -> str:
 
 
 def run_case(policy: str, options: argparse.Namespace, groups: int, case: Case) -> dict[str, Any]:
-    """Run one case with a new gateway and new mock engines, and return its results."""
+    """Measure one case of slow engines with a new gateway and new engines; return its results."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         first = free_run(groups + 2)

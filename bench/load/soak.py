@@ -48,7 +48,7 @@ MAX_MISSES_SHOWN = 20
 
 
 class SoakResult(msgspec.Struct, frozen=True):
-    """The results of a soak test (load and faults for minutes).
+    """The results of one soak test, which runs load and faults for minutes.
 
     fates          number of requests by kind and outcome
     churn          number of faults by name

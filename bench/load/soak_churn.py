@@ -27,7 +27,7 @@ def is_available(status: dict[str, Any] | None) -> bool:
 
 
 class Churn:
-    """Causes faults in a running fleet, again and again, in random order.
+    """Disturbs a running fleet until cancelled: engines die, freeze or drain, in random order.
 
     done  number of faults by name
     """

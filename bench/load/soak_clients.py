@@ -27,7 +27,7 @@ SERVED_BY = ("x-penstock-endpoint", "x-penstock-prefill")
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """One kind of request that the simulated clients of a soak test send.
+    """One kind of request that clients of a soak test send, such as a streamed chat.
 
     weight   relative frequency
     stream   whether the answer is streamed
@@ -67,7 +67,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 class Clients:
-    """Simulated users of a soak test, each with one request at a time.
+    """The simulated users of a soak test. Each sends one request at a time and checks its answer.
 
     fates       number of requests by kind and outcome: ok, left (the client disconnected), refused
                 (as expected), lost (with its engine), unexpected

@@ -130,7 +130,12 @@ class SoakFleet:
         return {name: min(total(page, name) for page in pages) for name in STABLE_GAUGES}
 
     async def in_use(self) -> dict[str, float]:
-        """Return how many resources the gateway and engines still hold for requests, by name."""
+        """Return how many resources the gateway and the engines hold for requests, by name.
+
+        All are zero while no request runs.
+
+        Idle means zero.
+        """
         page = await self._page()
         resources = {name: total(page, name) for name in TRANSIENT_GAUGES}
         for group in self.groups:
@@ -184,7 +189,7 @@ def configuration(groups: list[Group], policy: str) -> str:
 
 
 def start_group(name: str, role: str, speed: float) -> Group:
-    """Start an engine process, which the caller must wait for and end."""
+    """Start a mock engine as a process. The caller has to wait until it is ready, and to end it."""
     options = next(options for known, _, options in ROLES if known == role)
     return Group(name, role, MockProcess(speed, *options, "--role", role))
 

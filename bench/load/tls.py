@@ -85,7 +85,7 @@ CLIENTS: Mapping[str, Client] = {
 
 
 class Rotation:
-    """A thread that replaces the gateway's certificate again and again.
+    """A thread that keeps replacing the gateway's TLS certificate while clients send requests.
 
     It waits until the gateway uses the new certificate before it writes the next one.
 

@@ -33,7 +33,7 @@ and changes little else.
 
 
 class PromptCosts:
-    """How long the work on a prompt takes, measured on a model of step times.
+    """How many seconds of prefill a prompt needs, measured on a model of the engine's step times.
 
     token_s        seconds per prompt token
     pair_s         seconds per pair of a query and a key (attention)
@@ -50,7 +50,7 @@ class PromptCosts:
         self.context_s = (many - few) / 1e5
 
     def prompt_s(self, start: float, tokens: float) -> float:
-        """Return the seconds to compute `tokens` prompt tokens from position `start` on."""
+        """Return the seconds of prefill for `tokens` prompt tokens from position `start` on."""
         return tokens * (self.token_s + self.pair_s * (start + tokens / 2))
 
 

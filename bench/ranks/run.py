@@ -102,7 +102,7 @@ def run_seed(arms: Sequence[str], seed: int, log_line: Callable[[str], None]) ->
 
 
 def geometric_mean(ratios: Sequence[float], digits: int = 2) -> str:
-    """Return the geometric mean over seeds and its 95 % interval, as text."""
+    """Return the geometric mean of ratios over random seeds, with its 95 % interval, as text."""
     logs = [log(ratio) for ratio in ratios]
     if len(logs) < 2:
         return f"{exp(logs[0]):.{digits}f}"

@@ -105,7 +105,7 @@ class AutoResult(msgspec.Struct, frozen=True):
 
 
 class LoggedFleet(Fleet):
-    """A simulation that writes an access log, and whose policy can be replaced while it runs."""
+    """A simulated fleet with an access log. Its routing policy can be replaced while it runs."""
 
     lines: list[LoggedRequest]
 
@@ -156,7 +156,7 @@ def known_fleet(spec: FleetSpec) -> FleetSpec:
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A workload with the load of its simulations, and the results of each policy alone."""
+    """One random workload, its load, and the attainment of each policy alone on it."""
 
     case: Case
     load: float
@@ -165,7 +165,10 @@ class Prepared(msgspec.Struct, frozen=True):
 
     @property
     def start(self) -> str:
-        """Return the policy with the lowest attainment, with which the measurement begins."""
+        """Return the policy that alone had the lowest attainment.
+
+        The measurement of `auto` begins with it.
+        """
         return min(self.alone, key=self.alone.__getitem__)
 
 

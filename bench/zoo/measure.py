@@ -62,7 +62,7 @@ The number of sessions at load 1 is derived from that duration.
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A random workload with the random seed of its arrival times, ready to be simulated.
+    """One random workload and the random seed of its arrival times, ready to be simulated.
 
     rate_s   requests per second at load 1
     users    concurrent sessions at load 1; 0 if requests do not wait for earlier answers
@@ -84,7 +84,7 @@ class Case(msgspec.Struct, frozen=True):
         return self.workload.requests / self.rate_s if self.users else None
 
     def at(self, load: float) -> Traffic:
-        """Return the traffic of a workload at a load.
+        """Return the workload's traffic at a load, which multiplies its request rate.
 
         The load multiplies the request rate, or the number of sessions if it has sessions.
         """

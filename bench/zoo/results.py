@@ -14,7 +14,7 @@ LEAST = STEP**LOWEST
 
 
 class Result(msgspec.Struct, frozen=True):
-    """How one policy served one random workload.
+    """How well one routing policy served one random workload.
 
     It has the attainment (share of requests in time) by step of the load, and the capacity by
     required attainment, such as "0.9".

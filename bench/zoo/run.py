@@ -86,7 +86,7 @@ class Comparison:
         self._file = file
 
     def run(self, policies: Sequence[str], quick: bool = False) -> None:
-        """Measure the results that are missing from the file.
+        """Measure the policies whose results for this workload are not in the results file yet.
 
         Capacities come first. The other figures follow, unless `quick` is true.
         """

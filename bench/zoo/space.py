@@ -62,7 +62,7 @@ SPANS = 6.0
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """One random workload. Lengths are in tokens, times in seconds.
+    """One random workload: its requests and its engines. Lengths are in tokens, times in seconds.
 
     number          its number in the sequence of workloads
     seed            random seed of the sequence

@@ -48,7 +48,7 @@ def engine_config(folder: str, tp: int, options: Iterable[str]) -> VllmConfig:
 
 
 def measure(rank: int, tp: int, kv_bytes: int, jobs: list[list[str]]) -> None:
-    """Build one rank's part of each model, and measure it.
+    """Load one rank's part of each model, and measure its weights and KV cache in bytes.
 
     Rank 0 prints one line of JSON per model. If vLLM rejects a model, the line has its error.
     """

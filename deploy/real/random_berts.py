@@ -35,7 +35,10 @@ SEED = 7
 
 
 def main(folder: Path) -> None:
-    """Write the three models, each with its tokenizer, into a folder. Each takes about 1 MB."""
+    """Write three small BERT models with random weights into a folder, each with its tokenizer.
+
+    Each takes about 1 MB.
+    """
     words = BertWordPieceTokenizer()
     pages = sorted(str(page) for page in (ROOT / "docs").rglob("*.md"))
     words.train(pages, vocab_size=VOCABULARY)

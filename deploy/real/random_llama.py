@@ -83,7 +83,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def main(folder: Path, kind: str) -> None:
-    """Write the tokenizer, the configuration and the weights into a folder.
+    """Write a small Llama model with random weights into a folder.
+
+    The folder then has the tokenizer, the configuration and the weights.
 
     The folder takes 2.5 MB, or 17 MB for the deep model.
     """

@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def vocabulary() -> tuple[list[str], list[float], list[int]]:
-    """Return the model's vocabulary as three lists: tokens, scores and token types.
+    """Return the vocabulary of the GGUF model as three lists: tokens, their scores and their types.
 
     The values are those of a SentencePiece model, in the order of the token identifiers.
     """
@@ -39,7 +39,10 @@ def vocabulary() -> tuple[list[str], list[float], list[int]]:
 
 
 def write(path: Path) -> None:
-    """Write the model to a GGUF file. Its random weights are the same in every run."""
+    """Write a small Llama model to a GGUF file.
+
+    Its weights are random, but the same in every run.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     _add_description(writer)
     _add_tensors(writer)

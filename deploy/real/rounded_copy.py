@@ -19,7 +19,7 @@ _KEPT = ("embed_tokens", "lm_head")
 
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return a matrix rounded to integers of `bits` bits times the scale of each group."""
+    """Round the groups of a weight matrix to integers of `bits` bits times a scale per group."""
     most = 2 ** (bits - 1) - 1
     groups = weight.float().reshape(-1, GROUP)
     scales = groups.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / most
@@ -28,7 +28,7 @@ def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def main(source: Path, target: Path, bits: int) -> None:
-    """Write the copy into a new folder."""
+    """Copy a model from the folder `source` to a new one, with weights rounded to `bits` bits."""
     shutil.copytree(source, target)
     file = target / "model.safetensors"
     tensors = load_file(file)

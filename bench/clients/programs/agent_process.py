@@ -28,7 +28,10 @@ async def start(*command: str, folder: Path = HOME, **env: str) -> Process:
 
 
 async def lines(process: Process) -> AsyncIterator[Any]:
-    """Yield the JSON objects that an agent prints; other lines are skipped."""
+    """Yield each line of an agent's output that is a JSON object, decoded.
+
+    Other lines are skipped.
+    """
     assert process.stdout is not None
     while line := await process.stdout.readline():
         if line.startswith(b"{"):

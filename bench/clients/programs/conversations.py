@@ -53,7 +53,10 @@ class Turn:
 
 
 class Session(Protocol):
-    """One conversation that a client program holds with the gateway, turn by turn."""
+    """One conversation of a client program with the gateway.
+
+    Each client program implements this class.
+    """
 
     async def ask(self, text: str) -> Turn:
         """Send the user's next message, run the tools that the model calls, and return the
@@ -78,7 +81,7 @@ The tool stands for an agent's tools; it measures the depth at the pump with the
 
 
 def measure_call(pump: int) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments with which a model calls the tool `measure`."""
+    """Return the name and the JSON arguments of a model's call of the tool `measure` for a pump."""
     return TOOL_NAME, {"pump": pump}
 
 
@@ -93,7 +96,7 @@ def shell_call(name: str, member: str, **others: str) -> Call:
 
 
 def measured_pump(command: str) -> int:
-    """Return the pump number for which shell_call() has built this shell command."""
+    """Return the number of the pump in a shell command that shell_call() has built."""
     return int(command.partition("echo pump ")[2].partition(" ")[0])
 
 

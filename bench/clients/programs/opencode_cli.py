@@ -28,7 +28,10 @@ ASK_S = 120.0
 
 
 class Server:
-    """The process of OpenCode's server. It starts when the first request is sent."""
+    """The process of OpenCode's server, which runs all conversations of this client program.
+
+    It is started by the first request.
+    """
 
     def __init__(self) -> None:
         self._url = ""
@@ -36,8 +39,9 @@ class Server:
         self._process: Process | None = None
 
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a POST with a JSON body, or a GET without one, and return the parsed JSON
-        response.
+        """Send a request to OpenCode's server, and return the parsed JSON response.
+
+        It is a POST with the JSON `body`, or a GET if there is no body.
         """
         async with self._lock:
             if not self._url:

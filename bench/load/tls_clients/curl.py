@@ -18,7 +18,7 @@ END = "\n--- %{http_code}\n"
 
 
 def run_curl(stream: bool) -> tuple[Counter[str], list[str]]:
-    """Send several requests with one curl process.
+    """Send several requests by one process of curl, which reuses its connection.
 
     Returns the number of requests by outcome, and error messages.
     """
