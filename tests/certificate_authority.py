@@ -15,7 +15,7 @@ class Files(NamedTuple):
 
 
 class Authority:
-    """A certificate authority that issues certificates as files in a folder.
+    """A certificate authority for tests, which issues certificates as files in a folder.
 
     ca       path of the authority's own certificate
     same_as  another authority whose key is used instead of a new one

@@ -52,7 +52,7 @@ def program(command: Callable[..., Any], **given: object) -> Program:
 
 @contextmanager
 def kept_signal_handlers() -> Iterator[None]:
-    """Restore the handlers of signals that commands of the gateway replace."""
+    """Restore the signal handlers that commands of the gateway replace, after a `with` block."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR2)}
     try:
         yield
@@ -63,7 +63,7 @@ def kept_signal_handlers() -> Iterator[None]:
 
 
 class CommandRunner:
-    """Runs programs such as gateway.cli.main.run()."""
+    """Runs command-line programs in this process, and captures what they print."""
 
     def invoke(
         self,

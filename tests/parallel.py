@@ -40,7 +40,7 @@ USUAL_LINES = 1200
 
 @dataclass
 class Running:
-    """A part in progress: its place, a name to print, its output and the time of its start."""
+    """A part of the tests that runs now: its place, its name, its output and its start time."""
 
     place: int
     name: str
@@ -84,8 +84,9 @@ def run_part(files: list[str], log: Path) -> NoReturn:
 
 
 class Parts:
-    """Runs all parts in `places` processes, and prints a line for each, and the output of failed
-    ones.
+    """Runs all parts of the tests in `places` processes.
+
+    Prints a line for each part, and the output of failed ones.
     """
 
     def __init__(self, logs: Path, places: int, with_types: bool = True) -> None:
@@ -149,7 +150,7 @@ class Parts:
 
 
 def preload() -> None:
-    """Import what most tests use, and except it from garbage collections."""
+    """Import the modules that most tests use, and exempt them from garbage collection."""
     for name in PRELOADED:
         import_module(name)
     gc.collect()

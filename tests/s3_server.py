@@ -32,7 +32,7 @@ Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class S3Server:
-    """The S3 server in a thread.
+    """An S3 server for tests, which runs in a thread of this process.
 
     log    method, path, query and range of each request
     fault  function that gets each request and returns how it fails:
@@ -83,7 +83,7 @@ class S3Server:
         self._thread.join()
 
     def reset(self) -> None:
-        """Delete all objects and parts, but not the bucket."""
+        """Delete all objects and unfinished uploads, but keep the bucket."""
         self.fault = lambda _: None
         urlopen(Request(f"{self.url}/moto-api/reset", method="POST")).close()
         urlopen(Request(f"{self.url}/{BUCKET}", method="PUT")).close()

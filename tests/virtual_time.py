@@ -25,7 +25,7 @@ _real_monotonic = time.monotonic
 
 
 class VirtualTimeLoop(VirtualLoop):
-    """A virtual loop whose time is also `time.monotonic()` until it is closed."""
+    """An event loop on virtual time. Until it is closed, `time.monotonic()` returns its time too."""
 
     def __init__(self) -> None:
         super().__init__()

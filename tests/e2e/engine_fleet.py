@@ -38,7 +38,7 @@ class Mode(Enum):
 
 
 class Engine:
-    """A fake engine on its own port, which it keeps whatever it does.
+    """A fake engine that keeps its port while it stops, fails or restarts.
 
     posts      number of received requests, by the gateway's request identifier
     delay_s    seconds from a request to its answer

@@ -84,9 +84,7 @@ def forgetting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def resuming(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Yield a fleet whose engines cannot store responses. The gateway then requests chats
-    instead.
-    """
+    """Yield a fleet whose engines store no responses, so that the gateway sends whole chats."""
     yield from fleet(tmp_path_factory.mktemp("resuming"), more=RESUMED)
 
 

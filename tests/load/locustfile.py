@@ -106,14 +106,14 @@ class StreamingUser(HttpUser):
 
 
 class ChatUser(StreamingUser):
-    """Users whose conversations share a short system prompt."""
+    """A simulated user with a conversation. All conversations begin with one short system prompt."""
 
     shape = "chat"
     weight = 3
 
 
 class SharedPrefixUser(StreamingUser):
-    """Users that ask about one of 150 long prompts, which share beginnings in several levels."""
+    """A simulated user that asks about one of 150 long prompts with shared beginnings."""
 
     shape = "shared-prefix"
     weight = 1

@@ -34,7 +34,7 @@ class Pair:
         self.engine, self.front = engine, front
 
     async def both(self, path: str, body: dict[str, Any]) -> tuple[Reply, Reply]:
-        """Return the gateway's answer to a request, and the engine's own answer.
+        """Send a request to the gateway and to the engine; return both answers in this order.
 
         The engine has answered the request before, so that its cache contains the prompt both
         times.

@@ -47,7 +47,7 @@ PATIENCE_S = 300.0
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """An HTTP answer.
+    """A whole HTTP answer of an engine or a gateway.
 
     events  the events of a stream, as (name, data)
     body    the body of any other answer
@@ -59,7 +59,7 @@ class Reply(msgspec.Struct, frozen=True):
 
     @property
     def message(self) -> str:
-        """Return the message of an error, in the error format of any API."""
+        """Return the message of an error answer, whose format may be that of any API."""
         error = self.body.get("error", self.body) if isinstance(self.body, dict) else self.body
         return str(error.get("message") if isinstance(error, dict) else error)
 

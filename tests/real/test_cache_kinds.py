@@ -27,7 +27,7 @@ CPU_MLA = ("--attention-backend", "CPU_MLA", "--max-model-len", "3072")
 
 
 class CacheKind(NamedTuple):
-    """A model or a cache type, and the number of the model's KV heads."""
+    """A kind of KV cache to test: the model, vLLM's options, and the number of KV heads."""
 
     name: str
     model: str

@@ -94,7 +94,7 @@ def post(url: str, path: str, body: dict[str, Any]) -> bytes:
 
 
 def both(url: str, path: str, body: dict[str, Any]) -> tuple[bytes, bytes]:
-    """Return the answers to a request, by the engine's own API and translated.
+    """Send a request by the engine's own API and by a translated one; return both answers.
 
     The request was answered before, so that the engine's cache contains its prompt both times.
     """
@@ -104,7 +104,7 @@ def both(url: str, path: str, body: dict[str, Any]) -> tuple[bytes, bytes]:
 
 
 def order_of(data: bytes) -> list[str]:
-    """Return the names of a stream's events, in order.
+    """Return the names of a stream's events in their order of arrival.
 
     For an incomplete response, vLLM ends with response.completed, and OpenAI and the gateway with
     response.incomplete. The state in it is `incomplete` in both cases.
@@ -136,7 +136,7 @@ def parts_of(path: str, data: bytes) -> Any:
 
 
 def own_requests(path: str) -> list[dict[str, Any]]:
-    """Return an agent session whose first answers are tool calls."""
+    """Return the requests of an agent session whose first answers are tool calls."""
     requests = message_requests() if path == "/v1/messages" else response_requests()
     for request in requests:
         request["temperature"] = 0

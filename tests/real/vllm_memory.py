@@ -98,9 +98,7 @@ class RankCache:
         return encoded
 
     def rows(self, group: int, layer: int, head: int, block: int, part: int) -> list[torch.Tensor]:
-        """Return the tensors (token, byte) that together hold a block's rows: numbers and
-        scales.
-        """
+        """Return tensors (token, byte) over the memory of a block: its numbers, then its scales."""
         view = self.groups[group][layer]
         cells = view[block, head]
         if self.order["is_latent"]:

@@ -38,10 +38,10 @@ MIB = 1024 * 1024
 
 
 class Place:
-    """A place where files and batches are stored. Each call of storage() acts as another gateway
-    process.
+    """A place where files and batches are stored, such as a folder.
 
-    Each of these processes has its own clock.
+    Each call of storage() acts as another gateway process.
+    Each such process has its own clock.
     """
 
     def __init__(self) -> None:

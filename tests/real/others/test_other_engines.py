@@ -109,7 +109,7 @@ def state(gateway: GatewayProcess, number: int = 0) -> Any:
 
 
 def streamed(url: str, model: str, wanted: dict[str, Any]) -> list[tuple[str, str | None]]:
-    """Return the text and the finish reason of each choice in a stream, chunk by chunk."""
+    """Send a streamed chat; return the text and the finish reason of each choice, chunk by chunk."""
     chunks = client(url).chat.completions.create(model=model, stream=True, **wanted)
     choices = [choice for chunk in chunks for choice in chunk.choices]
     return [(choice.delta.content or "", choice.finish_reason) for choice in choices]

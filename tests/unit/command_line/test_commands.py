@@ -13,7 +13,7 @@ from tests.command_runner import CommandRunner, program
 
 
 class Colour(StrEnum):
-    """Values of an option."""
+    """The values of an option of the test command."""
 
     RED = "red"
     BLUE = "blue"

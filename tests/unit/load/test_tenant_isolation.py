@@ -71,8 +71,9 @@ async def test_the_probes_of_the_command_line_are_sent_and_judged(
 
 
 class EngineOfLengths:
-    """A client's view of an engine that answers a length sooner which it has seen before, and that
-    caches prompts if `is_shared`.
+    """A client of a fake engine that answers sooner to a prompt of a length that it has seen.
+
+    It caches prompts for all tenants if `is_shared`.
     """
 
     def __init__(self, *, is_shared: bool) -> None:

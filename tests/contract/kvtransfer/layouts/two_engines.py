@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 class TwoEngines:
-    """Two engine processes, which do one KV transfer after another."""
+    """Two engine processes with different KV layouts, which transfer KV one request after another."""
 
     def __init__(self) -> None:
         self.source, self.sink = EngineClient(), EngineClient()
@@ -61,7 +61,7 @@ class TwoEngines:
         files: tuple[list[str], list[str]],
         parts: Sequence[Part],
     ) -> list[list[str]]:
-        """Transfer each part of a request, and return (kind, reason, detail) of every fetch."""
+        """Transfer each part of a request; return (kind, reason, detail) of every fetch."""
         encoded = [msgspec.to_builtins(layout) for layout in layouts]
         addresses = self.source.call("open", name="p", layout=encoded[0], files=files[0])
         self.sink.call("open", name="d", layout=encoded[1], files=files[1])

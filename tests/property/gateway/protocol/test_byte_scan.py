@@ -85,7 +85,7 @@ def events_of(data: bytes, marker: bytes) -> int:
 
 @contextmanager
 def using(form: ModuleType) -> Iterator[None]:
-    """Let the modules that parse responses use the C version or the Python version."""
+    """Let all modules that parse responses use the given form of the search: in C or in Python."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("finish_reason", "usage_counts"):
             patch.setattr(usage_and_error_search, name, getattr(form, name))

@@ -27,14 +27,14 @@ STEP_S = 0.25
 
 
 class Job(NamedTuple):
-    """A batch job: its deadline, and how long each of its requests takes, in seconds."""
+    """A simulated batch job: its deadline, and the seconds that each of its requests takes."""
 
     ends_s: float
     requests_s: tuple[float, ...]
 
 
 class Outcome(NamedTuple):
-    """The result of a simulation.
+    """The result of simulating batch jobs on a pool.
 
     It has the time at which each batch job ended, the reserved places at each step, and the plans
     with their demands.

@@ -72,7 +72,7 @@ class ScriptedTarget:
 
 
 async def answer_better(job: ReplayJob) -> ReplayAnswer:
-    """Return a simulation result in which another policy is much better.
+    """Return a result of a replay process in which another policy is much better.
 
     It serves 40 percentage points more requests in time.
     """

@@ -34,7 +34,7 @@ def record(output: str | None = None, errors: str | None = None) -> BatchRecord:
 
 
 class Store:
-    """A storage with one batch, and some files."""
+    """A fake storage that has one batch and some files."""
 
     def __init__(self, batch: BatchRecord | None = None, **files: Any) -> None:
         self._batch, self._files = batch, files
@@ -49,7 +49,7 @@ class Store:
 
 
 class Pages(AllBatchPages):
-    """The handlers. The key is the tenant's name."""
+    """The tested handlers of message batches. A request's API key is its tenant's name."""
 
     def _tenant(self, request: web.Request) -> str:
         return request.headers.get("x-api-key", "")
@@ -82,7 +82,7 @@ async def test_results_that_were_deleted_are_not_found(files: dict[str, Any]) ->
 
 
 class Broken(BytesIO):
-    """A file whose first line can be read, but no other."""
+    """A fake file of which only the first line can be read."""
 
     def readlines(self, hint: int | None = -1, /) -> list[bytes]:
         if self.tell():

@@ -61,7 +61,7 @@ class TlsServer(ThreadingHTTPServer):
         super().process_request_thread(request, client_address)
 
     def handle_error(self, *_: object) -> None:
-        """Ignore clients that refuse the certificate and close the connection."""
+        """Ignore the errors of clients that refuse the certificate and close the connection."""
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.replacement import stand_in
 
 
 class ManualLoop:
-    """A fake event loop. `later` has the scheduled calls."""
+    """A fake event loop that runs scheduled calls only when the test does. `later` has those calls."""
 
     def __init__(self) -> None:
         self.later: list[tuple[float, Callable[[], object]]] = []
@@ -35,7 +35,7 @@ class ManualLoop:
 
 
 class FakeConnection:
-    """A fake connection that records the requests sent on it.
+    """A fake connection to an engine. It records the requests that are sent on it.
 
     `done` is a future that ends with the response.
     """

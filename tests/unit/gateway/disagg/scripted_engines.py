@@ -97,7 +97,7 @@ Script = Callable[[EngineRequest], Awaitable[None]]
 
 
 class ScriptedEngine:
-    """One scripted engine, with its `url` and the `requests` that it received.
+    """A fake engine whose answers a test scripts. `requests` has the requests that it received.
 
     is_dead      whether it accepts connections and closes them at once
     is_silent    whether it does not answer health checks

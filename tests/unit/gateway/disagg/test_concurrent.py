@@ -213,7 +213,7 @@ async def test_a_client_that_disconnects_closes_both_legs(stage: str) -> None:
 
 
 class Connecting:
-    """Makes connections to the given engines hang.
+    """Makes every attempt to connect to one of these engines hang until the test lets it continue.
 
     `begun` waits until a request has tried to connect to each of them.
     """

@@ -33,7 +33,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class Engine:
-    """A fake engine that lists `models` and records the model names of requests.
+    """A fake engine that lists `models`, and records by which model names it is called.
 
     models     the list; None: it has no page with models
     is_strict  whether it returns 404 for a name that it does not list, as vLLM does. Otherwise its

@@ -76,7 +76,7 @@ async def turns() -> None:
 
 
 class Outcome(NamedTuple):
-    """How a client connection handled some bytes.
+    """What a client connection did with some bytes: the answers, and whether it was closed.
 
     responses     (status, body) of each response
     is_closed     whether the connection was closed

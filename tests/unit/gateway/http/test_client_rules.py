@@ -203,7 +203,7 @@ async def test_a_model_of_another_type_is_not_taken_for_a_missing_one() -> None:
 
 
 class EveryApi(Engine):
-    """An engine that answers each API in the name that it gets, whole or as named events."""
+    """A fake engine that answers every API in that API's own format, whole or as a stream."""
 
     def application(self) -> web.Application:
         application = super().application()

@@ -44,7 +44,7 @@ class Echo(asyncio.Protocol):
 
 
 class Server:
-    """A server on a real port, with the connections of NewConnections.
+    """A server on a real port, whose connections are accepted by the tested NewConnections.
 
     begun  addresses of the clients whose connections have begun, in order
     """

@@ -238,9 +238,7 @@ async def test_cancelling_a_request_closes_its_connection(second_try: bool) -> N
 
 
 class CancellingClient(FakeClient):
-    """A client that cancels its request after the connection began it, and before its bytes are
-    sent.
-    """
+    """A client that cancels its request after the connection began it, before its bytes are sent."""
 
     def set_source(self, source: UpstreamConnection | None) -> None:
         if source is not None:

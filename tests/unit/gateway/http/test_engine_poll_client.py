@@ -15,7 +15,7 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
 class Engine:
-    """A fake server that answers requests from the list `answers`. None closes the connection."""
+    """A fake engine that gives the responses in `answers`, in order. None closes the connection."""
 
     def __init__(self, answers: Callable[[int], bytes | None]) -> None:
         self.answers, self.requests = answers, list[bytes]()

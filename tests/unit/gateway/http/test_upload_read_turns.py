@@ -24,7 +24,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: audio/mpeg\r\ncontent-length: 100000
 
 
 class FakeReader(FakeTransport):
-    """A fake transport with more data to read in each of `reads` turns of the event loop."""
+    """A fake connection that has more data to read in each of `reads` turns of the event loop."""
 
     def __init__(self, read_turns: ReadTurns, reads: int) -> None:
         super().__init__(asyncio.Protocol())

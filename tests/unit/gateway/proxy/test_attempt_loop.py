@@ -39,7 +39,7 @@ class Endpoints:
 
 
 class Plan:
-    """A fake plan that chooses the first remaining endpoint.
+    """A fake attempt plan, which chooses the first endpoint that is left.
 
     The first attempts fail with the listed errors, and all later ones succeed.
     """

@@ -16,7 +16,7 @@ pytestmark = VIRTUAL_TIME
 
 
 class Reloads:
-    """A watched configuration file that counts its reloads."""
+    """A watched configuration file, with the number of reloads that its changes have caused."""
 
     def __init__(self, path: Path) -> None:
         self.paths = (path,)

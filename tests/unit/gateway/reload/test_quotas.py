@@ -129,7 +129,7 @@ def test_a_quota_keeps_the_estimate_where_the_engine_does_not_count() -> None:
 
 
 class Stream:
-    """A streamed chat of a tenant. Its client leaves once `may_end` is set."""
+    """A tenant's streamed chat, whose client disconnects once `may_end` is set."""
 
     def __init__(self, harness: Running, key: str) -> None:
         self._harness, self._headers = harness, {"Authorization": f"Bearer {key}"}

@@ -11,7 +11,7 @@ from aiohttp import web
 
 
 class Collector:
-    """A running OpenTelemetry collector.
+    """A fake OpenTelemetry collector, which keeps the spans that it receives.
 
     spans  the received spans, with attributes as a plain mapping
     url    address of the collector, for the configuration

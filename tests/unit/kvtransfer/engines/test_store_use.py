@@ -42,7 +42,7 @@ STEP_TOKENS = 64
 
 
 class Engine:
-    """The scheduler and the workers of one engine, whose steps the test performs."""
+    """The scheduler and the workers of one simulated engine. The test runs its steps one by one."""
 
     def __init__(
         self, path: Path, layout: KvLayout = LAYOUT, compatibility: str = "llama/v1"

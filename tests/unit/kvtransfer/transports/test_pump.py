@@ -43,7 +43,7 @@ needs_pump = pytest.mark.skipif(PUMP is None, reason="the pump is not compiled")
 
 
 class Ends:
-    """Two connected sockets, an eventfd, and the calls of the C pump for both directions."""
+    """Both ends of a socket connection, with the C pump's calls for each direction."""
 
     def __init__(self, pump: PumpFunctions) -> None:
         self.near, self.far = socket.socketpair()

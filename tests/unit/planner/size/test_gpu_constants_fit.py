@@ -40,8 +40,9 @@ MODEL, H100 = model_named(NAME), msgspec.structs.replace(gpu_named("h100"), grid
 
 
 class OtherTimes:
-    """Step times with other constants, random noise, and an effect that the fitted equation
-    lacks.
+    """Simulated step times that the fitted equation cannot match exactly.
+
+    They have other constants, random noise, and an effect that the equation lacks.
     """
 
     def __init__(self, seed: int, jitter: float) -> None:

@@ -9,7 +9,7 @@ from policies.auto.switch_decision import HOUR_S, Action, PolicyDecider
 
 
 def member(name: str, gain: float, error: float) -> MemberEstimate:
-    """Return an estimate of a policy's gain, from eight parts with this mean and error."""
+    """Return the estimate of a policy's gain from eight blocks with this mean and error."""
     spread = error * sqrt(7) / 2.36
     return MemberEstimate(name, 0.8 + gain, gain, error, (gain - spread, gain + spread) * 4)
 

@@ -91,7 +91,7 @@ def test_engine_time_costs_more_where_prompts_keep_other_ranks_busy() -> None:
 
 
 class CountedGroups(list[AgeGroup]):
-    """Groups of answers that count how often they are read."""
+    """Groups of running answers, which count how often the price calculation reads them."""
 
     reads = 0
 

@@ -55,13 +55,13 @@ def test_a_label_is_not_tested_with_an_answer_that_hides_its_first_token() -> No
 
 
 class Asker:
-    """Asks one scorer for the endpoint of each of many streamed requests."""
+    """Lets one scorer choose the endpoint of many streamed requests, one after another."""
 
     def __init__(self, fleet: Sequence[Candidate]) -> None:
         self.by, self.fleet, self.count = PriceScorer(PricedPolicy()), fleet, 0
 
     def again(self, tried: Sequence[str] = ()) -> int:
-        """Return the index of the endpoint that is preferred for the last request."""
+        """Return the index of the endpoint that the scorer prefers for the last request now."""
         question = ask(1000, 300, tried=tried)
         request = replace(question.request, id=str(self.count), stream=True)
         scores = self.by.scores(replace(question, request=request), self.fleet)

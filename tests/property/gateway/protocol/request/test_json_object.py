@@ -66,7 +66,7 @@ def c_form() -> ModuleType:
 
 
 def check(text: bytes) -> bool:
-    """Compare the search with msgspec if it finds members; return whether it does."""
+    """Compare the search for members with msgspec's parser; return whether it found members."""
     found = c_form().find_members(text, msgspec.Raw)
     if found is None:
         return False
@@ -139,7 +139,7 @@ def test_the_arguments_are_checked() -> None:
 
 
 def outcome(text: bytes) -> object:
-    """Return the members of a body, or the message of the error that refuses it."""
+    """Return the members of a body, or the message of the error if the body is refused."""
     try:
         return list(decode_members(text).items())
     except GatewayError as error:

@@ -24,7 +24,7 @@ TRAITS = EndpointTraits()
 
 
 class Failing:
-    """A source of endpoints that yields one more endpoint at each start, and then raises."""
+    """A fake discovery source, which yields one more endpoint at each start and then raises."""
 
     begun = 0
 
