@@ -19,7 +19,7 @@ import msgspec
 
 
 class UsageError(Exception):
-    """Raised by a command if its options are invalid or contradict each other."""
+    """Raised by a command whose options are invalid or contradict each other."""
 
 
 class Argument(msgspec.Struct, frozen=True, kw_only=True):

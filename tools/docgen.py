@@ -201,7 +201,10 @@ def modules_page() -> str:
 
 
 def main() -> None:
-    """Write all generated files, relative to the working directory (the project's root folder)."""
+    """Write all generated pages, schemas, dashboards and rules below the working directory.
+
+    It must be the project's root folder.
+    """
     for path, text in generated_files().items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)

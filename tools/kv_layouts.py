@@ -78,7 +78,7 @@ class CacheMemory(NamedTuple):
 
 
 class LayoutRow(NamedTuple):
-    """One row of the table: a transfer of a KV cache between two engines, and its expected result.
+    """One row of the table of KV layouts: a transfer between two engines, and its expected result.
 
     cache         description of the cache
     kv_heads      number of key/value heads of the model; 1 for latent caches
@@ -105,7 +105,7 @@ class LayoutRow(NamedTuple):
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Return the tested (source, sink) numbers of tensor-parallel ranks (GPUs)."""
+        """Return all tested pairs (source, sink) of numbers of tensor-parallel ranks (GPUs)."""
         return TP_PAIRS
 
     def proofs(self, pair: tuple[int, int]) -> list[ProofKind]:

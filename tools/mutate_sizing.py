@@ -98,7 +98,7 @@ class _FirstFailure:
 
 
 def run_tests(tests: Sequence[str]) -> str | None:
-    """Run tests in this process; return the name of the first that fails, or None if all pass."""
+    """Run tests in this process. Return the name of the first test that fails, None if all pass."""
     failure = _FirstFailure()
     with redirect_stdout(StringIO()):
         status = pytest.main([*QUIET, *tests], plugins=[failure])
@@ -106,8 +106,9 @@ def run_tests(tests: Sequence[str]) -> str | None:
 
 
 def failing_test_in_child(path: Path, source: str) -> str | None:
-    """Return the name of the first test that fails in a child process whose functions are those of
-    `source`, or None if all pass.
+    """Run tests in a child process in which the functions of a module are those of `source`.
+
+    Returns the name of the first test that fails, or None if all pass.
 
     path  the module that `source` replaces
     """
@@ -185,7 +186,9 @@ def _failing(tree: Path, tests: Sequence[str]) -> str | None:
 
 
 def failing_test_in_copy(path: Path, source: str) -> str | None:
-    """Return the name of the first test that fails in a copy of the repository, or None.
+    """Run tests in a copy of the repository with one changed file.
+
+    Returns the name of the first test that fails, or None if all pass.
 
     path  the module whose text is `source` in the copy
     """

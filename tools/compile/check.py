@@ -25,7 +25,9 @@ FLAGS = ("-fsyntax-only", "-Werror=incompatible-pointer-types")
 
 
 def check(tree: Path, sources: Iterable[Path]) -> list[str]:
-    """Return the C compiler's error messages, one text for each C file that does not compile.
+    """Compile the generated C files without optimisation.
+
+    Return the compiler's messages for each bad file.
 
     tree     folder in which the compiler runs
     sources  paths of the C files, relative to `tree`

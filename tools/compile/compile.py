@@ -45,7 +45,7 @@ imported functions could be made read-only after loading.
 
 
 def main(out: Path) -> None:
-    """Copy the project to the folder `out` and compile it there, unless `out` is up to date."""
+    """Compile the project in a copy of it in the folder `out`, unless that copy is up to date."""
     digest = build_digest()
     if (out / STAMP).is_file() and (out / STAMP).read_text() == digest:
         print(f"{out} is up to date")  # noqa: T201

@@ -290,7 +290,7 @@ def _is_super(part: ast.AST) -> bool:
 
 @dataclass(frozen=True)
 class CTypes:
-    """Finds the C types for the annotations in one module.
+    """Finds which annotations in one module name C classes, so that Cython may use C types there.
 
     names  the C classes that the module can name: full names by their names in the module
     """

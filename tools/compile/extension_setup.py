@@ -24,7 +24,7 @@ def is_small(source):
 
 
 class UncompiledModules(build_py):
-    """Build step that copies only the modules without a C file into a wheel."""
+    """The step of setup.py that puts only those Python modules into a wheel that have no C file."""
 
     def find_package_modules(self, package, package_dir):
         """Return (package, module, path) of each module in a package's folder that is not

@@ -49,7 +49,7 @@ _ON_EXCEPTION = "static void __Pyx_AddTraceback("
 
 
 def improve(code: str) -> str:
-    """Return the text of a C file with the changes above.
+    """Return the text of a C file that Cython has generated, with this module's changes.
 
     Raises ValueError if the text does not look like Cython's output.
     """

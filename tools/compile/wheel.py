@@ -47,7 +47,7 @@ _BUILD_SDIST = (
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Build the files that the arguments of the command line request, and print their paths."""
+    """Build the release files that the command line requests, and print their paths."""
     DIST.mkdir(exist_ok=True)
     if arguments == ["--one"]:
         interpreters = [sys.executable]

@@ -33,7 +33,7 @@ UNITS: Mapping[str, str] = MappingProxyType(
 
 
 class Query(msgspec.Struct, frozen=True):
-    """A PromQL query of a panel. The legend of its lines can contain labels, such as {{pool}}."""
+    """One PromQL query of a dashboard panel. The legend may contain labels, such as {{pool}}."""
 
     expr: str
     legend: str = ""

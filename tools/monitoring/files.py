@@ -13,7 +13,7 @@ PROMTOOL_TESTS = "deploy/prometheus/tests.yml"
 
 
 def files(runbooks: str = rules.RUNBOOKS) -> Mapping[str, str]:
-    """Return the text of each Prometheus and Grafana file, by path.
+    """Return the text of every generated Prometheus and Grafana file, by its path.
 
     runbooks  URL or folder of the runbooks that the alerts link to
     """

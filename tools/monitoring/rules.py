@@ -64,7 +64,7 @@ def alert_names() -> tuple[str, ...]:
 
 
 def queries() -> Mapping[str, str]:
-    """Return the PromQL query of each rule, by the name of the rule.
+    """Return the PromQL query of every recording rule and alert, by the rule's name.
 
     Alerts are returned without the comparison with their limit, so that every query has a result.
     """

@@ -58,7 +58,7 @@ class Objective(msgspec.Struct, frozen=True):
         return f'penstock:slo_errors:ratio_rate{window}{{slo="{self.slo}"}}'
 
     def budget_left(self) -> str:
-        """Return the query for the unused share of the error budget over the last three days."""
+        """Return the PromQL query for the share of the error budget that is left (three days)."""
         return f"1 - {self.recorded_series('3d')} / {1 - self.goal:.6g}"
 
 
@@ -80,7 +80,7 @@ class Burn(msgspec.Struct, frozen=True):
     severity: str
 
     def limit(self, objective: Objective) -> str:
-        """Return the share of failed requests above which the alert fires, as text.
+        """Return the share of failed requests above which this alert fires, as text for the rule.
 
         For example 14.4 times the error budget of 1% is "0.144".
         """
