@@ -138,11 +138,11 @@ class TokenSink(Protocol):
     def on_token(self) -> None: ...
 
     def on_end(self) -> None:
-        """Handle the end of the job. Called after its last token."""
+        """Handle the end of a job (one sequence). It is called after the last token."""
         ...
 
     def on_failure(self, error: ApiError) -> None:
-        """Handle the failure of the job. No more tokens follow."""
+        """Handle the failure of a job (one sequence). No more tokens follow."""
         ...
 
 
@@ -320,7 +320,10 @@ class TpGroup:
             self._drop(job, live)
 
     def fail_job(self, job: Job, reason: str) -> None:
-        """Fail a job whose KV is lost, as vLLM does with `kv_load_failure_policy=fail`."""
+        """Fail a job (one sequence) whose KV is lost.
+
+        vLLM does the same with `kv_load_failure_policy=fail`.
+        """
         live = self._live.get(job)
         if live is not None:
             self._drop(job, live)
@@ -362,7 +365,7 @@ class TpGroup:
         self.wake()
 
     def wake(self) -> None:
-        """Start to compute steps if the engine is idle."""
+        """Start to compute engine steps if the engine is idle, because a job has arrived."""
         self._timer.wake()
 
     def plan_step(self) -> StepPlan | None:
@@ -425,7 +428,7 @@ class TpGroup:
         assert isinstance(job.leg, PrefillLeg)
         try:
             if self.kv_handoff is None:
-                raise ValueError("no agent")
+                raise ValueError("the engine has no KV transfer agent yet")
             job.offered = self.kv_handoff.offer(job)
         except ValueError as error:
             # The name is already offered, or the engine has only just restarted.

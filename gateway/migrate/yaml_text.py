@@ -18,7 +18,7 @@ def load_documents(text: str) -> list[Any]:
     if len(text) > MAX_CHARS:
         raise MigrationError(f"the file is longer than {MAX_CHARS} characters")
     if text.count("*") > _MOST_ALIASES and text.count("&") > _MOST_ALIASES:
-        raise MigrationError("the file has too many anchors and aliases")
+        raise MigrationError(f"the file has more than {_MOST_ALIASES} YAML anchors and aliases")
     try:
         return list(YAML(typ="safe", pure=True).load_all(text))
     except (YAMLError, ValueError, RecursionError) as error:

@@ -217,7 +217,7 @@ class StoreClient:
     def _slots(self) -> SlotReader:
         reader = self._reader
         if reader is None:
-            raise StoreLostError("the client is closed")
+            raise StoreLostError("this connection to the KV store has been closed")
         return reader
 
     def _ask(self, request: ToStore, kind: type[Answer]) -> Answer:
@@ -238,7 +238,9 @@ class StoreClient:
                 self._connection.sendall(encode(request))
             answer = decode_answer(receive_message(self._connection))
             if not isinstance(answer, kind):
-                raise StoreProtocolError(f"the store answered {type(answer).__name__}")
+                raise StoreProtocolError(
+                    f"the store answered {type(answer).__name__} instead of {kind.__name__}"
+                )
         except (OSError, ConnectionEndedError, StoreProtocolError) as error:
             raise self._lost(error) from error
         return answer

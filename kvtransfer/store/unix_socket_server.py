@@ -194,7 +194,7 @@ class _Client:
         elif isinstance(message, GetStats):
             self._send(StatsReport(store.stats()))
         else:
-            raise StoreProtocolError("a second greeting")
+            raise StoreProtocolError("the client sent a second greeting; only the first is valid")
 
     def _put(self, message: PutBlocks) -> None:
         wanted = self._store.wanted(message.keys)

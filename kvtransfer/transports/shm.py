@@ -361,7 +361,7 @@ def _socket() -> socket.socket:
     try:
         return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
-        raise TransportError(f"a unix socket cannot be created: {error}") from error
+        raise TransportError(f"cannot create a Unix socket for shared memory: {error}") from error
 
 
 def _close(fds: list[int]) -> None:

@@ -91,11 +91,11 @@ class ControlPages:
             else self._group.kv_handoff.renew(renewal.name, renewal.ticket)
         )
         if ticket is None:
-            raise ApiError(404, "no such lease")
+            raise ApiError(404, f"no KV is offered as {renewal.name}, or it has been freed")
         return json_answer({"ticket": ticket})
 
     async def show_faults(self, _: web.Request) -> web.Response:
-        """Serve GET /mock/fault: the specification of the active faults."""
+        """Serve GET /mock/fault: the faults that are injected now, in the syntax of `--fault`."""
         return json_answer({"spec": self._faults.spec})
 
     async def set_faults(self, request: web.Request) -> web.StreamResponse:

@@ -34,7 +34,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     Raises ValueError if there are no samples.
     """
     if not ordered:
-        raise ValueError("percentiles cannot be computed without samples")
+        raise ValueError("percentiles need at least one sample, but there are none")
     rank = (len(ordered) - 1) * percent / 100
     below = int(rank)
     above = min(below + 1, len(ordered) - 1)

@@ -58,7 +58,7 @@ def _bounded(name: str, value: object, members: Mapping[str, msgspec.Raw]) -> in
     if type(value) is not int:
         if lax_integer(value) is None:
             raise bad_request(f"'{name}' must be an integer.", name)
-        raise LaxNumberError
+        raise LaxNumberError(name)
     if value == 0 and name == "max_tokens" and bytes(members.get("echo", b"")) == b"true":
         return 1
     if not 1 <= value <= MAX_NUMBERS[name]:

@@ -412,8 +412,10 @@ def _read_unusual(
             members[name] = msgspec.Raw(b"%d" % number)
     try:
         return join_members(members), requested, model, read_numbers(members)
-    except LaxNumberError:
-        raise bad_request("A field of the form must be an integer.") from None
+    except LaxNumberError as error:
+        raise bad_request(
+            f"The form field '{error}' must be an integer such as 3.", str(error)
+        ) from None
 
 
 def _check_context(prompt_tokens: int, output_tokens: int, context_tokens: int) -> None:

@@ -40,7 +40,10 @@ def check_json(text: bytes | bytearray) -> None:
 
 
 def check_end(last: bytes) -> None:
-    """Raise UpstreamError if the last bytes of a long JSON answer do not end an object or array."""
+    """Raise UpstreamError if a long JSON answer is cut off: it must end an object or an array.
+
+    last  the last bytes of the answer
+    """
     end = last.rstrip(_BLANKS)[-1:]
     if end and end not in b"}]":
         raise malformed()

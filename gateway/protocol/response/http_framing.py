@@ -169,7 +169,9 @@ class ResponseHeadReader:
         end = data.find(HEAD_END, offset, offset + MAX_HEAD_BYTES)
         if end < 0:
             if len(data) - offset >= MAX_HEAD_BYTES:
-                raise FramingError("the engine's response head is too long")
+                raise FramingError(
+                    f"the engine's response head is longer than {MAX_HEAD_BYTES} bytes"
+                )
             return None
         text = data[offset : end + 2]
         head = parse_head(text)

@@ -352,7 +352,8 @@ class Relay(StreamEnd):
         self._refusal += payload[: max(0, MAX_REFUSAL_BYTES - len(self._refusal))]
         self._refusal_bytes += len(payload)
         if self._refusal_bytes > MAX_ERROR_BYTES:
-            raise UpstreamError("framing", "the engine's error body is too long")
+            message = f"the engine's error body is longer than {MAX_ERROR_BYTES} bytes"
+            raise UpstreamError("framing", message)
         if self._body.is_complete:
             self.state = DONE
             self.refusal_body = bytes(self._refusal)

@@ -58,7 +58,9 @@ class PartialHead:
 
 
 class RetryableStart(ABC):
-    """The beginning of a stream that is held back. There is a subclass for each kind of events.
+    """The beginning of a stream, held back while the request may still be sent to another engine.
+
+    There is a subclass for each kind of events.
 
     data  the bytes received so far, with chunk framing
     """

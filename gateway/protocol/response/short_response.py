@@ -60,7 +60,9 @@ class ShortResponse:
             end = data.find(HEAD_END)
             if end < 0:
                 if len(data) >= MAX_HEAD_BYTES:
-                    raise FramingError("the head of the engine's response is too long")
+                    raise FramingError(
+                        f"the head of the engine's response is longer than {MAX_HEAD_BYTES} bytes"
+                    )
                 self._partial_head = PartialHead(data) if data else None
                 return
             self._partial_head = None

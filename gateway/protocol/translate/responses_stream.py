@@ -227,7 +227,10 @@ class ResponsesStream(StreamTranslator):
     def _grow(self, size: int) -> None:
         self._size += size
         if self._size > MAX_ANSWER_CHARS:
-            raise TranslationError("The engine's answer is too long to be translated.")
+            raise TranslationError(
+                f"The engine's answer is longer than {MAX_ANSWER_CHARS} characters, the limit for "
+                "translations."
+            )
 
     def _emit(self, name: str, members: dict[str, Any]) -> Iterator[bytes]:
         event = {"type": name, "sequence_number": self._sequence, **members}

@@ -50,7 +50,9 @@ class EventReader:
                 events.append(self._take())
         self._add(rest, is_whole=False)
         if max(len(self._data), len(self._line)) > self._limit:
-            raise TranslationError("A server-sent event of the engine's answer is too long.")
+            raise TranslationError(
+                f"A server-sent event of the engine's answer is longer than {self._limit} bytes."
+            )
         return events
 
     def flush(self) -> list[bytearray]:

@@ -90,7 +90,9 @@ class LanedLink(StreamLink):
         if kind is not FrameKind.SPREAD:
             super().on_frame(kind, header)
         elif self._dialled or len(header) != _SPREAD.size:
-            raise FrameError("the peer sent an invalid SPREAD frame")
+            raise FrameError(
+                "the other agent sent a SPREAD frame (permission for lanes) that is malformed"
+            )
         else:
             self._out.allow_lanes(*_SPREAD.unpack(header))
             self._wake_lanes()

@@ -78,4 +78,4 @@ def test_heads_that_differ_only_in_their_length_are_read_as_the_parser_reads_eac
 def test_a_head_without_end_is_refused_at_the_limit() -> None:
     reader, data = ResponseHeadReader(), b"HTTP/1.1 200 OK\r\nx: " + b"a" * MAX_HEAD_BYTES
     assert reader.read(data[: MAX_HEAD_BYTES - 1], 0) is None
-    assert read(reader, data, 0) == "the engine's response head is too long"
+    assert read(reader, data, 0) == "the engine's response head is longer than 65536 bytes"
