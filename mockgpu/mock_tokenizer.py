@@ -56,7 +56,7 @@ class GeneratedText(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the generated tokens decoded as text."""
+        """Return the text of all tokens that were generated so far."""
         return self.tokens.decode()
 
 
@@ -113,7 +113,7 @@ def token_ids(tokens: bytes) -> list[int]:
 
 
 def token_count(tokens: bytes) -> int:
-    """Return the number of tokens in a token sequence."""
+    """Return the number of tokens in a sequence of encoded tokens (four bytes each)."""
     return len(tokens) // TOKEN_BYTES
 
 

@@ -51,7 +51,7 @@ class BlockPool:
         self.on_cleared: Callable[[], None] | None = None
 
     def record_allocations(self) -> None:
-        """Start to record the allocated KV blocks, which `pop_allocated()` returns."""
+        """Start to record which KV blocks are allocated; pop_allocated() returns them."""
         self._taken = []
 
     def pop_allocated(self) -> list[int]:

@@ -183,7 +183,7 @@ class PdRole:
             await asyncio.wait((self._change_task,))
 
     async def close(self) -> None:
-        """Stop this role permanently, and release its memory."""
+        """Stop the engine's prefill or decode role permanently, and release its KV memory."""
         await self.wait_applied()
         await self.stop()
         await self._resolver.close()

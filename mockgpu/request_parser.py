@@ -114,7 +114,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """The object `stream_options` of a request."""
+    """The JSON object `stream_options` of a chat or completion request."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

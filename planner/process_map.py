@@ -56,7 +56,7 @@ class _Failure(msgspec.Struct, frozen=True):
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -112,7 +112,7 @@ class _Workers:
         return len(self._running)
 
     def start(self, index: int, item: object) -> None:
-        """Start the process of one item."""
+        """Start the child process that computes one item."""
         spawn = get_context("spawn")
         pipe, child_pipe = spawn.Pipe()
         process = spawn.Process(target=_compute, args=(child_pipe, self._work), daemon=True)

@@ -88,7 +88,7 @@ def fits_context(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequen
 
 
 def serves_tenant(query: RoutingQuery, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Keep the candidates that are not reserved for other tenants."""
+    """Keep the endpoints that serve the request's tenant: not those reserved for other tenants."""
     tenant = query.request.tenant
     return [
         candidate

@@ -95,9 +95,7 @@ class LoadReservation(QueuedPrompt):
         return None if self._reserved_at is None else self._token_s
 
     def rejoin_timeline(self, now: float) -> None:
-        """Add this request, with its progress so far, to the restarted engine model of its
-        endpoint.
-        """
+        """Add this request, with its progress so far, to the engine model after its restart."""
         self._begin(now, self._context > 0 and not self._uncached)
 
     def _begin(self, now: float, handed: bool) -> None:
@@ -181,9 +179,9 @@ class LoadReservation(QueuedPrompt):
             load.timeline.on_first_token(load, self, now)
 
     def mark_decoding(self) -> None:
-        """Count the request as decoding, without an event for the engine model.
+        """Count the request as decoding instead of prefilling.
 
-        The engine model itself calls this for a prompt whose first token will not be reported.
+        The engine model gets no event.
         """
         load, prompt = self._load, self._request.prompt_tokens
         load.prefill_tokens -= self._uncached

@@ -93,7 +93,7 @@ class Leg(EagerTask):
 
     @property
     def is_over(self) -> bool:
-        """Return whether the request has ended or is being closed: it reports nothing more."""
+        """Return whether this request has ended or is being closed; then it calls no callback."""
         return self._on_ended is None or self._is_leaving
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ class BackgroundResponses:
     """Follows responses that engines generate in the background, to count them by tenant."""
 
     def __init__(self, endpoints: EndpointTable, quotas: Quotas) -> None:
-        """Create the collection.
+        """Create an empty collection of background responses.
 
         endpoints  the endpoints, among which are those that generate the responses
         quotas     the quotas that requests are settled with when their responses have ended

@@ -110,7 +110,9 @@ class Race:
         reservation: Reservation,
         served: str,
     ) -> None:
-        """Prepare a second attempt at a request whose first attempt is late; start() sends it.
+        """Prepare a second attempt at a request whose first attempt is late.
+
+        start() sends the second attempt.
 
         first        the connection of the first attempt
         pick         the pick of the second endpoint

@@ -95,7 +95,7 @@ def pin_route(
 async def explain_missing(
     gateway: Gateway, exchange: Exchange, error: GatewayError
 ) -> GatewayError:
-    """Return the client's error if the engine does not find the previous response.
+    """Return the client's error for a request that continues a response which the engine lacks.
 
     It is `error`, or an error that says that the engine stores no responses at all.
     """

@@ -245,7 +245,7 @@ def is_null(value: msgspec.Raw) -> bool:
 
 
 def encode_members(put: Mapping[str, bytes]) -> bytes:
-    """Encode JSON members as bytes for appending to a JSON object, each with a comma in front."""
+    """Encode JSON members as bytes to append to a JSON object, each with a comma in front."""
     return b"".join(b',"%b":%b' % (name.encode(), value) for name, value in put.items())
 
 

@@ -97,7 +97,7 @@ class LinkManager:
         self._schedule_heartbeat(self._clock.now())
 
     def stop_accepting(self) -> None:
-        """Refuse all connections that other agents open from now on."""
+        """Refuse all connections that other agents open from now on; open ones stay."""
         self._closed = True
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ class MessageMac:
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
     def digest(self, message: bytes) -> bytes:
-        """Return what hmac.digest(key, message, "sha256") returns."""
+        """Return the HMAC-SHA256 of a message, the same as hmac.digest(key, message, "sha256")."""
         inner, outer = self._inner.copy(), self._outer.copy()
         if _PART_BYTES < len(message) <= _MOST_HELD_BYTES:
             view = memoryview(message)

@@ -40,7 +40,10 @@ class SpentTickets:
             )
 
     def spend(self, ticket: Ticket, now: float, rank: int = -1) -> None:
-        """Mark a ticket as used. Raises TicketRefused as `check_unspent` does."""
+        """Mark a ticket as used by a rank.
+
+        Raises TicketRefused under the same conditions as check_unspent().
+        """
         self.check_unspent(ticket, now, rank)
         key = _spent_key(ticket, rank)
         self._nonces.add(key)

@@ -26,7 +26,7 @@ def size(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser for the command line of the store."""
+    """Return the argument parser of the command `python -m kvtransfer.store`."""
     parser = argparse.ArgumentParser(
         "python -m kvtransfer.store",
         description="Run a store of KV blocks (keys and values of attention) for the engines of "

@@ -130,7 +130,7 @@ class BlockStore:
             self._index.release(owner, number)
 
     def end_owner(self, owner: int) -> None:
-        """End the leases of a connection that has ended."""
+        """End all leases on blocks that a client's connection held, because it has ended."""
         with self._lock:
             self._index.end_owner(owner)
 

@@ -60,8 +60,9 @@ class StoreConnection:
         self._client = client
 
     def call(self, use: Callable[[StoreClient], Result], if_lost: Result) -> Result:
-        """Return `use(client)`, or `if_lost` if there is no connection or it is lost during the
-        call.
+        """Return the result of use(client), which may call the KV store.
+
+        Returns `if_lost` if there is no connection, or if it is lost during the call.
         """
         try:
             if self._client is None:
@@ -86,7 +87,7 @@ class StoreConnection:
             self.open()
 
     def close(self) -> None:
-        """Close the connection. May be called twice."""
+        """Close the connection to the KV store. A second call does nothing."""
         client, self._client = self._client, None
         if client is not None:
             client.close()

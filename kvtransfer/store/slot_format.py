@@ -49,7 +49,7 @@ class ReadOutcome(msgspec.Struct, frozen=True):
 
 
 class SlotHeader(msgspec.Struct, frozen=True):
-    """The header of a slot, which describes its block.
+    """The header of one slot in a store's memory or disk file. It describes the slot's block.
 
     generation  number that is different for every block ever written to the file
     """
@@ -188,7 +188,7 @@ class SlotReader:
 
 
 def digest_of(parts: Parts) -> bytes:
-    """Return the digest (xxh3, 128 bits) of a block's bytes."""
+    """Return the 128-bit xxh3 digest of a KV block, whose bytes are given in several parts."""
     state = xxh3_128()
     for part in parts:
         state.update(part)
@@ -196,7 +196,7 @@ def digest_of(parts: Parts) -> bytes:
 
 
 def void_header() -> bytes:
-    """Return the bytes of a header that names no block."""
+    """Return the header bytes of an empty slot, which names no block."""
     return _VOID
 
 

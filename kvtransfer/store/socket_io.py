@@ -12,7 +12,7 @@ _MOST_PARTS = 64
 
 
 class ConnectionEndedError(Exception):
-    """Raised when the other end has closed the connection."""
+    """Raised when the other end closes the socket in the middle of a message or before it."""
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> None:

@@ -185,7 +185,7 @@ class StoreIndex:
             self._end_lease(number)
 
     def end_owner(self, owner: int) -> None:
-        """End all leases of a connection that is lost."""
+        """End all leases on blocks that a client held, because its connection was lost."""
         for number in [n for n, lease in self._leases.items() if lease.owner == owner]:
             self._end_lease(number)
 

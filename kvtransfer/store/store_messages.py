@@ -26,7 +26,7 @@ class StoreProtocolError(Exception):
 
 
 class Greeting(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a client, with its protocol version."""
+    """The first message of a client to the KV store: the version of its protocol."""
 
     version: int
 
@@ -81,13 +81,19 @@ class LeasedSlots(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReleaseLease(msgspec.Struct, frozen=True, tag=True):
-    """Ends a lease, so that the store may reuse its slots. There is no response."""
+    """A client's message that ends a lease, so that the store may reuse its slots.
+
+    There is no response.
+    """
 
     lease: int
 
 
 class UseBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Reports that consecutive blocks of a prompt were used. There is no response."""
+    """A client's report that consecutive blocks of a prompt were used.
+
+    There is no response.
+    """
 
     keys: list[Key]
 
@@ -112,7 +118,7 @@ class StoredCount(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetStats(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the store's counters."""
+    """A client's request for the counters of the KV store."""
 
 
 class StatsReport(msgspec.Struct, frozen=True, tag=True):
@@ -139,7 +145,7 @@ _to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient
 
 
 def encode(message: ToStore | ToClient) -> bytes:
-    """Return a message as bytes, with its length in front."""
+    """Return a message to or from the KV store as bytes, with its length in front."""
     body = _encoder.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 

@@ -52,7 +52,7 @@ class TierIndex:
         return iter(self._ready)
 
     def find(self, key: Key) -> int | None:
-        """Return the slot of a readable block, or None."""
+        """Return the slot from which the block `key` can be read; None if there is none."""
         return self._ready.get(key)
 
     def is_writing(self, key: Key) -> bool:
@@ -154,7 +154,7 @@ class TierIndex:
         self._idle[slot] = None
 
     def seal_restored(self) -> None:
-        """Find the free slots, after the last call of `restore()`."""
+        """Rebuild the list of free slots. Call it once, after the last call of restore()."""
         used = [slot for slot, key in enumerate(self._keys) if key is not None]
         self._fresh = used[-1] + 1 if used else 0
         self._freed = [slot for slot in range(self._fresh) if self._keys[slot] is None]
@@ -164,8 +164,9 @@ class TierIndex:
         self._freed.append(slot)
 
     def check(self) -> None:
-        """Check with assertions that every slot has exactly one state. Only tests use this
-        method.
+        """Check with assertions that every slot has exactly one state.
+
+        Only tests use this method.
         """
         ready, writing = set(self._ready.values()), set(self._writing.values())
         dropped = {s for s in range(self.slots) if self._keys[s] is None and self._pins[s]}

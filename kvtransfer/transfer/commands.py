@@ -16,7 +16,7 @@ from kvtransfer.transport_interface import Link, WindowHead, WindowSlice
 
 
 class SendMessage(msgspec.Struct, frozen=True):
-    """Command to send a message to another agent."""
+    """The command to send a message to another KV agent."""
 
     link: Link
     message: Message

@@ -43,8 +43,9 @@ class InviteRegistration:
         self._queued: dict[Link, deque[SendInvite]] = {}
 
     def add(self, command: SendInvite) -> None:
-        """Queue an invitation to write KV until its memory is registered; call it with the lock
-        held.
+        """Queue an invitation to write KV until the memory is registered for it.
+
+        Call this with the agent's lock held.
         """
         if command.link in self._queued:
             self._queued[command.link].append(command)

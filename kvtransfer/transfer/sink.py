@@ -186,7 +186,7 @@ class TransferSink:
         return ended + self._lose_member(self._member_links.pop(link, None), detail or reason)
 
     def cancel(self, number: int, reason: EndReason, detail: str, now: float) -> list[Command]:
-        """End a fetch as failed or cancelled. Does nothing if it has already ended."""
+        """End a fetch of KV as failed or cancelled. Does nothing if it has already ended."""
         reservation = self._reservations.get(number)
         return [] if reservation is None else self._end(reservation, reason, detail, now)
 

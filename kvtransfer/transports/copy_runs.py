@@ -27,7 +27,7 @@ Bytes = NDArray[np.uint8]
 
 
 def are_within(region: Region, offsets: Offsets, lengths: Offsets) -> bool:
-    """Return whether all byte ranges have a positive length and lie within the region."""
+    """Return whether all byte ranges have a positive length and lie within the memory region."""
     if len(lengths) == 1:
         offset, length = offsets.item(), lengths.item()
         return offset >= 0 and length > 0 and offset + length <= region.bytes.size

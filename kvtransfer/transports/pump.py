@@ -133,7 +133,7 @@ class Digest:
         self.reset()
 
     def reset(self) -> None:
-        """Start again, as a new digest would."""
+        """Discard the data hashed so far, so that the digest starts like a new one."""
         _XXH3.reset(self.state_address)
 
     @property
@@ -146,7 +146,7 @@ class Digest:
         )
 
     def update(self, data: memoryview) -> None:
-        """Add a contiguous piece of memory to the digest."""
+        """Hash another contiguous piece of memory into the digest."""
         # from_buffer would refuse read-only memory.
         _XXH3.update(self.state_address, bytes(data), len(data))
 

@@ -40,7 +40,10 @@ class SwitchInterval:
                 self._set_s = sys.getswitchinterval()
 
     def restore(self) -> None:
-        """Remove a holder; the last one restores the application's interval."""
+        """End one use of the short switch interval.
+
+        The last one restores the application's interval.
+        """
         with self._lock:
             self._count -= 1
             if not self._count:

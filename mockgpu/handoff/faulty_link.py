@@ -105,7 +105,7 @@ class RelayConnection(asyncio.Protocol):
         self._relay_bytes(data, self._other._transport)
 
     def resume(self) -> None:
-        """Relay the bytes that a fault held back."""
+        """Relay the bytes that an injected fault has held back, now that the fault has ended."""
         waiting, self._waiting = self._waiting, []
         for data in waiting:
             self.data_received(data)

@@ -30,7 +30,7 @@ NEEDED = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 
 class MooncakeDialect:
-    """The handoff protocol of vLLM's MooncakeConnector, an EngineDialect."""
+    """The mock engine's side of vLLM's MooncakeConnector. It implements EngineDialect."""
 
     name = "mooncake"
 

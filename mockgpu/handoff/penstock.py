@@ -29,7 +29,7 @@ WAIT_S = 30.0
 
 
 class PenstockDialect:
-    """The handoff protocol of PenstockConnector, an EngineDialect."""
+    """The mock engine's side of Penstock's vLLM connector. It implements EngineDialect."""
 
     name = "penstock"
 

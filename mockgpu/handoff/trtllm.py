@@ -122,7 +122,7 @@ class ContextUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """TensorRT-LLM's JSON object `disaggregated_params` of a split request."""
+    """The JSON object `disaggregated_params`, with which TensorRT-LLM controls a split request."""
 
     request_type: str
     disagg_request_id: int | None = None

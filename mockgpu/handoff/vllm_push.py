@@ -32,7 +32,7 @@ REGISTRATION_S = 480.0
 
 
 class VllmPushDialect:
-    """The handoff protocol of vLLM's NixlPushConnector, an EngineDialect."""
+    """The mock engine's side of vLLM's NixlPushConnector. It implements EngineDialect."""
 
     name = "vllm_push"
 

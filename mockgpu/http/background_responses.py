@@ -49,7 +49,7 @@ class BackgroundRun:
         self._changed.set()
 
     def update(self, members: Mapping[str, Any]) -> None:
-        """Change members of the response object."""
+        """Change members of the response object, and wake the clients that follow the response."""
         self.response.update(members)
         self._changed.set()
 
@@ -104,7 +104,7 @@ class RecordingSink:
 
 
 async def send_events(request: web.Request, run: BackgroundRun, first: int) -> web.StreamResponse:
-    """Stream the events of a run from number `first` on."""
+    """Send a background response's events to a client as a stream, from event number `first` on."""
     response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM})
     await response.prepare(request)
     async for event in run.follow(first):

@@ -100,11 +100,11 @@ class GenerationHandlers:
         }
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        """Serve POST /v1/chat/completions, with a streamed or a complete response."""
+        """Serve POST /v1/chat/completions; the answer is a stream if the request asks for one."""
         return await self._generate(request, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Serve POST /v1/completions, with a streamed or a complete response."""
+        """Serve POST /v1/completions; the answer is a stream if the request asks for one."""
         return await self._generate(request, chat=False)
 
     async def _generate(self, request: web.Request, chat: bool) -> web.StreamResponse:
@@ -188,7 +188,7 @@ class GenerationHandlers:
             run.update({"status": "failed", "error": failure})
 
     async def listen(self, request: web.Request) -> web.StreamResponse:
-        """Serve POST /v1/audio/transcriptions and POST /v1/audio/translations."""
+        """Serve the audio APIs: POST /v1/audio/transcriptions and POST /v1/audio/translations."""
         fault = self._pick_fault(request)
         fields = await form_fields(request)
         name = client_request_id(request.headers) or uuid.uuid4().hex

@@ -35,7 +35,7 @@ async def form_fields(request: web.Request) -> dict[str, Any]:
 
 
 def check_content_type(request: web.Request) -> None:
-    """Raise ApiError if the request's content type is not JSON."""
+    """Raise ApiError if the request does not have the content type application/json."""
     if request.content_type != JSON:
         raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
 

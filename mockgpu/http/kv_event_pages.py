@@ -34,7 +34,7 @@ class KvEventPages:
         return []
 
     async def sources(self, _: web.Request) -> web.Response:
-        """Serve vLLM's GET /kv_event_sources: one publisher per data-parallel rank."""
+        """Serve vLLM's GET /kv_event_sources: where each rank publishes its KV events."""
         events = self._group.kv_events
         return json_answer({} if events is None else {"0": events.describe()})
 

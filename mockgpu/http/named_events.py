@@ -23,7 +23,7 @@ class EventChunks(Protocol):
         ...
 
     def next(self, cached: int | None) -> bytes:
-        """Return the events for the next token.
+        """Return the stream events for the next generated token.
 
         `cached` is the number of prompt tokens found in the prefix cache; None: not reported.
         """

@@ -185,7 +185,7 @@ def _call_id(parsed: ParsedRequest, choice: Choice) -> str:
 
 
 class StreamChunks:
-    """Builds the stream events of one choice, as HTTP chunks."""
+    """Builds the events of one choice (sequence) of a streamed answer, as HTTP chunks."""
 
     __slots__ = (
         "_choice",

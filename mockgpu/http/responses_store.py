@@ -73,7 +73,7 @@ class ResponsesStore:
         self._responses[stored.response["id"]] = stored
 
     def begin(self, members: Mapping[str, Any], stored: StoredResponse, run: BackgroundRun) -> None:
-        """Store a response that has just begun in the background."""
+        """Store a response whose generation in the background has just begun."""
         self.keep(members, stored)
         self._runs[stored.response["id"]] = run
 

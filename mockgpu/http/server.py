@@ -182,7 +182,7 @@ class MockServer:
         )
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        """Serve POST /detokenize: convert token ids to text."""
+        """Serve POST /detokenize, which converts token ids to text."""
         return json_answer(pooling.detokenize(await request.read()))
 
     async def health(self, _: web.Request) -> web.Response:
@@ -196,7 +196,7 @@ class MockServer:
         return json_answer({"server_load": self.group.in_flight})
 
     async def version(self, _: web.Request) -> web.Response:
-        """Serve GET /version: the version of the imitated engine."""
+        """Serve GET /version, which reports the version of the imitated engine."""
         return json_answer({"version": self._version})
 
     async def openapi(self, request: web.Request) -> web.Response:
@@ -209,7 +209,7 @@ class MockServer:
         return json_answer(page)
 
     async def metrics(self, _: web.Request) -> web.Response:
-        """Serve GET /metrics: the engine's metrics in Prometheus text format."""
+        """Serve GET /metrics, the engine's metrics in Prometheus text format."""
         text = self.group.metrics.render(self.group.scheduler, self.group.kv_handoff, self._engine)
         return web.Response(
             body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}

@@ -55,6 +55,6 @@ class FaultyDelivery:
         return copies
 
     def clear(self) -> None:
-        """Discard the messages that are held back."""
+        """Discard the KV event messages that an injected fault holds back."""
         self._late.clear()
         self._swapped = None

@@ -171,7 +171,7 @@ class KvEventStream:
         return self.delivery.deliver(message, now) + ready
 
     def replay(self, start: int) -> list[Message]:
-        """Return the buffered messages whose number is `start` or higher."""
+        """Return the buffered KV event messages whose sequence number is `start` or higher."""
         return [message for message in self._buffer if message[0] >= start]
 
     def restart(self) -> None:

@@ -68,7 +68,7 @@ class KvPublisher:
         self._sockets = None
 
     def flush(self) -> None:
-        """Publish the KV events recorded since the last call."""
+        """Publish the KV events recorded since the last call, as one message."""
         if self.stream.has_events and self.stream.delivery.strikes(FaultKind.EVENTS_RESTARTED):
             self._scheduler.pool.clear_prefix_cache()
             self.restart()

@@ -34,7 +34,7 @@ class Grid(msgspec.Struct, frozen=True):
     decode: Mapping[str, float]
 
     def prefill_points(self) -> Iterator[tuple[int, float]]:
-        """Yield the measured prefills as (prompt tokens, seconds)."""
+        """Yield the measured prefills as pairs (prompt tokens, seconds)."""
         return ((int(tokens), ms / 1e3) for tokens, ms in self.prefill.items())
 
     def decode_points(self) -> Iterator[tuple[int, int, float]]:
@@ -76,7 +76,7 @@ class LogCurve:
         self._ys = [y for _, y in pairs]
 
     def value(self, x: float) -> float:
-        """Return the interpolated value at `x`, which must be positive."""
+        """Return the interpolated value of the curve at `x`, which must be positive."""
         xs, ys, lx = self._xs, self._ys, log2(x)
         i = bisect_right(xs, lx)
         if i == 0:

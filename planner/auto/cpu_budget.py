@@ -25,7 +25,7 @@ planner.replay.fleet_sim.replay()."""
 
 
 def set_limits() -> None:
-    """Give this process the lowest priority, and limit its memory."""
+    """Give this process the lowest CPU priority, and limit the memory that it may allocate."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
     if hasattr(os, "SCHED_IDLE"):  # Linux

@@ -18,7 +18,7 @@ NO_BLOCKS = (
 
 
 def show(plan: ConfigComparison) -> None:
-    """Print the comparison of two configurations on the terminal."""
+    """Print the comparison of two gateway configurations on the terminal, a table per pool."""
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -168,7 +168,7 @@ class Draft:
         self.gates.append(RecipeGate(number, question, tuple(numbers), answer, source, notes))
 
     def finish(self) -> FleetPlan:
-        """Apply all layout rules, and return the finished sizing plan."""
+        """Check the layout against all rules, and return the finished sizing plan."""
         hardware, memory, times = self.hardware, self.memory(), self.times()
         group = self._group(memory)
         return FleetPlan(

@@ -199,7 +199,10 @@ def against_lines(plan: FleetPlan, other: FleetPlan) -> Iterator[str]:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the rows as lines of aligned columns. The first and last column are left-aligned."""
+    """Yield the lines of a table with aligned columns.
+
+    The first and last column are left-aligned.
+    """
     widths = [max(len(row[index]) for row in (heads, *rows)) for index in range(len(heads))]
     for row in (heads, *rows):
         cells = [

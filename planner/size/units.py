@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def ms(seconds: float) -> str:
-    """Return a duration in seconds as text in milliseconds."""
+    """Return a duration in seconds as text in milliseconds, such as "350 ms"."""
     value = seconds * 1e3
     return f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms"
 

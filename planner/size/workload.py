@@ -52,7 +52,7 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def uncached(self) -> int:
-        """Return the number of prompt tokens that the engine computes."""
+        """Return how many prompt tokens the engine computes; the others are in its prefix cache."""
         return self.prompt - self.cached
 
     @property

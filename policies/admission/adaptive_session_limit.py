@@ -537,9 +537,9 @@ class DecayingMean:
         self._tau_s, self._at, self.mean = tau_s, 0.0, 0.0
 
     def record(self, value: float, now: float) -> None:
-        """Record the present value.
+        """Record the value at `now`, to update the mean.
 
-        It is assumed to have been constant since the previous record.
+        The value is assumed to have been constant since the previous record.
         """
         self.mean += (value - self.mean) * (1.0 - exp((self._at - now) / self._tau_s))
         self._at = now

@@ -17,7 +17,7 @@ from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """The verdict that a request may enter the pool now."""
+    """The verdict of an admission policy that a request may enter the pool now."""
 
 
 class Wait(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ class ConcurrencyLimit:
 
     @property
     def in_progress(self) -> int:
-        """Return the number of requests in progress at all gateways."""
+        """Return how many of the tenant's requests are in progress, at all gateways together."""
         return self.own + sum(self._peers.values()) if self._peers else self.own
 
     def has_place(self, requests: int) -> bool:
@@ -41,11 +41,11 @@ class ConcurrencyLimit:
         return busy + requests <= self.limit or not busy
 
     def take(self, requests: int) -> None:
-        """Count requests that begin."""
+        """Count `requests` more of the tenant's requests as in progress at this gateway."""
         self.own += requests
 
     def release(self, requests: int, held_s: float | None) -> None:
-        """Count requests that have ended, after `held_s` seconds; None: they were refused.
+        """Count the end of `requests` requests, which ran for `held_s` seconds; None: refused.
 
         Under overload most requests are refused immediately. They do not say how long others take.
         """

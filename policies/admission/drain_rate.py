@@ -6,8 +6,9 @@ from math import exp, expm1
 
 
 class DrainRate:
-    """The rate of completed requests (or seconds of work) per second, an exponentially decaying
-    mean.
+    """The rate at which requests, or seconds of work, are completed per second.
+
+    It is an exponentially decaying mean.
 
     The time constant is `tau_s` seconds. The rate is None (unknown) before the second completion,
     and again after a long silence. The object is not thread-safe.
@@ -48,8 +49,9 @@ class DrainRate:
         return self._weight * decay / span if span > 0 and self._presence * decay > 0.05 else None
 
     def seconds_for(self, amount: float, now: float) -> float | None:
-        """Return how many seconds `amount` of work takes at the measured rate; None: rate
-        unknown.
+        """Return how many seconds `amount` of work takes at the measured rate.
+
+        None means that the rate is unknown.
         """
         rate = self.per_s(now)
         return amount / rate if rate else None

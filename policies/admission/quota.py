@@ -134,7 +134,7 @@ class Quota:
 
     @property
     def has_rate(self) -> bool:
-        """Return whether a limit per minute applies."""
+        """Return whether the tenant's requests or tokens per minute are limited."""
         return self._requests is not None or self._tokens is not None
 
     def take(self, tokens: int, now: float, requests: int = 1) -> QuotaRefusal | None:

@@ -43,8 +43,7 @@ class SessionLimit:
     def refusal(
         self, query: RoutingQuery, candidates: Sequence[Candidate], cached_tokens: int
     ) -> Shed | None:
-        """Return the refusal of a request that starts a session which does not fit; None: it may
-        enter.
+        """Return the refusal of a request whose new session does not fit; None if it may enter.
 
         `cached_tokens` is the largest number of prompt tokens that any candidate has cached.
         """

@@ -211,7 +211,7 @@ class WaitQueue(Generic[T]):
         )
 
     def set_shares(self, shares: FairShares) -> None:
-        """Replace the parameters by which tenants share the pool."""
+        """Replace the weights and reserved shares by which tenants share the pool."""
         self._counters.set_shares(shares)
 
     # Entering and leaving the queue

@@ -65,12 +65,12 @@ class PooledGains:
 
     @property
     def comparisons(self) -> int:
-        """Return the number of pooled comparisons."""
+        """Return the number of comparisons of routing policies whose gains are pooled."""
         return len(self._comparisons)
 
     @property
     def requests(self) -> int:
-        """Return the number of requests in all pooled comparisons."""
+        """Return how many requests all pooled comparisons replayed together."""
         return sum(comparison.requests for comparison in self._comparisons)
 
     def pooled(self, now: float) -> list[MemberEstimate]:

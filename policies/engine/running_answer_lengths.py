@@ -80,14 +80,14 @@ class RunningAnswers:
         self._is_current, self._answers, self._expected_tokens = False, 0, 0
 
     def add(self, prompt: QueuedPrompt) -> None:
-        """Add an answer whose first token has arrived."""
+        """Add a running answer to the estimate, because its first token has arrived."""
         if prompt.output_tokens > 1.0:
             self._enter(prompt, prompt.decode_begin_step)
             self._lengths.begin(prompt)
             self._is_current = False
 
     def remove(self, prompt: QueuedPrompt) -> None:
-        """Remove an answer that has ended, if it was added."""
+        """Remove an ended answer from the estimate; does nothing if it was not added."""
         if prompt.length_class >= 0:
             self._leave(prompt)
             prompt.length_class = -1
@@ -125,7 +125,7 @@ class RunningAnswers:
         self._expected_tokens = load.expected_tokens
 
     def length_groups(self) -> Iterator[LengthGroup]:
-        """Yield the answers of `age_groups` by their probable final length."""
+        """Yield the running answers in groups by their probable final length in tokens."""
         for count, inverse, began_s, _, _, _, _, age in self.age_groups:
             ratios = self.ratios[age:] or (1.0,)
             for ratio in ratios:

@@ -30,7 +30,7 @@ class RetryBudget:
         self.running = 0
 
     def try_take(self, active: int) -> bool:
-        """Count a retry and return True, or return False if the retry may not start.
+        """Take one retry from the budget; return False if no retry may start now.
 
         `active` is the number of running requests.
         """

@@ -177,8 +177,7 @@ class PeerTimes:
         self._means = {bin_: means[bin_] for bin_ in sorted(means)}
 
     def expected_s(self, recent: SpeedSamples, own: SpeedSamples) -> float:
-        """Return the total seconds that the other endpoints would take for the work of these
-        samples.
+        """Return the seconds that other endpoints would take for the work of these samples.
 
         recent  the samples of the endpoint that is judged
         own     the same endpoint's samples among the references, which are left out

@@ -70,7 +70,7 @@ class SpeedSamples:
         self.bins: list[int] = []
 
     def add(self, work: int, seconds: float) -> None:
-        """Add one sample: work of size `work` took `seconds`."""
+        """Add one speed sample: `seconds` for work of size `work`, such as a number of tokens."""
         bin_ = min(BINS - 1, work.bit_length())
         if bin_ not in self.bins:
             insort(self.bins, bin_)

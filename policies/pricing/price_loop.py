@@ -381,7 +381,7 @@ def joint_backlog_s(ranks: Sequence[EndpointLoad], now: float) -> float:
 
 
 def prefill_shares(ranks: Sequence[EndpointLoad]) -> float:
-    """Return the sum of `prefill_share` over all ranks."""
+    """Return the sum of prefill_share() over the ranks of one engine."""
     total: float = 0.0
     for load in ranks:
         total += prefill_share(load)

@@ -178,9 +178,7 @@ def build_splitter(rule: SplitRule, policy: Policy) -> Splitter:
 def cheapest_for_phase(
     name: str, part: PhaseShare, filters: tuple[Filter, ...], prices: PhasePrices
 ) -> Policy:
-    """Return a policy that picks the cheapest endpoint for one phase (prefill or decode) of a
-    request.
-    """
+    """Return a policy that picks the cheapest endpoint for one phase: prefill or decode."""
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [-price for price in prices(query, candidates, part)]

@@ -295,7 +295,7 @@ class PendingTransfer:
 
     @property
     def is_pending(self) -> bool:
-        """Return whether it has neither ended nor been cancelled."""
+        """Return whether the KV transfer has neither ended nor been cancelled."""
         return bool(self._links)
 
     def on_ready(self, now: float) -> None:

@@ -38,7 +38,7 @@ _ENCODERS = frozenset(
 
 
 class ConfigError(ValueError):
-    """Raised if a config.json does not describe a supported decoder."""
+    """Raised if a model's config.json does not describe a decoder that the sizing supports."""
 
 
 def language_model(config: Any) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class ConfigMembers:
             raise ConfigError(f"config.json lacks {', '.join(missing)}")
 
     def require_one(self, *names: str) -> None:
-        """Raise ConfigError if config.json has none of these fields."""
+        """Raise ConfigError if the model's config.json has none of these fields."""
         if not any(map(self.has, names)):
             raise ConfigError(f"config.json lacks {names[0]} (or {' or '.join(names[1:])})")
 

@@ -117,7 +117,7 @@ def valid_ep_sizes(facts: ModelFacts, ranks: int) -> list[int]:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a positive number in ascending order."""
+    """Return the divisors of a positive integer in ascending order, which may be TP sizes."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

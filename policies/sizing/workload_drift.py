@@ -223,7 +223,7 @@ class DriftWatch:
 
     @property
     def open_window(self) -> ShapeCounts:
-        """Return the counts of the window that has not ended."""
+        """Return the counts of requests in the time window that has not ended yet."""
         return self._window
 
     def add(self, now_s: float, shape: RequestShape) -> Iterator[DriftWindow]:
@@ -235,7 +235,7 @@ class DriftWatch:
         self._window.add(shape)
 
     def advance(self, now_s: float) -> Iterator[DriftWindow]:
-        """Yield the windows that ended by `now_s`, in seconds."""
+        """Yield the time windows that ended by the time `now_s` (seconds)."""
         while now_s >= self._ends_s:
             if self._hourly_rates:
                 begun_s = max(self._begins_s, self._ends_s - WINDOW_S)

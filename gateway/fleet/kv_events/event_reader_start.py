@@ -50,7 +50,7 @@ class KvEventService:
     def find_tokenizer(
         self, slots: Collection[int], resolve_name: Callable[[Endpoint], str]
     ) -> Tokenizer | None:
-        """Return the available endpoints among `slots` that have KV events; None if there are none.
+        """Return the endpoints that can tokenize prompts for KV events; None if there are none.
 
         slots         slot numbers of endpoints
         resolve_name  function that returns the name by which an endpoint's engine knows the model

@@ -193,7 +193,10 @@ class PenstockConnector(KVConnectorBase_V1):
         return AgentMetadata(WorkerAddress(agent.address, agent.name, agent.epoch), self._layout)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Begin a step: vLLM calls this method before the computation."""
+        """Store the step's orders from vLLM's scheduler.
+
+        vLLM calls this method before it computes.
+        """
         super().bind_connector_metadata(connector_metadata)
         self._step_began_s = time.perf_counter()
 

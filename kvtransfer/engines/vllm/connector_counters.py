@@ -34,7 +34,7 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
 
 
 class PendingCounts:
-    """Counters of KV transfers since the last report, by name."""
+    """The counters of KV transfers since the last report to vLLM, by name."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
@@ -46,7 +46,10 @@ class PendingCounts:
         self._counts[name] = self._counts.get(name, 0) + amount
 
     def add_nonzero(self, name: str, amount: float) -> None:
-        """Add `amount` to a counter, unless it is 0."""
+        """Add `amount` to a counter.
+
+        Does nothing if it is 0, so that unused counters are not reported.
+        """
         if amount:
             self.add(name, amount)
 

@@ -28,9 +28,7 @@ from kvtransfer.layout.kv_layout import KvLayout
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """The KV transfers to begin and end in one engine step, sent from vLLM's scheduler to
-    workers.
-    """
+    """The KV transfers to begin and end in one engine step, from the scheduler to the workers."""
 
     orders: StepOrders
     store: StoreOrders
@@ -56,8 +54,9 @@ class AgentMetadata(KVConnectorHandshakeMetadata):
 
 
 class ConnectorStats(KVConnectorStats):
-    """The KV transfer counters of one reporting interval, by name
-    (kvtransfer/engines/vllm/connector_counters.py).
+    """The counters of KV transfers in one reporting interval, by name.
+
+    connector_counters.py lists the names.
     """
 
     def reset(self) -> None:
@@ -77,7 +76,7 @@ class ConnectorStats(KVConnectorStats):
 
 
 class ConnectorMetrics(KVConnectorPromMetrics):
-    """The connector's counters as Prometheus metrics at vLLM's /metrics."""
+    """The KV connector's counters as Prometheus counters on vLLM's page /metrics."""
 
     def __init__(self, config: Any, types: Any, labels: Any, values: Mapping[int, Any]) -> None:
         super().__init__(config, types, labels, values)

@@ -63,7 +63,7 @@ class TransferWorker:
         return not (self._offers or self._ended or self._landings or self._unstarted)
 
     def is_offering(self, request: str) -> bool:
-        """Return whether the KV of a request is still offered."""
+        """Return whether this worker still offers the KV of a request to another engine."""
         return request in self._offers
 
     def prepare(self, orders: StepOrders) -> None:

@@ -40,8 +40,9 @@ class CopyResult(msgspec.Struct, frozen=True):
 
 
 class CopyThread:
-    """Copies blocks of one rank between the engine's memory and a store, in order of
-    instructions.
+    """Copies KV blocks between the memory of one rank and the host's store.
+
+    It executes its instructions in order.
     """
 
     def __init__(

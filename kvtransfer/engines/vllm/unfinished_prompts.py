@@ -28,7 +28,10 @@ class PromptChunk(msgspec.Struct, frozen=True):
 
 
 class PromptWork:
-    """The prompts that an engine has begun and not finished. No I/O; not thread-safe."""
+    """The prompts that an engine has begun to compute and not finished. It does no I/O.
+
+    The object is not thread-safe.
+    """
 
     def __init__(self) -> None:
         self._left: dict[str, tuple[int, int]] = {}
@@ -42,14 +45,14 @@ class PromptWork:
             self._left[request] = computed, prompt_tokens
 
     def on_step(self, chunks: Sequence[PromptChunk]) -> None:
-        """Record what a step computes."""
+        """Record which prompt tokens an engine step computes. Finished prompts are dropped."""
         for chunk in chunks:
             known_tokens = self._left.pop(chunk.request, (0, 0))[1]
             tokens = chunk.prompt_tokens or known_tokens
             self.begin(chunk.request, chunk.computed + chunk.tokens, tokens)
 
     def forget(self, request: str) -> None:
-        """Remove a request that has ended."""
+        """Remove the prompt of a request that has ended or was cancelled."""
         self._left.pop(request, None)
 
     def others(self, request: str) -> Iterator[tuple[int, int]]:

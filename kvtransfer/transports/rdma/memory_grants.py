@@ -40,7 +40,7 @@ class RegisteredHandle(Protocol):
 
 
 class Registry(Protocol):
-    """The interface of an RDMA device that can register memory."""
+    """The interface of an RDMA device with which memory is registered for remote writes."""
 
     def register(
         self, address: int, length: int, *, writable_by_peer: bool

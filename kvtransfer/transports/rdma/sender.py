@@ -22,7 +22,7 @@ _SIGNAL_EVERY = 64
 
 
 class QueuePairWriter(Protocol):
-    """The part of a queue pair (verbs.QueuePair) that RdmaSender uses."""
+    """The methods of an RDMA queue pair (verbs.QueuePair) that the sender of KV uses."""
 
     def write(
         self,

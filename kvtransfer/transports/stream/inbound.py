@@ -61,7 +61,7 @@ class InboundListener(Protocol):
     """The interface of the object that receives decoded frames and KV."""
 
     def on_frame(self, kind: FrameKind, header: bytes) -> None:
-        """Handle a received frame that has no payload."""
+        """Handle a frame (unit of the connection) that was received and has no payload."""
         ...
 
     def place_window(self, head: WindowHead) -> WindowSlice | None: ...
@@ -205,7 +205,7 @@ class Inbound:
         )
 
     def discard_transfer(self, transfer: int) -> None:
-        """Discard all further bytes that arrive for this transfer's blocks."""
+        """Discard all bytes that arrive for this KV transfer from now on; write none of them."""
         arrival, self._landed = self._arrival, None
         if arrival is None or arrival.head is None or arrival.head.transfer != transfer:
             return

@@ -331,7 +331,7 @@ class StreamLink:
     # ---- on the link's thread ----
 
     def _prepare(self) -> None:
-        """Run once before the connection's first byte; subclasses override this method."""
+        """Prepare the socket before the first byte is sent; subclasses override this method."""
 
     def _run(self) -> None:
         self._prepare()

@@ -25,7 +25,7 @@ class SpinPause:
         self._pause_s = self._until_s = 0.0
 
     def is_over(self, now_s: float) -> bool:
-        """Return whether the thread may spin."""
+        """Return whether the pause has ended, so that the link's thread may spin again."""
         return now_s >= self._until_s
 
     def is_contended(self, begin_s: float, end_s: float) -> bool:
