@@ -475,7 +475,7 @@ def parse_options(text: str | None) -> argparse.Namespace:
 
 
 def _add_batch_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lines", type=int, default=60, help="number of requests in the batch")
+    parser.add_argument("--lines", type=int, default=60, help="number of requests in the batch job")
     parser.add_argument(
         "--tokens", type=int, default=120, help="number of tokens in each answer of the batch"
     )

@@ -242,7 +242,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of measured rounds for each kind of prompt"
+    )
     parser.add_argument("--seconds", type=float, default=25.0, help="length of a round")
     parser.add_argument("--rate", type=float, default=16.0, help="text requests per second")
     parser.add_argument("--images", type=float, default=1.0, help="image users per second")

@@ -262,9 +262,16 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--policies", nargs="+", default=["prefix_aware", "priced"])
-    parser.add_argument("--only", nargs="*", default=[], help="parts of recordings' names")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[],
+        help="replay only the recordings whose names contain one of these texts",
+    )
     parser.add_argument("--sessions", type=int, default=4, help="sessions at once")
-    parser.add_argument("--turns", type=int, default=20, help="requests of each session")
+    parser.add_argument(
+        "--turns", type=int, default=20, help="number of requests that each session sends"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 

@@ -253,7 +253,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "installed",
         type=lambda name: Path(name).resolve(),  # programs run in other folders
-        help="folder that contains what install.sh installed",
+        help="folder in which install.sh has installed the client programs",
     )
     parser.add_argument(
         "--only",

@@ -200,7 +200,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="bench_kv.py",
         description="Compare the KV transfer speed of several transports on this machine.",
     )
-    parser.add_argument("--quick", action="store_true", help="measure two rounds instead of five")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure two rounds instead of five, for a quick look"
+    )
     parser.add_argument(
         "--rounds",
         type=int,

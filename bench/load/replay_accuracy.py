@@ -176,7 +176,7 @@ def _options() -> argparse.Namespace:
         "--seconds",
         type=float,
         default=300.0,
-        help="seconds of the trace that are used",
+        help="use only this number of seconds from the beginning of the trace",
     )
     parser.add_argument(
         "--speed",

@@ -358,7 +358,7 @@ def _add_trial_options(parser: argparse.ArgumentParser) -> None:
         default=100,
         help="number of prompts that measure the cost of isolation",
     )
-    parser.add_argument("--words", type=int, default=300, help="number of words in a prompt")
+    parser.add_argument("--words", type=int, default=300, help="number of words in each prompt")
     parser.add_argument(
         "--speed",
         type=float,
