@@ -27,7 +27,7 @@ class EngineRequests:
             client.close()
 
     def close(self) -> None:
-        """Close all connections, because the gateway stops."""
+        """Close the connections to all engines, because the gateway stops."""
         for client in self._clients.values():
             client.close()
 

@@ -32,8 +32,8 @@ from gateway.fleet.probe_errors import (
     is_unreachable,
     record_resolution,
 )
-from gateway.fleet.silence_limits import Silences
 from gateway.fleet.speed_recovery import SpeedRecovery, is_ejected_as_slow
+from gateway.fleet.stall_limits import Silences
 from policies.engine_kinds import ENGINE_TRAITS, MODELS_PATH
 from policies.health.endpoint_health import is_probe_due
 

@@ -20,7 +20,7 @@ MOST_CHARACTERS = 64
 
 
 def explicit_models(config: Config) -> list[Model]:
-    """Return the configured models, with `served_model` set where it would be ambiguous.
+    """Return the configured models, each with the name by which engines know it.
 
     `served_model` is the engine's name of a model. An endpoint's setting can give this name for one
     model of its pool. If several models of a pool lack the setting, each one gets its own name as

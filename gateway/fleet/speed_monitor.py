@@ -13,12 +13,12 @@ from typing import Protocol
 
 from gateway.fleet.live_endpoint import LiveEndpoint, step_tokens
 from gateway.protocol.response.relay import Relay
-from policies.health import speed_outlier, stall_detection
+from policies.health import late_request_detection, speed_outlier
 from policies.health.endpoint_health import HealthState
+from policies.health.late_request_detection import Expectations
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits
 from policies.health.speed_record import Slowness, SpeedVerdict
 from policies.health.speed_samples import Measure
-from policies.health.stall_detection import Expectations
 from policies.routing_types import Candidate, Endpoint, Request
 
 REVIEW_S = 1.0
@@ -174,13 +174,14 @@ class SpeedMonitor:
                 rated = [live for live in cohort.lives if _is_rated(live)]
                 members = [_member(live) for live in rated]
                 stalled = self._expectations_of(cohort.pool).stalled(members, now)
-                doubted = [stall_detection.is_doubted(live.load) for live in rated]
+                doubted = [late_request_detection.is_doubted(live.load) for live in rated]
                 indices = {index for _, index in stalled}
                 late += [
                     live for index, live in enumerate(rated) if index in indices or live.is_doubted
                 ]
                 doubtful += [
-                    rated[index] for index in stall_detection.choose_doubted(stalled, doubted)
+                    rated[index]
+                    for index in late_request_detection.choose_doubted(stalled, doubted)
                 ]
         return late, doubtful
 
@@ -279,7 +280,7 @@ def _is_rated(live: LiveEndpoint) -> bool:
 
 def _may_be_late(live: LiveEndpoint, now: float) -> bool:
     # Return whether prompts wait in doubt, or for a step old enough to be checked for a stall.
-    is_old = now - live.speed.since >= stall_detection.LEAST_LATE_S
+    is_old = now - live.speed.since >= late_request_detection.LEAST_LATE_S
     return live.speed.waiting > 0 and (is_old or live.is_doubted)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gateway.fleet.live_endpoint import LiveEndpoint
 from policies.endpoint_load import NO_SOFT_CAP
-from policies.health import slow_start, stall_detection
+from policies.health import late_request_detection, slow_start
 from policies.health.speed_record import SpeedVerdict
 
 LEAST_WAIT_S, MOST_WAIT_S = 1.0, 60.0
@@ -54,21 +54,21 @@ def throttle(live: LiveEndpoint, now: float) -> None:
     if live.speed.verdict is SpeedVerdict.SUSPECT:
         live.load.soft_cap = 0
     elif live.load.soft_cap == NO_SOFT_CAP or live.throttled_until is not None:
-        until = max(now + stall_detection.DOUBT_S, live.refused_until)
+        until = max(now + late_request_detection.DOUBT_S, live.refused_until)
         live.load.soft_cap, live.throttled_until = 0, until
     live.load.mark_changed()
 
 
 def limit_suspect(live: LiveEndpoint) -> None:
     """Send an endpoint that seems slow few requests while others have capacity."""
-    live.slow_start_at, live.load.soft_cap = None, stall_detection.SUSPECT_CEILING
+    live.slow_start_at, live.load.soft_cap = None, late_request_detection.SUSPECT_CEILING
     live.load.mark_changed()
 
 
 def admit_reviewed(live: LiveEndpoint, now: float) -> None:
     """Send an endpoint few requests instead of none, because its speed has been reviewed."""
     if live.load.soft_cap == 0 and now >= live.refused_until:
-        live.load.soft_cap = stall_detection.SUSPECT_CEILING
+        live.load.soft_cap = late_request_detection.SUSPECT_CEILING
         live.load.mark_changed()
 
 
@@ -79,9 +79,11 @@ def raise_limits(live: LiveEndpoint, ramp_s: float, now: float) -> None:
     """
     load = live.load
     if live.throttled_until is not None and now >= live.throttled_until:
-        ceiling = load.soft_cap = stall_detection.raised_ceiling(load.soft_cap)
+        ceiling = load.soft_cap = late_request_detection.raised_ceiling(load.soft_cap)
         load.mark_changed()
-        live.throttled_until = None if ceiling == NO_SOFT_CAP else now + stall_detection.RAMP_S
+        live.throttled_until = (
+            None if ceiling == NO_SOFT_CAP else now + late_request_detection.RAMP_S
+        )
     if live.slow_start_at is not None:
         warm_s = now - live.slow_start_at
         cap = load.soft_cap = slow_start.soft_cap(live.endpoint.max_concurrency, warm_s, ramp_s)

@@ -1,7 +1,7 @@
 """Simulates hedged requests: a late request is also sent to a second group.
 
 The group with the earlier first token serves the request, and the other attempt is cancelled.
-policies/health/stall_detection.py decides when a request is late. The retry budget is not
+policies/health/late_request_detection.py decides when a request is late. The retry budget is not
 simulated.
 """
 

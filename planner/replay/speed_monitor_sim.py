@@ -4,8 +4,8 @@ A slow group gets fewer requests, is ejected, and returns after a successful pro
 is moved away from a suspect group. When a group is ejected, all its waiting requests are moved. At
 other groups, a late request is hedged: it is also sent to a second group (hedge_sim.py).
 
-Samples and verdicts are computed by speed_samples.py, speed_outlier.py and stall_detection.py in
-policies/health. The retry budget is not simulated.
+Samples and verdicts are computed in policies/health, by speed_samples.py, speed_outlier.py and
+late_request_detection.py. The retry budget is not simulated.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from planner.replay.replay_interfaces import FleetPort
 from policies.endpoint_load import NO_SOFT_CAP
 from policies.engine.step_time import StepCosts
 from policies.health import speed_outlier
-from policies.health.speed_outlier import SlowLimits
-from policies.health.speed_record import SpeedVerdict
-from policies.health.speed_samples import Measure
-from policies.health.stall_detection import (
+from policies.health.late_request_detection import (
     DOUBT_S,
     LEAST_LATE_S,
     RAMP_S,
@@ -32,6 +29,9 @@ from policies.health.stall_detection import (
     is_doubted,
     raised_ceiling,
 )
+from policies.health.speed_outlier import SlowLimits
+from policies.health.speed_record import SpeedVerdict
+from policies.health.speed_samples import Measure
 from policies.restart_state import belief_state, restore_belief
 
 REVIEW_S, SWEEP_S, STALL_CHECK_S, PROBE_S = 1.0, 0.25, 0.05, 1.0

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.engine.step_time import shape_for
+from policies.health.late_request_detection import Expectations
 from policies.health.speed_outlier import PeerTimes, ReviewedEndpoint, SlowLimits, review
 from policies.health.speed_record import SpeedRecord
 from policies.health.speed_samples import BINS, Measure, SpeedSamples
-from policies.health.stall_detection import Expectations
 
 SHAPE = shape_for("h200", 4)
 work_sizes = st.sampled_from((1, 3, 40, 900, 1_500, 5_000, 200_000))

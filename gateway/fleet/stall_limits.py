@@ -74,7 +74,7 @@ class Silences:
         self._of(live).batches = True
 
     def forget(self, live: LiveEndpoint) -> None:
-        """Forget an endpoint that is no longer polled."""
+        """Forget how long an endpoint was silent, because it is no longer polled."""
         self._by_endpoint.pop(live, None)
 
     def limit_s(self, live: LiveEndpoint, peers: Iterable[LiveEndpoint], limit_s: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.fleet.live_endpoint import LiveEndpoint
-from gateway.fleet.silence_limits import FIRST_ANSWER_FACTOR, LEAST_FACTOR, SILENCE_MARGIN, Silences
+from gateway.fleet.stall_limits import FIRST_ANSWER_FACTOR, LEAST_FACTOR, SILENCE_MARGIN, Silences
 from gateway.http.engine_connections import ConnectionPool
 from tests.replacement import replace_method
 from tests.unit.gateway.fleet.tables import table_of

@@ -1,9 +1,9 @@
-"""Detects stalls: prefill steps that run longer than the endpoint's peers would need for them.
+"""Detects late requests: they wait longer for a first token than they would at the peers.
 
-A review (speed_outlier.py) compares completed work once a second. A stall is visible earlier, in
-the age of one running step. It is weak evidence: requests that wait there are hedged, and an
-endpoint in doubt gets no new ones until the next review. speed_samples.py measures the age of a
-step; speed_outlier.py and endpoint_health.py eject endpoints.
+A review (speed_outlier.py) compares completed work once a second. A stalled prefill step is visible
+earlier, by its age. It is weak evidence: requests that wait there are hedged, and an endpoint in
+doubt gets no new ones until the next review. speed_record.py measures the age of a step;
+speed_outlier.py and endpoint_health.py eject endpoints.
 """
 
 from __future__ import annotations

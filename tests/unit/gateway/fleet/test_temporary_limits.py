@@ -11,7 +11,7 @@ import pytest
 from gateway.protocol.upstream_error import UpstreamError
 from policies.endpoint_load import NO_SOFT_CAP
 from policies.health.endpoint_health import HealthState
-from policies.health.stall_detection import RAMP_S
+from policies.health.late_request_detection import RAMP_S
 from tests.unit.gateway.disagg.scripted_engines import (
     MODEL,
     EngineRequest,

@@ -6,10 +6,7 @@ import pytest
 
 from policies.endpoint_load import NO_SOFT_CAP, EndpointLoad
 from policies.engine.step_time import shape_for
-from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits, review
-from policies.health.speed_record import Slowness, SpeedRecord, SpeedVerdict
-from policies.health.speed_samples import Measure
-from policies.health.stall_detection import (
+from policies.health.late_request_detection import (
     LEAST_LATE_S,
     SUSPECT_CEILING,
     Expectations,
@@ -19,6 +16,9 @@ from policies.health.stall_detection import (
     raised_ceiling,
     remaining_wait_s,
 )
+from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits, review
+from policies.health.speed_record import Slowness, SpeedRecord, SpeedVerdict
+from policies.health.speed_samples import Measure
 
 SHAPE = shape_for("h200", 4)
 STEP_S = 0.08
