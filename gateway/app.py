@@ -259,12 +259,12 @@ class App:
 
     @property
     def sockets(self) -> SocketsByName:
-        """The listening sockets, by the name of their listener."""
+        """Return the listening sockets by the names of their listeners."""
         return self._listeners.sockets
 
     @property
     def bound(self) -> list[tuple[BoundListener, socket.socket]]:
-        """The listening sockets, each with its listener's name and configured address."""
+        """Return the listening sockets, each with its listener's name and configured address."""
         return bound_listeners(self.config.listeners, self.sockets, self._activated)
 
     async def retire(self) -> None:

@@ -318,7 +318,10 @@ class Exchange:
             budget.release_body(self.body_bytes)
 
     def give_back_retry_turn(self, retries: RetryTurns) -> None:
-        """Return the retry that the request took from the gateway's retry budget, if any."""
+        """Return the retry that this request took to the gateway's retry budget.
+
+        Without one, do nothing.
+        """
         if self.holds_retry_turn:
             self.holds_retry_turn = False
             retries.release()

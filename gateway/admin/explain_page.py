@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_explain(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
-    """Add the page /explain/{id} to the admin server's `routes`."""
+    """Add the page GET /explain/{id} about one request's routing to the admin server's `routes`."""
 
     async def explain(request: web.Request) -> web.Response:
         request_id, explained = request.match_info["id"], target.gateway.accounts.recent_exchanges

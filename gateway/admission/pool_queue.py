@@ -149,7 +149,10 @@ class PoolQueue:
 
     @property
     def sessions(self) -> WorkingSet | None:
-        """Return the sessions that count towards the KV memory; None if none are tracked."""
+        """Return the active sessions, whose contexts count towards the KV memory.
+
+        None means that the admission policy tracks none.
+        """
         policy = self._queue.admission
         return policy.sessions if isinstance(policy, PricedAdmission | SessionCap) else None
 

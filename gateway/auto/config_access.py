@@ -36,7 +36,7 @@ class ConfigAccess(Protocol):
 
     @property
     def running(self) -> LoadedConfig:
-        """Return the current configuration."""
+        """Return the configuration that is in use now."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class ConfigAccess(Protocol):
     def is_draining(self) -> bool: ...
 
     def endpoint_rows(self) -> Awaitable[Sequence[Mapping[str, Any]]]:
-        """Return the endpoint rows of the admin page /endpoints."""
+        """Return the state of all endpoints, as the admin page /endpoints shows it."""
         ...
 
     async def change(self, text: bytes, reason: str, *, dry_run: bool) -> ChangeResult:

@@ -104,5 +104,5 @@ class ScheduleLog:
         )
 
     def keep(self, ids: Iterable[str]) -> None:
-        """Forget all batches except those with these ids."""
+        """Forget what was logged about all batches except those with these ids."""
         self._logged = {name: self._logged[name] for name in ids if name in self._logged}

@@ -25,7 +25,7 @@ def new_id(prefix: str) -> str:
 
 
 class BatchState(StrEnum):
-    """The states of a batch, as in OpenAI's API."""
+    """The states of a batch of requests, named as in OpenAI's Batch API."""
 
     VALIDATING = "validating"
     FAILED = "failed"

@@ -94,7 +94,7 @@ class InputLines:
         return self._spans[2 * number], self._spans[2 * number + 1]
 
     def read(self, file: BufferedReader, number: int) -> InputLine:
-        """Read the line with this index from the file."""
+        """Read the line of a batch's input file that has the index `number`."""
         offset, size = self.span(number)
         file.seek(offset)
         return decode_line(file.read(size))

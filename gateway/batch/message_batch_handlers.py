@@ -38,12 +38,12 @@ assert MESSAGES.path in BATCH_APIS
 
 
 class AllBatchPages(BatchPages):
-    """The HTTP handlers for files, batches and message batches."""
+    """The HTTP handlers for files, for OpenAI's batches and for Anthropic's message batches."""
 
     _creating: tuple[str, ...] = ()  # the tenants whose batches are being created
 
     def add_routes(self, server: web.Application) -> None:
-        """Add the routes of all handlers to the application."""
+        """Add the routes of files, batches and message batches to the API's aiohttp application."""
         super().add_routes(server)
         path, add = f"{MESSAGES.path}/batches", server.router
         add.add_post(path, self._create_messages)

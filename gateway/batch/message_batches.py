@@ -54,7 +54,7 @@ def own_id(batch_id: str) -> str:
 
 
 def message_batch(record: BatchRecord) -> dict[str, Any]:
-    """Return a batch as an object of Anthropic's API."""
+    """Return the stored record of a batch as a message batch of Anthropic's API."""
     times, name = record.state_times, _ID + record.id.removeprefix(_OWN_ID)
     state = "ended" if record.is_final else "in_progress"
     if record.state is BatchState.CANCELLING:

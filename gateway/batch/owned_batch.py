@@ -204,7 +204,7 @@ class OwnedBatch:
     # Results
 
     def add_result(self, run: RequestAttempt, result: LineResult) -> None:
-        """Append the result of one request to the journal."""
+        """Append the result of one request of the batch to the batch's journal."""
         response = (result.status, result.request_id, result.body)
         line = result_line(run.number, self.record.id, run.line.custom_id, response)
         self._write(JournalEntry(run.number, result.status == 200, line[:-1].decode()))

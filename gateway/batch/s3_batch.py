@@ -209,7 +209,7 @@ class S3Journal:
             self._is_open = False
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines that the journal had when this process last appended to it."""
+        """Yield the lines of the batch's journal as they were after this process's last append."""
         yield from self._read(self._listed(1, self._next))
 
     def _read_from(self, number: int) -> Iterator[bytes]:

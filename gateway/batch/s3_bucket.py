@@ -120,7 +120,7 @@ class S3Bucket:
                 yield StoredObject(key, item["ETag"], item["Size"], modified_at)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects. Those that do not exist are ignored."""
+        """Delete objects of the bucket by their keys. Missing objects are ignored."""
         remaining = iter(keys)
         while some := list(islice(remaining, DELETED_AT_ONCE)):
             if len(some) == 1 or not self._delete_many(some):

@@ -103,10 +103,10 @@ class ClaimedBatch(Protocol):
     def record(self) -> BatchRecord: ...
 
     def renew(self) -> None:
-        """Renew this process's lease on the batch."""
+        """Renew the lease that lets this process run the batch."""
 
     def save(self, record: BatchRecord) -> None:
-        """Store the changed record of the batch."""
+        """Store the record of the batch, which this process has changed."""
 
     def finish(self, record: BatchRecord) -> None:
         """Store the record of an ended batch, and delete what only unfinished batches need."""
@@ -115,7 +115,7 @@ class ClaimedBatch(Protocol):
         """Release this process's lease on the batch, so that another process may take it."""
 
     def open_input(self) -> BufferedReader:
-        """Open the batch's own copy of its input file."""
+        """Open the batch's own copy of its input file. It outlives the uploaded file."""
 
     def read_input(self, offset: int, size: int) -> bytes: ...
 
@@ -163,7 +163,7 @@ class BatchStorage(Protocol):
         """Return the record of a tenant's file; None if the tenant has no such file."""
 
     def files(self, tenant: str) -> list[FileRecord]:
-        """Return the records of a tenant's files, newest first."""
+        """Return the records of a tenant's uploaded files, newest first."""
 
     def open_content(self, tenant: str, file_id: str) -> BufferedReader:
         """Open the content of a tenant's file. Raises FileNotFoundError if there is none."""
@@ -202,7 +202,7 @@ class BatchStorage(Protocol):
         """Return the Unix time at which a cancellation was requested; None if none was."""
 
     def open_batches(self) -> list[OpenBatch]:
-        """Return the unfinished batches of all tenants, oldest first."""
+        """Return the records of all tenants' unfinished batches, oldest first."""
 
     def claim(self, batch: OpenBatch) -> ClaimedBatch | None:
         """Take the lease on an unfinished batch. Returns None if another process has it."""

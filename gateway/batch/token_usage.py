@@ -64,7 +64,7 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 
 class UsageSum:
-    """Sums the usage in the lines of a batch's output file."""
+    """Adds up the token usage in the lines of a batch's output file."""
 
     def __init__(self) -> None:
         self._totals = [0, 0, 0, 0]

@@ -130,7 +130,7 @@ documentation, so that the list of commands is printed without importing all of 
 
 
 def command_function(name: str) -> Callable[..., None]:
-    """Return the function that implements a command in COMMANDS."""
+    """Import and return the function that implements the command `name` of `penstock`."""
     module, _, function = COMMANDS[name][0].partition(":")
     command: Callable[..., None] = getattr(importlib.import_module(module), function)
     return command

@@ -11,7 +11,7 @@ from gateway.cli.commands import COMMANDS, command_function
 
 
 class Shell(StrEnum):
-    """The shells whose completion is supported."""
+    """The shells for which `penstock completion` can print code."""
 
     BASH = "bash"
     ZSH = "zsh"

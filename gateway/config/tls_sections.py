@@ -155,7 +155,7 @@ class ClientTls(Section):
 
 
 class EngineTls(ClientTls):
-    """TLS settings for an engine behind an https:// URL."""
+    """The configuration section `tls` of an engine whose URL begins with https://."""
 
     server_name: Host | None = setting(
         None,

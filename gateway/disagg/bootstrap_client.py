@@ -81,7 +81,7 @@ class BootstrapQuery:
                 self.close()
 
     def close(self) -> None:
-        """End the query without calling its callbacks."""
+        """End the query to a bootstrap server without calling its callbacks."""
         over, self._over = self._over, None
         if over is not None:
             over()

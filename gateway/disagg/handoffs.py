@@ -296,7 +296,7 @@ class Handoffs:
                 figures.add_times(done - began, max(0.0, relay.first_token_at - done))
 
     def close(self) -> None:
-        """Close the connections of release requests and bootstrap queries."""
+        """Close the connections of release requests and of queries to bootstrap servers."""
         for leg in tuple(self._running):
             leg.close()
         self.bootstraps.close()

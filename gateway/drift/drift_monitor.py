@@ -151,7 +151,10 @@ class DriftMonitor:
         return [*rows, *restart_state.session_turns(self._memory)]
 
     def restore(self, state: DriftState | SessionTurns) -> None:
-        """Restore saved states. The state of a pool whose `sized_for` has changed is ignored."""
+        """Restore the states that another process has saved.
+
+        The state of a pool whose `sized_for` has changed is ignored.
+        """
         if self._memory is None:
             return
         if isinstance(state, SessionTurns):

@@ -90,7 +90,7 @@ class BackgroundResponses:
             asked.set()
 
     def close(self) -> None:
-        """Stop following all responses, because the gateway stops."""
+        """Stop following the background responses of all engines, because the gateway stops."""
         for task in self._tasks:
             task.cancel()
 

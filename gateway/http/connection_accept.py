@@ -106,7 +106,7 @@ class NewConnections:
         EagerTask(self._connect(accepted, new_protocol), _do_nothing).step()
 
     def remove(self, client: WaitingClient) -> None:
-        """Stop counting a connection that ended while it waited."""
+        """Stop counting an accepted connection that ended while it waited for its turn."""
         self._connections.remove(client)
 
     async def _connect(self, accepted: socket.socket, new_protocol: ProtocolFactory) -> None:
@@ -143,7 +143,7 @@ class WaitingClient:
         return True
 
     def abort(self) -> None:
-        """Close the connection immediately."""
+        """Close the accepted connection immediately, before its first request is read."""
         accepted, self._accepted = self._accepted, None
         if accepted is not None:
             accepted.close()
@@ -154,7 +154,7 @@ class WaitingClient:
         return False
 
     def drop_unread(self) -> None:
-        """Do nothing, because the kernel has all unread bytes."""
+        """Do nothing: nothing was read from the client yet, and the kernel has all unread bytes."""
 
     def drain(self) -> None:
         """Do nothing when the listener drains: the connection is served like a new one."""

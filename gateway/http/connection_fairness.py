@@ -90,7 +90,9 @@ class RequestTurns:
         return self._held_bytes + size > MAX_HELD_BYTES
 
     def wait(self, waiting: Waiting, address: str, held_bytes: int = 0) -> None:
-        """Call `waiting.begin()` when it is its turn, in a later event loop iteration.
+        """Let a connection or request wait: call `waiting.begin()` in a later event loop iteration.
+
+        The turns of different clients alternate.
 
         held_bytes  bytes that it holds in memory meanwhile, if no other budget counts them
         """

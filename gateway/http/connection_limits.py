@@ -43,7 +43,10 @@ Answering a late client and closing its connection takes 0.2 to 0.3 ms.
 
 
 class ByteBudget(Protocol):
-    """The memory budget for request bodies. admission/body_memory_budget.py implements it."""
+    """The interface of the memory budget for request bodies.
+
+    admission/body_memory_budget.py implements it.
+    """
 
     def reserve_body(self, body_bytes: int) -> int:
         """Reserve memory for a request body, and return the number of bytes that were reserved.

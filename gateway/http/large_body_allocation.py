@@ -31,7 +31,7 @@ def new_body(size: int) -> bytes:
 
 
 def write_piece(body: bytes, offset: int, piece: bytes) -> None:
-    """Write `piece` into a new body to which only the caller refers yet.
+    """Write `piece` at `offset` into a new body, to which only the caller refers yet.
 
     Raises ValueError if the piece exceeds the body.
     """

@@ -58,7 +58,7 @@ class LongReads:
         data: bytes,
         transport: asyncio.Transport,
     ) -> None:
-        """Relay `data` in slices, after the data added earlier for this connection.
+        """Relay `data` of a long read in slices, after the data added earlier for this connection.
 
         Reading from `transport` is paused until then.
         """

@@ -94,7 +94,7 @@ class OpenListeners:
             server.close()
 
     def abort_handshakes(self) -> None:
-        """Close the connections whose TLS handshake is not complete."""
+        """Close all client connections whose TLS handshake is not complete."""
         self._tls.close()
 
     async def close(self, timeout_s: float) -> None:

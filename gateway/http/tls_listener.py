@@ -111,7 +111,7 @@ class TlsListener:
         return Handshake(self)
 
     def close(self) -> None:
-        """Abort the connections of this listener that are in their TLS handshake."""
+        """Abort the connections of this listener that are still in their TLS handshake."""
         for handshake in tuple(self._handshakes):
             handshake.abort()
 
@@ -128,7 +128,7 @@ class TlsListener:
         return True
 
     def remove_handshake(self, handshake: Handshake) -> None:
-        """Stop counting a handshake that has succeeded or failed."""
+        """Stop counting a TLS handshake, because it has succeeded or failed."""
         if handshake in self._handshakes:
             self._handshakes.discard(handshake)
             if self._counter is not None:

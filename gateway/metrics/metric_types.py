@@ -135,7 +135,7 @@ class FamilyReading(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Counter:
-    """A metric value that only increases."""
+    """A metric whose value only increases, such as a number of requests."""
 
     __slots__ = ("value",)
 

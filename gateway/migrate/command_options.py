@@ -89,6 +89,6 @@ class CommandOptions:
         return bool(occurrences) and occurrences[-1] not in (["false"], ["False"], ["0"])
 
     def unread_names(self) -> Iterator[str]:
-        """Yield each option that has not been read, once."""
+        """Yield the name of each option on the command line that no rule has read, once."""
         names = dict.fromkeys(name for name, _ in self._occurrences)
         yield from (name for name in names if name not in self._read)

@@ -12,7 +12,7 @@ from gateway.migrate.option_values import Converter
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """How a router's option is migrated.
+    """How one option of another router is converted to a setting in gateway.yaml.
 
     path     path of the equivalent in gateway.yaml
     convert  function that converts the option's value

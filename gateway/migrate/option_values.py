@@ -84,7 +84,7 @@ def attempts(value: str) -> int | str:
 
 
 def log_level(value: str) -> str:
-    """Return the gateway's name of another router's log level."""
+    """Return the gateway's log level that corresponds to another router's level."""
     names = {"warn": "warning", "critical": "error", "trace": "debug"}
     level = value.lower()
     return names.get(level, level)

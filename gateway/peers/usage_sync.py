@@ -128,7 +128,7 @@ class UsageSync:
                 queue.add_peer_charge(name, tokens)
 
     def on_quota_use(self, message: peer_messages.QuotaUse, now: float) -> None:
-        """Deduct quota that tenants have used at another gateway."""
+        """Deduct the quota that tenants have used at another gateway, as its message reports."""
         for tenant, spent in message.tenants:
             name = self._tenants.get(tenant, "")
             quota = self._admission.quotas.by_tenant.get(name)

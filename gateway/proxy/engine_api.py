@@ -26,7 +26,7 @@ from gateway.route import Gateway, Route
 def call_for_engines(
     gateway: Gateway, exchange: Exchange, route: Route, call: Call, context: CallContext
 ) -> Call:
-    """Return the request in the API that engines get; the client's own or a translation.
+    """Return the request as engines get it: in the client's API, or translated to another one.
 
     A translator of the answer is stored on the exchange. Raises GatewayError if the request must be
     translated but cannot be, or if no engine serves its API.

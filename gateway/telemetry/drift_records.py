@@ -61,7 +61,7 @@ class ShapeRecorder:
         blocks: Sequence[int],
         session: int,
     ) -> None:
-        """Record an ended request.
+        """Record the shape of an ended request: its lengths, and the ids of its prompt's blocks.
 
         Refused, failed and abandoned requests are left out, as in replays of the access log.
 

@@ -93,7 +93,7 @@ class CanaryArm:
 
 
 class CanaryArms:
-    """The two policies of one pool's canary trial: the pool's own (primary) and the canary.
+    """The two routing policies of a pool's canary trial: the pool's own (primary) and the canary.
 
     Their results are kept while their configuration is unchanged.
     """

@@ -215,7 +215,7 @@ class PoolMirror:
         self._metrics.requests.labels(self.pool, result).inc()
 
     def close(self) -> None:
-        """Cancel the comparisons in progress, and stop counting."""
+        """Cancel the pool's comparisons in progress, and stop counting results."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -295,7 +295,7 @@ class Mirrors:
             log.exception("the mirror of pool %s failed", pool)
 
     async def close(self) -> None:
-        """Cancel all comparisons, and close the connections to engines."""
+        """Cancel the comparisons of all pools, and close the connections to their engines."""
         for mirror in self.by_pool.values():
             mirror.close()
         await self._client.close()

@@ -52,14 +52,14 @@ class WorkerGroup(Protocol):
     def metrics(self) -> SupervisorMetrics: ...
 
     def ready_workers(self) -> list[Worker]:
-        """Return the workers that serve requests, oldest first."""
+        """Return the worker processes that serve requests now, oldest first."""
 
     def ending_workers(self) -> list[Worker]:
         """Return the replaced workers that are finishing their last requests."""
 
 
 def workers_application(group: WorkerGroup) -> web.Application:
-    """Return the admin server's aiohttp application for these workers."""
+    """Return the aiohttp application of the admin server that stands for all these workers."""
     configured = group.config_rollout
     server = web.Application(
         middlewares=[access_middleware(lambda: configured.running.config)],

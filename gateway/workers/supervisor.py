@@ -167,7 +167,7 @@ class Supervisor:
         )
 
     def ending_workers(self) -> list[Worker]:
-        """Return the replaced workers that are finishing their requests."""
+        """Return the replaced worker processes that still finish their requests."""
         return list(self._ending)
 
     async def start(self) -> None:

@@ -13,7 +13,10 @@ TIMEOUT_S = 3.0
 
 
 def check_redis(config: Config) -> Iterator[CheckFinding]:
-    """Yield one finding if the configuration shares state through Redis, else none."""
+    """Check the configured Redis server.
+
+    Yields one finding if gateways share state through Redis, and none otherwise.
+    """
     if config.shared is None:
         return
     import redis  # slow to import, and only needed here

@@ -19,7 +19,7 @@ NO_KEYS = Text(
 
 
 def print_once(view: View) -> None:
-    """Print the live view once."""
+    """Print the live view of the gateway once, and return."""
     _console().print(render_view(view))
 
 

@@ -67,7 +67,7 @@ class ModelInfo(Protocol):
 
     @property
     def served_model(self) -> str:
-        """Return the name by which engines know the model."""
+        """Return the model name that engines know, which may differ from the client's."""
         ...
 
     @property

@@ -111,7 +111,7 @@ def _delta(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_message(answer: dict[str, Any]) -> Iterator[bytes]:
-    """Yield the events of an Anthropic message."""
+    """Yield the stream events that together carry a whole message of Anthropic's API."""
     content: Any = answer.get("content")
     usage: dict[str, Any] = answer.get("usage") or {}
     if answer.get("type") != "message" or not isinstance(content, list):

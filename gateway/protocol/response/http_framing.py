@@ -349,7 +349,7 @@ def _whole_chunks(data: bytes, offset: int, pieces: list[bytes]) -> int:
 
 
 class LengthBody:
-    """An HTTP body whose length is given by Content-Length."""
+    """A response body whose length the header Content-Length gives."""
 
     __slots__ = (
         "_remaining",

@@ -25,7 +25,7 @@ class OutputQueue:
         self._waiting: deque[Iterator[bytes]] = deque()
 
     def __bool__(self) -> bool:
-        """Return whether there may be more output."""
+        """Return whether the queue may still have output to take."""
         return bool(self._waiting)
 
     def add(self, pieces: Iterator[bytes]) -> None:
@@ -45,6 +45,6 @@ class OutputQueue:
         return b"".join(taken)
 
     def take_all(self) -> bytes:
-        """Generate and return all output in one step."""
+        """Generate and return all remaining output of the queue in one step."""
         waiting, self._waiting = self._waiting, deque()
         return b"".join(piece for pieces in waiting for piece in pieces)

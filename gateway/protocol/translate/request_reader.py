@@ -40,7 +40,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def encode(value: object) -> bytes:
-    """Return plain data (dicts, lists, strings, numbers) as JSON."""
+    """Encode plain data (dicts, lists, strings, numbers) as JSON."""
     return _encode(value)
 
 

@@ -47,7 +47,7 @@ class OpenItem(msgspec.Struct):
 
     @property
     def text(self) -> Text:
-        """Return the text of the output item so far."""
+        """Return the text that the current output item has so far."""
         return to_text(
             [custom_input("".join(self.pieces))] if self.kind == "custom" else self.pieces
         )

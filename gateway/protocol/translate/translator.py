@@ -87,7 +87,7 @@ class StreamTranslator(ABC):
 
     @abstractmethod
     def _fail(self, detail: ErrorDetail) -> Iterator[bytes]:
-        """Yield the client's events that end a failed stream."""
+        """Yield the events in the client's API that report the failure and end the stream."""
 
     def note_call(self, index: int) -> None:
         """Record that the tool call with this index begins in the stream.
@@ -192,7 +192,7 @@ class AnswerTranslator:
         return self._output.take()
 
     def more(self) -> bytes:
-        """Return the next bytes for the client that follow from earlier input."""
+        """Return the next translated bytes for the client, which follow from input fed earlier."""
         return self._output.take()
 
     def finish_with(self, event: bytes) -> bytes:
