@@ -196,20 +196,37 @@ class BlockPool:
         In this order, the end of a prompt is evicted before its beginning, which more prompts
         share. Raises ValueError if a block has no references.
         """
-        references, keys, unused = self._references, self._keys, list[int]()
-        for block in reversed(blocks):
+        unused, keys = self._without_reference(blocks), self._keys
+        self.free += len(unused)
+        # Nearly always the last block alone, which is not full, has no key.
+        full = 0
+        while full < len(unused) and keys[unused[full]] is None:
+            full += 1
+        self._fresh += unused[:full]
+        unused = unused[full:]
+        if None in map(keys.__getitem__, unused):
+            self._fresh += [block for block in unused if keys[block] is None]
+            unused = [block for block in unused if keys[block] is not None]
+        self._cached += unused
+
+    def _without_reference(self, blocks: Sequence[int]) -> list[int]:
+        # Remove one reference from each block, and return those without any, the last one first.
+        references, shared = self._references, len(blocks)
+        for block in blocks:
+            if references[block] != 1:
+                shared = blocks.index(block)
+                break
+            references[block] = 0
+        unused = list[int]()
+        for block in reversed(blocks[shared:]):
             count = references[block] - 1
             if count < 0:
                 raise ValueError(f"cannot release KV block {block}: no sequence uses it")
             references[block] = count
             if not count:
                 unused.append(block)
-        self.free += len(unused)
-        without_key = [block for block in unused if keys[block] is None]
-        if without_key:
-            self._fresh += without_key
-            unused = [block for block in unused if keys[block] is not None]
-        self._cached += unused
+        unused += reversed(blocks[:shared])
+        return unused
 
     def clear_prefix_cache(self) -> None:
         """Empty the prefix cache. Blocks in use keep their references, but lose their keys."""

@@ -46,13 +46,14 @@ class ReplayGroup:
 
     Ranks in lockstep share a clock.
 
-    clocks         the step clocks, one per rank of the endpoint
-    rank           number of the data-parallel rank; None: the endpoint is a whole engine
-    expected_keys  block ids of prompts that were sent to the endpoint and are not computed yet,
-                   each with the number of such prompts
-    sends_at_s     time at which its network link can send KV again
-    receives_at_s  time at which its network link can receive KV again
-    watched_s      time of the next event that is scheduled for the endpoint's engine
+    clocks           the step clocks, one per rank of the endpoint
+    capacity_tokens  tokens of KV that the endpoint can store, over all of its ranks
+    rank             number of the data-parallel rank; None: the endpoint is a whole engine
+    expected_keys    block ids of prompts that were sent to the endpoint and are not computed yet,
+                     each with the number of such prompts
+    sends_at_s       time at which its network link can send KV again
+    receives_at_s    time at which its network link can receive KV again
+    watched_s        time of the next event that is scheduled for the endpoint's engine
     """
 
     __slots__ = (
@@ -60,6 +61,7 @@ class ReplayGroup:
             "is_alive",
             "block_tokens",
             "candidate",
+            "capacity_tokens",
             "clocks",
             "expected_keys",
             "engine",
@@ -92,6 +94,7 @@ class ReplayGroup:
         self.listener = listener
         self.kv_token_bytes = kind.shape.kv_token_bytes
         self.load = EndpointLoad(slot, SpeedBelief(_prior(kind, len(clocks))), lengths)
+        self.capacity_tokens = kind.capacity_tokens * len(clocks)
         self.load.kv_tokens = self.capacity_tokens
         if kind.labelled_num_seqs is not None:
             self.load.slots = kind.labelled_num_seqs * len(clocks)
@@ -105,11 +108,6 @@ class ReplayGroup:
         self.sends_at_s = self.receives_at_s = 0.0
         self.totals = GroupTotals(self.name)
         self.engine = self.new_engine()
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Return how many tokens of KV the endpoint can store, over all of its ranks."""
-        return self.kind.capacity_tokens * len(self.clocks)
 
     @property
     def step_tokens(self) -> int:

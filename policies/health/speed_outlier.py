@@ -215,7 +215,7 @@ class PeerTimes:
         `own` is left out. Returns 0 if only work of one size was measured.
         """
         points = [
-            (_work_s(self._measure, self._shape, _middle(bin_)), seconds)
+            (self._middle_s(bin_), seconds)
             for bin_ in self._means
             if (seconds := self._without(bin_, own))
         ]
@@ -228,11 +228,15 @@ class PeerTimes:
 
     def _size(self, bin_: int, work: float) -> float:
         # Return the time of this work in a bin, as a multiple of the time in the bin's middle.
+        return _work_s(self._measure, self._shape, work) / self._middle_s(bin_)
+
+    def _middle_s(self, bin_: int) -> float:
+        # Return the time of work in the middle of a bin by the roofline.
         middle_s = self._middles_s.get(bin_)
         if middle_s is None:
             middle_s = _work_s(self._measure, self._shape, _middle(bin_))
             self._middles_s[bin_] = middle_s
-        return _work_s(self._measure, self._shape, work) / middle_s
+        return middle_s
 
     def _without(self, bin_: int, own: SpeedSamples | None) -> float:
         # Return the median of the endpoints other than `own` in a bin, in seconds.
