@@ -30,15 +30,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mockgpu.mock_tokenizer import expected_text
+from bench.batch_tokens import (
+    GENERATION_LOG,
+    Attempts,
+    JournalWatch,
+    Regenerated,
+    count_regenerated,
+    generated_tokens,
+    long_stops,
+    read_log,
+)
+from mockgpu.mock_tokenizer import expected_text, render_chat
 from tests.metrics_page import total
 from tests.ports import free_port
 
@@ -86,9 +96,11 @@ class Answer(NamedTuple):
 class Outcome(NamedTuple):
     """The measurements of one run. The numbers about the batch job are zero in a run without it.
 
-    long_stops  how often an answer of the batch job was stopped after LONG_TOKENS or more tokens
-    lag_s       99th percentile of the delay of this process's timers in seconds; it is high if the
-                machine had no CPU time to spare
+    kept   numbers of kept tokens of each request of the batch job, each time that it was stopped
+    log    the engines' generation log
+    kills  monotonic times at which the gateway was killed, in seconds
+    lag_s  99th percentile of the delay of this process's timers in seconds; it is high if the
+           machine had no CPU time to spare
     """
 
     answers: list[Answer]
@@ -98,7 +110,9 @@ class Outcome(NamedTuple):
     batch: dict[str, Any] | None
     batch_s: float
     output: str
-    long_stops: int
+    kept: dict[int, list[int]]
+    log: list[bytes]
+    kills: list[float]
     lag_s: float
 
 
@@ -110,6 +124,7 @@ class Gateway:
         self.url, self.admin_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}"
         self._process: subprocess.Popen[bytes] | None = None
         self.totals: dict[str, float] = {}
+        self.killed_at: list[float] = []
 
     async def start(self, http: aiohttp.ClientSession) -> None:
         command = [sys.executable, "-m", "gateway", "serve", "--config", str(self._config)]
@@ -135,18 +150,19 @@ class Gateway:
 
     def kill(self) -> None:
         if self._process is not None:
+            self.killed_at.append(time.monotonic())
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
 
 
 @contextmanager
-def mock_groups(speed: float) -> Iterator[list[str]]:
-    options = ["--port", "0", "--groups", str(GROUPS), "--speed", str(speed), "--json"]
-    command = [sys.executable, "-m", "mockgpu", *options]
+def mock_groups(speed: float, log: Path) -> Iterator[list[str]]:
+    """Run mock engines with a generation log in a process of their own, and yield their URLs."""
+    command = [sys.executable, "-m", "bench.logged_engines", str(GROUPS), str(speed), str(log)]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield [json.loads(process.stdout.readline())["ready"] for _ in range(GROUPS)]
+            yield [process.stdout.readline().strip() for _ in range(GROUPS)]
         finally:
             process.terminate()
 
@@ -231,38 +247,6 @@ async def watch_lag(lags_s: list[float]) -> None:
         lags_s.append(time.monotonic() - due)
 
 
-class JournalWatch:
-    """Reads the progress file (journal) of the only batch job, even after its deletion."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file: BinaryIO | None = None
-
-    async def open(self) -> None:
-        """Wait until the gateway has created the journal of the batch job, and open it."""
-        while self._file is None:
-            for path in self._folder.glob("batches/*/*/journal"):
-                self._file = path.open("rb")
-            await asyncio.sleep(0.05)
-
-    def long_stops(self) -> int:
-        """Return how often an answer was stopped after it had LONG_TOKENS or more tokens.
-
-        A stopped answer keeps its tokens, and continues later.
-        """
-        if self._file is None:
-            return 0
-        kept: dict[int, int] = {}
-        count = 0
-        with self._file:
-            for line in map(json.loads, self._file):
-                if line.get("kept"):
-                    number, tokens = line["number"], len(line["kept"]["tokens"])
-                    count += tokens >= LONG_TOKENS and tokens > kept.get(number, 0)
-                    kept[number] = tokens
-        return count
-
-
 async def create_batch(
     http: aiohttp.ClientSession, url: str, options: argparse.Namespace, window_s: float
 ) -> str:
@@ -317,17 +301,20 @@ async def measure(
     window_s  deadline of a batch job that runs at the same time, in seconds. The run then ends with
               the batch job. None: there is no batch job
     """
-    with tempfile.TemporaryDirectory() as work, mock_groups(options.speed) as urls:
+    with ExitStack() as stack:
+        work = stack.enter_context(tempfile.TemporaryDirectory())
+        log, config = Path(work) / GENERATION_LOG, Path(work) / "gateway.yaml"
+        urls = stack.enter_context(mock_groups(options.speed, log))
         port, admin = free_port(), free_port()
-        config = Path(work) / "gateway.yaml"
         config.write_text(config_text(options, urls, port, admin, work))
         gateway = Gateway(config, port, admin)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as http:
             await gateway.start(http)
             try:
-                journal = JournalWatch(Path(work) / "store")
-                return await _measure(options, http, gateway, urls, times, kills, window_s, journal)
+                return await _measure(
+                    options, http, gateway, urls, times, kills, window_s, Path(work)
+                )
             finally:
                 gateway.kill()
 
@@ -340,9 +327,10 @@ async def _measure(
     times: list[float],
     kills: list[float],
     window_s: float | None,
-    journal: JournalWatch,
+    work: Path,
 ) -> Outcome:
     began, ending, lags_s = time.monotonic(), None, [0.0]
+    journal = JournalWatch(work / "store")
     watches = [asyncio.create_task(watch_lag(lags_s))]
     if window_s is not None:
         batch_id = await create_batch(http, gateway.url, options, window_s)
@@ -354,13 +342,11 @@ async def _measure(
     for watch in watches:
         watch.cancel()
     await gateway.count(http)
-    made = 0.0
-    for url in urls:
-        async with http.get(f"{url}/metrics") as page:
-            made += total(await page.text(), "vllm:generation_tokens_total")
+    made = await generated_tokens(http, urls)
     totals, lag_s = dict(gateway.totals), sorted(lags_s)[len(lags_s) * 99 // 100]
-    kept_tokens, stops = totals.pop("kept_tokens"), journal.long_stops()
-    return Outcome(answers, made, totals, kept_tokens, batch, batch_s, output, stops, lag_s)
+    kept_tokens, log = totals.pop("kept_tokens"), read_log(work)
+    told = (journal.kept(), log, gateway.killed_at)
+    return Outcome(answers, made, totals, kept_tokens, batch, batch_s, output, *told, lag_s)
 
 
 def config_text(
@@ -379,7 +365,8 @@ def config_text(
 
 async def service_time_s(options: argparse.Namespace) -> float:
     """Measure how many seconds one live request takes while all slots of the engines are in use."""
-    with mock_groups(options.speed) as urls:
+    with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
+        urls = stack.enter_context(mock_groups(options.speed, Path(work) / GENERATION_LOG))
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as http:
             began = time.monotonic()
@@ -410,7 +397,8 @@ def compare(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> dic
     Returns the figures of one random seed by name.
     """
     found: dict[str, int] = {}
-    equal = batch_tokens = 0
+    final: dict[int, int] = {}
+    equal = 0
     for line in map(json.loads, beside.output.splitlines()):
         found[line["custom_id"]] = found.get(line["custom_id"], 0) + 1
         number = line["custom_id"].removeprefix("line-")
@@ -418,14 +406,15 @@ def compare(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> dic
         request = body(f"Batch question {number}?", options.tokens)
         expected = expected_text(request, options.tokens)
         equal += answer["choices"][0]["message"]["content"] == expected
-        batch_tokens += answer["usage"]["completion_tokens"]
+        final[int(number)] = answer["usage"]["completion_tokens"]
     assert beside.batch is not None
     live_tokens = sum(answer.tokens for answer in beside.answers)
+    attempts, again = regenerated(options, beside, final)
     return {
         "live_alone": attainment(options, alone),
         "live_beside": attainment(options, beside),
         "stopped": beside.stopped,
-        "long_stops": beside.long_stops,
+        "long_stops": long_stops(beside.kept, LONG_TOKENS),
         "kept_tokens": beside.kept_tokens,
         "status": beside.batch["status"],
         "batch_s": beside.batch_s,
@@ -433,8 +422,26 @@ def compare(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> dic
         "twice": sum(count > 1 for count in found.values()),
         "equal": equal,
         "engine_tokens": beside.engine_tokens,
-        "extra_tokens": beside.engine_tokens - live_tokens - batch_tokens,
+        "extra_tokens": beside.engine_tokens - live_tokens - sum(final.values()),
+        "kept_tokens_again": again.kept_again,
+        "in_flight_tokens": again.in_flight_tokens,
+        "stops_by_tokens_in_flight": dict(sorted(again.in_flight.items())),
+        "killed_tokens": again.killed,
+        "live_tokens_not_received": attempts.others - live_tokens,
+        "unlogged_tokens": beside.engine_tokens - attempts.generated,
     }
+
+
+def regenerated(
+    options: argparse.Namespace, beside: Outcome, final: dict[int, int]
+) -> tuple[Attempts, Regenerated]:
+    """Return the engines' attempts at the batch job's requests, and what they generated again."""
+    prompts = [
+        render_chat(body(f"Batch question {number}?", options.tokens))
+        for number in range(options.lines)
+    ]
+    attempts = Attempts(beside.log, prompts)
+    return attempts, count_regenerated(attempts.of, beside.kept, final, beside.kills)
 
 
 def report(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> None:
@@ -459,6 +466,12 @@ def report(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> None
     print(f"results: {results}, {found['equal']} with the right text")
     made = found["engine_tokens"]
     print(f"tokens generated beyond those in answers: {found['extra_tokens']:.0f} of {made:.0f}")
+    print(f"    kept tokens of the batch, generated again: {found['kept_tokens_again']}")
+    print(f"    never kept, on their way at a stop: {found['in_flight_tokens']}")
+    print(f"        stops by such tokens: {found['stops_by_tokens_in_flight']}")
+    print(f"    of the batch, not kept yet when a kill came: {found['killed_tokens']}")
+    print(f"    live requests, not received: {found['live_tokens_not_received']}")
+    print(f"    not in the engines' logs: {found['unlogged_tokens']:.0f}")
 
 
 def parse_options(text: str | None) -> argparse.Namespace:

@@ -29,16 +29,14 @@ import aiohttp  # noqa: E402
 import msgspec  # noqa: E402
 
 from bench import batch as bench  # noqa: E402
+from bench import batch_tokens  # noqa: E402
+from bench.logged_engines import logged_spec  # noqa: E402
 from gateway.app import App  # noqa: E402
 from gateway.batch.answer_receiver import LineClient  # noqa: E402
 from gateway.config.loader import load_config  # noqa: E402
 from gateway.protocol.api_table import CHAT  # noqa: E402
 from gateway.protocol.response.date_header import ResponseClock  # noqa: E402
 from mockgpu.fleet import run_fleet  # noqa: E402
-from mockgpu.tp_group import GroupSpec  # noqa: E402
-from policies.sizing.gpus import gpu_named  # noqa: E402
-from policies.sizing.model_shapes import model_named  # noqa: E402
-from tests.metrics_page import total  # noqa: E402
 
 
 class LiveClient(LineClient):
@@ -85,9 +83,9 @@ async def measure(
     options: argparse.Namespace, times: list[float], window_s: float | None
 ) -> bench.Outcome:
     """Send the live requests to new engines on virtual time, and return the measurements."""
-    spec = GroupSpec("demo-8b", model_named("demo-8b"), gpu_named("h100"), speed=options.speed)
-    async with run_fleet([spec] * bench.GROUPS) as members:
-        with tempfile.TemporaryDirectory() as work:
+    with tempfile.TemporaryDirectory() as work:
+        spec = logged_spec(options.speed, str(Path(work) / batch_tokens.GENERATION_LOG))
+        async with run_fleet([spec] * bench.GROUPS) as members:
             urls = [member.url for member in members]
             config = Path(work) / "gateway.yaml"
             config.write_text(bench.config_text(options, urls, 0, 0, work))
@@ -109,7 +107,7 @@ async def _measure(
     window_s: float | None,
     work: Path,
 ) -> bench.Outcome:
-    began, ending, journal = CLOCK.time(), None, bench.JournalWatch(work / "store")
+    began, ending, journal = CLOCK.time(), None, batch_tokens.JournalWatch(work / "store")
     watches = []
     if window_s is not None:
         batch_id = await bench.create_batch(http, app.url, options, window_s)
@@ -117,16 +115,17 @@ async def _measure(
         watches.append(asyncio.create_task(journal.open()))
     answers = await live_traffic(app, times, ending)
     batch, output = (None, "") if ending is None else await ending
-    batch_s, made = CLOCK.time() - began, 0.0
+    batch_s = CLOCK.time() - began
     for watch in watches:
         watch.cancel()
-    for url in urls:
-        async with http.get(f"{url}/metrics") as page:
-            made += total(await page.text(), "vllm:generation_tokens_total")
+    made = await batch_tokens.generated_tokens(http, urls)
     stops = app.metrics.batch_preemptions_total
     stopped = {name: stops.labels(name).value for name in ("kept", "restarted", "waiting")}
-    kept, long_stops = app.metrics.batch_kept_tokens_total.value, journal.long_stops()
-    return bench.Outcome(answers, made, stopped, kept, batch, batch_s, output, long_stops, 0.0)
+    kept, told = (
+        app.metrics.batch_kept_tokens_total.value,
+        (journal.kept(), batch_tokens.read_log(work)),
+    )
+    return bench.Outcome(answers, made, stopped, kept, batch, batch_s, output, *told, [], 0.0)
 
 
 async def service_time_s(options: argparse.Namespace) -> float:

@@ -67,6 +67,8 @@ class GroupSpec(RankedEngine, msgspec.Struct, frozen=True):
     lockstep          whether the steps of these ranks begin and end together; None: yes if they
                       share their experts
     kv_store          how it uses its host's store of KV blocks; None: it uses none
+    generation_log    path of the file that gets a line for each sequence (generation_log.py); None:
+                      no file
     """
 
     served_name: str
@@ -95,6 +97,7 @@ class GroupSpec(RankedEngine, msgspec.Struct, frozen=True):
     ranks: int = 1
     lockstep: bool | None = None
     kv_store: StoreSpec | None = None
+    generation_log: str | None = None
 
     def times(self) -> LockstepTimes:
         """Return the step times of one rank, or of several ranks that step together."""

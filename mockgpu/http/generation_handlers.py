@@ -29,6 +29,7 @@ from mockgpu.fault_grammar import (
     FaultKind,
     InjectedFault,
 )
+from mockgpu.generation_log import GenerationLog
 from mockgpu.group_faults import GroupFaults
 from mockgpu.http import audio_format, messages_format, openai_format, pooling
 from mockgpu.http.background_responses import (
@@ -94,6 +95,8 @@ class GenerationHandlers:
     ) -> None:
         self.group, self.faults, self.pd_role = group, faults, half
         self._engine = engine
+        path = group.spec.generation_log
+        self._log = None if path is None else GenerationLog(path)
         self.formats: Mapping[str, NamedEventFormat] = {
             "/v1/messages": messages_format.MessagesFormat(),
             "/v1/responses": ResponsesFormat(stored),
@@ -383,6 +386,7 @@ class GenerationHandlers:
         # Run the jobs of these choices during a `with` block, and abort them at its end.
         #
         # A KV fault hits the first choice.
+        began_s = time.monotonic()
         try:
             if fault is not None and fault.kind in KV_FAULTS:
                 self.group.mark_fault(choices[0].job, fault)
@@ -396,6 +400,8 @@ class GenerationHandlers:
         finally:
             for choice in choices:
                 self.group.abort(choice.job)
+                if self._log is not None:
+                    self._log.write(choice.prompt, choice.job.generated_count, began_s)
 
     def _extras(self, parsed: ParsedRequest, choice: Choice) -> openai_format.ResponseExtras:
         if self.pd_role is None or not isinstance(parsed.leg, PrefillLeg):

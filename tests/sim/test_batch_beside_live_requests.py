@@ -27,8 +27,10 @@ def test_a_batch_on_the_last_tenth_of_a_pool_slows_no_live_request_and_loses_no_
     assert found["long_stops"] >= 20
     assert (found["status"], found["results"], found["twice"]) == ("completed", 12, 0)
     assert found["equal"] == 12
-    # No token of an answer was generated twice.
-    assert found["extra_tokens"] == 0
+    # No token of an answer was generated twice, not even one on its way at a stop.
+    assert (found["extra_tokens"], found["unlogged_tokens"]) == (0, 0)
+    assert (found["kept_tokens_again"], found["in_flight_tokens"]) == (0, 0)
+    assert sum(found["stops_by_tokens_in_flight"].values()) >= found["long_stops"]
 
 
 def test_a_batch_on_a_pool_that_is_always_full_ends_in_its_window() -> None:
