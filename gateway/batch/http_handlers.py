@@ -35,6 +35,7 @@ from gateway.batch.storage_interface import (
 )
 from gateway.batch.storage_threads import StorageThreads
 from gateway.config import BatchApi
+from gateway.protocol.error_formats import OPENAI, ErrorFormat
 from gateway.protocol.errors import Failure, GatewayError, new_request_id
 from gateway.protocol.request.api_keys import digest_of_headers
 from gateway.route import Snapshot
@@ -344,13 +345,14 @@ def _bad(message: str, param: str | None) -> GatewayError:
     return GatewayError(Failure.BAD_REQUEST, message, param=param)
 
 
-def response_headers() -> dict[str, str]:
+def response_headers(shape: ErrorFormat = OPENAI) -> dict[str, str]:
     """Return the headers that every response of the Batch API has, with a new request id."""
-    return {"server": "penstock", "x-request-id": new_request_id()}
+    return {"server": "penstock", **dict(shape.id_headers(new_request_id()))}
 
 
-def json_response(body: dict[str, Any]) -> web.Response:
-    """Return a response with status 200 and this JSON body."""
+def json_response(body: dict[str, Any], shape: ErrorFormat = OPENAI) -> web.Response:
+    """Return a response with status 200 and this JSON body, to clients of the API of `shape`."""
+    headers = response_headers(shape)
     return web.Response(
-        body=msgspec.json.encode(body), content_type="application/json", headers=response_headers()
+        body=msgspec.json.encode(body), content_type="application/json", headers=headers
     )

@@ -26,6 +26,7 @@ from gateway.batch.input_lines import BATCH_APIS
 from gateway.batch.message_batch_input import MessageLines
 from gateway.batch.storage_interface import StorageQuota
 from gateway.protocol.api_table import MESSAGES
+from gateway.protocol.error_formats import ANTHROPIC
 from gateway.protocol.errors import Failure, GatewayError
 
 log = logging.getLogger("penstock")
@@ -69,7 +70,7 @@ class AllBatchPages(BatchPages):
         finally:
             place = self._creating.index(tenant)
             self._creating = self._creating[:place] + self._creating[place + 1 :]
-        return json_response(message_batches.message_batch(record))
+        return json_response(message_batches.message_batch(record), ANTHROPIC)
 
     async def _create_from(self, raw: bytearray, tenant: str, request: web.Request) -> BatchRecord:
         # Store the input file and the batch that a body describes.
@@ -97,14 +98,16 @@ class AllBatchPages(BatchPages):
 
     async def _list_messages(self, request: web.Request) -> web.StreamResponse:
         batches = await self._run(self._store.batches, self._tenant(request))
-        return json_response(message_batches.page(batches, request.query))
+        return json_response(message_batches.page(batches, request.query), ANTHROPIC)
 
     async def _show_messages(self, request: web.Request) -> web.StreamResponse:
-        return json_response(message_batches.message_batch(await self._messages(request)))
+        batch = await self._messages(request)
+        return json_response(message_batches.message_batch(batch), ANTHROPIC)
 
     async def _cancel_messages(self, request: web.Request) -> web.StreamResponse:
         await self._cancel(await self._messages(request))
-        return json_response(message_batches.message_batch(await self._messages(request)))
+        batch = await self._messages(request)
+        return json_response(message_batches.message_batch(batch), ANTHROPIC)
 
     async def _send_results(self, request: web.Request) -> web.StreamResponse:
         batch = await self._messages(request)
@@ -117,7 +120,7 @@ class AllBatchPages(BatchPages):
                 for name in (batch.output_file_id, batch.error_file_id)
                 if name
             ]
-            response = web.StreamResponse(headers=response_headers())
+            response = web.StreamResponse(headers=response_headers(ANTHROPIC))
             response.content_type = "application/x-jsonl"
             await response.prepare(request)
             try:

@@ -45,7 +45,7 @@ def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: 
         raise response_not_found(stored.response_id)
     exchange.status, exchange.outcome, exchange.reason = status, "refused", "engine"
     headers = [
-        ("x-request-id", exchange.id),
+        *exchange.api.errors.id_headers(exchange.id),
         ("x-should-retry", "false"),
         ("x-penstock-endpoint", endpoint),
     ]

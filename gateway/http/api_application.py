@@ -16,6 +16,7 @@ from aiohttp.typedefs import Handler, Middleware
 from gateway.http.health_api import add_health
 from gateway.http.url_errors import SERVER_NAME, error_middleware
 from gateway.protocol.cors import CorsRule
+from gateway.protocol.error_formats import ANTHROPIC, OPENAI, ErrorFormat
 from gateway.protocol.errors import Failure, GatewayError, new_request_id
 from gateway.protocol.model_cards import (
     ListedModel,
@@ -75,7 +76,7 @@ def api_application(
     async def list_models(request: web.Request) -> web.StreamResponse:
         routes = scope(request).routes
         if wants_anthropic(request.headers):
-            return _ok(anthropic_list(routes, created, request.query))
+            return _ok(anthropic_list(routes, created, request.query), ANTHROPIC)
         return _ok(openai_list(routes, created))
 
     async def show_model(request: web.Request) -> web.StreamResponse:
@@ -84,8 +85,9 @@ def api_application(
             model = models.routes[name]
         except KeyError:
             raise _unknown(models, name) from None
-        card = anthropic_card if wants_anthropic(request.headers) else openai_card
-        return _ok(card(name, model, created))
+        if wants_anthropic(request.headers):
+            return _ok(anthropic_card(name, model, created), ANTHROPIC)
+        return _ok(openai_card(name, model, created))
 
     server = web.Application(middlewares=[_cors_middleware(cors), error_middleware])
     server.router.add_get("/v1/models", list_models)
@@ -101,12 +103,12 @@ def _unknown(models: ModelNames, name: str) -> GatewayError:
     return GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
 
 
-def _ok(body: dict[str, object]) -> web.Response:
-    return web.json_response(body, headers=_common_headers())
+def _ok(body: dict[str, object], shape: ErrorFormat = OPENAI) -> web.Response:
+    return web.json_response(body, headers=_common_headers(shape))
 
 
-def _common_headers() -> dict[str, str]:
-    return {"server": SERVER_NAME, "x-request-id": new_request_id()}
+def _common_headers(shape: ErrorFormat = OPENAI) -> dict[str, str]:
+    return {"server": SERVER_NAME, **dict(shape.id_headers(new_request_id()))}
 
 
 def _cors_middleware(cors: CorsRule | None) -> Middleware:

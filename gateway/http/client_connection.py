@@ -159,7 +159,7 @@ class ClientConnection(ABC):
 
     def send_error(self, error: GatewayError, request_id: str, shape: ErrorFormat = OPENAI) -> None:
         """Send a complete error response, in the format of the client's API (`shape`)."""
-        headers = [("x-request-id", request_id), *retry_headers(error)]
+        headers = [*shape.id_headers(request_id), *retry_headers(error)]
         self.send_response(error.status, shape.body(error, request_id), headers)
 
     def send_response(self, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:

@@ -63,5 +63,5 @@ def _error(request: web.Request, error: GatewayError) -> web.Response:
         status=error.status,
         body=shape.body(error, request_id),
         content_type="application/json",
-        headers=[("server", SERVER_NAME), ("x-request-id", request_id), *retry_headers(error)],
+        headers=[("server", SERVER_NAME), *shape.id_headers(request_id), *retry_headers(error)],
     )

@@ -17,10 +17,10 @@ MAX_REQUESTED_CHARS = 2048  # characters of the requested headers' names
 Headers = tuple[tuple[str, str], ...]
 
 _EXPOSED = (
-    "x-request-id, x-penstock-endpoint, x-penstock-prefill, x-penstock-tier, x-should-retry, "
-    "retry-after, retry-after-ms, x-ratelimit-limit-requests, x-ratelimit-limit-tokens, "
-    "x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, "
-    "x-ratelimit-reset-tokens"
+    "x-request-id, request-id, x-penstock-endpoint, x-penstock-prefill, x-penstock-tier, "
+    "x-should-retry, retry-after, retry-after-ms, x-ratelimit-limit-requests, "
+    "x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
+    "x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
 )
 _NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?:[ \t]*,[ \t]*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
 

@@ -30,17 +30,27 @@ _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})')
 
 
 class ErrorFormat(msgspec.Struct, frozen=True, eq=False):
-    """The functions that write errors in the format of one family of APIs.
+    """The functions that write errors in the format of one family of APIs, and its own header.
 
     body         returns an error of the gateway as JSON, given the error and the id of the request
     event        returns the event that ends a broken stream, given the failure, its message and the
                  newest events
     from_engine  returns an engine's error as JSON, given its status and body
+    id_header    name of the header in which clients of these APIs look for a request's id; it is
+                 sent beside x-request-id. "" if they look for x-request-id only
     """
 
     body: Callable[[GatewayError, str], bytes]
     event: Callable[[Failure, str, bytes], bytes]
     from_engine: Callable[[int, bytes], bytes]
+    id_header: str = ""
+
+    def id_headers(self, request_id: str) -> list[tuple[str, str]]:
+        """Return the response headers with the id of a request, for all responses of these APIs."""
+        headers = [("x-request-id", request_id)]
+        if self.id_header:
+            headers.append((self.id_header, request_id))
+        return headers
 
 
 def _openai_body(error: GatewayError, _: str) -> bytes:
@@ -90,4 +100,4 @@ def _anthropic(status: int, message: str, more: Mapping[str, str]) -> bytes:
 
 OPENAI = ErrorFormat(_openai_body, _openai_event, openai_error_body)
 RESPONSES = ErrorFormat(_openai_body, _responses_event, openai_error_body)
-ANTHROPIC = ErrorFormat(anthropic_error, _anthropic_event, _anthropic_from_engine)
+ANTHROPIC = ErrorFormat(anthropic_error, _anthropic_event, _anthropic_from_engine, "request-id")

@@ -124,6 +124,47 @@ def test_tokens_of_a_message_are_counted_without_generating(setup: Setup) -> Non
     assert (status, json.loads(text)) == (200, {"input_tokens": counted})
 
 
+def ids(url: str, body: dict[str, Any] | None, method: str) -> tuple[str | None, str | None]:
+    # Return the id of an answer in Penstock's header, and that in the header of Anthropic's API.
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json", "anthropic-version": "2023-06-01"}
+    request = urllib.request.Request(url, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            found = response.headers
+            response.read()
+    except urllib.error.HTTPError as error:
+        found = error.headers
+    return found["x-request-id"], found["request-id"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "method"),
+    [
+        ("/v1/messages", MESSAGE, "POST"),
+        ("/v1/messages", {**MESSAGE, "stream": True}, "POST"),
+        ("/v1/messages/count_tokens", MESSAGE, "POST"),
+        ("/v1/messages", {**MESSAGE, "model": "nothing"}, "POST"),
+        ("/v1/messages", {**MESSAGE, "max_tokens": 10**6}, "POST"),  # the engine refuses it
+        ("/v1/messages", {}, "PUT"),
+        ("/v1/models", None, "GET"),
+        ("/v1/models/demo-8b", None, "GET"),
+    ],
+)
+def test_answers_of_anthropic_s_api_have_their_id_where_its_sdk_looks(
+    setup: Setup, path: str, body: dict[str, Any] | None, method: str
+) -> None:
+    own, theirs = ids(setup.url + path, body, method)
+    assert own
+    assert theirs == own
+
+
+def test_answers_of_other_apis_have_their_id_in_one_header(setup: Setup) -> None:
+    own, theirs = ids(setup.url + "/v1/responses", BODIES["/v1/responses"], "POST")
+    assert own
+    assert theirs is None
+
+
 def test_refusals_on_messages_have_anthropic_s_shape(setup: Setup) -> None:
     cases = [
         ({**MESSAGE, "model": "nothing"}, "POST", 404, "not_found_error"),

@@ -79,6 +79,20 @@ async def test_results_that_were_deleted_are_not_found(files: dict[str, Any]) ->
         body = await answer.json()
     assert (answer.status, body["type"]) == (404, "error")
     assert body["error"]["type"] == "not_found_error"
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+async def test_a_batch_has_the_id_of_its_request_where_anthropic_s_sdk_looks() -> None:
+    batch = record()
+    name = batch.id.replace("batch_", "msgbatch_")
+    async with serving(Store(batch)) as client, asyncio.timeout(5.0):
+        answers = [
+            await client.get(f"{PATH}/{name}"),
+            await client.post(PATH, json={"requests": []}),
+        ]
+    for answer in answers:
+        assert answer.status == 200
+        assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
 class Broken(BytesIO):
