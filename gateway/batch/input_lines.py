@@ -24,14 +24,11 @@ LINE_OVERHEAD = 4096  # maximum bytes of a line outside its body
 SLICE_BYTES = 256 * 1024  # bytes read per call in a thread, so that other threads run in between
 
 BATCH_APIS: Mapping[str, Api] = {
-    path: api
-    for path, api in API_PATHS.items()
-    if not api.is_form and api.is_admitted and not api.keeps_answers
+    path: api for path, api in API_PATHS.items() if not api.is_form and api.is_admitted
 }
 """The APIs whose requests a batch may contain, by path.
 
-APIs with form bodies are left out, because a form does not fit a line of JSON. So are APIs whose
-responses an engine keeps for a live client only.
+APIs with form bodies are left out, because a form does not fit a line of JSON.
 """
 
 
@@ -177,8 +174,9 @@ class InputChecker:
             members = read_members(body)
         except GatewayError as error:
             return "invalid_body", error.message, "body"
-        if bytes(members.get("stream", msgspec.Raw(b"null"))) not in (b"null", b"false"):
-            return "invalid_body", "A request of a batch cannot be a stream.", "body.stream"
+        for name, what in (("stream", "be a stream"), ("background", "run in the background")):
+            if bytes(members.get(name, msgspec.Raw(b"null"))) not in (b"null", b"false"):
+                return "invalid_body", f"A request of a batch cannot {what}.", f"body.{name}"
         try:
             model = _decode_text(members.get("model", b"null"))
         except msgspec.DecodeError:

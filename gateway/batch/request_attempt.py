@@ -13,7 +13,7 @@ import msgspec
 from gateway.batch.answer_receiver import LineClient, StreamedAnswer
 from gateway.batch.input_lines import BATCH_APIS, InputLine
 from gateway.batch.result_journal import KeptAnswer
-from gateway.batch.streamed_request import rest_body, streamed_body
+from gateway.batch.streamed_request import rest_body, streamed_body, whole_body
 from gateway.protocol.api_table import COMPLETIONS, Api
 from gateway.protocol.errors import GatewayError, error_body
 from gateway.protocol.response.date_header import ResponseClock
@@ -84,7 +84,9 @@ class RequestAttempt:
         streamed = streamed_body(body, api)
         self.kept = kept if streamed is not None else None
         answer = None
-        if streamed is not None:
+        if streamed is None:
+            body = whole_body(body, api)
+        else:
             body, terms = streamed
             answer = StreamedAnswer(api, self.kept)
             if self.kept is not None:

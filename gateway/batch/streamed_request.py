@@ -1,4 +1,4 @@
-"""Builds the body that an engine gets for a request of a batch: as a stream, or for the rest of it.
+"""Builds the body that an engine gets for a request of a batch: whole, as a stream, for the rest.
 
 A stream can be interrupted and continued token for token; answer_receiver.py receives it. No I/O.
 """
@@ -33,6 +33,20 @@ def streamed_body(body: bytes, api: Api) -> tuple[bytes, ContinuationTerms] | No
     if terms is None or not isinstance(terms.max_tokens, int | None):
         return None
     return _encode({**members, **_STREAM}), terms
+
+
+def whole_body(body: bytes, api: Api) -> bytes:
+    """Return the body of a request whose answer is not streamed.
+
+    An engine stores the answer only if the request asks for it: engines keep stored answers in
+    memory, and the answers of a batch are in its output file.
+    """
+    if not api.keeps_answers:
+        return body
+    members = read_members(body)
+    if bytes(members.get("store", b"null")) != b"null":
+        return body
+    return _encode({**members, "store": False})
 
 
 def rest_body(terms: ContinuationTerms, kept: KeptAnswer, model: str) -> bytes:

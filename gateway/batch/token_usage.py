@@ -39,13 +39,15 @@ class _OutputDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    # Both the names of chat completions and embeddings, and those of messages.
+    # Both the names of chat completions and embeddings, and those of messages and responses.
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
     prompt_tokens_details: _InputDetails | None = None
     completion_tokens_details: _OutputDetails | None = None
+    input_tokens_details: _InputDetails | None = None
+    output_tokens_details: _OutputDetails | None = None
 
 
 class _Body(msgspec.Struct):
@@ -78,7 +80,8 @@ class UsageSum:
         usage = None if response is None or response.body is None else response.body.usage
         if usage is None:
             return
-        cached, reasoning = usage.prompt_tokens_details, usage.completion_tokens_details
+        cached = usage.prompt_tokens_details or usage.input_tokens_details
+        reasoning = usage.completion_tokens_details or usage.output_tokens_details
         found = (
             usage.prompt_tokens or usage.input_tokens,
             usage.completion_tokens or usage.output_tokens,

@@ -176,6 +176,59 @@ def test_other_apis_run_in_a_batch(setup: Setup, endpoint: str, body: dict[str, 
     assert answer["body"]["usage"]["prompt_tokens"] > 0
 
 
+def responses_lines() -> list[dict[str, Any]]:
+    bodies: list[dict[str, Any]] = [
+        {"input": f"Question {number}?", "max_output_tokens": 9} for number in range(4)
+    ]
+    bodies[1]["instructions"] = "Be brief."
+    bodies[2]["store"] = True
+    bodies[3]["max_output_tokens"] = -1
+    return [
+        {
+            "custom_id": f"line-{number}",
+            "method": "POST",
+            "url": "/v1/responses",
+            "body": {"model": MODEL} | body,
+        }
+        for number, body in enumerate(bodies)
+    ]
+
+
+def check_responses(sdk: OpenAI, engine: OpenAI) -> Batch:
+    # Run a batch of responses through `sdk`, and compare its results with answers of `engine`.
+    lines = responses_lines()
+    ended = wait(sdk, create(sdk, upload(sdk, lines), "/v1/responses").id)
+    assert (ended.status, ended.endpoint) == ("completed", "/v1/responses")
+    good = results(sdk, ended.output_file_id)
+    assert sorted(good) == ["line-0", "line-1", "line-2"]
+    for line in lines[:3]:
+        body = good[line["custom_id"]]["response"]["body"]
+        own = engine.responses.create(**line["body"]).to_dict()
+        assert body["output"][0]["content"] == own["output"][0]["content"]  # type: ignore[index]
+        for name in ("object", "status", "incomplete_details"):
+            assert body[name] == own[name]
+        assert body["usage"]["output_tokens"] == 9
+        assert body["model"] == MODEL
+    assert list(results(sdk, ended.error_file_id)) == ["line-3"]
+    return ended
+
+
+def test_a_batch_of_responses_has_the_engine_s_answers_in_their_own_form(setup: Setup) -> None:
+    ended = check_responses(setup.sdk, setup.engine)
+    assert ended.usage is not None
+    assert ended.usage.output_tokens == 27
+    assert ended.usage.input_tokens > 0
+
+
+def test_a_batch_of_responses_runs_before_an_engine_that_lacks_them(
+    setup: Setup, tmp_path: Path
+) -> None:
+    with mock_fleet("--lacks", "responses") as engines:
+        config = CONFIG.format(*engines, tmp_path / "store")
+        with gateway_process(tmp_path, config, **KEYS) as gateway:
+            check_responses(client(gateway.url, "sk-acme"), setup.engine)
+
+
 def test_the_files_of_results_expire_when_the_client_asks(setup: Setup) -> None:
     options: Any = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
     options["input_file_id"] = upload(setup.sdk, [chat("good", "x"), chat("bad", "x", n=-1)])
@@ -199,6 +252,7 @@ def test_the_files_of_results_expire_when_the_client_asks(setup: Setup) -> None:
         ([chat("a", "x") | {"url": "/v1/completions"}], "mismatched_endpoint"),
         ([chat("a", "x"), chat("b", "y", model="other")], "mismatched_model"),
         ([chat("a", "x", stream=True)], "invalid_body"),
+        ([chat("a", "x", background=True)], "invalid_body"),
         ([{"custom_id": "a"}], "invalid_json_line"),
         ([chat("", "x")], "invalid_custom_id"),
     ],

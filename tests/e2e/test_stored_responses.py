@@ -212,7 +212,9 @@ def test_a_client_cannot_choose_the_id_of_its_response(keeping: Fleet) -> None:
 
 def test_other_methods_and_paths_below_responses_are_refused(keeping: Fleet) -> None:
     assert keeping.asked("/v1/responses/resp_1", {}, method="PUT")[0] in (404, 405)
-    assert keeping.asked("/v1/responses/resp_1/input_items", method="GET")[0] == 404
+    status, answer = keeping.asked("/v1/responses/resp_1/input_items", method="GET")
+    assert (status, answer["error"]["type"]) == (404, "invalid_request_error")
+    assert "GET /v1/responses/resp_1/input_items" in answer["error"]["message"]
     assert keeping.asked("/v1/responses/resp_1", key="sk-wrong", method="GET")[0] == 401
 
 

@@ -55,6 +55,7 @@ def test_a_valid_file_has_no_problem_and_names_its_model() -> None:
         (line(body={"messages": []}), "missing_model"),
         (line(body={"model": 3}), "missing_model"),
         (line(body={"model": "m", "stream": True}), "invalid_body"),
+        (line(body={"model": "m", "background": True}), "invalid_body"),
         (line(body={"model": "m", "x": "y" * 1000}), "body_too_large"),
         (line(body={"model": "m", "x": "y" * 9000})[:6000], "body_too_large"),
     ],

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.batch.result_journal import KeptAnswer
-from gateway.batch.streamed_request import rest_body, streamed_body
-from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS
+from gateway.batch.streamed_request import rest_body, streamed_body, whole_body
+from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
 
@@ -46,3 +46,13 @@ def test_apis_without_streams_are_sent_as_they_are() -> None:
     assert streamed_body(b'{"model": "m", "input": "x"}', EMBEDDINGS) is None
     assert streamed_body(b'{"model": "m", "prompt": ["x", "y"]}', COMPLETIONS) is None
     assert streamed_body(b'{"model": "m"}', COMPLETIONS) is None
+
+
+def test_an_engine_stores_responses_of_a_batch_only_if_it_is_asked_to() -> None:
+    body = {"model": "m", "input": "x"}
+    assert json.loads(whole_body(json.dumps(body).encode(), RESPONSES)) == body | {"store": False}
+    for store in (True, False):
+        asked = json.dumps(body | {"store": store}).encode()
+        assert whole_body(asked, RESPONSES) == asked
+    assert whole_body(b'{"input": "x", "store": null}', RESPONSES) == b'{"input":"x","store":false}'
+    assert whole_body(b'{"input": "x"}', EMBEDDINGS) == b'{"input": "x"}'

@@ -36,6 +36,16 @@ def test_tokens_of_chat_embeddings_and_messages_are_added() -> None:
     }
 
 
+def test_cached_and_reasoning_tokens_of_responses_are_added() -> None:
+    usage = {
+        "input_tokens": 20,
+        "output_tokens": 9,
+        "input_tokens_details": {"cached_tokens": 16},
+        "output_tokens_details": {"reasoning_tokens": 4},
+    }
+    assert summed(usage, usage) == TokenUsage(40, 18, 32, 8)
+
+
 @pytest.mark.parametrize("line", ['{"response": {"body": "text"}}', '{"response": null}', "["])
 def test_an_answer_without_usage_counts_nothing(line: str) -> None:
     total = UsageSum()
