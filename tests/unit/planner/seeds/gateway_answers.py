@@ -29,7 +29,8 @@ from planner.seeds.collectives import collectives_share
 from planner.seeds.statements import SeedItem
 from policies import policy_registry
 from policies.endpoint_load import EndpointLoad
-from policies.filters import fits_context
+from policies.filters import below_cap, fits_context
+from policies.load_ledger import reserve
 from policies.prefix.fingerprint import Fingerprinter
 from policies.prefix.prefix_index import PrefixIndex
 from policies.pricing.model_tiers import ModelTier, alternatives
@@ -45,6 +46,10 @@ from tests.replacement import stand_in
 from tests.unit.planner.seeds.answers import Outcome, answer
 from tests.unit.planner.seeds.sizing_answers import trtllm_of_the_seed
 from tests.unit.policies.builders import ask, candidate, outlook
+from tools.monitoring.files import RULES
+from tools.monitoring.files import files as monitoring_files
+from tools.monitoring.promql import find_selectors
+from tools.monitoring.slos import BURNS, OBJECTIVES
 
 ROOT = Path(__file__).parents[4]
 METRICS = b"""vllm:num_requests_running{engine="0"} 1.0
@@ -171,8 +176,14 @@ def _(_item: SeedItem) -> Outcome:
 
 @answer(73)
 def _(_item: SeedItem) -> Outcome:
+    # Requests enter while the filter of every policy keeps the endpoint of the registry.
     config = Config.model_validate(file({"tp": 4}))
-    return {"default_max_concurrency": config.pools["main"].endpoints[0].max_concurrency}
+    (member,) = EndpointRegistry(stand_in(WriteQueue, None)).plan(config).members
+    group, served = Candidate(member.endpoint, EndpointLoad(0)), 0
+    while below_cap(ask(), [group]):
+        served += 1
+        reserve(group.load, ask().request, 0, 100.0)
+    return {"requests_at_once": served}
 
 
 @answer(75)
@@ -297,19 +308,23 @@ def _(_item: SeedItem) -> Outcome:
 
 @answer(116)
 def _(_item: SeedItem) -> Outcome:
-    text = (ROOT / "deploy/prometheus/penstock.rules.yml").read_text()
-    return {
-        name: len(re.findall(rf"- alert: Penstock{name.title()}Burn$", text, re.M))
-        for name in ("ttft", "tpot")
-    }
+    groups = YAML(typ="safe").load(monitoring_files()[RULES])["groups"]
+    alerts = [rule.get("alert") for group in groups for rule in group["rules"]]
+    outcome: dict[str, object] = {}
+    for objective in OBJECTIVES[:2]:
+        outcome[objective.slo] = alerts.count(objective.alert)
+        limits = [float(burn.limit(objective)) for burn in BURNS]
+        outcome[f"{objective.slo}_late_share_that_pages"] = max(limits)
+    return outcome
 
 
 @answer(117)
 def _(_item: SeedItem) -> Outcome:
-    text = (ROOT / "deploy/grafana/penstock-overview.json").read_text()
+    board = json.loads(monitoring_files()["deploy/grafana/penstock-overview.json"])
+    marks = [each["expr"] for each in board["annotations"]["list"] if "expr" in each]
     before, after = (load_text(json.dumps(file({"tp": tp})).encode(), "x", {}) for tp in (4, 8))
     return {
-        "annotation": "".join(re.findall(r"changes\((\w+)", text)[:1]),
+        "annotation": " ".join(each.name for mark in marks for each in find_selectors(mark)),
         "change": "; ".join(map(str, diff(before, after))),
     }
 

@@ -418,7 +418,13 @@ def _(_item: SeedItem) -> Outcome:
 
 @answer(114)
 def _(_item: SeedItem) -> Outcome:
-    return {"layer_us_2023": PROFILES["2023"].layer_us, "layer_us_2026": H100.fit.layer_us}
+    # The profiles of the mock: what one layer costs in a step, and what a token costs at batch 1.
+    work, outcome = StepWork(0, 0.0, 1, 1024), dict[str, object]()
+    for name in ("2023", "2026"):
+        line = Roofline(L70, H100, 8, PROFILES[name])
+        outcome[f"layer_us_{name}"] = 1e6 * line.terms(work).overhead_s / L70.layers
+        outcome[f"decode_ms_{name}"] = 1e3 * line.equation_s(work)
+    return outcome
 
 
 @answer(118)
