@@ -207,7 +207,10 @@ class Agent:
         await asyncio.gather(*ends)
 
     def begin_close(self) -> None:
-        """Refuse new KV transfers, and begin to end the current ones; then call `finish_close`."""
+        """Refuse new KV transfers and begin to end the current ones.
+
+        Call finish_close() after that.
+        """
         with self._lock:
             self._closed = True
             self._link_manager.stop_accepting()

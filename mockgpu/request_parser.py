@@ -513,7 +513,7 @@ def _limit(prompts: list[bytes], requested: int | None, context: int) -> int:
 
 
 def check_context(prompts: list[bytes], context: int) -> None:
-    """Raise ApiError 400 if a prompt alone is longer than the context length."""
+    """Raise ApiError 400 if one of the prompts alone is longer than the context length."""
     longest = max(token_count(prompt) for prompt in prompts)
     if longest > context:
         message = (

@@ -56,7 +56,7 @@ def pick_of(
     scores: Sequence[float],
     index: int,
 ) -> Pick:
-    """Return the pick of candidates[index], for code that has rated kept candidates by itself."""
+    """Return the pick of the candidate with this index, for callers with scores of their own."""
     candidate, cached = candidates[index], query.cached_by_slot
     slot = candidate.load.slot
     cached_tokens = cached[slot] if slot < len(cached) else 0

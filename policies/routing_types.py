@@ -245,7 +245,7 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def is_session_inferred(self) -> bool:
-        """Return whether the session was recognised by its prompt.
+        """Return whether the session was recognised by its growing prompt, not named by the client.
 
         It is then unknown when the session began.
         """

@@ -38,7 +38,7 @@ class Requests(msgspec.Struct, frozen=True):
 
 
 def generate(workload: Workload, arrivals: int, most_tokens: int) -> Requests:
-    """Generate the requests of a workload.
+    """Generate the requests of a random workload: arrivals, prompts and lengths of answers.
 
     arrivals     random seed of the arrival times
     most_tokens  length of the longest allowed prompt

@@ -93,7 +93,7 @@ def ratio(by: ByPolicy, rule: str, ours: str, target: str = "0.9") -> float:
 
 
 def best_rule_ratio(by: ByPolicy, rules: Sequence[str], ours: str, target: str = "0.9") -> float:
-    """Return Penstock's capacity divided by the best rule's.
+    """Return Penstock's capacity divided by that of the best rule of other routers.
 
     The best rule is chosen with the other random seed of arrivals.
     """

@@ -172,7 +172,7 @@ class PoolQueue:
         return self.wants_feedback or (self.reads_sessions and bool(request.session))
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Charge an admitted request to its tenant, once its first endpoint has been picked.
+        """Charge an admitted request to its tenant, because its first endpoint has been picked.
 
         query  the policy's input: the request and its cached tokens at each endpoint
         pick   the endpoint that was picked

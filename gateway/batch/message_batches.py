@@ -48,7 +48,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def own_id(batch_id: str) -> str:
-    """Convert the id of a message batch to that of the stored batch."""
+    """Convert the id of a message batch, as clients see it, to the id of the stored batch."""
     name = _OWN_ID + batch_id.removeprefix(_ID)
     return name if batch_id.startswith(_ID) and BATCH_ID.fullmatch(name) else ""
 

@@ -33,7 +33,7 @@ class ConditionError(OSError):
 
 
 class StoredObject(msgspec.Struct, frozen=True):
-    """An object in a list of the bucket; `modified_at` is in Unix seconds."""
+    """One object in a list of the bucket's objects; `modified_at` is a Unix time in seconds."""
 
     key: str
     etag: str
@@ -218,7 +218,7 @@ class ObjectParts:
             )
 
     def abort(self) -> None:
-        """Discard the parts written so far, unless the object is complete."""
+        """Discard the uploaded parts of an object, unless the object is complete."""
         try:
             with _as_os_error("AbortMultipartUpload"):
                 self._client.abort_multipart_upload(**self._upload)

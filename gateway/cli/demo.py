@@ -72,7 +72,7 @@ class DemoOptions(msgspec.Struct, frozen=True):
 
     @property
     def prefill_groups(self) -> int:
-        """Return the number of mock TP groups that only prefill; 0 if requests are not split."""
+        """Return how many mock TP groups of the demo only prefill; 0 if requests are not split."""
         return self.groups // 2 if self.dialect is not None else 0
 
 

@@ -178,7 +178,7 @@ class Handoffs:
                 return number
 
     def give_back_number(self, number: int) -> None:
-        """Release the number of a finished handoff, so that a new handoff may get it."""
+        """Release the number of a finished KV handoff, so that a new handoff may get it."""
         self._numbers.discard(number)
 
     @property

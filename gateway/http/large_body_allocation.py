@@ -62,7 +62,10 @@ class BodyMemory:
         return len(self._bodies)
 
     def add(self, body: bytes) -> None:
-        """Free `body` in steps when it is no longer used, unless one step is enough."""
+        """Free the memory of `body` in steps once nothing uses the body.
+
+        A small body needs no steps, and is ignored here.
+        """
         if len(body) > FREED_AT_ONCE:
             self._bodies.insert(0, body)
             if self._handle is None:

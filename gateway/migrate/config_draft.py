@@ -102,7 +102,7 @@ class Draft:
             self.notes.append(note)
 
     def refer(self, secret: str, name: str, item: str) -> str:
-        """Return a reference to a secret for gateway.yaml.
+        """Return a text such as ${NAME}, by which gateway.yaml refers to a secret.
 
         If the source has a reference, it is returned in gateway.yaml's form. For a secret in plain
         text, ${name} is returned, and a note asks the operator to set that variable.

@@ -58,7 +58,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
 
 
 def convert_settings(settings: Mapping[str, Any], draft: Draft) -> None:
-    """Write a settings file of the production stack's router into the draft of a gateway.yaml.
+    """Convert a settings file of the vLLM production stack's router to settings in `draft`.
 
     The settings file is the one that --dynamic-config-yaml or --dynamic-config-json names.
     """

@@ -231,7 +231,7 @@ class PeerView:
         return opened.sender, bytes(opened.body), message
 
     def apply_frame(self, frame: bytes, age_s: float, now: float) -> Iterator[None]:
-        """Apply a frame from another gateway in short steps.
+        """Apply the messages in a frame from another gateway, in steps that each take little time.
 
         The caller may yield to the event loop between two steps.
         """

@@ -53,7 +53,7 @@ class SlotMap(msgspec.Struct, frozen=True, array_like=True, tag="slots"):
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True, tag="pool"):
-    """The learned admission state of one pool, for the successor process."""
+    """What a pool's admission control has learned, for the next gateway process."""
 
     pool: str
     admission: AdmissionState

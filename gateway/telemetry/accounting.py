@@ -92,7 +92,7 @@ class _MetricChildren:
 
 
 class Accounting:
-    """Records ended requests: in the metrics, in the access log, and as trace spans."""
+    """Records each ended request in the metrics, in the access log, and as trace spans."""
 
     __slots__ = (
         *(

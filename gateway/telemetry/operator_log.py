@@ -20,7 +20,7 @@ LIBRARY_LEVEL = logging.WARNING  # log level of asyncio, aiohttp and other libra
 
 
 class LogLine(msgspec.Struct, omit_defaults=True):
-    """One log record as JSON.
+    """One record of the operator's log, as a JSON object on one line.
 
     `worker` is the number of the worker process; None without workers. The other members have the
     meaning of a Python log record's attributes.

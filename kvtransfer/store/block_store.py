@@ -87,7 +87,7 @@ class BlockStore:
     # Readers
 
     def count_prefix(self, keys: Sequence[Key]) -> int:
-        """Return how many of these blocks are stored, up to the first missing one."""
+        """Return how many of the blocks `keys` are stored, counted up to the first missing one."""
         with self._lock:
             return self._index.count_prefix(keys)
 

@@ -76,7 +76,10 @@ class DiskSlots:
             yield slot, key
 
     def void(self, slot: int) -> None:
-        """Make the block in a slot unreadable. Raises OSError if the disk fails."""
+        """Mark a slot on disk as empty, so that its block cannot be read any more.
+
+        Raises OSError if the disk fails.
+        """
         _write(self._fd, memoryview(void_header()), self.geometry.header_offset(slot))
 
     def write(self, slot: int, data: memoryview) -> None:

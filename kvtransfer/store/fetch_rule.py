@@ -221,7 +221,7 @@ class FetchRule:
     # Estimates
 
     def compute_s(self, start: int, end: int) -> float:
-        """Return the expected seconds of computing the KV of tokens [start, end)."""
+        """Return the expected seconds in which the engine computes KV for tokens [start, end)."""
         step, token, pair = self._computing.rates()
         tokens = end - start
         return tokens * (token + step / self._step_tokens) + pair * tokens * (start + end) / 2

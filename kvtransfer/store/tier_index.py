@@ -111,7 +111,9 @@ class TierIndex:
         return slot
 
     def unpin(self, slot: int) -> None:
-        """Remove one pin of a slot. After the last one, its block counts as most recently used.
+        """Remove one pin, which kept a slot from being reused.
+
+        After the last pin, the slot's block counts as most recently used.
 
         Raises ValueError if the slot has no pin.
         """

@@ -137,7 +137,7 @@ def _wake_all(waiters: set[asyncio.Future[None]]) -> None:
 
 
 class OfferOwner(Protocol):
-    """The part of an agent that an offer of KV calls."""
+    """The methods of a KV agent that an offer of KV calls."""
 
     def mark_ready(self, number: int, layers: int) -> None: ...
 

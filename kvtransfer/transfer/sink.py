@@ -107,7 +107,7 @@ class TransferSink:
         return [DialPeer(request.address)] if waiting is None else []
 
     def join_group(self, addresses: Sequence[str]) -> list[Command]:
-        """Connect to each other agent of the group, so that its loss is noticed."""
+        """Connect to the agents of this engine's other ranks, so that a lost one is noticed."""
         self._members = set(addresses)
         self._member_links = {
             there[0]: address for address, there in self._links.items() if address in self._members

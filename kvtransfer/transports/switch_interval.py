@@ -28,9 +28,7 @@ class SwitchInterval:
         self._application_s = self._set_s = 0.0
 
     def shorten(self, seconds: float) -> None:
-        """Add a holder that wants an interval of at most `seconds`. The first holder's value is
-        set.
-        """
+        """Begin one use of a switch interval of at most `seconds`; the first use sets it."""
         with self._lock:
             self._count += 1
             self._application_s = 0.0 if self._count == 1 else self._application_s

@@ -210,7 +210,7 @@ class KvHandoff:
             self.decline(leg)
 
     def on_aborted(self, job: Job) -> None:
-        """Stop the transfers of an aborted job, and notify the other engine to free its blocks."""
+        """Stop the KV transfers of an aborted job, and let the other engine free its blocks."""
         self._stop_renewing(job)
         if job in self._landings:
             self._landings[job].cancel()

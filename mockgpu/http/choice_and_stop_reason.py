@@ -115,7 +115,7 @@ class Choice(msgspec.Struct, eq=False):
             self.describe_job()
 
     def describe_job(self) -> None:
-        """Copy the answer's tokens and cache salt to the job, which reports them in KV events."""
+        """Give the job the answer's tokens and cache salt, which the engine's KV events contain."""
         self.job.tokens, self.job.salt = self.prompt + self.tokens, self.salt
 
 

@@ -104,9 +104,7 @@ class StreamSink:
 
 
 class FaultySink(StreamSink):
-    """A StreamSink with a fault: it breaks the stream off, or splits its bytes at unusual
-    places.
-    """
+    """A StreamSink with an injected fault: it breaks the stream off, or splits its bytes."""
 
     __slots__ = ("_broken", "_fault", "_made")
 

@@ -76,7 +76,7 @@ class BenchRecord(msgspec.Struct):
 
 
 class BenchClient:
-    """A client of one server, with a pool of connections for any number of concurrent requests."""
+    """A client that measures one server, with a pool of connections for concurrent requests."""
 
     def __init__(self, plan: BenchPlan) -> None:
         self._plan = plan

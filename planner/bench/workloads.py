@@ -56,7 +56,7 @@ class WorkloadShape(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A session of a workload, with the time to start it.
+    """A session of a benchmark's workload, with the time at which it starts.
 
     due_s    seconds from the start of the benchmark
     session  the session

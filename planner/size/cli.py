@@ -233,8 +233,7 @@ ConfigReader = Callable[[str], Mapping[str, Any]]
 
 
 class SizeOutput(msgspec.Struct, frozen=True):
-    """The options of `penstock size` that choose what to print in addition to the plan, or instead
-    of it.
+    """The options of `penstock size` that choose what to print besides the plan or instead of it.
 
     read_config  function that reads the emitted gateway.yaml for replays, as the gateway does
     """

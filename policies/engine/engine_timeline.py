@@ -29,7 +29,7 @@ STALE_S = 0.002
 
 
 class EngineTimeline(EngineModel):
-    """An engine model that the events of reserved requests keep up to date.
+    """Keeps the model of one endpoint's engine up to date by the events of its requests.
 
     arrivals  running means of the prompts recently sent to the endpoint
     """

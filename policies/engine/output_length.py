@@ -113,7 +113,7 @@ class RecentLengths:
         self._new = 0  # number of lengths since the quantiles were computed
 
     def begin(self, answer: Hashable) -> None:
-        """Record that an answer has begun. Calling it again has no effect."""
+        """Record that an engine has begun this answer. A second call for it has no effect."""
         if answer not in self._held:
             self._held[answer] = RUNNING
             self._begun.append(answer)

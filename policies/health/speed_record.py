@@ -322,7 +322,7 @@ class SpeedRecord:
         self.verdict = SpeedVerdict.NORMAL
 
     def prepare(self, now: float) -> None:
-        """Prepare the samples for a comparison with other endpoints.
+        """Sum up the endpoint's samples since the last review, to compare it with other endpoints.
 
         Samples since the last review are summed up. The last prefill step counts as ended if no
         prompt waits, or if no first token has arrived for longer than SAME_STEP_S.

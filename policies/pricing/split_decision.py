@@ -112,7 +112,9 @@ class SplitRule(msgspec.Struct, frozen=True):
 
 
 class PairGroup(msgspec.Struct, frozen=True):
-    """Endpoints with compatible KV caches; an endpoint with the role BOTH is in both tuples.
+    """The prefill and the decode endpoints whose KV caches are compatible.
+
+    An endpoint with the role BOTH is in both tuples.
 
     compat  key that their KV caches have in common (`kv_compatibility_key`)
     """

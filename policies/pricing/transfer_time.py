@@ -119,7 +119,10 @@ class PairMeans:
             mean.add(weight, total, now)
 
     def add_to_pair(self, names: Names, weight: float, total: float, now: float) -> None:
-        """Add a measurement of one pair that says nothing about other pairs."""
+        """Add a measured KV transfer to the mean of its pair only.
+
+        It says nothing about other pairs.
+        """
         self.is_empty = False
         _get_or_add(self._pairs, names, self._new_mean).add(weight, total, now)
 

@@ -59,7 +59,7 @@ class DynamoKv(PolicyParams, frozen=True):
 
 
 def blocks(rule: DynamoKv) -> Scorer:
-    """Return a scorer whose score is the negative cost in blocks, as DynamoKv describes it."""
+    """Return the scorer of Dynamo's rule: a candidate's score is its negative cost in KV blocks."""
     scale, per_request = rule.prefill_load_scale, rule.decode_active_request_weight
     credit = rule.overlap_score_credit
     decay = rule.overlap_score_credit_decay

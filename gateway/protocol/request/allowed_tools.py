@@ -28,7 +28,10 @@ class _Named(msgspec.Struct, gc=False):
 
 
 class _Tool(_Named, gc=False):
-    """The members that tell tools apart. In chats, the name is in a member called like the type."""
+    """The members of a tool's JSON that tell tools apart.
+
+    In chats, the name is in a member called like the tool's type.
+    """
 
     type: str | None = None
     server_label: str | None = None

@@ -81,7 +81,7 @@ class EventReader:
 
 
 def format_event(name: str, data: object) -> Iterator[bytes]:
-    """Yield a server-sent event in pieces: its name, and `data` as JSON."""
+    """Yield the bytes of a server-sent event in pieces: its name, and `data` as JSON."""
     yield b"event: " + name.encode() + b"\ndata: "
     yield from encode_in_pieces(data)
     yield b"\n\n"

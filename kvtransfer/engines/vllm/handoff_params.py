@@ -113,7 +113,10 @@ def seal_handoff(key: bytes, handoff: Handoff) -> str:
 
 
 def open_handoff(key: bytes, text: object) -> Handoff:
-    """Return the handoff in a signed text. Raises HandoffRefused if it is malformed or forged."""
+    """Verify the signature of a handoff's text, and return the decoded handoff.
+
+    Raises HandoffRefused if the text is malformed or forged.
+    """
     return _open(key, _DOMAIN, text, _DECODER)
 
 

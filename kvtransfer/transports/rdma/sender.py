@@ -155,7 +155,7 @@ class RdmaSender:
             self._end(departure)
 
     def on_refused(self, number: int) -> None:
-        """Mark a window (piece of KV) as STALE, because the sink has stopped its transfer."""
+        """Mark a window (piece of KV) as stale, because the receiver has stopped its transfer."""
         departure = self._in_flight.get(number)
         if departure is not None:
             departure.verdict = WindowVerdict.STALE
