@@ -285,9 +285,8 @@ class PairAttempt(AttemptState):
             self.post(Event.NO_OTHER_DECODE)
 
     def _send_whole(self) -> None:
-        self.record.cached_tokens = (
-            None  # the prefiller's cache is of no use: the decoder's count is right
-        )
+        # The prefiller's cache is of no use: the decoder's count is right.
+        self.record.cached_tokens = None
         self.decode_reservation.on_recompute()
         if self.transfer is not None:
             self.transfer.cancel()

@@ -27,9 +27,8 @@ class State(_Word):
     QUERYING = "querying"  # P's bootstrap server was asked for P's identity
     PREFILLING = "prefilling"  # P computes; D has received nothing
     PAIRED = "paired"  # P and D have the request; D waits for P's KV
-    HANDED_OVER = (
-        "handed_over"  # P holds the KV under its lease; the decode request is not sent yet
-    )
+    # P holds the KV under its lease; the decode request is not sent yet.
+    HANDED_OVER = "handed_over"
     TRANSFERRING = "transferring"  # D has the request and fetches the KV, or waits for it
     RECOMPUTING = "recomputing"  # D has the whole request, without a handoff
     DECODING = "decoding"  # the client has tokens

@@ -129,9 +129,8 @@ class WriteQueue:
             self._deferred_bytes -= sum(len(data) for _, _, data in mine)
             full = self.budget_spent
             for _, relay, data in mine:
-                self.budget_spent = (
-                    False  # otherwise the connection would defer the chunk once more
-                )
+                # Otherwise the connection would defer the chunk once more.
+                self.budget_spent = False
                 connection.process_deferred(relay, data)
             self.budget_spent = full
 

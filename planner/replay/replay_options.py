@@ -46,9 +46,8 @@ class GroupFaultKind(StrEnum):
     # A rank fails: all jobs fail at once. The group returns after `duration_s` with empty caches.
     LOSE = "lose"
     SLOW = "slow"  # all steps take `factor` times as long for `duration_s`
-    DRAIN = (
-        "drain"  # an operator drains it for `duration_s`: it finishes its jobs and keeps its cache
-    )
+    # An operator drains it for `duration_s`: it finishes its jobs and keeps its cache.
+    DRAIN = "drain"
 
 
 class GroupFault(msgspec.Struct, frozen=True):

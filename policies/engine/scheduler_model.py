@@ -350,9 +350,8 @@ class EngineModel:
         pairs_s, peer_tokens = belief.area_s * pairs, load.peer_load.prefill_tokens
         self.span.add(prefill_s, filling, pairs_s, decode_s, peer_tokens)
         if self.batch + len(self.completing) >= load.slots:
-            self.span.waits_for_kv = (
-                True  # the last slot may have become free only after the previous step
-            )
+            # The last slot may have become free only after the previous step.
+            self.span.waits_for_kv = True
         return True
 
     def _fits(self, load: EngineLoad, prompt: QueuedPrompt) -> bool:

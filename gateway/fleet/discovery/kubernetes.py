@@ -28,9 +28,8 @@ from gateway.fleet.discovery.source_interface import DiscoveredEndpoints, log, s
 
 ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 LIST_CAP_BYTES, LINE_CAP_BYTES = 32 << 20, 4 << 20
-WATCH_S = (
-    300.0  # the API server ends a watch after this; one that lasts longer is a dead connection
-)
+# The API server ends a watch after this; one that lasts longer is a dead connection.
+WATCH_S = 300.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # pauses between attempts
 STATUS_GONE = 410
 

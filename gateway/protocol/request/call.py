@@ -44,9 +44,8 @@ ENGINE_INTERNAL = frozenset(
         "request_id",
     }
 )
-EXTRA_ARGS = (
-    "vllm_xargs"  # vLLM merges it into its extra arguments, so it can contain the same names
-)
+# vLLM merges it into its extra arguments, so it can contain the same names.
+EXTRA_ARGS = "vllm_xargs"
 
 
 class Call(msgspec.Struct):

@@ -64,9 +64,8 @@ _SEVERAL_PROMPTS = re.compile(rb'\s*\[\s*["\[]')
 _USAGE = b'{"include_usage":true,"continuous_usage_stats":true}'
 _PUT = {"return_token_ids": b"true", "stream_options": _USAGE}
 _REPORT = RequestEdits(encode_members(_PUT), frozenset(_PUT))
-_LONGEST = (
-    1024  # bytes of a member that is decoded here; a longer one has no value that can be continued
-)
+# Bytes of a member that is decoded here; a longer one has no value that can be continued.
+_LONGEST = 1024
 _NO_MEMBERS: Mapping[str, str] = MappingProxyType({})
 _DEFAULT_COMPLETION_TOKENS = 16  # maximum tokens of a completion without max_tokens
 
