@@ -179,7 +179,7 @@ async def _get(port: int, path: str) -> None:
 
 
 async def measure_stalls(size: int, base: int, work: Path) -> None:
-    """Print how long a gateway in this process blocks its event loop while it builds pages."""
+    """Print how long a gateway's event loop is blocked while it builds pages, in milliseconds."""
     port = base + size
     text = Path(penstock_command("prefix_aware", backend_urls(base, size))(work, port)[-1])
     app = App(load_config(text, {}))
@@ -245,7 +245,10 @@ def measure_connections(count: int, base: int, work: Path) -> None:
 
 
 def measure_streams(counts: list[int], base: int, work: Path) -> None:
-    """Print the memory per open stream, measured with a new process for each number."""
+    """Print the gateway's memory per open stream, for each number of streams.
+
+    Each is measured with a new process.
+    """
     for count in counts:
         running = start(system_of("prefix_aware", base, base + 100, 4), work)
         try:

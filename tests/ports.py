@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 def free_run(count: int) -> int:
-    """Return the first of `count` consecutive ports that no call has returned before."""
+    """Return the first of `count` consecutive free ports that no call has returned before."""
     while True:
         first = SystemRandom().randrange(LOWEST, HIGHEST - count + 1)
         run = range(first, first + count)

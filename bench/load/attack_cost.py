@@ -198,7 +198,10 @@ def _median(windows: list[Window]) -> Window:
 
 @contextmanager
 def prepared(base: int) -> Iterator[tuple[Attacked, Path]]:
-    """Run a new gateway during a `with` block, so that attacks do not affect each other."""
+    """Run a new gateway for one attack during a `with` block.
+
+    Attacks on one gateway would affect each other.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-attacks-")))
         hostile = stack.enter_context(canned_engine(str(LOAD_CORE)))

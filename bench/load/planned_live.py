@@ -49,7 +49,7 @@ START_S = 3.0
 
 
 def mock_engines(command: str) -> Coroutine[Any, Any, None]:
-    """Return a coroutine that runs the command `penstock mock ...` until it is cancelled."""
+    """Return a coroutine that runs the mock engines of a `penstock mock` command."""
     served: list[Coroutine[Any, Any, None]] = []
     with patch("mockgpu.cli.uvloop.run", served.append), suppress(SystemExit):
         run_command(mock, shlex.split(command)[2:], "penstock mock", os.environ)

@@ -133,8 +133,6 @@ class SoakFleet:
         """Return how many resources the gateway and the engines hold for requests, by name.
 
         All are zero while no request runs.
-
-        Idle means zero.
         """
         page = await self._page()
         resources = {name: total(page, name) for name in TRANSIENT_GAUGES}

@@ -47,7 +47,7 @@ WAIT_S = 30.0
 
 
 class Store:
-    """The process of the KV store, which a test kills and restarts."""
+    """The process of the KV store on this host, which a test kills and restarts."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self._folder = folder / "s", folder

@@ -38,7 +38,7 @@ NO_NAME = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
 
 class FakeNetwork:
-    """A resolver and the hosts behind its addresses.
+    """A fake of the system's resolver, and of the hosts at the addresses that it returns.
 
     addresses  what the resolver answers, or the error that it raises
     lookup_s   seconds that a lookup takes

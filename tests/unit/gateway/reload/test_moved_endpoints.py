@@ -23,7 +23,7 @@ pytestmark = VIRTUAL_TIME
 
 
 class SlowEngine(Engine):
-    """An engine whose pages for health checks do not respond while `is_busy`."""
+    """A fake engine whose health page does not respond while `is_busy`."""
 
     is_busy = False
 

@@ -26,7 +26,7 @@ VLLM = (
 
 
 class StandInModule(ModuleType):
-    """A stand-in for a module of vLLM: each attribute is an empty class."""
+    """A stand-in for a module of vLLM. Each of its attributes is an empty class."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

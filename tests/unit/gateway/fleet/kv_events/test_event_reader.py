@@ -20,7 +20,7 @@ pytest.importorskip("zmq")
 
 
 class Live:
-    """A fake of the part of an endpoint that the reader of KV events uses."""
+    """A fake endpoint with only the members that the reader of KV events uses."""
 
     is_leaving = False
 
