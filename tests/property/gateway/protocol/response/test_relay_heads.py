@@ -134,7 +134,7 @@ def test_malformed_chunks_break_the_response(body: bytes) -> None:
 def test_an_endless_head_is_rejected() -> None:
     relay = Relay(OWN_HEADERS)
     relay.feed(b"x-padding: " + b"a" * 65_000, 0.0)
-    with pytest.raises(UpstreamError, match="too long"):
+    with pytest.raises(UpstreamError, match="longer than"):
         relay.feed(b"a" * 1000, 0.0)
 
 
@@ -160,7 +160,7 @@ def test_a_head_above_64_kib_is_rejected_in_any_number_of_reads(reads: int) -> N
     size = len(wire) // reads + 1
     for offset in range(0, (reads - 1) * size, size):
         relay.feed(wire[offset : offset + size], 0.0)
-    with pytest.raises(UpstreamError, match="head is too long"):
+    with pytest.raises(UpstreamError, match="head is longer than"):
         relay.feed(wire[(reads - 1) * size :], 0.0)
     assert relay.head is None
 
