@@ -2,11 +2,15 @@
 
     python -m bench.shared_prefixes [--links 12.5,50] [--seeds 3,4] [--shared 0,1] [--out FILE]
 
-Eight engines of Llama 3.1 70B FP8 serve prompts that begin with one of 96 documents of 8,000 to
-32,000 tokens. The popularity of documents follows Zipf's law. Where requests may be split, an
-engine that has the document cached can compute the rest of a prompt and send the KV cache to
-another engine, which also keeps it; the policy `priced` compares that with queueing at the first
-engine and with computing the prompt again. With `--shared 0` each prompt is a document of its own.
+Eight engines of Llama 3.1 70B FP8 serve prompts that begin with one of 48 to 192 documents of 8,000
+to 32,000 tokens. The popularity of documents follows Zipf's law, with an exponent of 0.7 to 1.2.
+The seed of a workload draws these numbers, and the median length of its answers: 60 to 240 tokens.
+The first third of the requests come at a third of the rate, and only fill the caches.
+
+Where requests may be split, an engine that has the document cached can compute the rest of a prompt
+and send the KV cache to another engine, which also keeps it. The policy `priced` compares that with
+queueing at the first engine and with computing the prompt again. With `--shared 0` each prompt is a
+document of its own.
 
 Capacity is the rate at which 90% of the requests get their first token within 3 s and each further
 token within 50 ms, as a mean over random seeds. Each capacity is appended to the file as a line of
@@ -19,6 +23,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from itertools import count
+from math import log
 from pathlib import Path
 from random import Random
 from statistics import geometric_mean, mean
@@ -35,7 +40,9 @@ from policies.routing_types import Slo
 ROOT = Path(__file__).parents[1]
 KIND = GroupKind("llama-3.1-70b-fp8", "h100", 4, count=8, kv_tokens=600_000)
 REQUESTS, COLD, BLOCK_TOKENS = 1200, 400, 512
-DOCUMENTS, ZIPF = 96, 1.0
+WARM_UP = 1 / 3
+"""Rate of the first COLD requests, which fill the caches, as a share of the rate after them."""
+
 SHORTEST, LONGEST = 8_000, 32_000
 SLO = Slo("tight", 3.0, 0.05)
 TARGET = 0.9
@@ -44,20 +51,21 @@ UNIT_RATE_S = 8.0
 
 
 def requests(seed: int, rate_s: float, are_shared: bool) -> list[TraceRequest]:
-    """Return arrivals of a Poisson process whose prompts are a document and a question.
-
-    A question has 100 to 1,000 tokens, an answer has a median of 180 tokens.
+    """Return arrivals of a Poisson process whose prompts are a document and a question of 100 to
+    1,000 tokens.
     """
     rng, names, now_s, made = Random(seed), count(PRIVATE), 0.0, []
-    documents = [_document(rng, names) for _ in range(DOCUMENTS)]
-    weights = [1 / rank**ZIPF for rank in range(1, DOCUMENTS + 1)]
-    for _ in range(REQUESTS):
-        now_s += rng.expovariate(1.0)
+    documents = [_document(rng, names) for _ in range(int(_drawn(rng, 48, 192)))]
+    exponent = rng.uniform(0.7, 1.2)
+    weights = [1 / rank**exponent for rank in range(1, len(documents) + 1)]
+    answer = log(_drawn(rng, 60, 240))
+    for index in range(REQUESTS):
+        now_s += rng.expovariate(1.0 if index >= COLD else WARM_UP)
         document = rng.choices(documents, weights)[0]
         if not are_shared:
             document = tuple(next(names) for _ in document)
         question = rng.randint(100, 1000)
-        output = int(min(800, max(8, rng.lognormvariate(5.2, 0.7))))
+        output = int(min(800, max(8, rng.lognormvariate(answer, 0.7))))
         blocks = (*document, *(next(names) for _ in range(-(-question // BLOCK_TOKENS))))
         prompt = len(document) * BLOCK_TOKENS + question
         made.append(TraceRequest(now_s / rate_s, prompt, output, blocks))
@@ -65,8 +73,13 @@ def requests(seed: int, rate_s: float, are_shared: bool) -> list[TraceRequest]:
 
 
 def _document(rng: Random, names: count[int]) -> tuple[int, ...]:
-    tokens = SHORTEST * (LONGEST / SHORTEST) ** rng.random()
-    return tuple(next(names) for _ in range(int(tokens) // BLOCK_TOKENS))
+    tokens = int(_drawn(rng, SHORTEST, LONGEST))
+    return tuple(next(names) for _ in range(tokens // BLOCK_TOKENS))
+
+
+def _drawn(rng: Random, least: float, most: float) -> float:
+    # Return a number between two others whose logarithm is uniformly distributed.
+    return least * (most / least) ** rng.random()
 
 
 def fleet(link_gb_s: float) -> FleetSpec:

@@ -7,6 +7,7 @@ pickers.py, and one line in presets.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -54,6 +55,19 @@ It is called only to explain a pick, so it may be slow.
 """
 
 
+class LinkLoad(NamedTuple):
+    """The transfers of KV cache over one direction of an endpoint's network link.
+
+    waiting    number of transfers that have not ended
+    wait_s     seconds until they will have ended
+    service_s  seconds for which one more transfer would occupy the link
+    """
+
+    waiting: int
+    wait_s: float
+    service_s: float
+
+
 class PhaseShare(msgspec.Struct, frozen=True):
     """Which phases of a request an endpoint would serve.
 
@@ -61,12 +75,14 @@ class PhaseShare(msgspec.Struct, frozen=True):
     decodes      1.0 if the endpoint generates the answer, else 0.0
     transfer_s   seconds from the end of the prefill until its KV has arrived at the decode endpoint
     transfers_s  the same for each candidate, in their order; empty: `transfer_s` for all
+    link_loads   for each candidate, the loads of the two links that its KV would use; empty: none
     """
 
     prefills: float = 1.0
     decodes: float = 1.0
     transfer_s: float = 0.0
     transfers_s: Sequence[float] = ()
+    link_loads: Sequence[tuple[LinkLoad, LinkLoad]] = ()
 
 
 WHOLE_REQUEST, DECODE_PHASE = PhaseShare(), PhaseShare(prefills=0.0)

@@ -19,7 +19,14 @@ from policies.endpoint_load import EndpointLoad
 from policies.engine.step_time import UsualSpeeds
 from policies.latency.expected_latency import backlog_s, is_first_token_late, room_s
 from policies.param_types import Factor, NonNegative
-from policies.policy_types import WHOLE_REQUEST, PhaseShare, Policy, Ranking, WeightedScorer
+from policies.policy_types import (
+    WHOLE_REQUEST,
+    LinkLoad,
+    PhaseShare,
+    Policy,
+    Ranking,
+    WeightedScorer,
+)
 from policies.presets import DEFAULT_FILTERS, PolicyParams
 from policies.pricing.price_loop import (
     FULLEST,
@@ -87,7 +94,8 @@ class PricedPolicy(PolicyParams, frozen=True):
                 time: the prefill as a share of the TTFT budget, x the share of time for which the
                 engine has computed prompts lately. So time that would not be used costs little.
                 To it comes regret_weight x the regret for evicted cache: the prefill that later
-                requests must repeat. KV that was computed elsewhere evicts cache too.
+                requests must repeat. KV that was computed elsewhere evicts cache too. A transfer of
+                KV delays the next ones over both links in the same way.
         kv      kv_weight x the expected number of other requests that will lack KV or a slot. A
                 full engine loses about one request for each that it takes, and the probability that
                 it will be full is taken as the cube of the used share of KV. So for KV the number
@@ -263,8 +271,12 @@ class PriceScorer:
         rows = zip(candidates, *factors, delays_s, strict=True)
         cached, usual = query.cached_by_slot, usual_slots(candidates)
         if any(map(_RANKS, candidates)):
-            return loop.prices_of_ranks(list(rows), cached, usual, is_partial=False)
-        return loop.prices(rows, cached, usual)
+            prices = loop.prices_of_ranks(list(rows), cached, usual, is_partial=False)
+        else:
+            prices = loop.prices(rows, cached, usual)
+        for index, links in enumerate(part.link_loads):
+            prices[index] += self._loss_of_later_transfers(links, query.request.slo.ttft_s)
+        return prices
 
     def usual_price(self, candidate: Candidate, now: float) -> float:
         """Return the price of a usual request without cached tokens, by which the candidate is
@@ -321,6 +333,11 @@ class PriceScorer:
                 + busy * work_s / slo.ttft_s
                 + self._loss_of_other_ranks(load, query.now, known_s, work_s) / slo.ttft_s
                 + weights.regret_weight * load.eviction_regret * fill_s / slo.ttft_s
+            )
+            + (
+                self._loss_of_later_transfers(part.link_loads[index], slo.ttft_s)
+                if part.link_loads
+                else 0.0
             ),
             kv=weights.kv_weight
             * (self._loss_by_kv(load, query.now, grown) + slot_loss(load, usual)),
@@ -342,6 +359,17 @@ class PriceScorer:
         # budgets. That queue is taken as so short that the next request can be in time.
         ahead = min(wait, max(0.0, self.weights.late - work))
         return self._loss(ahead + work) - self._loss(ahead)
+
+    def _loss_of_later_transfers(self, links: Sequence[LinkLoad], ttft_s: float) -> float:
+        # Return what later transfers of KV over two links lose by one more transfer.
+        #
+        # As many are expected to wait behind it as wait before it. On average, they find half of
+        # the queue, which shortens until the link is idle.
+        loss = 0.0
+        for waiting, wait_s, service_s in links:
+            next_loss = self._loss_of_next(0.5 * wait_s / ttft_s, service_s / ttft_s)
+            loss += (waiting + 1) * next_loss
+        return self.weights.work_weight * loss
 
     def _loss_by_kv(self, load: EndpointLoad, now: float, grown_tokens: float) -> float:
         # Return the expected number of other requests that will lack KV.

@@ -19,6 +19,7 @@ from policies.latency.expected_latency import ttft_s
 from policies.policy_types import (
     DECODE_PHASE,
     Filter,
+    LinkLoad,
     PhasePrices,
     PhaseShare,
     Policy,
@@ -466,8 +467,12 @@ class _Partners:
         if not candidates:
             return None
         wait_s, most_s = decode_wait_s(query, decode), LATEST * query.request.slo.ttft_s
-        moved_s = self._transfers_s(candidates, decode)
-        part = PhaseShare(decodes=0.0, transfers_s=[wait_s + min(most_s, each) for each in moved_s])
+        moved_s, link_loads = self._transfers(candidates, decode)
+        part = PhaseShare(
+            decodes=0.0,
+            transfers_s=[wait_s + min(most_s, each) for each in moved_s],
+            link_loads=link_loads,
+        )
         scores = [-price for price in prices(query, candidates, part)]
         index = pickers.best(query, candidates, scores)
         prefill = routing_algorithm.pick_of("prefill_price", query, candidates, scores, index)
@@ -490,17 +495,24 @@ class _Partners:
             kept = routing_algorithm.keep(splitter.crowded, query, prefills)
         return kept
 
-    def _transfers_s(self, prefills: Sequence[Candidate], decode: Pick) -> list[float]:
-        # Return what transfer_s returns, for each prefill endpoint.
+    def _transfers(
+        self, prefills: Sequence[Candidate], decode: Pick
+    ) -> tuple[list[float], list[tuple[LinkLoad, LinkLoad]]]:
+        # Return what transfer_s returns, for each prefill endpoint, and the loads of both links.
+        #
+        # The loads are empty if no times of transfers are known.
         query, rule, forecast = self._query, self._splitter.rule, self._forecast
         moved = query.request.prompt_tokens - decode.cached_tokens
         if forecast is None:
-            return [rule.handoff_s + moved * rule.kv_token_s] * len(prefills)
+            return [rule.handoff_s + moved * rule.kv_token_s] * len(prefills), []
         known, computed, result = self._computed_s, computed_s, list[float]()
-        names = [each.endpoint.name for each in prefills]
-        links = forecast.links_to(decode.candidate.endpoint.name, names)
+        link_loads = list[tuple[LinkLoad, LinkLoad]]()
+        names, decoder = [each.endpoint.name for each in prefills], decode.candidate.endpoint.name
+        links, receiving = forecast.links_to(decoder, names), forecast.waits((1, decoder))
         for prefill, (token_s, fixed_s, queue_s) in zip(prefills, links, strict=True):
             service_s = rule.handoff_s + (moved * token_s + fixed_s)
+            sending = forecast.waits((0, prefill.endpoint.name))
+            link_loads.append((LinkLoad(*sending, service_s), LinkLoad(*receiving, service_s)))
             if queue_s > 0.0:
                 slot = prefill.load.slot
                 ready_s = known.get(slot)
@@ -509,7 +521,7 @@ class _Partners:
                 if queue_s > ready_s:
                     service_s += queue_s - ready_s
             result.append(service_s)
-        return result
+        return result, link_loads
 
 
 def _score(ranked: tuple[float, Candidate]) -> float:

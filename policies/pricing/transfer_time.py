@@ -220,14 +220,16 @@ class LinkQueue:
     """The unfinished KV transfers over one direction of an endpoint's network link.
 
     ended_at  when the last of them ended
+    waiting   number of transfers that have not ended
     """
 
     # _pairs: by pair, the number of its transfers, their tokens, and their expected speed
     # _ready: those whose prompt is computed, in that order
     # _seconds: forecast of the time that all of them take
-    __slots__ = ("_pairs", "_ready", "_seconds", "ended_at")
+    __slots__ = ("_pairs", "_ready", "_seconds", "ended_at", "waiting")
 
     def __init__(self) -> None:
+        self.waiting = 0
         self._ready: dict[PendingTransfer, float] = {}
         self._pairs: dict[Names, tuple[int, int, PairSpeed]] = {}
         self._seconds = self.ended_at = 0.0
@@ -269,6 +271,7 @@ class LinkQueue:
         # Add `more` transfers of a pair with `more_tokens` tokens, and set the speed of all.
         count, tokens, before = self._pairs.get(names, (0, 0, speed))
         after_s = speed.service_s(tokens + more_tokens, count + more)
+        self.waiting += more
         self._seconds += after_s - before.service_s(tokens, count)
         if count + more:
             self._pairs[names] = count + more, tokens + more_tokens, speed
@@ -329,7 +332,8 @@ class TransferForecast:
     """
 
     # _sending_s: the backlog of prefill endpoints; -inf: no link is known
-    __slots__ = ("_fixed", "_is_measured", "_links", "_now", "_rates", "_sending_s")
+    # _waits: what waits() has returned
+    __slots__ = ("_fixed", "_is_measured", "_links", "_now", "_rates", "_sending_s", "_waits")
 
     def __init__(
         self,
@@ -342,6 +346,19 @@ class TransferForecast:
         self._links, self._rates, self._fixed = links, rates, fixed
         self._is_measured, self._now = is_measured, now
         self._sending_s: dict[str, float] = {}
+        self._waits: dict[tuple[int, str], tuple[int, float]] = {}
+
+    def waits(self, end: tuple[int, str]) -> tuple[int, float]:
+        """Return the number of transfers that wait for a link, and the seconds until they end.
+
+        end  (0, name of a prefill endpoint) or (1, name of a decode endpoint)
+        """
+        found = self._waits.get(end)
+        if found is None:
+            link = self._links.get(end)
+            found = (link.waiting, link.backlog_s(self._now)) if link is not None else (0, 0.0)
+            self._waits[end] = found
+        return found
 
     def links_to(self, decode: str, prefills: Sequence[str]) -> list[tuple[float, float, float]]:
         """Return three numbers per prefill endpoint, for a transfer from it to `decode`.

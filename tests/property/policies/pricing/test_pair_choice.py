@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import pickers, routing_algorithm
-from policies.policy_types import PhaseShare, Policy, WeightedScorer
+from policies.policy_types import LinkLoad, PhaseShare, Policy, WeightedScorer
 from policies.pricing.endpoint_price import PricedPolicy
 from policies.pricing.split_decision import (
     DECODERS_TRIED,
@@ -124,11 +124,32 @@ def partners_of(
         most_s = LATEST * query.request.slo.ttft_s
         moved_s = [transfer_s(splitter.rule, query, each, decode, times) for each in candidates]
         after_s = [wait_s + min(most_s, each) for each in moved_s]
-        part = PhaseShare(decodes=0.0, transfers_s=after_s)
+        loads = [loads_of(splitter.rule, query, each, decode, times) for each in candidates]
+        links = [each for each in loads if each is not None]
+        part = PhaseShare(decodes=0.0, transfers_s=after_s, link_loads=links)
         return [-price for price in prices(query, candidates, part)]
 
     filters, scorers = splitter.prefill.filters, (WeightedScorer(score),)
     return Policy("prefill_price", filters, scorers, pickers.best, reads_prefix=True)
+
+
+def loads_of(
+    rule: SplitRule,
+    query: RoutingQuery,
+    prefill: Candidate,
+    decode: Pick,
+    times: TransferTimes | None,
+) -> tuple[LinkLoad, LinkLoad] | None:
+    # Return the loads of the two links that a pair's KV would use; None: no times are known.
+    if times is None:
+        return None
+    names = prefill.endpoint.name, decode.candidate.endpoint.name
+    speed = times.speed(names, rule.kv_token_s, query.now)
+    moved = query.request.prompt_tokens - decode.cached_tokens
+    service_s = rule.handoff_s + speed.service_s(moved)
+    forecast = times.forecast(rule.kv_token_s, query.now)
+    sending, receiving = (LinkLoad(*forecast.waits(end), service_s) for end in enumerate(names))
+    return sending, receiving
 
 
 @given(

@@ -13,7 +13,7 @@ from policies import policy_registry
 from policies.endpoint_load import join_ranks
 from policies.engine.running_answer_lengths import AgeGroup
 from policies.engine.step_time import PRIOR_VAR, SpeedFactor
-from policies.policy_types import DECODE_PHASE, WHOLE_REQUEST, PhaseShare
+from policies.policy_types import DECODE_PHASE, WHOLE_REQUEST, LinkLoad, PhaseShare
 from policies.pricing.endpoint_price import PricedPolicy, PriceScorer
 from policies.pricing.price_loop import PriceLoop, patience_s
 from policies.pricing.speed_differences import equalize_speeds
@@ -22,6 +22,7 @@ from policies.routing_types import Candidate, Request, RoutingQuery, Slo
 from tests.unit.policies.builders import ask, outlook
 
 PRICES = PriceScorer(PricedPolicy())
+IDLE_LINK = LinkLoad(0, 0.0, 0.0)
 
 
 def term(question: RoutingQuery, one: Candidate, name: str) -> float:
@@ -414,9 +415,28 @@ def test_halves_add_up_in_the_unrolled_form_as_well() -> None:
         DECODE_PHASE,
         PhaseShare(decodes=0.0, transfer_s=0.7),
         PhaseShare(decodes=0.0, transfers_s=(0.1, 5.0, 0.0, 0.7)),
+        PhaseShare(
+            decodes=0.0,
+            link_loads=[(LinkLoad(slot, 2.0 * slot, 0.5), IDLE_LINK) for slot in range(4)],
+        ),
     ):
         totals = [PRICES.explain(question, fleet, index, part).total for index in range(4)]
         assert PRICES.prices(question, fleet, part) == pytest.approx(totals)
+
+
+def test_a_transfer_pays_for_the_transfers_that_wait_behind_it() -> None:
+    question, one = ask(8000, 300), [outlook(0)]
+
+    def work(waiting: int, wait_s: float, service_s: float) -> float:
+        links = [(LinkLoad(waiting, wait_s, service_s), IDLE_LINK)]
+        return PRICES.explain(question, one, 0, PhaseShare(decodes=0.0, link_loads=links)).work
+
+    free = work(0, 0.0, 0.0)
+    idle, queued, crowded = (work(waiting, 0.4 * waiting, 0.4) - free for waiting in (0, 1, 3))
+    assert 0.0 < idle < 0.01
+    assert queued > 5.0 * idle
+    assert crowded > 5.0 * queued
+    assert work(3, 1.2, 0.04) - free < 0.2 * crowded
 
 
 def test_the_cheapest_price_is_that_of_the_pick() -> None:

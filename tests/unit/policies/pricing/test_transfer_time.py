@@ -347,3 +347,16 @@ def test_the_links_of_a_removed_endpoint_are_dropped_also_during_a_transfer() ->
     assert times.backlog_s(("p9", "d0"), 0.0) == 0.0
     transfer.end(1.0)
     assert times.backlog_s(PAIR, 1.0) == 0.0
+
+
+def test_a_forecast_counts_the_transfers_of_each_link_until_they_end() -> None:
+    times = measured(1e-4)
+    first, _ = (times.begin(names, 8_000, EXPECTED_S, 40.0) for names in (PAIR, OTHER))
+    forecast = times.forecast(EXPECTED_S, 40.0)
+    assert [forecast.waits(end)[0] for end in ((0, "p0"), (1, "d0"), (1, "d1"))] == [2, 1, 1]
+    assert forecast.waits((0, "p0"))[1] == pytest.approx(times.backlog_s(PAIR, 40.0))
+    assert forecast.waits((1, "p0")) == (0, 0.0)
+    first.on_ready(40.0)
+    first.end(40.8)
+    later = times.forecast(EXPECTED_S, 40.8)
+    assert [later.waits(end)[0] for end in ((0, "p0"), (1, "d0"), (1, "d1"))] == [1, 0, 1]
