@@ -198,12 +198,22 @@ def test_words_of_nemotron_h_are_read_as_its_letters() -> None:
     by_word = small(**members, layers_block_type=words, num_hidden_layers=None)
     assert by_word == by_letter
     assert (by_word.states, by_word.kv_layers, by_word.moe_layers) == (1, 1, 1)
+    three = small(**members, hybrid_override_pattern="MM*M")
+    assert three.state_group_params == 3 * by_letter.state_group_params
+    assert by_letter.state_group_params == 2 * 16 * (256 + 4 + 1)
 
 
 def test_layers_that_share_a_cache_have_no_key_and_value_projections() -> None:
     own, sharing = small(), small(num_kv_shared_layers=1)
     assert sharing.kv_token_bytes == own.kv_token_bytes * 3 / 4
     assert own.params - sharing.params == 2 * 64 * 256
+
+
+def test_mlps_of_layers_that_share_a_cache_may_be_twice_as_wide() -> None:
+    usual, wide = (
+        small(num_kv_shared_layers=2, use_double_wide_mlp=is_wide) for is_wide in (False, True)
+    )
+    assert wide.params - usual.params == 2 * MLP
 
 
 def test_layers_with_a_window_may_have_other_heads() -> None:
