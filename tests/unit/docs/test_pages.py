@@ -56,6 +56,7 @@ ROOMS = (
 # Options in documents that belong to other programs, not to `penstock`.
 NOT_COMMANDS = {
     "--all",  # of --all2all-backend
+    "--compilation-config",
     "--enable-eplb",
     "--enable-prompt-tokens-details",
     "--eplb-config",
