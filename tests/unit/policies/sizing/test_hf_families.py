@@ -216,6 +216,21 @@ def test_mlps_of_layers_that_share_a_cache_may_be_twice_as_wide() -> None:
     assert wide.params - usual.params == 2 * MLP
 
 
+def test_inputs_of_every_layer_are_counted_by_hand() -> None:
+    # Gemma 4: an embedding and a projection per layer, then a gate, a projection back and a norm.
+    plain, inputs = small(), small(hidden_size_per_layer_input=16)
+    divided, on_each_rank = 4 * 16 * (1000 + 256), 4 * (2 * 256 * 16 + 256) + 16
+    assert inputs.params - plain.params == divided + on_each_rank
+    assert inputs.replicated_params - plain.replicated_params == on_each_rank
+    fewer = small(hidden_size_per_layer_input=16, vocab_size_per_layer_input=400)
+    assert inputs.params - fewer.params == 4 * 16 * 600
+    # Gemma 3n: AltUp's projections between 4 streams, and LAuReL of rank 32.
+    streams = small(hidden_size_per_layer_input=16, altup_num_inputs=4, laurel_rank=32)
+    divided, on_each_rank = 2 * 3 * 256**2 + 4 * 2 * 256 * 32, 4 * (4 * 256 + 4**3 + 4**2 + 2 * 256)
+    assert streams.params - inputs.params == divided + on_each_rank
+    assert streams.replicated_params - inputs.replicated_params == on_each_rank
+
+
 def test_layers_with_a_window_may_have_other_heads() -> None:
     gemma = shape("gemma-4-31b")
     assert (gemma.kv_layers, gemma.window_layers, gemma.window) == (60, 50, 1024)
