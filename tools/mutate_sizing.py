@@ -194,7 +194,7 @@ def failing_test_in_copy(path: Path, source: str) -> str | None:
     """
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        ignore = shutil.ignore_patterns(".git", ".venv", "__pycache__", "results")
+        ignore = shutil.ignore_patterns(".git", ".venv", "__pycache__", "build", "results")
         shutil.copytree(ROOT, tree, ignore=ignore)
         (tree / path.relative_to(ROOT)).write_text(source)
         return failing_test(tree)
