@@ -149,6 +149,11 @@ STATES: dict[str, tuple[dict[str, Any], float, float]] = {
         4 * 256 * 256 + 3 * 256 * 4 + 2 * (256 * 64 + 64 * 256) + 256 + 4 + 256 * 4 + 64,
         256 * 64 * 4 + 3 * 256 * 3 * 2,
     ),
+    "lightning attention": (
+        {"attn_type_list": [0, 0, 0, 1]},
+        5 * 256 * 256 + 256,
+        256 * 32 * 4,
+    ),
     "short convolution": (
         {"layer_types": ["conv", "conv", "conv", "full_attention"], "conv_L_cache": 3},
         256 * 3 * 256 + 256 * 3 + 256 * 256,
@@ -214,6 +219,30 @@ def test_mlps_of_layers_that_share_a_cache_may_be_twice_as_wide() -> None:
         small(num_kv_shared_layers=2, use_double_wide_mlp=is_wide) for is_wide in (False, True)
     )
     assert wide.params - usual.params == 2 * MLP
+
+
+@pytest.mark.parametrize(
+    ("members", "width"),
+    [
+        ({"block_ff_dim": 1000}, 768),
+        ({"block_ff_dim": 1000, "block_ffn_dim_multiplier": 1.5}, 1024),
+        ({"block_ff_dim": 1000, "block_multiple_of": 100}, 700),
+        ({"block_ff_dim": 1000, "block_auto_adjust_ff_dim": False}, 1000),
+    ],
+)
+def test_the_mlp_of_lfm2_has_two_thirds_of_its_width_rounded_up(
+    members: dict[str, Any], width: int
+) -> None:
+    assert small(**members).params == small(intermediate_size=width).params
+
+
+def test_the_mlp_of_falcon_is_four_times_as_wide_as_the_model_unless_it_says_otherwise() -> None:
+    usual, same, narrow = (
+        small(model_type="falcon", **members)
+        for members in ({}, {"ffn_hidden_size": 1024}, {"ffn_hidden_size": 512})
+    )
+    assert usual == same
+    assert usual.params > narrow.params
 
 
 def test_inputs_of_every_layer_are_counted_by_hand() -> None:
