@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import aiohttp
@@ -83,8 +84,13 @@ def is_close(one: float, other: float, tolerance: float = LOGPROB_TOLERANCE) -> 
 
 def prompt(words: int, seed: int) -> str:
     rng = random.Random(seed)
-    text = (ROOT / "docs" / "architecture.md").read_text().split()
-    return f"{seed} " + " ".join(rng.choice(text) for _ in range(words))
+    return f"{seed} " + " ".join(rng.choice(_words()) for _ in range(words))
+
+
+@cache
+def _words() -> list[str]:
+    # The file is read once, so that prompts stay equal if it changes while a test runs.
+    return (ROOT / "docs" / "architecture.md").read_text().split()
 
 
 def body(
