@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from policies.sizing.gpu_memory import stages
-from policies.sizing.hf_config_fields import ConfigError
+from policies.sizing.hf_config_fields import ConfigError, ConfigMembers
 from policies.sizing.hf_parameter_count import shape_from_config
+from policies.sizing.hf_state_layers import kimi_attention_places
 from policies.sizing.model_shapes import Llm
 from policies.sizing.parallel_layout import Layout
 
@@ -180,6 +181,12 @@ def test_layers_with_a_state_are_counted_by_hand(kind: str) -> None:
     assert (model.states, model.kv_layers) == (3, 1)
     assert model.state_bytes == 3 * state_bytes
     assert model.params == ENDS + NORMS + 4 * MLP + ATTENTION + 3 * params
+
+
+def test_kimi_linear_counts_its_layers_with_full_attention_from_one() -> None:
+    members = ConfigMembers({"linear_attn_config": {"full_attn_layers": [2, 4, 9]}})
+    assert kimi_attention_places(members, 4) == [1, 3]
+    assert kimi_attention_places(ConfigMembers({}), 4) is None
 
 
 def test_a_wide_state_has_four_bytes_per_scalar() -> None:
