@@ -482,7 +482,7 @@ def parse_options(text: str | None) -> argparse.Namespace:
     _add_batch_options(parser)
     _add_traffic_options(parser)
     parser.add_argument(
-        "--json", action="store_true", help="print the results as one JSON object per seed"
+        "--json", action="store_true", help="print one JSON object per seed instead of text"
     )
     return parser.parse_args()
 
@@ -496,7 +496,7 @@ def _add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--kills",
         type=int,
         default=2,
-        help="number of times that the gateway is killed and started again",
+        help="number of times that the gateway is killed and started again (default: %(default)s)",
     )
 
 
@@ -513,19 +513,19 @@ def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
         "--places",
         type=int,
         default=8,
-        help="maximum concurrent requests of each of the two engines",
+        help="maximum concurrent requests of each of the two engines (default: %(default)s)",
     )
     parser.add_argument(
         "--speed",
         type=float,
         default=0.5,
-        help="factor by which the mock engines are faster than real time",
+        help="factor by which the mock engines are faster than real time (default: %(default)s)",
     )
     parser.add_argument(
         "--load",
         type=float,
         default=0.9,
-        help="live load as a fraction of the engines' capacity, for example 0.9",
+        help="live load as a fraction of the engines' capacity (default: %(default)s)",
     )
     parser.add_argument(
         "--ttft",

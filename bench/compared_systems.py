@@ -473,7 +473,10 @@ def _await_service(running: Running, deadline: float) -> None:
                 f"{running.process.returncode} before it served requests"
             )
         if time.monotonic() > deadline:
-            raise NotMeasurable(f"the system {running.system.key} did not serve requests in time")
+            raise NotMeasurable(
+                f"the system {running.system.key} did not answer twenty requests in a row within "
+                "its time limit for starting"
+            )
         if _is_serving(running.system):
             in_a_row += 1
         else:

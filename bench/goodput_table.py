@@ -20,7 +20,7 @@ OURS = ("round_robin", "least_loaded", "prefix_aware", "priced")
 
 
 def page(measurements: Sequence[Measurement]) -> str:
-    """Build the generated part of docs/goodput.md from the measurements, as Markdown."""
+    """Return the generated part of docs/goodput.md, as Markdown, made from the measurements."""
     parts = [INTRODUCTION, *capacities(measurements, "0.9"), *capacities(measurements, "0.99")]
     parts += [*agents(measurements), *overload(measurements), *split(measurements)]
     parts += [*trouble(measurements), *tenants(measurements), *errors(measurements)]

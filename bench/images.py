@@ -245,10 +245,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=5, help="number of measured rounds for each kind of prompt"
     )
-    parser.add_argument("--seconds", type=float, default=25.0, help="length of a round")
-    parser.add_argument("--rate", type=float, default=16.0, help="text requests per second")
-    parser.add_argument("--images", type=float, default=1.0, help="image users per second")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the first round")
+    parser.add_argument("--seconds", type=float, default=25.0, help="length of a round in seconds")
+    parser.add_argument("--rate", type=float, default=16.0, help="text requests sent per second")
+    parser.add_argument("--images", type=float, default=1.0, help="images sent per second")
+    parser.add_argument("--seed", type=int, default=1, help="random seed of the first round")
     parser.add_argument(
         "--send",
         nargs=3,

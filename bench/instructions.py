@@ -99,7 +99,7 @@ def _options() -> argparse.Namespace:
         "--kinds",
         nargs="+",
         default=["plain"],
-        help="kinds of requests to count, with the names of bench/opcodes.py",
+        help="kinds of requests to count; bench/opcodes.py lists their names (default: plain)",
     )
     parser.add_argument(
         "--functions",

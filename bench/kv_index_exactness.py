@@ -233,7 +233,15 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=1, help="random seed of the requests (default: %(default)s)"
     )
-    parser.add_argument("--block-bytes", type=int, default=512, help="prefix.block_bytes")
+    parser.add_argument(
+        "--block-bytes",
+        type=int,
+        default=512,
+        help=(
+            "block size of the gateway's prefix index in bytes (the setting prefix.block_bytes; "
+            "default: %(default)s)"
+        ),
+    )
     options = parser.parse_args()
     asyncio.run(
         run(options.seconds, options.groups, options.faults, options.seed, options.block_bytes)

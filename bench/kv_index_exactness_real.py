@@ -164,7 +164,9 @@ async def converse(http: aiohttp.ClientSession, url: str, rng: random.Random, en
             async with http.post(f"{url}/v1/chat/completions", json=body) as response:
                 answer = await response.json()
             if response.status != 200:
-                raise RuntimeError(f"{response.status}: {answer}")
+                raise RuntimeError(
+                    f"the engine answered a chat completion with status {response.status}: {answer}"
+                )
             answers += 1
             text = answer["choices"][0]["message"]["content"]
             messages.append({"role": "assistant", "content": text})
@@ -345,7 +347,9 @@ def main() -> int:
         "--seconds",
         type=float,
         default=600.0,
-        help="seconds during which clients replace the content of the caches",
+        help=(
+            "seconds during which clients replace the content of the caches (default: %(default)s)"
+        ),
     )
     parser.add_argument(
         "--seed", type=int, default=1, help="random seed of the requests (default: %(default)s)"

@@ -191,7 +191,7 @@ def main() -> int:
     parser.add_argument(
         "--requests", type=int, default=100_000, help="total number of requests of all parts"
     )
-    parser.add_argument("--parts", type=int, default=5, help="number of measurements")
+    parser.add_argument("--parts", type=int, default=5, help="number of times to measure")
     parser.add_argument("--users", type=int, default=24, help="number of concurrent clients")
     parser.add_argument("--seed", type=int, default=1, help="random seed of load and faults")
     options = parser.parse_args()

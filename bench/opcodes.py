@@ -225,7 +225,9 @@ def main() -> None:
     parser.add_argument(
         "--kinds",
         default="",
-        help="count only the kinds of requests whose name begins with this text",
+        help=(
+            "count only the kinds of requests whose name begins with this text (default: all kinds)"
+        ),
     )
     parser.add_argument(
         "--functions",

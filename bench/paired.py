@@ -169,7 +169,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="paired.py", description="Compare the CPU of two versions of the gateway."
     )
-    parser.add_argument("base", help="git revision to compare with")
+    parser.add_argument("base", help="git revision with which the measured one is compared")
     parser.add_argument("--head", help="git revision to measure (default: the working tree)")
     parser.add_argument(
         "--pairs", type=int, default=24, help="number of measured periods of each version"

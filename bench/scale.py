@@ -292,7 +292,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--idle", type=int, default=9_000, help="number of idle client connections")
     parser.add_argument(
-        "--streams", default="500,1000,2000", help="numbers of open streams to measure"
+        "--streams", default="500,1000,2000", help="numbers of concurrent streams to measure"
     )
     return parser.parse_args()
 

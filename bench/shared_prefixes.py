@@ -137,8 +137,8 @@ def table(results: dict[str, dict[str, float]], links: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--links", default="12.5,50", help="GB/s, comma-separated")
-    parser.add_argument("--seeds", default="3,4", help="seeds of workloads, comma-separated")
+    parser.add_argument("--links", default="12.5,50", help="link speeds in GB/s, comma-separated")
+    parser.add_argument("--seeds", default="3,4", help="random seeds, comma-separated")
     parser.add_argument("--shared", default="1,0", help="1: documents are shared; 0: each its own")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "shared_prefixes.jsonl")
     args = parser.parse_args()

@@ -136,8 +136,8 @@ def table(results: dict[str, dict[str, float]], links: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--links", default="0.125,0.5,1.25,3.125,12.5,50", help="GB/s")
-    parser.add_argument("--seeds", default="3,4", help="seeds of arrivals, comma-separated")
+    parser.add_argument("--links", default="0.125,0.5,1.25,3.125,12.5,50", help="speeds in GB/s")
+    parser.add_argument("--seeds", default="3,4", help="random seeds of arrivals, comma-separated")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "links.jsonl")
     args = parser.parse_args()
     links = [float(link) for link in args.links.split(",")]

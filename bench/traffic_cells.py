@@ -196,7 +196,9 @@ def drive(running: Running, pace: Pace, bodies: Path, **options: object) -> dict
     )
     others_s = core_busy_s(GATEWAY_CORE) - busy_s - (cpu_s(running.pids) - ours_s)
     if process.returncode:
-        raise NotMeasurable(f"the load generator failed: {process.stderr.strip()}")
+        raise NotMeasurable(
+            f"the load generator ended with status {process.returncode}: {process.stderr.strip()}"
+        )
     report: dict[str, Any] = json.loads(process.stdout)
     errors = {kind: n for kind, n in report["errors"].items() if n}
     if errors:

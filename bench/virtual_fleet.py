@@ -35,7 +35,7 @@ class VirtualFleet:
         self._app: App | None = None
 
     async def start(self) -> App:
-        """Start the engines and the gateway, and return the gateway."""
+        """Start the engines and the gateway, and return the running gateway."""
         for role, count in ROLES:
             for number in range(count):
                 await self._start_engine(f"{role}-{number}", role)

@@ -267,13 +267,13 @@ class VirtualClients:
             self._may_send.set()
 
     async def sent_at_least(self, requests: int) -> None:
-        """Wait until all users together have sent this many requests."""
+        """Wait until all users together have sent at least `requests` requests."""
         if self.sent < requests:
             self._wanted, self._reached = requests, asyncio.get_running_loop().create_future()
             await self._reached
 
     async def run(self, users: int) -> None:
-        """Send requests of all users again and again, until cancelled."""
+        """Send requests as `users` concurrent users, again and again, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for _ in range(users):
                 group.create_task(self._user())

@@ -268,11 +268,11 @@ def parse() -> argparse.Namespace:
         default=[],
         help="replay only the recordings whose names contain one of these texts",
     )
-    parser.add_argument("--sessions", type=int, default=4, help="sessions at once")
+    parser.add_argument("--sessions", type=int, default=4, help="number of concurrent sessions")
     parser.add_argument(
         "--turns", type=int, default=20, help="number of requests that each session sends"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     return parser.parse_args()
 
 

@@ -232,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
         "--pool-mib",
         type=int,
         default=256,
-        help="memory per process from which blocks are chosen, in MiB",
+        help="memory per process from which blocks are chosen, in MiB (default: %(default)s)",
     )
     _add_output_options(parser)
     return parser

@@ -254,7 +254,8 @@ class Process:
             self.popen.stdin.flush()
         except BrokenPipeError as error:
             raise NotMeasurable(
-                f"the process of {self.name} ended unexpectedly; read its log {self.log.name}"
+                f"the process of {self.name} ended before it received the command {do!r}; read "
+                f"its log {self.log.name}"
             ) from error
 
     def receive(self) -> Any:
@@ -271,14 +272,14 @@ class Process:
             piece = os.read(self.popen.stdout.fileno(), 1 << 16) if ready else b""
             if not piece:
                 raise NotMeasurable(
-                    f"{self.name} {'ended' if ready else 'does not reply'}; read its log "
-                    f"{self.log.name}"
+                    f"the process of {self.name} {'ended' if ready else 'does not reply'}; read "
+                    f"its log {self.log.name}"
                 )
             self.unread += piece
         line, _, self.unread = self.unread.partition(b"\n")
         reply = json.loads(line)
         if "error" in reply:
-            raise NotMeasurable(f"{self.name}: {reply['error']}")
+            raise NotMeasurable(f"the process of {self.name} reports the error: {reply['error']}")
         return reply["ok"]
 
     def call(self, do: str, **arguments: Any) -> Any:

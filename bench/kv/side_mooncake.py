@@ -25,11 +25,15 @@ class Mooncake:
         self.initiates = role == ("source" if self.op == "WRITE" else "sink")
         self.engine = TransferEngine()
         if self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
-            raise RuntimeError("Mooncake's transfer engine cannot be initialized")
+            raise RuntimeError(
+                "Mooncake's transfer engine failed to initialize its TCP transport at 127.0.0.1"
+            )
         self.pool: Bytes = np.zeros(pool_bytes, np.uint8)
         self.base = self.pool.ctypes.data
         if self.engine.register_memory(self.base, pool_bytes) != 0:
-            raise RuntimeError("Mooncake's transfer engine cannot register memory")
+            raise RuntimeError(
+                f"Mooncake's transfer engine failed to register {pool_bytes} bytes of memory"
+            )
         self.peer = ""
         self.peer_base = 0
         self.mine: list[int] = []

@@ -101,7 +101,7 @@ class LinkSide:
             blocks = _blocks(drawn.dst, drawn.block_bytes)
             self.link.send(GRANT + self.link.grant(self.transfer, [self.region], blocks))
         elif not self.granted.wait(PATIENCE_S):
-            raise RuntimeError("the sink did not permit writes to its blocks in time")
+            raise RuntimeError(f"the sink permitted no writes within {PATIENCE_S:g} s")
         self.granted.clear()
 
     def _windows(self, drawn: Draw, blocks_per_window: int) -> list[tuple[WindowHead, WindowSlice]]:
@@ -134,7 +134,8 @@ class LinkSide:
             self.link.fence(self.transfer)
             if not self.free.wait(PATIENCE_S):
                 raise RuntimeError(
-                    "the fence, which stops late writes to the sink, was not confirmed in time"
+                    "the fence, which stops late writes to the sink, was not confirmed within "
+                    f"{PATIENCE_S:g} s"
                 )
             self.free.clear()
 
@@ -151,7 +152,9 @@ class LinkSide:
 
     def _await_replies(self, count: int) -> None:
         if not self.link.drive(lambda: self.replies >= count or bool(self.wrong), PATIENCE_S):  # type: ignore[union-attr]
-            raise RuntimeError("the sink did not confirm the transferred blocks in time")
+            raise RuntimeError(
+                f"the sink did not confirm the transferred blocks within {PATIENCE_S:g} s"
+            )
         if self.wrong:
             raise RuntimeError(self.wrong)
 

@@ -261,7 +261,7 @@ def main() -> int:
         "--rate",
         type=float,
         default=150.0,
-        help="requests per second of the regular clients",
+        help="requests per second of the regular clients (default: %(default)s)",
     )
     options = parser.parse_args()
     build_tools()

@@ -130,7 +130,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--users", type=int, default=20, help="number of concurrent clients (default: %(default)s)"
     )
-    parser.add_argument("--time", default="20s", help="duration of the load, such as 20s")
+    parser.add_argument(
+        "--time",
+        default="20s",
+        help="duration of the load with its unit, such as 20s (default: %(default)s)",
+    )
     parser.add_argument(
         "--groups",
         type=int,
@@ -141,7 +145,7 @@ def _options() -> argparse.Namespace:
         "--speed",
         type=float,
         default=4.0,
-        help="factor by which the mock engines are faster than real time",
+        help="factor by which the mock engines are faster than real time (default: %(default)s)",
     )
     parser.add_argument(
         "--policy",

@@ -125,7 +125,9 @@ def _options() -> argparse.Namespace:
         help="number of runs; the result is the median over them (default: %(default)s)",
     )
     parser.add_argument(
-        "--admission", default="priced", help="admission policy to measure, for example cap"
+        "--admission",
+        default="priced",
+        help="name of the admission policy to measure, for example cap",
     )
     parser.add_argument(
         "--policy", default=POLICY, help="routing policy of the gateway (default: %(default)s)"

@@ -95,7 +95,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def ends_s(self) -> float:
-        """The end of the plan, in seconds of time.monotonic."""
+        """Return the end of the plan's last phase, in seconds of time.monotonic()."""
         return self.begin_s + sum(phase.seconds for phase in self.phases)
 
     def window(self, name: str) -> tuple[float, float]:
@@ -104,7 +104,10 @@ class Plan(msgspec.Struct, frozen=True):
             if phase.name == name:
                 return start_s, start_s + phase.seconds
             start_s += phase.seconds
-        raise ValueError(f"the plan has no phase named {name}")
+        raise ValueError(
+            f"the plan has no phase named {name}; its phases: "
+            f"{', '.join(phase.name for phase in self.phases)}"
+        )
 
 
 def arrivals(phases: tuple[Phase, ...], capacity_per_s: float, seed: int) -> Iterator[Arrival]:

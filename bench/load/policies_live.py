@@ -132,7 +132,10 @@ def _options() -> argparse.Namespace:
         "--speed",
         type=float,
         default=8.0,
-        help="factor by which the trace and the engines are faster than real time",
+        help=(
+            "factor by which the trace and the engines are faster than real time (default: "
+            "%(default)s)"
+        ),
     )
     parser.add_argument(
         "--requests",

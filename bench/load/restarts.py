@@ -212,7 +212,9 @@ def main() -> int:
         default=4,
         help="number of clients that send short requests one after another (default: %(default)s)",
     )
-    parser.add_argument("--only", choices=MODES, help="run only this mode (default: all three)")
+    parser.add_argument(
+        "--only", choices=MODES, help="measure only this way to restart (default: all three)"
+    )
     options = parser.parse_args()
     good = [run_mode(mode, options) for mode in MODES if options.only in (None, mode)]
     return 0 if all(good) else 1

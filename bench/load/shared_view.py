@@ -50,10 +50,16 @@ def main() -> int:
         "--speed",
         type=float,
         default=3.0,
-        help="factor by which engines and clients are faster than real time",
+        help="factor by which engines and clients are faster than real time (default: %(default)s)",
     )
     parser.add_argument(
-        "--outage", type=float, default=0.0, help="seconds for which Redis is stopped; 0: no outage"
+        "--outage",
+        type=float,
+        default=0.0,
+        help=(
+            "number of seconds for which Redis is stopped during the run; 0: no outage "
+            "(default: %(default)s)"
+        ),
     )
     options = parser.parse_args()
     processes.AT_MOST_S = 4 * (options.outage + options.requests / options.speed)

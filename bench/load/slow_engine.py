@@ -237,13 +237,13 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         help="length of each run in seconds (default: %(default)s)",
     )
     parser.add_argument(
-        "--rate", type=float, default=RATE, help="number of requests to send per second"
+        "--rate", type=float, default=RATE, help="number of requests sent per second"
     )
     parser.add_argument(
         "--speed",
         type=float,
         default=1.0,
-        help="factor by which the mock engines are faster than real time",
+        help="factor by which the mock engines are faster than real time (default: %(default)s)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="random seed of the requests (default: %(default)s)"

@@ -199,13 +199,16 @@ def _options() -> argparse.Namespace:
         description="Run a gateway under load and faults, and measure its leaks.",
     )
     parser.add_argument(
-        "--minutes", type=float, default=10.0, help="minutes of the measurement, after the warm-up"
+        "--minutes",
+        type=float,
+        default=10.0,
+        help="length of the measurement in minutes, after the warm-up",
     )
     parser.add_argument(
         "--warm-up",
         type=float,
         default=10.0,
-        help="minutes before the measurement, in which caches fill",
+        help="length of the warm-up in minutes, in which caches fill",
     )
     parser.add_argument(
         "--users", type=int, default=12, help="number of concurrent clients (default: %(default)s)"
@@ -214,7 +217,7 @@ def _options() -> argparse.Namespace:
         "--speed",
         type=float,
         default=2.0,
-        help="factor by which the mock engines are faster than real time",
+        help="factor by which the mock engines are faster than real time (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",

@@ -182,7 +182,8 @@ async def run_probes(
         answer = await client.send("prober", probes[kind])
         if kind == "reordered" and answer.prompt_tokens != sent.prompt_tokens:
             raise RuntimeError(
-                f"{sent.prompt_tokens} tokens become {answer.prompt_tokens} in another order"
+                f"a prompt of {sent.prompt_tokens} tokens has {answer.prompt_tokens} with its "
+                "words in another order; both must be equal"
             )
         answers[kind].append(answer)
     same = answers["same"]
@@ -197,9 +198,9 @@ def compare(sent: Sequence[AnswerFacts], unsent: Sequence[AnswerFacts]) -> Score
 
 
 async def measure_hits(client: TenantClient, count: int, words: int, rng: random.Random) -> float:
-    """Send `count` prompts of one tenant, repeated and extended, and return the cached share.
+    """Send `count` prompts of two tenants in turn, and return the share of cached tokens.
 
-    The share is that of cached tokens in all prompt tokens, from 0 to 1.
+    Each prompt is sent twice, and then with more words. The share is from 0 to 1.
     """
     cached = total = 0
     for number in range(count):
@@ -329,12 +330,12 @@ def _options() -> argparse.Namespace:
         "--engine",
         action="append",
         default=[],
-        help="URL of an engine to use; repeat the option for more",
+        help="URL of a running engine to use instead of starting one; repeat the option for more",
     )
     parser.add_argument(
         "--real", action="store_true", help="use the vLLM engine that `make real` installs"
     )
-    parser.add_argument("--model", help="model name of the engines")
+    parser.add_argument("--model", help="name of the model to request from the engines")
     parser.add_argument("--json", help="file to which the results are also written, as JSON")
     _add_trial_options(parser)
     options: Any = parser.parse_args()
@@ -349,21 +350,30 @@ def _add_trial_options(parser: argparse.ArgumentParser) -> None:
         "--probes",
         type=int,
         default=1000,
-        help="number of trials of each kind: with the same prompt, with its words in another "
-        "order, and with an unrelated prompt",
+        help=(
+            "number of trials of each kind: with the same prompt, with its words in another "
+            "order, and with an unrelated prompt (default: %(default)s)"
+        ),
     )
     parser.add_argument(
         "--documents",
         type=int,
         default=100,
-        help="number of prompts that measure the cost of isolation",
+        help=(
+            "number of prompts with which the cost of isolation is measured (default: %(default)s)"
+        ),
     )
-    parser.add_argument("--words", type=int, default=300, help="number of words in each prompt")
+    parser.add_argument(
+        "--words",
+        type=int,
+        default=300,
+        help="number of words in each prompt (default: %(default)s)",
+    )
     parser.add_argument(
         "--speed",
         type=float,
         default=1.0,
-        help="factor by which the mock engine is faster than real time, such as 10",
+        help="factor by which the mock engine is faster than real time (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",

@@ -258,7 +258,7 @@ def main() -> int:
         "--requests",
         type=int,
         default=1000,
-        help="number of requests per client; a multiple of 100",
+        help="number of requests per client; a multiple of 100 (default: %(default)s)",
     )
     parser.add_argument(
         "--only",

@@ -163,7 +163,10 @@ def main() -> None:
     parser.add_argument(
         "--aware",
         default="prefix_aware",
-        help="name of the way to choose a rank that is compared with each of the others",
+        help=(
+            "name of the way to choose a rank that is compared with each of the others "
+            "(default: %(default)s)"
+        ),
     )
     parser.add_argument(
         "--out", type=Path, help="file of JSON lines to which the results are also written"

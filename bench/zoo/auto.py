@@ -359,7 +359,7 @@ def _print_summary(results: Sequence[AutoResult]) -> None:
 
 
 def text_of(result: AutoResult) -> str:
-    """Describe a workload's result in one line of text."""
+    """Return one line of text that describes a workload's result."""
     actions = ",".join(decision[0] for decision in result.decisions)
     return (
         f"{result.number}: attains {result.ratio:.3f}, capacity {result.capacity_ratio:.3f} of the "

@@ -448,7 +448,7 @@ def main() -> None:
     parser.add_argument(
         "name", choices=CORPUS | AGENT_CORPUS, metavar="name", help="name of the attack to run"
     )
-    parser.add_argument("api", type=int, help="port of the API")
+    parser.add_argument("api", type=int, help="port of the attacked API")
     parser.add_argument("admin", type=int, help="port of the attacked gateway's admin server")
     parser.add_argument(
         "--core", type=int, help="CPU core to which the process of the attacker is bound"

@@ -50,6 +50,7 @@ async def run_once(*command: str, text: str, folder: Path = HOME, **env: str) ->
     found = [line async for line in lines(process)]
     if await process.wait():
         raise RuntimeError(
-            f"the client program {command[0]} ended with status {process.returncode}: {found[-2:]}"
+            f"the client program {command[0]} ended with status {process.returncode}; its last "
+            f"two lines: {found[-2:]}"
         )
     return found
