@@ -108,8 +108,9 @@ class Parameter(msgspec.Struct, frozen=True):
         try:
             number: float = self.kind(text)
         except ValueError:
-            form = "a whole number" if self.kind is int else "a number"
-            raise ValueError(f"{text!r} is not {form}") from None
+            if self.kind is int:
+                raise ValueError(f"{text!r} is not a whole number such as 8") from None
+            raise ValueError(f"{text!r} is not a number such as 0.5") from None
         least, most = self.traits.min, self.traits.max
         if least is not None and not number >= least:
             raise ValueError(f"{text} is too small; the smallest value is {least:g}")
@@ -127,7 +128,7 @@ def _member(kind: type[Enum], text: str) -> Enum:
 
 def _check_file(path: Path) -> None:
     if not path.exists():
-        raise ValueError(f"the file {path} does not exist")
+        raise ValueError(f"the file {path} does not exist; give the path of an existing file")
     if path.is_dir():
         raise ValueError(f"{path} is a directory; give the path of a file")
 

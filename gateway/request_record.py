@@ -292,7 +292,7 @@ class Exchange:
         self.body_budget = budget
 
     def release_memory(self) -> None:
-        """Release the body's memory. Does nothing if it was released before."""
+        """Release the memory reserved for the body. Does nothing if it was released before."""
         budget, self.body_budget = self.body_budget, None
         if budget is not None:
             budget.release_body(self.body_bytes)

@@ -61,8 +61,8 @@ class TransferSpec(msgspec.Struct, frozen=True):
             )
         if not 0 < self.scale <= 1 or not self.gbps > 0 or not self.lease_s > 0:
             raise ValueError(
-                "the KV scale must be above 0 and at most 1, and link speed and lease must be "
-                "positive"
+                "invalid KV options: scale must be above 0 and at most 1, gbps and lease_s "
+                f"above 0, got {self.scale}, {self.gbps} and {self.lease_s}"
             )
         if self.wait_s is not None and not self.wait_s > 0:
             raise ValueError(f"the handoff timeout must be above 0 seconds, not {self.wait_s}")

@@ -104,7 +104,10 @@ KvPort = Annotated[
         "ports. 0: free ports.",
     ),
 ]
-KvKey = Annotated[str, Option(help="Secret that the KV transfer agents of all engines share.")]
+KvKey = Annotated[
+    str,
+    Option(help="Secret with which the KV transfer agents of all engines authenticate each other."),
+]
 KvTls = Annotated[
     str | None,
     Option(
@@ -217,7 +220,10 @@ Groups = Annotated[
     int,
     Option(min=1, max=256, help=("Number of engines (TP groups) to serve. Each has its own port.")),
 ]
-ModelName = Annotated[str, Option(help="Model to serve, by its short or full name.")]
+ModelName = Annotated[
+    str,
+    Option(help="Model to simulate and serve, by its short or full name, such as llama-3.1-8b."),
+]
 GpuName = Annotated[str, Option(help="GPU to simulate: a100, h100, h200, b200 or l40s.")]
 Role = Annotated[
     str,
@@ -250,7 +256,7 @@ FaultSpec = Annotated[
         )
     ),
 ]
-Host = Annotated[str, Option(help="Address to listen on.")]
+Host = Annotated[str, Option(help="Address on which all engines listen.")]
 ProfileName = Annotated[
     str,
     Option(

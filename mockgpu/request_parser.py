@@ -97,11 +97,12 @@ class ApiError(Exception):
 class MalformedHandoffError(ApiError):
     """Raised for a request whose prefill/decode handoff fields are malformed.
 
+    what   the field, and what it must be
     fatal  whether the real engine would crash instead of sending an error
     """
 
     def __init__(self, what: str, fatal: bool = False, status: int = 500) -> None:
-        super().__init__(status, f"unexpected handoff in request: {what}", what)
+        super().__init__(status, f"unexpected handoff in request: {what}")
         self.fatal = fatal
 
 
@@ -234,7 +235,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 
 def decode_body(raw: bytes, kind: type[Kind]) -> Kind:
-    """Decode a JSON body as an object of type `kind`. Raises ApiError 400 if it is invalid."""
+    """Decode a JSON body as a `kind`. Raises ApiError 400, in vLLM's words, if it is invalid."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -270,10 +271,12 @@ def check_handoff(body: RequestBody, headers: Mapping[str, str]) -> None:
     """
     for field in HANDOFF_FIELDS:
         if getattr(body, field) is not None:
-            raise MalformedHandoffError(field)
+            raise MalformedHandoffError(f"{field} must not be set: this request is not split")
     for name in headers:
         if name.lower().startswith(HANDOFF_HEADERS):
-            raise MalformedHandoffError(name)
+            raise MalformedHandoffError(
+                f"the header {name} must not be sent: this request is not split"
+            )
 
 
 def parse_request(

@@ -238,8 +238,8 @@ class Scheduler:
         """
         if not self.fits(job):
             raise ValueError(
-                f"{job.prompt_tokens} prompt tokens and {job.output_tokens} output tokens exceed "
-                "the group's KV cache"
+                f"a request with {job.prompt_tokens} prompt tokens and {job.output_tokens} "
+                "output tokens does not fit into the group's KV cache"
             )
         self.waiting.append(job)
 

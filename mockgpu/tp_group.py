@@ -431,7 +431,9 @@ class TpGroup:
         assert isinstance(job.leg, PrefillLeg)
         try:
             if self.kv_handoff is None:
-                raise ValueError("the engine has no KV transfer agent yet")
+                raise ValueError(
+                    "the engine has no KV transfer agent yet, so it cannot offer the KV of a prompt"
+                )
             job.offered = self.kv_handoff.offer(job)
         except ValueError as error:
             # The name is already offered, or the engine has only just restarted.

@@ -190,7 +190,8 @@ def restore_blocks(index: PrefixIndex, blocks: Blocks, slots: Mapping[int, int])
     stamps = array("Q", blocks.stamps)
     if len(keys) != len(counts) or sum(counts) != len(stamps):
         raise ValueError(
-            "saved prefix index: the numbers of block keys, counts and stamps do not match"
+            f"the saved prefix index is inconsistent: {len(keys)} block keys, {len(counts)} "
+            f"counts with the sum {sum(counts)}, {len(stamps)} stamps"
         )
     index._make_room(len(keys))
     known: dict[bytes, int] = {}  # neighbours share one int object, as in the original

@@ -201,10 +201,10 @@ def failing_test_in_copy(path: Path, source: str) -> str | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Test the formulas of the named modules, or of all modules, and print the results.
+    """Replace each formula of the named modules (or of all), and print whether a test fails.
 
-    Returns the exit status: 1 if all tests pass although a formula was replaced, otherwise 0; 2 if
-    a test fails without a change.
+    Returns the exit status: 0 if a test fails for each replaced formula, 1 if all tests pass for
+    one of them, and 2 if a test fails without a change.
     """
     os.chdir(ROOT)
     for tests in TESTS:  # also imports everything that the children need

@@ -59,7 +59,7 @@ def _drain_handler(target: GatewayInterface) -> Callable[[web.Request], Awaitabl
 
 
 async def endpoint_rows(gateway: Gateway) -> list[dict[str, object]]:
-    """Return all endpoints with their state, as on the page /endpoints."""
+    """Return one dict per endpoint with its name and state, as the page /endpoints shows it."""
     now, exact = monotonic(), gateway.endpoints.prefixes.exact
     return await in_turns(
         gateway.endpoints.all(),

@@ -36,7 +36,7 @@ class ConfigAccess(Protocol):
 
     @property
     def running(self) -> LoadedConfig:
-        """Return the configuration that is in use now."""
+        """Return the configuration that this gateway uses now."""
         ...
 
     @property

@@ -217,5 +217,5 @@ class LineClient:
         self.status, self._body = status, bytearray(body)
 
     def close_after_write(self) -> None:
-        """Record that the response has ended before it was complete."""
+        """Mark the response as cut: the gateway closes it before the answer is complete."""
         self.is_cut = True

@@ -67,7 +67,7 @@ class PoolSchedule:
         return self.plan
 
     def clear(self) -> None:
-        """Reserve nothing, because the pool has no batches any more."""
+        """Release all capacity reserved for batches, because the pool has none any more."""
         self.plan = WindowPlan()
 
     def schedule_of(self, batch_id: str) -> Schedule:

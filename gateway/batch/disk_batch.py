@@ -35,7 +35,10 @@ class DiskBatch:
 
     def renew(self) -> None:
         if not self._owner.claim(self.folder, self._clock()):
-            raise LeaseLostError("another process has taken over the batch")
+            raise LeaseLostError(
+                "this process has lost the lease of the batch: another process has taken over "
+                "the batch"
+            )
 
     def save(self, record: BatchRecord) -> None:
         path = self.folder / "record.json"

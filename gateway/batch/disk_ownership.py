@@ -84,7 +84,10 @@ class BatchOwner:
         with locked(batch / "owner") as file:
             lease = _read_lease(file)
             if lease is None or lease.owner != self.name:
-                raise LeaseLostError("another process has taken over the batch")
+                raise LeaseLostError(
+                    "this process has lost the lease of the batch: another process has taken "
+                    "over the batch"
+                )
             call()
 
     def release(self, batch: Path) -> None:

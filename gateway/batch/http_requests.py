@@ -125,7 +125,7 @@ def read_batch_request(raw: bytes, max_window_s: float, endpoints: Container[str
 
 def _check_expiry(seconds: int, param: str) -> None:
     if not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:
-        raise _bad(f"The seconds must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}.", param)
+        raise _bad(f"'{param}' must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S} seconds.", param)
 
 
 def _check_metadata(metadata: Mapping[str, str] | None) -> None:

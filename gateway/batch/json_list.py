@@ -50,7 +50,7 @@ class JsonList:
                 self._finish(end + 1)
                 return
             if mark != b",":
-                raise self._malformed("expected ',' or ']'", end)
+                raise self._malformed("a list item must be followed by ',' or ']'", end)
             at = self._beyond(_SPACE, end + 1)
 
     def _start(self) -> int:
@@ -73,7 +73,7 @@ class JsonList:
             raise JsonListError(f"the only member that is permitted is '{self._name}'")
         at = self._expect(b"}", at)
         if at < len(self._text):
-            raise self._malformed("trailing characters", at)
+            raise self._malformed("there is text after the end of the object", at)
 
     def _expect(self, mark: bytes, at: int) -> int:
         # Return where the next token after `mark` begins; `mark` must be at this offset.
@@ -88,7 +88,7 @@ class JsonList:
         if not first or first not in _OPENING:
             end = self._beyond(_SCALAR, at)
             if end == at:
-                raise self._malformed("expected a value", at)
+                raise self._malformed("a value is missing", at)
             return end
         depth = 0
         while True:
@@ -98,7 +98,7 @@ class JsonList:
                 at = self._string_end(at)
                 continue
             if not mark:
-                raise self._malformed("it ends too early", at)
+                raise self._malformed("the text ends within an object or a list", at)
             depth += 1 if mark in _OPENING else -1
             at += 1
             if not depth:
@@ -107,7 +107,7 @@ class JsonList:
     def _string_end(self, at: int) -> int:
         end = self._beyond(_IN_STRING, at + 1)
         if self._text[end : end + 1] != b'"':
-            raise self._malformed("it ends too early", end)
+            raise self._malformed("the text ends within a string", end)
         return end + 1
 
     def _beyond(self, pattern: re.Pattern[bytes], at: int) -> int:

@@ -112,7 +112,9 @@ class AllBatchPages(BatchPages):
     async def _send_results(self, request: web.Request) -> web.StreamResponse:
         batch = await self._messages(request)
         if not batch.is_final:
-            raise batch_not_found("The batch has no results before it has ended.")
+            raise batch_not_found(
+                "The batch has not ended yet; its results are available afterwards."
+            )
         with ExitStack() as files:
             # Both are opened before the response begins: no error can be sent after that.
             contents = [

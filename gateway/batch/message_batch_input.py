@@ -63,7 +63,7 @@ class MessageLines:
         try:
             item = _decode_item(text)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise _bad(f"{path} is not valid: {error}.", path) from None
+            raise _bad(f"{path} is not a valid request of a batch: {error}.", path) from None
         # Line breaks between the tokens of JSON become spaces; strings cannot contain any.
         params = bytes(item.params).replace(b"\n", b" ").replace(b"\r", b" ")
         members = {"custom_id": item.custom_id, "method": "POST", "url": MESSAGES.path}

@@ -87,7 +87,11 @@ def page(records: Sequence[BatchRecord], query: Mapping[str, str]) -> dict[str, 
     for name in ("after_id", "before_id"):
         if name in query:
             if (wanted := own_id(query[name])) not in ids:
-                raise _bad(f"The query parameter {name} names no batch.", name)
+                raise _bad(
+                    f"The query parameter {name} must be the id of a batch; no batch has the id "
+                    f"'{query[name][:64]}'.",
+                    name,
+                )
             if name == "after_id":
                 start = ids.index(wanted) + 1
             else:

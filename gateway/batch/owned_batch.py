@@ -88,7 +88,7 @@ class OwnedBatch:
 
     @property
     def record(self) -> BatchRecord:
-        """Return the record of the batch as it is stored."""
+        """Return the batch's record as it was last stored."""
         return self._claimed.record
 
     # Input
@@ -123,7 +123,7 @@ class OwnedBatch:
                 pass
 
     async def read(self, number: int) -> InputLine:
-        """Read the request with this index from the input file."""
+        """Return the request with the index `number` (from 0), read from the input file."""
         span = self._lines.span(number)
         return decode_line(await self._threads.run(self._claimed.read_input, *span))
 

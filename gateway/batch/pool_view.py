@@ -31,7 +31,10 @@ NO_POOL = ""
 
 
 def batch_class(section: BatchApi, config: Config) -> str:
-    """Return the name of the service class that batch requests have."""
+    """Return the name of the service class of all batch requests.
+
+    It is the setting `slo` of the section, or else the class with the lowest weight.
+    """
     classes = config.slo.classes
     return section.slo or min(classes, key=lambda name: (classes[name].weight, name))
 

@@ -40,7 +40,7 @@ class RequestTimes:
             self._spent[number] = before + seconds
 
     def add_result(self, number: int, seconds: float) -> None:
-        """Record the attempt after which a request has its result."""
+        """Record that request `number` has its result, after an attempt of `seconds` seconds."""
         before = self._spent.pop(number, 0.0)
         total_s = before + seconds + TICK_S
         self._ended_s += total_s

@@ -52,7 +52,7 @@ class LineResult(msgspec.Struct, frozen=True):
 
     @property
     def is_unlimited(self) -> bool:
-        """Return whether an attempt with this result may be repeated any number of times."""
+        """Return whether the request may be retried without limit: its status is 429 or 503."""
         return self.status in UNLIMITED_STATUSES
 
 

@@ -123,7 +123,10 @@ class S3Batch:
 
     def _check_own(self, found: LeasedRecord) -> None:
         if found.owner != self._owner:
-            raise LeaseLostError("another process has taken over the batch")
+            raise LeaseLostError(
+                "this process has lost the lease of the batch: another process has taken over "
+                "the batch"
+            )
 
     # Input
 
@@ -188,7 +191,10 @@ class S3Journal:
                     return self._create(data, writer)
                 found = self._writer_of(self._key(self._next))
                 if found.partition("-")[0] != self._name:
-                    raise LeaseLostError("another process has taken over the batch")
+                    raise LeaseLostError(
+                        "this process has lost the lease of the batch: another process has "
+                        "taken over the batch"
+                    )
                 # This process has written the object itself, but did not receive S3's answer.
                 self._next += 1
                 if found == writer:

@@ -166,7 +166,7 @@ class S3Bucket:
         parts.complete()
 
     def start_parts(self, key: str) -> ObjectParts:
-        """Start to write an object in parts, and return the upload."""
+        """Start to write the object `key` in parts, and return the unfinished upload."""
         with _as_os_error("CreateMultipartUpload"):
             answer = self._client.create_multipart_upload(**self._at(key))
         return ObjectParts(self._client, self._at(key), answer["UploadId"])

@@ -78,7 +78,7 @@ class ObjectWriter:
             del self._pending[: self._part_bytes]
 
     def complete(self) -> None:
-        """Write the remaining bytes. The object exists afterwards."""
+        """Write the remaining bytes and complete the object, which then exists."""
         data, self._pending = bytes(self._pending), bytearray()
         if self._parts is None:
             self._bucket.write(self.key, data)
@@ -131,7 +131,7 @@ class S3Upload:
             self.writer.write(data)
 
     def complete(self) -> None:
-        """Write the remaining bytes. The file's content exists afterwards."""
+        """Write the remaining bytes and complete the file's content, which then exists."""
         with self._lock:
             self.writer.complete()
 

@@ -26,7 +26,7 @@ class AutoAction(StrEnum):
 def auto(
     admin: AdminAddress,
     action: Annotated[
-        AutoAction, Argument(help="Action: show the pools, pin a pool's policy, or unpin it.")
+        AutoAction, Argument(help="What to do: show the pools, pin a pool's policy, or unpin it.")
     ] = AutoAction.STATUS,
     pool: Annotated[
         str | None,

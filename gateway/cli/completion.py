@@ -19,7 +19,9 @@ class Shell(StrEnum):
 
 
 def completion(
-    shell: Annotated[Shell, Argument(help="The shell: bash, zsh or fish.")],
+    shell: Annotated[
+        Shell, Argument(help="Shell to print the completion code for: bash, zsh or fish.")
+    ],
 ) -> None:
     """Print the code with which a shell completes the commands of `penstock` and their options.
 

@@ -27,7 +27,10 @@ def drain(
     admin: AdminAddress,
     endpoint: EndpointArgument,
     wait: Annotated[
-        bool, Option("--wait", help="Wait until the endpoint's last request has finished.")
+        bool,
+        Option(
+            "--wait", help="Wait until the endpoint's last request has finished, and exit then."
+        ),
     ] = False,
     timeout: Annotated[
         float,

@@ -43,7 +43,7 @@ def serve(
     ] = None,
     engine_key: EngineKeyOption = None,
     policy: PolicyOption = None,
-    host: Annotated[str | None, Option("--host", help="Address to listen on.")] = None,
+    host: Annotated[str | None, Option("--host", help="Address on which the API listens.")] = None,
     port: Annotated[
         int | None, Option("--port", min=0, max=65535, help="Port of the OpenAI API.")
     ] = None,

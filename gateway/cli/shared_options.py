@@ -9,11 +9,17 @@ from typing import Annotated
 from command_line import Option, UsageError
 
 DEFAULT_ADMIN_URL = "http://127.0.0.1:8081"
-JsonOption = Annotated[bool, Option("--json", help="Print the result as JSON.")]
+JsonOption = Annotated[bool, Option("--json", help="Print the result as JSON instead of text.")]
 POLICY_HELP = "Routing policy: prefix_aware, priced, or any other name in docs/policies.md."
 PolicyOption = Annotated[str | None, Option("--policy", help=POLICY_HELP)]
 AdminPortOption = Annotated[
-    int | None, Option("--admin-port", min=0, max=65535, help="Port of the admin server.")
+    int | None,
+    Option(
+        "--admin-port",
+        min=0,
+        max=65535,
+        help="Port of the gateway's admin server, for operators and Prometheus.",
+    ),
 ]
 EngineKeyOption = Annotated[
     str | None,

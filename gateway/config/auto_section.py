@@ -26,7 +26,7 @@ LEAST_INTERVAL_S = 2.0
 
 
 class AutoPolicy(Section):
-    """Settings of automatic policy selection: which policies to compare, and when."""
+    """Settings of automatic policy selection: which policies are compared, and when."""
 
     mode: Literal["switch", "advise"] = setting(
         "switch",

@@ -72,5 +72,5 @@ class BatchApi(Section):
         if (self.dir is None) == (self.s3 is None):
             raise ValueError("the Batch API needs exactly one storage; set either dir or s3")
         if self.lease < MIN_LEASE_S:
-            raise ValueError(f"lease is too short; it must be at least {MIN_LEASE_S:g}s")
+            raise ValueError(f"lease must be at least {MIN_LEASE_S:g}s, not {self.lease:g}s")
         return self

@@ -21,7 +21,9 @@ class Kubernetes(Section):
     Service's EndpointSlices.
     """
 
-    service: DnsLabel = Field(description="Name of the Kubernetes Service.")
+    service: DnsLabel = Field(
+        description="Name of the Kubernetes Service that selects the engines."
+    )
     namespace: DnsLabel | None = setting(
         None, "Namespace of the Kubernetes Service; by default that of the gateway's own pod."
     )

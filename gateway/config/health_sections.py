@@ -52,7 +52,10 @@ class HealthSpec(Section):
     @model_validator(mode="after")
     def _is_consistent(self) -> HealthSpec:
         if self.backoff > self.backoff_max:
-            raise ValueError("backoff must not be longer than backoff_max")
+            raise ValueError(
+                f"backoff ({self.backoff:g}s) must not be longer than backoff_max "
+                f"({self.backoff_max:g}s)"
+            )
         if 0 < self.slow_factor < 1.5:
             raise ValueError(
                 "slow_factor must be at least 1.5, because equally fast endpoints can differ by "

@@ -81,5 +81,7 @@ class Limits(Section):
             )
         for name in ("send_buffer", "receive_buffer"):
             if not MIN_SOCKET_BUFFER <= getattr(self, name) <= MAX_SOCKET_BUFFER:
-                raise ValueError(f"{name} must be between 16KiB and 1GiB")
+                raise ValueError(
+                    f"{name} must be from 16KiB to 1GiB, not {getattr(self, name)} bytes"
+                )
         return self

@@ -56,7 +56,7 @@ class Resume(Section):
 class Overflow(Section):
     """A smaller model that may serve requests that would otherwise be refused."""
 
-    model: Name = Field(description="Name of the smaller model, as in the list `models`.")
+    model: Name = Field(description="Name of the smaller model; it must be in the list `models`.")
     penalty: Annotated[float, Field(ge=0, lt=1), BeforeValidator(number_if_substituted)] = setting(
         0.3,
         "Share of a request's worth that is lost when the smaller model serves it (0 to 1). The "

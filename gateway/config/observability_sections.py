@@ -58,8 +58,8 @@ class LogRotation(Section):
     def _large_enough(cls, size: int) -> int:
         if size < MIN_LOG_BYTES:
             raise ValueError(
-                "the size is too small for a log file; it must be at least "
-                f"{MIN_LOG_BYTES >> 10}KiB"
+                f"the size of a log file must be at least {MIN_LOG_BYTES >> 10}KiB, not {size} "
+                "bytes"
             )
         return size
 

@@ -36,7 +36,7 @@ class BatchS3(Section):
     """
 
     bucket: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z][0-9A-Za-z._-]{2,254}$")] = (
-        Field(description="Name of the bucket, which must exist.")
+        Field(description="Name of the S3 bucket, which must exist.")
     )
     prefix: Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z._/-]{0,200}$")] = setting(
         "penstock",

@@ -30,16 +30,18 @@ from gateway.config.value_types import Name, Section, WorkerCount, setting
 
 
 class Config(Section):
-    """The whole configuration of one gateway."""
+    """The whole configuration of one gateway: the content of gateway.yaml."""
 
-    version: Literal[1] = Field(description="Version of the format of this file.")
+    version: Literal[1] = Field(description="Version of the configuration file's format.")
     listeners: Listeners = setting({}, "The two servers: the OpenAI API and the admin server.")
     models: tuple[Model, ...] = setting(
         (),
         "The models that clients can request. By default those that the engines list, if "
         "there is only one pool.",
     )
-    pools: Mapping[Name, Pool] = Field(description="Pools of endpoints by name.", min_length=1)
+    pools: Mapping[Name, Pool] = Field(
+        description="Pools of endpoints, by the name of the pool.", min_length=1
+    )
     limits: Limits = setting({}, "How much memory, time and how many connections clients may use.")
     timeouts: Timeouts = setting(
         {}, "How long the gateway waits for engines, and for running requests when it stops."

@@ -64,7 +64,8 @@ def _from_duration(value: object) -> float:
 def _interval(seconds: float) -> float:
     if seconds < MIN_INTERVAL_S:
         raise ValueError(
-            f"the interval is too short; it must be at least {MIN_INTERVAL_S * 1000.0:g}ms"
+            f"the interval must be at least {MIN_INTERVAL_S * 1000.0:g}ms, not "
+            f"{seconds * 1000.0:g}ms"
         )
     return seconds
 

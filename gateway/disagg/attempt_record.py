@@ -86,6 +86,6 @@ class AttemptState:
         self._number = handoffs.take_number()
 
     def begin(self) -> None:
-        """Create the builder of this attempt's requests to the two engines."""
+        """Begin the attempt: create `words`, the builder of its requests to the two engines."""
         prefill = self.pair.prefill.candidate.endpoint
         self.words = LegRequests(self.context, self.record, prefill, self._number)

@@ -25,7 +25,7 @@ from policies.routing_types import Pick, Request
 
 
 class DropSink(Protocol):
-    """The interface that receives cancelled prompts. The speed monitor implements it."""
+    """The speed monitor's interface for prompts cancelled before their first token."""
 
     def on_dropped(self, live: LiveEndpoint, tokens: int, now: float, /) -> None: ...
 

@@ -64,5 +64,9 @@ def refusal_status(relay: Relay) -> int:
         raise UpstreamError(MODEL_GONE, "the engine no longer serves the requested model")
     if (status != 501 and not 400 <= status < 500) or status in ENDPOINT_FAULTS:
         wait_s = None if relay.head is None else relay.head.wait_s
-        raise UpstreamError(f"status_{status}", f"the engine answered {status}", wait_s=wait_s)
+        raise UpstreamError(
+            f"status_{status}",
+            f"the engine answered the request with status {status}",
+            wait_s=wait_s,
+        )
     return status

@@ -40,7 +40,7 @@ class Waiting(Protocol):
     """A new connection, or a connection with a received request, that waits for its turn."""
 
     def begin(self) -> bool:
-        """Begin, unless the client has left; return whether it did."""
+        """Begin to serve this connection or request. Returns False if the client has left."""
         ...
 
 

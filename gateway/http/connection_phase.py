@@ -28,7 +28,7 @@ IDLE, HEAD, BODY, SERVING, CLOSING = Phase
 
 
 class Expiry(Enum):
-    """How to end a client connection whose timeout has passed."""
+    """The ways to end a client connection whose timeout has passed."""
 
     ABORT = auto()
     CLOSE = auto()

@@ -48,7 +48,7 @@ NOTHING, STEPS, STEPS_AND_ACKS = range(3)
 
 
 class Downstream(Protocol):
-    """The receiver of an engine's response, usually the client's connection."""
+    """The interface of an engine response's receiver, usually the client's connection."""
 
     @property
     def is_writing_paused(self) -> bool: ...

@@ -36,7 +36,10 @@ def write_piece(body: bytes, offset: int, piece: bytes) -> None:
     Raises ValueError if the piece exceeds the body.
     """
     if not 0 <= offset <= len(body) - len(piece):
-        raise ValueError(f"{len(piece)} bytes at {offset} exceed a body of {len(body)}")
+        raise ValueError(
+            f"a piece of {len(piece)} bytes at offset {offset} does not lie within a body of "
+            f"{len(body)} bytes"
+        )
     ctypes.memmove(id(body) + _HEADER + offset, piece, len(piece))
 
 
@@ -72,7 +75,7 @@ class BodyMemory:
                 self._handle = asyncio.get_running_loop().call_later(CHECK_S, self._free)
 
     def check_soon(self) -> None:
-        """Look for unused bodies in the next event loop iteration."""
+        """Schedule a search for unused bodies in the next event loop iteration."""
         if self._handle is not None and not self._is_freeing:
             self._handle.cancel()
             self._handle = asyncio.get_running_loop().call_soon(self._free)

@@ -128,7 +128,7 @@ class TlsListener:
         return True
 
     def remove_handshake(self, handshake: Handshake) -> None:
-        """Stop counting a TLS handshake, because it has succeeded or failed."""
+        """Stop counting `handshake` among the open TLS handshakes: it has succeeded or failed."""
         if handshake in self._handshakes:
             self._handshakes.discard(handshake)
             if self._counter is not None:

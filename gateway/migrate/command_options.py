@@ -75,7 +75,7 @@ class CommandOptions:
         return [values for other, values in self._occurrences if other == name]
 
     def values(self, name: str) -> list[str]:
-        """Return the values of all occurrences of an option together."""
+        """Return the values of all occurrences of the option `name`, in order."""
         return [value for values in self.values_by_occurrence(name) for value in values]
 
     def last(self, name: str) -> str | None:

@@ -89,7 +89,7 @@ class Draft:
         self._note(NoteKind.DROPPED, item, reason)
 
     def differ(self, item: str, text: str) -> None:
-        """Note how the nearest equivalent of a source option behaves differently."""
+        """Note that the nearest equivalent of the source option `item` differs, as `text` says."""
         self._note(NoteKind.DIFFERS, item, text)
 
     def do(self, item: str, text: str) -> None:

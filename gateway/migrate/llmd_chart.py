@@ -63,7 +63,9 @@ def _picker_config(picker: Mapping[str, Any], draft: Draft) -> Mapping[str, Any]
         draft.drop(f"pluginsCustomConfig {other}", "pluginsConfigFile names another file")
     documents = load_documents(str(files[name]))
     if not documents or not isinstance(documents[0], dict):
-        raise MigrationError(f"pluginsCustomConfig[{name}] is not an EndpointPickerConfig")
+        raise MigrationError(
+            f"pluginsCustomConfig[{name}] must be an EndpointPickerConfig, which is a YAML mapping"
+        )
     return documents[0]
 
 

@@ -53,7 +53,7 @@ def convert_values(chart: Mapping[str, Any], draft: Draft) -> None:
         return
     specs = _mapping(chart.get("servingEngineSpec")).get("modelSpec")
     if not isinstance(specs, list) or not specs:
-        raise MigrationError("servingEngineSpec.modelSpec lists no engines")
+        raise MigrationError("servingEngineSpec.modelSpec must list at least one engine")
     draft.set("0.0.0.0", "listeners", "api", "host")
     draft.set(option_values.number(options.last("port") or "8000"), "listeners", "api", "port")
     draft.do("routerSpec", "set routerSpec.enableRouter to false once clients use the gateway")

@@ -157,7 +157,7 @@ class UsageSync:
 
 
 def batches(rows: Iterable[T]) -> Iterator[list[T]]:
-    """Yield `rows` as consecutive lists of at most MAX_ROWS items each."""
+    """Yield `rows` in order, as lists of at most MAX_ROWS rows, the size of one message."""
     iterator = iter(rows)
     while part := list(islice(iterator, MAX_ROWS)):
         yield part

@@ -104,7 +104,7 @@ class RollbackTarget(Protocol):
 
 
 class GatewayRollbackTarget:
-    """The target of auto-rollback for a single gateway process without workers."""
+    """The interface between auto-rollback and a gateway that is one process without workers."""
 
     def __init__(self, reloader: Reloader, metrics: Metrics) -> None:
         self._reloader = reloader

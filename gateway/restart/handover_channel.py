@@ -104,7 +104,9 @@ async def read_message(reader: asyncio.StreamReader) -> Message:
             )
         message: Message = _decoder.decode(await reader.readexactly(length))
     except (OSError, asyncio.IncompleteReadError):
-        raise ChannelError("the other process has closed the restart channel") from None
+        raise ChannelError(
+            "the other process of the restart has closed the channel between both"
+        ) from None
     except msgspec.DecodeError as error:
         raise ChannelError(f"the other process sent an invalid message: {error}") from None
     return message

@@ -60,14 +60,17 @@ class PoolState(msgspec.Struct, frozen=True, array_like=True, tag="pool"):
 
 
 class TenantState(msgspec.Struct, frozen=True, array_like=True, tag="tenant"):
-    """The quota usage of one tenant, for the successor process."""
+    """A message to the successor process: how much of its quota one tenant has used."""
 
     tenant: str
     quota: QuotaState
 
 
 class OutputLengthState(msgspec.Struct, frozen=True, array_like=True, tag="lengths"):
-    """The output lengths observed so far, by kind of request, for the successor process."""
+    """A message to the successor process: the output lengths observed so far.
+
+    Each row has those of one kind of request.
+    """
 
     rows: list[LengthState]
 

@@ -132,7 +132,8 @@ class Successor:
             message = await read_message(self._reader)
         if not isinstance(message, SuccessorReady):
             raise ChannelError(
-                f"the successor process sent {type(message).__name__} before it was ready"
+                f"the successor process sent the message {type(message).__name__} before it "
+                "reported that it was ready"
             )
         self.is_ready = True
 

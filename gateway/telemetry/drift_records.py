@@ -88,6 +88,6 @@ class ShapeRecorder:
         self._ids += 1 + len(blocks)
 
     def pop_records(self) -> list[ShapeRecord]:
-        """Return the records that were added since the last call."""
+        """Return and forget the records that were added since the last call, oldest first."""
         records, self._records, self._ids = self._records, [], 0
         return records

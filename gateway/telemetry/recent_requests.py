@@ -18,7 +18,7 @@ monotonic time of its end."""
 
 
 class RecentExchanges:
-    """A ring buffer of the newest `size` ended requests, for explanations."""
+    """A ring buffer of the newest `size` ended requests, which `penstock explain` explains."""
 
     __slots__ = ("_ring", "size")
 

@@ -107,7 +107,7 @@ class CanaryArms:
         self.canary = CanaryArm(pool, "canary", spec.policy.name)
 
     def count_in(self, metrics: Metrics) -> None:
-        """Count the outcomes of both policies in these metrics from now on."""
+        """From now on, count in `metrics` the outcomes of the primary and the canary policy."""
         self.primary.count_in(metrics)
         self.canary.count_in(metrics)
 

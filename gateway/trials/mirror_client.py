@@ -56,7 +56,9 @@ class MirrorClient:
             spent += tokens
             if status != 400 or not top:
                 return MirroredAnswer(answer, spent)
-        raise AssertionError("the second request returns")
+        raise AssertionError(
+            "unreachable: the second attempt, without log probabilities, always returns an answer"
+        )
 
     async def _post(
         self, live: LiveEndpoint, path: str, body: Mapping[str, Any]

@@ -198,4 +198,7 @@ def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any]
                 continue
         if len(finished) == len(ends):
             return dict(ends[0].getpeercert() or {})
-    raise ssl.SSLError("the TLS handshake in memory that checks the certificate did not complete")
+    raise ssl.SSLError(
+        "the certificate and its key cannot be used: a TLS handshake in memory with them did "
+        "not complete"
+    )

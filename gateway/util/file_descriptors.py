@@ -1,4 +1,4 @@
-"""Prepares a process for tens of thousands of open sockets."""
+"""Raises the process's limit of open files, for tens of thousands of sockets."""
 
 from __future__ import annotations
 

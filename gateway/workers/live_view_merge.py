@@ -60,7 +60,7 @@ class LiveViewMerger:
             if response is not None
         ]
         if not responses:
-            raise LookupError("no worker process responds")
+            raise LookupError("none of the worker processes answered a request for its status")
         status = merge_statuses([status for _, (_, status) in responses])
         self._last |= {worker: sample for worker, (sample, _) in responses}
         for worker in self._last.keys() - set(workers):

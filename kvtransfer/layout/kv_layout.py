@@ -31,7 +31,7 @@ _MAX_FORMAT_CHARS = 64
 
 
 class KvDtype(StrEnum):
-    """The data type of one number in a KV cache."""
+    """The data type of one number (scalar) in a KV cache."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -163,8 +163,8 @@ class KvLayout(msgspec.Struct, frozen=True):
             )
         if not (self.blocks or self.order.is_block_outermost):
             raise ValueError(
-                f"the memory order {self.order} requires the number of blocks; set blocks to "
-                "at least 1"
+                f"the memory order {self.order} places blocks by their total number: set blocks "
+                f"to at least 1, not {self.blocks}"
             )
         has_pages = self.content is KvContent.PAGES
         if has_pages != bool(self.page_format) or len(self.page_format) > _MAX_FORMAT_CHARS:

@@ -104,5 +104,6 @@ def _check_file(fd: int, size: int) -> None:
         ) from error
     if seals & SEALS != SEALS:
         raise RegionError(
-            f"the peer's memory file is not mapped, because it lacks seals (it has {seals:#x})"
+            f"the peer's memory file is not mapped: it must have the seals {SEALS:#x}, but has "
+            f"{seals:#x}"
         )

@@ -223,7 +223,8 @@ def decode(data: bytes | memoryview) -> Message:
     # Check the length now: the blocks are read much later, possibly on the engine's own thread.
     if isinstance(message, Invite | Accept) and len(message.blocks) % 4:
         raise ProtocolError(
-            f"a received list of blocks has an invalid length of {len(message.blocks)} bytes"
+            f"a received list of blocks has {len(message.blocks)} bytes, which is not a multiple "
+            "of 4 (one block number)"
         )
     return message
 

@@ -118,7 +118,7 @@ class LinkSession:
             return None, self._answer_welcome(data)
         if not isinstance(self._open(data), LinkReady):
             raise ProtocolError(
-                "the other agent sent an unexpected message; the handshake requires Ready"
+                "the other agent sent another message than Ready, which completes the handshake"
             )
         self.peer = self._claimed
         return None, None
@@ -143,7 +143,7 @@ class LinkSession:
             self.lane_of = hello.lane_of
         else:
             raise ProtocolError(
-                "the other agent sent an unexpected message; the handshake requires Hello"
+                "the other agent sent another message than Hello, which begins the handshake"
             )
         self._hello, self._claimed = bytes(data), hello.card
         self.version, self.greeting = hello.version, hello.nonce
@@ -164,7 +164,8 @@ class LinkSession:
         welcome = self._open(data)
         if not isinstance(welcome, Welcome):
             raise ProtocolError(
-                "the other agent sent an unexpected message; the handshake requires Welcome"
+                "the other agent sent another message than Welcome, the answer to Hello in the "
+                "handshake"
             )
         self.version, self.peer = welcome.version, welcome.card
         return self.seal(LinkReady())

@@ -30,7 +30,10 @@ class SpentTickets:
         while self._by_end and self._by_end[0][0] <= now:
             self._nonces.discard(heappop(self._by_end)[1])
         if _spent_key(ticket, rank) in self._nonces:
-            raise TicketRefused(TicketRefusal.SPENT, "the ticket has already been used")
+            raise TicketRefused(
+                TicketRefusal.SPENT,
+                "the ticket has already been used; each ticket is valid for one transfer",
+            )
         if len(self._nonces) >= self._most:
             raise TicketRefused(
                 TicketRefusal.TOO_MANY,

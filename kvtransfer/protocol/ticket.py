@@ -162,7 +162,10 @@ def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None =
             TicketRefusal.WRONG_EPOCH, "the ticket was issued before a restart of its source agent"
         )
     if ticket.sink is not None and ticket.sink != sink:
-        raise TicketRefused(TicketRefusal.WRONG_SINK, "the ticket was issued for another agent")
+        raise TicketRefused(
+            TicketRefusal.WRONG_SINK,
+            f"the ticket was issued for the agent {ticket.sink!r}, not for {sink!r}",
+        )
     if not now < ticket.not_after:
         raise TicketRefused(
             TicketRefusal.EXPIRED, f"the ticket expired {now - ticket.not_after:.3f} s ago"

@@ -95,7 +95,10 @@ class StoreClient:
             prefix += receive_exactly(self._connection, LENGTH_BYTES - len(prefix))
             answer = decode_answer(receive_exactly(self._connection, body_length(prefix)))
             if not isinstance(answer, StoreDescription) or answer.version != VERSION:
-                raise StoreProtocolError("the store has another protocol version than this client")
+                raise StoreProtocolError(
+                    f"the store did not greet with protocol version {VERSION}, which this client "
+                    "has; use the same version of both"
+                )
         except BaseException:
             for fd in fds:
                 os.close(fd)

@@ -86,8 +86,8 @@ class SlotGeometry(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= MAX_SLOTS or not 1 <= self.slot_bytes <= MAX_SLOT_BYTES:
             raise ValueError(
-                f"{self.slots} slots of {self.slot_bytes} bytes are too few, too many or of "
-                "an invalid size"
+                f"{self.slots} slots of {self.slot_bytes} bytes are impossible: the number must "
+                f"be 1 to {MAX_SLOTS}, the size 1 to {MAX_SLOT_BYTES} bytes"
             )
 
     @property

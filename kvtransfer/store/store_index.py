@@ -96,7 +96,7 @@ class StoreIndex:
 
     @property
     def unsaved(self) -> int:
-        """The number of blocks that wait to be copied to disk."""
+        """Return the number of blocks that wait to be copied to disk."""
         return len(self._unsaved)
 
     @property

@@ -118,7 +118,7 @@ class TierIndex:
         Raises ValueError if the slot has no pin.
         """
         if not self._pins[slot]:
-            raise ValueError(f"slot {slot} has no pin")
+            raise ValueError(f"slot {slot} cannot be unpinned: no reader has pinned it")
         self._pins[slot] -= 1
         if self._pins[slot]:
             return

@@ -172,7 +172,10 @@ class _Client:
         self._connection.settimeout(self._store.options.io_s)
         message = decode_request(receive_message(self._connection))
         if not isinstance(message, Greeting) or message.version != VERSION:
-            raise StoreProtocolError("the client has another protocol version than this store")
+            raise StoreProtocolError(
+                f"the client did not greet with protocol version {VERSION}, which this store "
+                "has; use the same version of both"
+            )
         memory = self._store.memory
         described = encode(StoreDescription(VERSION, memory.geometry))
         socket.send_fds(self._connection, [described], [memory.fd])

@@ -16,7 +16,7 @@ from kvtransfer.transport_interface import Link, WindowHead, WindowSlice
 
 
 class SendMessage(msgspec.Struct, frozen=True):
-    """The command to send a message to another KV agent."""
+    """The command to send `message` to another KV agent over `link`."""
 
     link: Link
     message: Message

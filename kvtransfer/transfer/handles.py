@@ -147,7 +147,7 @@ class OfferOwner(Protocol):
 
 
 class LandingOwner(Protocol):
-    """The part of an agent that a fetch of KV calls."""
+    """The interface of the KV agent that a fetch of KV calls."""
 
     def cancel(self, number: int, detail: str) -> None: ...
 

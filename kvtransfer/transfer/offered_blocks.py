@@ -18,9 +18,12 @@ class OfferedBlocks:
         self._offers = np.zeros(blocks, np.int32)
 
     def check_range(self, blocks: BlockNumbers) -> None:
-        """Raise ValueError if the agent's memory lacks one of these blocks."""
+        """Raise ValueError unless all `blocks` are block numbers of the agent's memory."""
         if blocks.min() < 0 or blocks.max() >= self._offers.size:
-            raise ValueError(f"block numbers must be from 0 to {self._offers.size - 1}")
+            raise ValueError(
+                f"the block numbers {blocks.min()} to {blocks.max()} are not all from 0 to "
+                f"{self._offers.size - 1}, as the agent's memory requires"
+            )
 
     def protect(self, blocks: BlockNumbers) -> None:
         """Record an offer that contains these blocks, each of which may be listed only once."""

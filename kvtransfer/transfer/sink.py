@@ -388,7 +388,7 @@ class TransferSink:
         sorted_blocks = sorted_distinct(request.blocks)
         most = self._blocks
         if request.blocks.size > MAX_BLOCKS or sorted_blocks[0] < 0 or sorted_blocks[-1] >= most:
-            raise ValueError(f"block numbers must be from 0 to {most - 1}")
+            raise ValueError(f"the block numbers of the fetch must be from 0 to {most - 1}")
         if sorted_blocks.size != request.blocks.size:
             raise ValueError("the list of blocks of the fetch contains a block twice")
 

@@ -254,7 +254,8 @@ class TransferSource:
         send_queue = self._send_queues[link]
         if invite.transfer <= send_queue.newest:
             raise ProtocolError(
-                f"transfer number {invite.transfer} is not higher than the last one"
+                f"the sink sent transfer number {invite.transfer}, but it must be higher than "
+                f"the last one, {send_queue.newest}"
             )
         send_queue.newest = invite.transfer
         return self._answer_invite(self._names.get(invite.name), link, invite, now)
@@ -326,7 +327,8 @@ class TransferSource:
             return []
         if offer.plan is None or not message.n_bytes == offer.put_bytes == offer.plan.n_bytes:
             raise ProtocolError(
-                f"a sink reports {message.n_bytes} landed bytes, but that many were not sent"
+                f"a sink reports {message.n_bytes} landed bytes, but the source sent "
+                f"{offer.put_bytes}"
             )
         return self._end(offer, EndReason.LANDED, "", now, tell=False)
 

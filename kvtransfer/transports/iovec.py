@@ -169,8 +169,8 @@ class MemoryPieces:
         """
         if not are_within(region, offsets, lengths):
             raise TransportError(
-                f"a window of KV is empty or exceeds the {region.bytes.size} bytes of the "
-                f"region {region.name}"
+                f"a window (piece of KV) is empty or does not lie within the {region.bytes.size} "
+                f"bytes of the region {region.name}"
             )
         pieces = cls(region.bytes, region.address, offsets, lengths, iovecs)
         if fed and pieces.size > IN_CACHE:

@@ -228,7 +228,8 @@ class ShmLink(StreamLink):
             and are_within(window.region, runs.dst, runs.length)
         ):
             raise FrameError(
-                "an announced window (piece of KV) does not lie within its memory region"
+                "an announced window (piece of KV) does not lie within the memory region of "
+                f"rank {window.src_rank}"
             )
         for step in split_by_bytes(runs, _STEP_BYTES) if n_bytes > _STEP_BYTES else (runs,):
             copy_runs(peer_region.bytes, window.region.bytes, step)

@@ -80,7 +80,7 @@ class SwitchIntervalHold:
         self._lock = threading.Lock()
 
     def take(self) -> None:
-        """Shorten the interval. Does nothing if this link already holds it."""
+        """Shorten the interpreter's switch interval, unless this link has already done so."""
         if self.is_held or not self.seconds:
             return
         with self._lock:

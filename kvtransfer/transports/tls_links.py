@@ -135,7 +135,7 @@ class TlsLink(LanedLink):
                 f"the TLS handshake with {self.peer} did not complete within {timeout_s:g} s"
             )
         if self._broken is not None:
-            raise TransportError(f"{self.peer}: {self._broken}")
+            raise TransportError(f"the TLS connection to {self.peer} failed: {self._broken}")
 
     # ---- on the link's thread ----
 

@@ -1,1 +1,1 @@
-"""Helpers for KV transfers: clocks, locks, and options."""
+"""Helpers for KV transfers: clocks, locks, and the options of an agent."""

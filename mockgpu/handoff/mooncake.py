@@ -52,17 +52,17 @@ class MooncakeDialect:
             return NO_LEG
         if params.get("do_remote_decode"):
             if identity.role == "decode":
-                raise MalformedHandoffError(f"{FIELD}.do_remote_decode", fatal=True)
+                raise MalformedHandoffError(f"{FIELD}.do_remote_decode is for prefill", fatal=True)
             name = params.get("transfer_id")
             if name is None:
-                raise MalformedHandoffError(f"{FIELD}.transfer_id", fatal=True)
+                raise MalformedHandoffError(f"{FIELD}.transfer_id is missing", fatal=True)
             return ParsedHandoff(
                 PrefillLeg(str(name), identity.wait_s, is_public=True, if_ended=False)
             )
         if not params.get("do_remote_prefill"):
             return NO_LEG
         if identity.role == "prefill":
-            raise MalformedHandoffError(f"{FIELD}.do_remote_prefill", fatal=True)
+            raise MalformedHandoffError(f"{FIELD}.do_remote_prefill is for decode", fatal=True)
         parked = any(params.get(field) is None for field in NEEDED)
         peer = BootstrapPeer(
             str(params.get("remote_bootstrap_addr")), str(params.get("remote_engine_id"))

@@ -54,7 +54,7 @@ class PenstockDialect:
             return NO_LEG
         _, separator, address = str(params.get("kv_engine")).partition("@")
         if not separator or not transfer:
-            raise MalformedHandoffError(f"{FIELD}.kv_engine")
+            raise MalformedHandoffError(f"{FIELD}.kv_engine must have the form ID@ADDRESS")
         leg = DecodeLeg(str(transfer), AgentPeer(address), identity.wait_s)
         return ParsedHandoff(leg, given_prompt(params, body))
 

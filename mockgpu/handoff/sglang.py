@@ -55,10 +55,12 @@ class SglangDialect:
         """
         for field in ("kv_transfer_params", "disaggregated_params"):
             if getattr(body, field) is not None:
-                raise MalformedHandoffError(field)
+                raise MalformedHandoffError(
+                    f"{field} must not be set: it belongs to another dialect"
+                )
         if identity.role == "both":
             if body.bootstrap_room is not None:
-                raise MalformedHandoffError("bootstrap_room")
+                raise MalformedHandoffError("bootstrap_room must not be set for the role both")
             return NO_LEG
         if body.bootstrap_host == PROBE_HOST and body.bootstrap_room is not None:
             return ParsedHandoff(one_token=identity.role == "prefill")
@@ -69,7 +71,7 @@ class SglangDialect:
             )
             return ParsedHandoff(leg, one_token=True)
         if not isinstance(body.bootstrap_host, str) or not body.bootstrap_host:
-            raise MalformedHandoffError("bootstrap_host", status=400)
+            raise MalformedHandoffError("bootstrap_host must be a host name", status=400)
         host, port = body.bootstrap_host, body.bootstrap_port
         host = f"[{host}]" if ":" in host and not host.startswith("[") else host
         peer = BootstrapPeer(f"http://{host}:{8998 if port is None else port}")
@@ -78,9 +80,9 @@ class SglangDialect:
     def _room(self, body: RequestBody) -> int:
         room = body.bootstrap_room
         if room is None:
-            raise MalformedHandoffError("no bootstrap_room", status=400)
+            raise MalformedHandoffError("bootstrap_room is missing; send a number", status=400)
         if type(room) is not int or not 0 <= room < 1 << 63:
-            raise MalformedHandoffError("bootstrap_room", status=400)
+            raise MalformedHandoffError("bootstrap_room must be from 0 to 2^63 - 1", status=400)
         if room in self._rooms:
             raise MalformedHandoffError(
                 f"bootstrap_room {room} has been used before; each request needs a new number",

@@ -200,9 +200,17 @@ class TrtllmDialect:
         except msgspec.ValidationError as error:
             raise MalformedHandoffError(f"{FIELD}: {error}", status=400) from None
         if params.request_type not in ("context_only", "generation_only", "context_and_generation"):
-            raise MalformedHandoffError(f"{FIELD}.request_type", status=400)
+            raise MalformedHandoffError(
+                f"{FIELD}.request_type must be context_only, generation_only or "
+                f"context_and_generation, not {params.request_type!r}",
+                status=400,
+            )
         if params.schedule_style:
-            raise MalformedHandoffError(f"{FIELD}.schedule_style", status=400)
+            raise MalformedHandoffError(
+                f"{FIELD}.schedule_style must be 0 or absent (context first), not "
+                f"{params.schedule_style!r}",
+                status=400,
+            )
         return params
 
     def _new_id(self, params: Params) -> int:
@@ -216,7 +224,11 @@ class TrtllmDialect:
             or not LEAST_ID <= number < 1 << 63
             or (params.request_type, number) in self._used_ids
         ):
-            raise MalformedHandoffError(f"{FIELD}.disagg_request_id", status=400)
+            raise MalformedHandoffError(
+                f"{FIELD}.disagg_request_id must be a new integer from {LEAST_ID} to 2^63 - 1, "
+                f"not {number}",
+                status=400,
+            )
         self._used_ids[params.request_type, number] = None
         if len(self._used_ids) > MOST_IDS:
             self._used_ids.popitem(last=False)
@@ -226,13 +238,17 @@ class TrtllmDialect:
         self._new_id(params)
         first = token_bytes(params.first_gen_tokens or ())
         if params.ctx_request_id is None or not first or not is_generated(first):
-            raise MalformedHandoffError(f"{FIELD}.ctx_request_id or first_gen_tokens", status=400)
+            raise MalformedHandoffError(
+                f"{FIELD} lacks ctx_request_id or generated tokens", status=400
+            )
         try:
             state = msgspec.json.decode(
                 base64.b64decode(params.encoded_opaque_state or "", validate=True), type=OpaqueState
             )
         except (ValueError, msgspec.DecodeError):
-            raise MalformedHandoffError(f"{FIELD}.encoded_opaque_state", status=400) from None
+            raise MalformedHandoffError(
+                f"{FIELD}.encoded_opaque_state is malformed", status=400
+            ) from None
         if state.address == identity.address:
             raise MalformedHandoffError(
                 f"the context and the generation server are the same engine, {identity.address}",

@@ -94,7 +94,7 @@ def checked_object(body: RequestBody) -> dict[str, Any] | None:
     for field in ("bootstrap_host", "bootstrap_port", "bootstrap_room", "disaggregated_params"):
         if getattr(body, field) is not None:
             # vLLM ignores unknown fields. Here they show that the gateway uses the wrong dialect.
-            raise MalformedHandoffError(field)
+            raise MalformedHandoffError(f"{field} must not be set: it belongs to another dialect")
     params = body.kv_transfer_params
     if params is None:
         return None
@@ -121,7 +121,9 @@ def prefill_leg(request_id: str, identity: EngineIdentity) -> PrefillLeg:
 def _take(params: dict[str, Any], identity: EngineIdentity) -> DecodeLeg:
     blocks = params.get("remote_block_ids")
     if not isinstance(blocks, list) or not blocks or blocks[0] == []:
-        raise MalformedHandoffError(f"{FIELD}.remote_block_ids", fatal=True)
+        raise MalformedHandoffError(
+            f"{FIELD}.remote_block_ids must be a list with at least one block id", fatal=True
+        )
     parked = any(params.get(field) is None for field in NEEDED)
     ticket_field = params.get(TICKET)
     ticket = ticket_field if isinstance(ticket_field, dict) else {}
@@ -141,7 +143,9 @@ def _take(params: dict[str, Any], identity: EngineIdentity) -> DecodeLeg:
 def _cached_tokens(params: dict[str, Any]) -> int | None:
     cached = params.get("remote_prefill_cached_tokens")
     if cached is not None and (type(cached) is not int or cached < 0):
-        raise MalformedHandoffError(f"{FIELD}.remote_prefill_cached_tokens")
+        raise MalformedHandoffError(
+            f"{FIELD}.remote_prefill_cached_tokens must be an integer of at least 0, not {cached!r}"
+        )
     return cached
 
 

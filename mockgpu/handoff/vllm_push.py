@@ -55,7 +55,9 @@ class VllmPushDialect:
             return NO_LEG
         for field in NEEDED:
             if params.get(field) is None:
-                raise MalformedHandoffError(f"{FIELD}.{field}", fatal=True)
+                raise MalformedHandoffError(
+                    f"{FIELD}.{field} is missing, which a decode request needs", fatal=True
+                )
         wanted = params.get("remote_request_id")
         peer = AgentPeer(agent_address(str(params["remote_host"]), params["remote_port"]))
         # If the ids of prefill and decode request differ, they never match: the request times out.

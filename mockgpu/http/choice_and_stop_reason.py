@@ -70,7 +70,7 @@ class Choice(msgspec.Struct, eq=False):
         return before + piece + (self.frame.after if number == self.output_tokens - 1 else "")
 
     def token(self, number: int) -> bytes:
-        """Return token `number` of the answer; the first token is 0."""
+        """Return the text of the answer's token `number`, as bytes; the first token is 0."""
         return self.tokens[number * TOKEN_BYTES : (number + 1) * TOKEN_BYTES]
 
     @property

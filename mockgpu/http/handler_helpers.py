@@ -16,7 +16,7 @@ JSON = "application/json"
 
 
 def json_answer(payload: object) -> web.Response:
-    """Return a response with status 200 and `body` encoded as JSON."""
+    """Return a response with status 200 and `payload` as its JSON body."""
     return web.Response(body=msgspec.json.encode(payload), content_type=JSON)
 
 

@@ -75,7 +75,9 @@ Users = Annotated[
         "loop). Default: 8.",
     ),
 ]
-Requests = Annotated[int | None, Option(min=1, help="Stop after this many requests.")]
+Requests = Annotated[
+    int | None, Option(min=1, help="Stop after this many requests have been sent.")
+]
 Warmup = Annotated[
     bool, Option("--warmup", help=f"Send {_WARMUP} requests first that are not counted.")
 ]
@@ -111,12 +113,12 @@ ApiKey = Annotated[
     str | None,
     Option(envvar="OPENAI_API_KEY", help="API key to send with each request, as a bearer token."),
 ]
-AsJson = Annotated[bool, Option("--json", help="Print the report as JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print the report as JSON instead of text.")]
 Out = Annotated[
     Path | None,
     Option(
         check=check_writable,
-        help="Write the report to this file too, as JSON.",
+        help="File to which the report is also written, as JSON.",
     ),
 ]
 For = Annotated[float | None, _time("How long to send requests (default: 30s).", "--for")]

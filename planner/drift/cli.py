@@ -24,7 +24,12 @@ from planner.size.units import parse_seconds
 from planner.traces import TraceError, TraceRequest
 from policies.sizing.workload_drift import BINS, LIMIT, MEASURES, DriftWatch, DriftWindow
 
-Log = Annotated[Path, Argument(is_file=True, help="Access log or recorded trace to check.")]
+Log = Annotated[
+    Path,
+    Argument(
+        is_file=True, help="Access log or recorded trace whose requests are checked for drift."
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     Option(
@@ -86,8 +91,10 @@ Reload = Annotated[
         help="Time that an engine needs to load its weights. Default: at 2 GB/s per GPU.",
     ),
 ]
-Limit = Annotated[str, Option("--limit", metavar="TIME", help="Maximum CPU time of the replays.")]
-AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
+Limit = Annotated[
+    str, Option("--limit", metavar="TIME", help="Maximum CPU time of the replays, for example 60s.")
+]
+AsJson = Annotated[bool, Option("--json", help="Print the result as JSON instead of text.")]
 
 
 ConfigReader = Callable[[str], Mapping[str, Any]]
@@ -264,7 +271,8 @@ def pool_of(data: Mapping[str, Any], pool: str | None) -> str:
     blocks = data.get("sized_for")
     if not isinstance(blocks, dict) or not blocks:
         raise DriftError(
-            "has no section sized_for; to get one, run `penstock drift LOG` and insert its output"
+            "the configuration has no section sized_for; to get one, run `penstock drift LOG` "
+            "and insert its output"
         )
     name = pool or (next(iter(blocks)) if len(blocks) == 1 else "")
     if not isinstance(blocks.get(name), dict):
@@ -304,7 +312,7 @@ def _numbers(block: Mapping[str, Any], name: str, count: int) -> list[float]:
     if not isinstance(values, list) or len(values) != count:
         raise DriftError(f"sized_for.{name} must be a list of {count} numbers")
     if not all(isinstance(value, int | float) and value >= 0 for value in values):
-        raise DriftError(f"sized_for.{name} must not contain negative numbers")
+        raise DriftError(f"sized_for.{name} must contain only numbers of at least 0")
     return [float(value) for value in values]
 
 

@@ -26,7 +26,7 @@ from policies.golden.compare import GoldenReport, compare, judge
 
 Action = Annotated[
     str,
-    Argument(help="Action: run (send the prompts to both engines, and compare the answers)."),
+    Argument(help="What to do: run (send the prompts to both engines, and compare the answers)."),
 ]
 File = Annotated[
     Path,
@@ -80,7 +80,7 @@ Tolerance = Annotated[
         "hundredths of a nat). If the candidate loses more, the exit status is 3.",
     ),
 ]
-AsJson = Annotated[bool, Option("--json", help="Print the report as JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print the report as JSON instead of text.")]
 
 
 def golden(

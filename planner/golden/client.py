@@ -84,7 +84,9 @@ async def _request_answer(
                     return GoldenAnswer(error=f"status {response.status}: {text}")
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             return GoldenAnswer(error=f"{type(error).__name__}: {error}")
-    raise AssertionError("the second request returns")
+    raise AssertionError(
+        "unreachable: the second attempt, without log probabilities, always returns an answer"
+    )
 
 
 async def first_model(url: str, key: str) -> str:

@@ -56,7 +56,7 @@ class RecentTraffic(msgspec.Struct, frozen=True):
         return self.from_s <= arrived_s < self.until_s
 
     def requests(self, models: Collection[str] | None) -> list[TraceRequest]:
-        """Return the recent requests for these models. None: for all models."""
+        """Return the recent requests for these models; `models` None: all of them."""
         return [request for _, request in self.pairs(models)]
 
     def pairs(self, models: Collection[str] | None) -> list[tuple[LoggedRequest, TraceRequest]]:

@@ -174,14 +174,16 @@ Patience = Annotated[
 Expected = Annotated[
     int, Option(min=1, help="Number of output tokens that the gateway assumes for each request.")
 ]
-Seed = Annotated[int, Option(help="Random seed. Replays with the same seed are equal.")]
-AsJson = Annotated[bool, Option("--json", help="Print the result as JSON.")]
+Seed = Annotated[
+    int, Option(help="Random seed of the simulation. Replays with the same seed are equal.")
+]
+AsJson = Annotated[bool, Option("--json", help="Print the result as JSON instead of text.")]
 Report = Annotated[
     Path | None,
     Option(
         "--report",
         check=check_writable,
-        help="Write an HTML page with charts to this file.",
+        help="File to which an HTML page with charts is written.",
     ),
 ]
 

@@ -109,7 +109,7 @@ class ReplayEngine:
         return self.scheduler.pool.count_hits(keys, limit)
 
     def scheduler_of(self, job: Job) -> Scheduler:
-        """Return the scheduler of the engine that has this job."""
+        """Return the engine's only scheduler, which has all its jobs."""
         return self.scheduler
 
     def add(self, job: Job, now: float) -> None:

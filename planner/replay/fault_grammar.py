@@ -57,7 +57,7 @@ def apply_faults(
             )
         duration_s, factor = parse_seconds(match[4]) if match[4] else None, float(match[5] or 2.0)
         if not factor:
-            raise ArgumentError(f"the factor of the fault {part!r} must be above 0")
+            raise ArgumentError(f"the fault {part!r} has an invalid factor; it must be above 0")
         if match[1] == "cold":
             groups[group] = msgspec.structs.replace(groups[group], up_at_s=at_s)
         else:

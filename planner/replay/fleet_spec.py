@@ -202,7 +202,9 @@ def validate(spec: FleetSpec) -> FleetSpec:
         except ValueError as error:
             raise FleetError(f"fleet {spec.name}: kinds[{index}]: {error}") from None
     if sum(kind.count for kind in spec.kinds) > MOST_GROUPS:
-        raise FleetError(f"fleet {spec.name}: a fleet may have at most {MOST_GROUPS} groups")
+        raise FleetError(
+            f"fleet {spec.name}: a fleet may have at most {MOST_GROUPS} groups of engines"
+        )
     roles = {kind.role for kind in spec.kinds}
     if Role.BOTH not in roles and len(roles) < 2:
         raise FleetError(
@@ -233,14 +235,19 @@ def _check(kind: GroupKind, block_tokens: int) -> None:
     _check_layout(kind)
     _check_ranks(kind)
     if kind.max_num_batched_tokens < kind.max_num_seqs:
-        raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
+        raise ValueError(
+            f"max_num_batched_tokens ({kind.max_num_batched_tokens}) must be at least "
+            f"max_num_seqs ({kind.max_num_seqs})"
+        )
     # evaluated for their ValueError
     kind.software  # noqa: B018
     gpu_named(kind.labelled_gpu or kind.gpu)
     if kind.labelled_batched_tokens is not None and kind.labelled_batched_tokens < 1:
-        raise ValueError("labelled_batched_tokens must be positive")
+        raise ValueError(
+            f"labelled_batched_tokens must be positive, not {kind.labelled_batched_tokens}"
+        )
     if kind.labelled_num_seqs is not None and kind.labelled_num_seqs < 1:
-        raise ValueError("labelled_num_seqs must be positive")
+        raise ValueError(f"labelled_num_seqs must be positive, not {kind.labelled_num_seqs}")
     if kind.capacity_tokens < block_tokens:
         raise ValueError(
             f"the model {kind.model} on {kind.tp} x {kind.gpu} leaves no memory for KV"

@@ -115,7 +115,7 @@ class HiddenRanks:
         return [(page.waiting, page.running) for page in (rank.metrics for rank in self.ranks)]
 
     def wake(self, now: float) -> None:
-        """Let all ranks read their queues, because a job was added."""
+        """Let all idle ranks read their queues at the time `now`, because a job was added."""
         for clock in self._clocks:
             clock.wake(now)
 

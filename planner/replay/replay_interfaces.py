@@ -125,7 +125,7 @@ class FleetPort(Protocol):
         """
 
     def withdraw(self, now: float, inflight: InflightRequest) -> None:
-        """Cancel a request's jobs, and release its reserved load."""
+        """Cancel the jobs of `inflight` in the engines, and release the load reserved for it."""
 
     def retry_elsewhere(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
         """Retry a request at another group, because its group has failed.

@@ -23,7 +23,7 @@ OfSeed = Annotated[
         help=f"Show only the items of one seed (source of statements): {', '.join(TITLES)}.",
     ),
 ]
-AsJson = Annotated[bool, Option("--json", help="Print the items as JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print the items as JSON instead of text.")]
 
 
 def seeds(number: Number = None, seed: OfSeed = None, as_json: AsJson = False) -> None:

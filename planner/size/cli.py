@@ -58,7 +58,9 @@ GpuCount = Annotated[
     int | None,
     Option("--gpus", help="Number of available GPUs. Default: as many as needed."),
 ]
-Prompt = Annotated[str, Option("--in", help="Number of tokens of a typical prompt.")]
+Prompt = Annotated[
+    str, Option("--in", help="Number of tokens of a typical prompt, cached ones included.")
+]
 Output = Annotated[str, Option("--out", help="Number of tokens of a typical answer.")]
 Cached = Annotated[
     float,
@@ -109,13 +111,21 @@ MaxConcurrency = Annotated[
 Headroom = Annotated[
     float, Option("--headroom", help="Share of the KV memory to keep free, 0 to 1.")
 ]
-Quant = Annotated[str, Option("--quant", help="Data type of the weights: auto, bf16 or fp8.")]
+Quant = Annotated[
+    str,
+    Option(
+        "--quant", help="Data type of the weights: auto (that of the model's files), bf16 or fp8."
+    ),
+]
 KvDtype = Annotated[str, Option("--kv-dtype", help="Data type of the KV cache: bf16 or fp8.")]
 DomainGpus = Annotated[
     int | None,
     Option(
         "--domain",
-        help=("Number of GPUs that fast links connect. Default: that of the GPU type, such as 8."),
+        help=(
+            "Number of GPUs that fast links (NVLink) connect. Default: that of the GPU type, "
+            "such as 8."
+        ),
     ),
 ]
 Price = Annotated[
@@ -223,10 +233,10 @@ Report = Annotated[
     Option(
         "--report",
         check=check_writable,
-        help="Write an HTML page with the plan and all layouts to this file.",
+        help="File to which an HTML page with the plan and all layouts is written.",
     ),
 ]
-AsJson = Annotated[bool, Option("--json", help="Print the plan as JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print the plan as JSON instead of text.")]
 
 
 ConfigReader = Callable[[str], Mapping[str, Any]]

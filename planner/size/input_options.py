@@ -101,7 +101,10 @@ def _json(path: Path) -> Any:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:
-            raise SizingError(f"the file {path} is larger than 4 MiB")
+            raise SizingError(
+                f"the file {path} is larger than 4 MiB, the limit for a description of a model "
+                "or GPU"
+            )
         return json.loads(text)
     except OSError as error:
         raise SizingError(f"cannot read {path}: {error.strerror}") from None

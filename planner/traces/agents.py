@@ -73,7 +73,7 @@ def agents(
         where = f"{name}:{number}"
         if BLOCK_TOKENS % row.block_size:
             raise TraceError(
-                f"{where}: block_size must divide {BLOCK_TOKENS}, but is {row.block_size}"
+                f"{where}: block_size must be a divisor of {BLOCK_TOKENS}, not {row.block_size}"
             )
         waiting = deque[tuple[str, float, _Agent]]([(row.id, 0.0, row)])
         while waiting:
@@ -128,8 +128,8 @@ class _Blocks(msgspec.Struct, frozen=True):
         local = list(islice(ids, whole * step))
         if len(local) < whole * step:
             raise TraceError(
-                f"{self.where}: {input_tokens} tokens do not match {len(local)} blocks of "
-                f"{self.size} tokens"
+                f"{self.where}: {input_tokens} prompt tokens do not fit the {len(local)} listed "
+                f"blocks of {self.size} tokens each"
             )
         own = [self.first_id + block_id for block_id in local[step - 1 :: step]]
         trunk = self.shared[:whole]

@@ -36,8 +36,8 @@ def bailian(lines: Iterable[bytes], name: str = "trace") -> Iterator[TraceReques
     for number, row in parse_lines(_Line, lines, name):
         if not 0 < row.input_length <= len(row.hash_ids) * TOKENS:
             raise TraceError(
-                f"{name}:{number}: {row.input_length} tokens do not match {len(row.hash_ids)} "
-                "blocks of 16 tokens"
+                f"{name}:{number}: input_length is {row.input_length} tokens, which do not fit "
+                f"the {len(row.hash_ids)} blocks of 16 tokens in hash_ids"
             )
         root = roots[row.chat_id] = roots.get(
             row.parent_chat_id, row.chat_id if row.turn <= 1 else row.parent_chat_id

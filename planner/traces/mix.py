@@ -65,7 +65,9 @@ def scale_rate(requests: Iterable[TraceRequest], rate: float) -> list[TraceReque
     0.
     """
     if not 0 < rate < inf:
-        raise ValueError(f"a rate must be above 0, not {rate}")
+        raise ValueError(
+            f"the factor on the request rate must be a positive, finite number, not {rate}"
+        )
     return [
         msgspec.structs.replace(request, arrival_s=request.arrival_s / rate) for request in requests
     ]

@@ -59,7 +59,7 @@ def _rows(lines: Iterable[bytes], name: str) -> Iterator[_Line]:
     for number, row in parse_lines(_Line, lines, name):
         if not 0 < row.input_length <= len(row.hash_ids) * BLOCK_TOKENS:
             raise TraceError(
-                f"{name}:{number}: {row.input_length} tokens do not match {len(row.hash_ids)} "
-                "blocks of 512 tokens"
+                f"{name}:{number}: input_length is {row.input_length} tokens, which do not fit "
+                f"the {len(row.hash_ids)} blocks of 512 tokens in hash_ids"
             )
         yield row

@@ -92,12 +92,12 @@ class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         start = self.least if self.start is None else self.start
         if not (self.least <= start <= self.most and self.shortest_s <= self.longest_s):
             raise ValueError(
-                "sessions: required: least <= start <= most and shortest_s <= longest_s, got "
-                f"{self}"
+                "invalid session limits: least <= start <= most and shortest_s <= longest_s are "
+                f"required, got {self}"
             )
         if self.lost_least > self.lost_most:
             raise ValueError(
-                f"sessions: lost_least ({self.lost_least}) must not exceed "
+                f"invalid session limits: lost_least ({self.lost_least}) must not exceed "
                 f"lost_most ({self.lost_most})"
             )
 

@@ -45,9 +45,11 @@ class ConcurrencyLimit:
         self.own += requests
 
     def release(self, requests: int, held_s: float | None) -> None:
-        """Count the end of `requests` requests, which ran for `held_s` seconds; None: refused.
+        """Count `requests` of the tenant's requests as ended.
 
-        Under overload most requests are refused immediately. They do not say how long others take.
+        held_s  time in seconds that they were in progress; None if they were refused
+        Under overload most requests are refused immediately, which does not tell how long others
+        take.
         """
         self.own -= requests
         if held_s is not None:

@@ -42,5 +42,7 @@ class RetryBudget:
     def release(self) -> None:
         """Count a retry as ended. Raises RuntimeError if no retry is running."""
         if not self.running:
-            raise RuntimeError("release() was called, but no retry is running")
+            raise RuntimeError(
+                "release() was called more often than retries were begun: no retry is running"
+            )
         self.running -= 1

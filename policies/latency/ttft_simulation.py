@@ -92,9 +92,10 @@ class EngineSimulation:
             self._start_decoding(timeline.completing)
 
     def first_token(self) -> tuple[float, float]:
-        """Return begin and duration, in seconds, of the step that completes the last queued prompt.
+        """Return when the step that completes the last queued prompt begins, and how long it takes.
 
-        Prompts that arrive before it begins are computed in the same step.
+        Both are in seconds. Prompts that arrive before the step begins are computed in the same
+        step.
         """
         now = self.queue[-1].enters_at - self.load.belief.request_s
         while True:

@@ -68,7 +68,7 @@ class LearnedPrompts:
         return self._used_bytes
 
     def has(self, fingerprint: Fingerprint) -> bool:
-        """Return whether the token ids of exactly this prompt are known."""
+        """Return whether the token ids of exactly the prompt with this fingerprint are stored."""
         keys = fingerprint.sampled_keys
         prompt = self._by_key.get(keys[-1]) if keys else None
         return prompt is not None and prompt.n_bytes == fingerprint.n_bytes

@@ -62,7 +62,7 @@ class PredictedCache:
         self.reborn = self.stamp
 
     def add_tokens(self, tokens: float) -> None:
-        """Add tokens to the newest generation."""
+        """Add `tokens` cached tokens to the newest generation."""
         self.tokens[self.stamp] += tokens
         self.held += tokens
 

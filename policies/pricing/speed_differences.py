@@ -128,5 +128,5 @@ class LateTests:
         return due
 
     def forget(self, slot: int) -> None:
-        """Start to count again, because the endpoint has got a request."""
+        """Reset the count of the endpoint in `slot`, because it has got a request."""
         self._passed.pop(slot, None)

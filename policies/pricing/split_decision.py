@@ -104,11 +104,13 @@ class SplitRule(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.threshold_tokens < 1 or not 0.0 <= self.hysteresis < 1.0:
             raise ValueError(
-                f"splitting: threshold_tokens >= 1 and 0 <= hysteresis < 1 are required, got {self}"
+                "invalid settings of splitting: threshold_tokens must be at least 1 and "
+                f"hysteresis at least 0 and below 1, got {self}"
             )
         if self.handoff_s < 0.0 or self.kv_token_s < 0.0:
             raise ValueError(
-                f"splitting: handoff_s >= 0 and kv_token_s >= 0 are required, got {self}"
+                "invalid settings of splitting: handoff_s and kv_token_s must be at least 0, "
+                f"got {self}"
             )
 
 

@@ -47,7 +47,9 @@ def language_model(config: Any) -> dict[str, Any]:
     Raises ConfigError if the file is not an object.
     """
     if not isinstance(config, dict):
-        raise ConfigError("config.json must contain a JSON object")
+        raise ConfigError(
+            "config.json must contain a JSON object, the configuration of a Hugging Face model"
+        )
     for name in _NESTED:
         if isinstance(config.get(name), dict):
             outer = {key: value for key, value in config.items() if key != name}

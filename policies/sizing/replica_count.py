@@ -77,4 +77,7 @@ def replicas_for_wait(load: float, service_s: float, percentile: float, wait_s: 
         if wait_quantile_s(load / count, service_s, percentile) <= wait_s:
             return count
         count += max(1, count // 16)
-    raise ValueError(f"no number of replicas keeps waits within {wait_s} s at a load of {load}")
+    raise ValueError(
+        f"no number of replicas keeps waits within {wait_s} s for a mean of {load} requests in "
+        "progress"
+    )

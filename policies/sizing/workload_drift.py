@@ -75,7 +75,7 @@ class ShapeMemory:
     """
 
     def __init__(self, blocks: int = MAX_BLOCKS, sessions: int = MAX_SESSIONS) -> None:
-        """Create an empty memory of `blocks` blocks, a power of two."""
+        """Create an empty memory of `blocks` blocks (a power of two) and `sessions` sessions."""
         self._shift = 65 - blocks.bit_length()
         self._blocks = array("Q", bytes(8 * blocks))
         self._most_sessions = sessions

@@ -72,7 +72,10 @@ def _check_self(wrapper: re.Match[str]) -> str:
     struct = _STRUCT_OF_SELF.search(wrapper[0])
     start = _END_OF_DECLARATIONS.search(wrapper[0])
     if struct is None or start is None:
-        raise ValueError(f"the C code of a method does not look like Cython's: {wrapper[0]}")
+        raise ValueError(
+            "cannot add a check of the type of `self` to this C function, which differs from "
+            f"what Cython generates: {wrapper[0]}"
+        )
     kind = f"__pyx_mstate_global->__pyx_ptype_{struct[1]}"
     check = (
         f"  if (unlikely(Py_TYPE(__pyx_v_self) != {kind}) "

@@ -23,7 +23,7 @@ from gateway.cli.terminal_output import exit_with_error, print_json
 @with_admin_options
 def top(
     admin: AdminAddress,
-    once: Annotated[bool, Option("--once", help="Print the view once and exit.")] = False,
+    once: Annotated[bool, Option("--once", help="Print the live view once and exit.")] = False,
     key_file: KeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:

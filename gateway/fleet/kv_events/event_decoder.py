@@ -214,7 +214,9 @@ def _convert(event: _AnyMap | _AnyArray) -> KvEvent:
 
 def _convert_stored(event: _StoredFields) -> StoredBlocks:
     if event.block_size < 1:
-        raise EventError(f"a KV event states an invalid block size of {event.block_size} tokens")
+        raise EventError(
+            f"a KV event states a block size of {event.block_size} tokens; it must be at least 1"
+        )
     lora_name = event.lora_name or ""
     salt = (event.cache_salt if isinstance(event, _StoredMap) else None) or ""
     further: tuple[bytes, ...] | None = None

@@ -75,7 +75,7 @@ class HeldAnswer:
         self.data, self.payload = bytearray(), bytearray()
 
     def is_overdue(self, now: float, asked_at: float | None) -> bool:
-        """Return False: the client cannot use a part of the answer."""
+        """Return False: an answer that is held as a whole is of no use in part."""
         return False
 
     @property

@@ -77,7 +77,9 @@ class LongEvent:
             self._tail = text[end:]
             return b""
         if match[1].decode() in self._lists:
-            raise UpstreamError("framing", "the engine sent an event that has the same list twice")
+            raise UpstreamError(
+                "framing", f"the engine sent an event with two lists named '{match[1].decode()}'"
+            )
         self._kept += text[: match.end()]
         self._name, self._ids, self._count = match[1].decode(), array("I"), 0
         return text[match.end() :]
@@ -94,7 +96,7 @@ class LongEvent:
         cut = text.rfind(b",")
         if len(text) - cut > _MAX_ID:
             raise UpstreamError(
-                "framing", "the engine sent a list of token ids that contains other values"
+                "framing", "the engine sent a list of token ids with values that are not integers"
             )
         if cut >= 0:
             self._add_ids(text[:cut])
@@ -115,7 +117,10 @@ class LongEvent:
                 "framing", f"the engine sent malformed token ids: {error}"
             ) from None
         if len(ids) != number:
-            raise UpstreamError("framing", "the engine sent malformed token ids")
+            raise UpstreamError(
+                "framing",
+                "the engine sent token ids that are not a list of integers separated by commas",
+            )
         self._ids.extend(ids)
 
     def _result(self) -> Sequence[int]:

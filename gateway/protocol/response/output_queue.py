@@ -25,7 +25,7 @@ class OutputQueue:
         self._waiting: deque[Iterator[bytes]] = deque()
 
     def __bool__(self) -> bool:
-        """Return whether the queue may still have output to take."""
+        """Return whether any iterable of output waits; it may turn out to be empty."""
         return bool(self._waiting)
 
     def add(self, pieces: Iterator[bytes]) -> None:

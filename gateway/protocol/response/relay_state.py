@@ -1,4 +1,4 @@
-"""The states of a relayed response."""
+"""The states of a relayed response: from its incomplete head to its end."""
 
 from __future__ import annotations
 

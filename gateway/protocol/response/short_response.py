@@ -44,7 +44,7 @@ class ShortResponse:
 
     @property
     def has_begun(self) -> bool:
-        """Return whether any byte of the engine's response has arrived."""
+        """Return whether at least one byte of the engine's response has arrived."""
         return bool(self.status) or self._partial_head is not None
 
     def feed(self, data: bytes) -> None:

@@ -127,7 +127,7 @@ class _Conversation:
             self._waiting.append(text)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Return all chat messages. Call this once, after the last message."""
+        """Return all chat messages of the conversation. Call this once, after the last message."""
         self._end_user_turn()
         return self._chat
 

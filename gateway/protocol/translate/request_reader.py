@@ -121,7 +121,7 @@ def copy_member(value: Any, name: str, chat: dict[str, Any]) -> None:
 
 
 def skip_member(value: Any, name: str, chat: dict[str, Any]) -> None:
-    """Leave out a member without which the answer is correct too."""
+    """Accept a request member without translating it: the answer is correct without it."""
 
 
 def refuse_member(value: Any, name: str, chat: dict[str, Any]) -> None:

@@ -115,7 +115,7 @@ def describe_cache(facts: CacheFacts) -> KvLayout:
     content = _content_of(facts)
     dtype = _DTYPES.get(facts.dtype)
     if dtype is None:
-        raise UnsupportedCache(f"a KV cache of type {facts.dtype} is not supported")
+        raise UnsupportedCache(f"a KV cache with the data type {facts.dtype} is not supported")
     scale_bytes = _SCALE_BYTES if facts.dtype.endswith("_per_token_head") else 0
     if scale_bytes and facts.backend != "TRITON_ATTN":
         raise UnsupportedCache(
@@ -141,8 +141,8 @@ def describe_cache(facts: CacheFacts) -> KvLayout:
     cell = layout.parts * layout.row_bytes
     if cell != facts.cell_bytes:
         raise UnsupportedCache(
-            f"one token and head take {facts.cell_bytes} bytes, but {cell} bytes are expected "
-            "for the cache type"
+            f"one token of one head takes {facts.cell_bytes} bytes in vLLM's KV cache, but "
+            f"{cell} bytes by the data type {facts.dtype}"
         )
     return layout
 

@@ -67,8 +67,8 @@ def _transferred_group(caches: Any) -> Any:
     groups = [group for group in caches.kv_cache_groups if group.enable_kv_transfer]
     if len(groups) != 1 or len(caches.kv_cache_tensors) != 1:
         raise UnsupportedCache(
-            f"{len(groups)} cache groups in {len(caches.kv_cache_tensors)} tensors are not "
-            "supported"
+            f"a KV cache with {len(groups)} cache groups in {len(caches.kv_cache_tensors)} "
+            "tensors is not supported"
         )
     return groups[0]
 

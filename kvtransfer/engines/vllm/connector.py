@@ -120,7 +120,7 @@ class PenstockConnector(KVConnectorBase_V1):
         self._sent: set[str] = set()
         window = read_window(kv_cache_config)
         if window and self._options.store is not None:
-            raise UnsupportedCache("a store of KV is not supported for a sliding window")
+            raise UnsupportedCache("a model with a sliding window cannot use the option store")
         self._scheduler = HandoffScheduler(
             self._options.key,
             self._engine,

@@ -166,7 +166,10 @@ class HandoffScheduler:
         Raises ValueError if the number of agents differs from the number of ranks.
         """
         if len(workers) != layout.ranks:
-            raise ValueError(f"{len(workers)} of {layout.ranks} workers have a KV agent")
+            raise ValueError(
+                f"{len(workers)} workers have a KV agent, but the layout needs one for each of "
+                f"its {layout.ranks} ranks"
+            )
         self._workers, self._layout = list(workers), layout
         addresses = [worker.address for worker in workers]
         self._orders.members = addresses
@@ -219,7 +222,9 @@ class HandoffScheduler:
         self._check_engine(card)
         parts = self._parts(request, card.part_tokens, card.layout)
         if not parts:
-            raise HandoffRefused(f"the request has no valid {TRANSFER}")
+            raise HandoffRefused(
+                f"the request's member {TRANSFER} is missing, or names no part of its prompt"
+            )
         sources = [RankSource(address) for address in card.addresses]
         return _Source(parts[-1].end, card.layout, parts, sources)
 

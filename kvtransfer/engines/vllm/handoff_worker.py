@@ -102,7 +102,7 @@ class TransferWorker:
             offer.mark_ready(self._computed_layers)
 
     def finish_step(self) -> None:
-        """Allow all layers to be sent that the step has computed."""
+        """Allow all layers that this engine step has computed to be sent."""
         for offer in self._computing:
             offer.mark_ready(self._layout.layers)
         self._computing = []

@@ -91,7 +91,9 @@ def encode(message: ControlMessage) -> bytes:
     """
     body = _ENCODER.encode(message)
     if len(body) > MOST_FRAME_BYTES:
-        raise TransportError(f"a control message of {len(body)} bytes is too long to be sent")
+        raise TransportError(
+            f"a control message of {len(body)} bytes exceeds the limit of {MOST_FRAME_BYTES} bytes"
+        )
     return _LENGTH.pack(len(body)) + body
 
 

@@ -351,7 +351,8 @@ class RdmaLink:
             return False
         if not ends_connection(completion.status):
             raise TransportError(
-                f"the RDMA device could not write to {self.peer}: status {completion.status}"
+                f"the RDMA device could not write to {self.peer}: its work completion has the "
+                f"error status {completion.status}"
             )
         return True
 

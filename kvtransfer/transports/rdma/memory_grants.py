@@ -75,7 +75,10 @@ def rank_ranges(regions: Sequence[Region], blocks: Blocks) -> list[RankRange]:
     """
     numbers = np.unique(np.asarray(blocks, np.int64))
     if numbers.size and (numbers[0] < 0 or numbers[-1] >= min(region.blocks for region in regions)):
-        raise ValueError(f"the blocks {numbers[0]} to {numbers[-1]} are not all within this region")
+        raise ValueError(
+            f"the block numbers {numbers[0]} to {numbers[-1]} are not all within the region, "
+            f"whose blocks are 0 to {min(region.blocks for region in regions) - 1}"
+        )
     begins = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
     counts = np.diff(np.append(begins, numbers.size))
     return [

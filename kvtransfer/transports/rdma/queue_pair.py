@@ -43,7 +43,8 @@ class QueuePairEpochs:
         self.end()
         if self.epoch >= _MOST_EPOCHS:
             raise TransportError(
-                "the RDMA connection has replaced its queue pair too often; open a new connection"
+                f"the RDMA connection has replaced its queue pair {self.epoch} times, the "
+                "maximum; open a new connection"
             )
         self.epoch += 1
         self.pair = QueuePair(self._domain, self.completions, self.epoch, MOST_WRITES, EXPECTED)

@@ -125,7 +125,9 @@ class Rdma:
         # Raises TransportError if the transport is not open.
         with self._gate:
             if self._closed.is_set() or self._device is None:
-                raise TransportError("the RDMA transport is not open")
+                raise TransportError(
+                    "the RDMA transport is not open; start the agent before it connects to others"
+                )
             self._dials += 1
         try:
             yield

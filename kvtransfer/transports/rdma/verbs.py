@@ -120,7 +120,7 @@ class Device:
                 if gid.startswith(wanted) and not gid.startswith("fe80:"):
                     return index
         if not gids:
-            raise TransportError(f"the RDMA device {self.name} has no RoCE v2 address")
+            raise TransportError(f"the RDMA device {self.name} has no RoCE v2 address (GID)")
         return next(iter(gids))
 
     def close(self) -> None:

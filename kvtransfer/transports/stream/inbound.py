@@ -404,7 +404,7 @@ class Inbound:
 
     def _count_received(self, count: int) -> None:
         if not count:
-            raise EOFError("the other agent closed the connection")
+            raise EOFError("the other agent closed the connection before a whole frame had arrived")
         self._received_bytes += count
 
     def _on_payload(self, arrival: _Arrival, count: int) -> None:
@@ -533,7 +533,8 @@ class Inbound:
         runs = window.runs
         if runs.n_bytes != n_bytes or not are_within(window.region, runs.dst, runs.length):
             raise FrameError(
-                f"a window of {n_bytes} bytes does not match the plan, or exceeds its region"
+                f"a window (piece of KV) of {n_bytes} bytes was announced, but {runs.n_bytes} "
+                "bytes are planned, or they do not lie within the region"
             )
         if self._bounce.size < n_bytes:
             self._bounce = np.empty(n_bytes, np.uint8)

@@ -539,7 +539,7 @@ class StreamLink:
         os.close(self._wake_fd)
 
     def _release(self) -> None:
-        """Release what only this connection has used; subclasses override this method."""
+        """Release what only this connection uses. Subclasses override it; here it is nothing."""
 
     def _mark_ended(self) -> bool:
         with self._gate:

@@ -316,7 +316,8 @@ class Outbound:
         digest = xxhash.xxh3_64()
         if not are_within(window.region, runs.src, runs.length):
             raise TransportError(
-                f"a window of KV is empty or exceeds the region {window.region.name}"
+                "a window (piece of KV) is empty or does not lie within the region "
+                f"{window.region.name}"
             )
         body = _Body(
             MemoryPieces.in_order(self._bounce_of_size(size)[:size], size, self._iovecs),

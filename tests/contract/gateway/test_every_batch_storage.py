@@ -282,7 +282,7 @@ def test_results_that_break_off_leave_no_file(storage: BatchStorage) -> None:
     def lines() -> Iterator[bytes]:
         for _ in range(6):
             yield b"x" * MIB
-        raise OSError("the journal of the batch cannot be read")
+        raise OSError("the test's storage refuses to read the journal of the batch")
 
     record = FileRecord(new_id("file-"), "out", "batch_output", 0, 0, 2**40)
     with pytest.raises(OSError, match="journal"):

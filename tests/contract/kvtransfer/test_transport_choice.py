@@ -21,7 +21,7 @@ from tests.duration_limits import within
 
 class RefusingShm(Shm):
     def dial(self, address: str) -> Link:
-        raise TransportError("permission denied")
+        raise TransportError("the test refuses to listen, as without permission")
 
 
 class SilentShm(Shm):

@@ -13,7 +13,7 @@ from tests.command_runner import CommandRunner, program
 
 
 class Colour(StrEnum):
-    """The values of an option of the test command."""
+    """The values of the test command's option --colour."""
 
     RED = "red"
     BLUE = "blue"
@@ -21,35 +21,48 @@ class Colour(StrEnum):
 
 def _check_even(number: int) -> None:
     if number % 2:
-        raise UsageError(f"{number} is odd")
+        raise UsageError(f"the value {number} is odd; give an even number")
 
 
 def paint(
     thing: Annotated[str, Argument(help="What to paint, 100 % of it.")],
-    others: Annotated[list[str] | None, Argument(help="More things.")] = None,
-    colour: Annotated[Colour, Option("--colour", "-c", help="Its colour.")] = Colour.RED,
-    layers: Annotated[int, Option(min=1, max=9, help="How many.")] = 2,
-    hours: Annotated[float | None, Option("--hours", min=0, help="How long.")] = None,
-    brush: Annotated[list[str] | None, Option("--brush", help="May be repeated.")] = None,
-    is_dry: Annotated[bool, Option("--dry/--wet", help="Whether it dries.")] = True,
-    is_loud: Annotated[bool, Option("--loud", envvar="LOUD", help="Whether it is loud.")] = False,
-    plan: Annotated[Path | None, Option(is_file=True, help="A file.")] = None,
-    even: Annotated[int | None, Option("--even", check=_check_even, help="Even.")] = None,
+    others: Annotated[list[str] | None, Argument(help="Further things to paint.")] = None,
+    colour: Annotated[Colour, Option("--colour", "-c", help="Colour of the paint.")] = Colour.RED,
+    layers: Annotated[int, Option(min=1, max=9, help="Number of layers of paint.")] = 2,
+    hours: Annotated[
+        float | None, Option("--hours", min=0, help="Hours that a layer dries.")
+    ] = None,
+    brush: Annotated[
+        list[str] | None, Option("--brush", help="Name of a brush; may be repeated.")
+    ] = None,
+    is_dry: Annotated[bool, Option("--dry/--wet", help="Whether the paint dries.")] = True,
+    is_loud: Annotated[
+        bool, Option("--loud", envvar="LOUD", help="Whether the work is loud.")
+    ] = False,
+    plan: Annotated[
+        Path | None, Option(is_file=True, help="File with the plan of the work.")
+    ] = None,
+    even: Annotated[int | None, Option("--even", check=_check_even, help="An even number.")] = None,
 ) -> None:
-    """Paint things."""
+    """Paint one or more things."""
     if colour is Colour.BLUE and layers > 3:
-        raise UsageError("blue needs at most 3 layers")
+        raise UsageError("--layers must be at most 3 with the colour blue")
 
 
-def required(port: Annotated[int, Option("--port", envvar="PORT", help="Port.")]) -> None:
-    """Need a port."""
+def required(
+    port: Annotated[int, Option("--port", envvar="PORT", help="Port to listen on.")],
+) -> None:
+    """Require a port, from the option or the environment."""
 
 
 def forward(
-    words: Annotated[list[str], Argument(metavar="FILE | -- COMMAND...", help="Words.")],
-    kind: Annotated[str | None, Option("--from", help="Kind.")] = None,
+    words: Annotated[
+        list[str],
+        Argument(metavar="FILE | -- COMMAND...", help="File to read, or the words of a command."),
+    ],
+    kind: Annotated[str | None, Option("--from", help="Kind of the source.")] = None,
 ) -> None:
-    """Take the arguments of another command."""
+    """Take a file, or the command line of another program after --."""
 
 
 def values(*words: str, **environment: str) -> dict[str, Any]:
@@ -113,8 +126,8 @@ def test_words_after_two_dashes_are_arguments() -> None:
         ("wall --colour green", "'green' is not a valid value; use one of: red, blue"),
         ("wall --plan /nonexistent/file", "the file /nonexistent/file does not exist"),
         ("wall --plan /", "/ is a directory; give the path of a file"),
-        ("wall --even 3", "3 is odd"),
-        ("wall --colour blue --layers 4", "blue needs at most 3 layers"),
+        ("wall --even 3", "the value 3 is odd"),
+        ("wall --colour blue --layers 4", "--layers must be at most 3 with the colour blue"),
         ("wall --lay 3", "unrecognized arguments: --lay"),
         ("", "the following arguments are required: THING"),
     ],
@@ -130,10 +143,10 @@ def test_help_names_every_option_with_its_default_and_environment() -> None:
     text = " ".join(CommandRunner().invoke(program(paint), ["--help"]).stdout.split())
     for part in (
         "THING What to paint, 100 % of it.",
-        "--colour red|blue, -c red|blue Its colour. [default: red]",
-        "--layers INTEGER How many. [default: 2]",
-        "--dry Whether it dries. [off: --wet] [default: on]",
-        "--loud Whether it is loud. [environment: LOUD]",
+        "--colour red|blue, -c red|blue Colour of the paint. [default: red]",
+        "--layers INTEGER Number of layers of paint. [default: 2]",
+        "--dry Whether the paint dries. [off: --wet] [default: on]",
+        "--loud Whether the work is loud. [environment: LOUD]",
     ):
         assert part in text
 
@@ -141,10 +154,13 @@ def test_help_names_every_option_with_its_default_and_environment() -> None:
 def test_only_values_that_a_command_takes_are_passed_to_it() -> None:
     taken = []
 
-    def command(folder: Path, name: Annotated[str, Argument(help="Name.")]) -> None:
+    def command(folder: Path, name: Annotated[str, Argument(help="Name of the thing.")]) -> None:
         taken.append((folder, name))
 
-    command.__annotations__ = {"folder": Path, "name": Annotated[str, Argument(help="Name.")]}
+    command.__annotations__ = {
+        "folder": Path,
+        "name": Annotated[str, Argument(help="Name of the thing.")],
+    }
     run_command(command, ["x"], "it", {}, folder=Path("/"), unused=1)
     assert taken == [(Path("/"), "x")]
 

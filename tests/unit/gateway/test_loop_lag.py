@@ -1,4 +1,4 @@
-"""Tests of the measured lag of the event loop."""
+"""Tests of measuring how late the event loop runs its callbacks (the loop's lag)."""
 
 from __future__ import annotations
 

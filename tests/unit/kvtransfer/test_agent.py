@@ -150,7 +150,7 @@ class UnavailableTransport(Inproc):
     name = "absent"
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-        raise TransportError("there is no device")
+        raise TransportError("the test's transport finds no device")
 
 
 def test_a_transport_that_does_not_start_is_dropped_unless_it_is_the_first(
@@ -170,7 +170,7 @@ def test_a_transport_that_does_not_start_is_dropped_unless_it_is_the_first(
     two = Agent("d", SMALL, regions(), key=KEY, transports=[far], clock=far.agent_clock)
     for agent in (one, two):
         agent.open()
-    assert "transport absent is not available: there is no device" in caplog.text
+    assert "transport absent is not available: the test's transport finds no device" in caplog.text
     assert list(one._link_manager.card.addresses) == ["inproc"]
     one.offer("r", [1], 16, public=True)
     landing = two.fetch(one.address, "r", [2], 16)
@@ -234,7 +234,7 @@ def test_an_agent_that_fails_to_start_leaves_no_transport_open() -> None:
     class LateTransport(Inproc):
         def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
             if not closed:
-                raise TransportError("the port is taken")
+                raise TransportError("the port of the test's transport is in use")
             return super().start(owner, regions)
 
         def close(self) -> None:
@@ -245,7 +245,7 @@ def test_an_agent_that_fails_to_start_leaves_no_transport_open() -> None:
     agent = Agent(
         "p", SMALL, regions(), key=KEY, transports=[end, Better(wire)], clock=end.agent_clock
     )
-    with pytest.raises(TransportError, match="the port is taken"):
+    with pytest.raises(TransportError, match="the port of the test's transport is in use"):
         agent.open()
     assert closed == ["better"]
     agent.open()

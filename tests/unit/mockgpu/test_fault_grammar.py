@@ -138,7 +138,7 @@ class ManualClock:
         return self.now
 
     def call_soon(self, act: Callable[..., None], *what: object) -> None:
-        """Ignore the scheduled call, because the test computes nothing."""
+        """Ignore a call scheduled for now, because the test computes nothing."""
 
     def call_later(
         self, delay_s: float, act: Callable[..., None], *what: object

@@ -122,7 +122,7 @@ def test_when_kv_runs_out_the_newest_is_preempted_and_recomputed() -> None:
 
 
 def test_a_job_that_can_never_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="exceed"):
+    with pytest.raises(ValueError, match="does not fit into the group's KV cache"):
         scheduler(blocks=4).add(Job(60, 5))
 
 

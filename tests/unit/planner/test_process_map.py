@@ -30,7 +30,7 @@ def square(number: int, report_share: ReportShare) -> tuple[int, int]:
 
 def fail_at_two(number: int, report_share: ReportShare) -> int:
     if number == 2:
-        raise ValueError("two is too many")
+        raise ValueError("the test lets the computation of item 2 fail")
     return number
 
 
@@ -65,7 +65,9 @@ def test_the_progress_of_every_item_is_reported_once_per_percent(processes: int)
 
 
 def test_an_error_in_a_process_is_raised_with_its_traceback_and_item() -> None:
-    with pytest.raises(WorkerError, match=r"in fail_at_two(.|\n)*ValueError: two is too") as found:
+    with pytest.raises(
+        WorkerError, match=r"in fail_at_two(.|\n)*ValueError: the test lets"
+    ) as found:
         map_in_processes(fail_at_two, [1, 2, 3], 2, lambda *_: None)
     assert found.value.index == 1
 

@@ -11,7 +11,7 @@ from policies.health.retry_budget import RetryLimits
 
 
 class ActiveRequests:
-    """A number of running requests, which a test changes."""
+    """A stand-in for the gateway's number of running requests, which the test sets."""
 
     def __init__(self, count: int = 0) -> None:
         self.count = count

@@ -100,7 +100,7 @@ class Broken(BytesIO):
 
     def readlines(self, hint: int | None = -1, /) -> list[bytes]:
         if self.tell():
-            raise OSError("the disk is gone")
+            raise OSError("the test's file fails after its first line")
         self.seek(1)
         return [LINE]
 

@@ -28,7 +28,7 @@ def run_of(
     clients: list[LineClient] = []
 
     async def nothing() -> None:
-        """Do nothing, because the test itself writes the response."""
+        """Serve nothing: the test itself writes the response."""
 
     def serve(_: str, client: LineClient, __: Api) -> tuple[Any, Coroutine[Any, Any, None]]:
         clients.append(client)

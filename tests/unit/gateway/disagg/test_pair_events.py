@@ -85,7 +85,7 @@ async def test_events_raised_during_an_action_are_handled_in_order(
         ) -> EagerFuture:
             if not failed and b'"remote_engine_id":"engine-p"' in payload.body.replace(b" ", b""):
                 failed.append(self)
-                raise RuntimeError("as asked")
+                raise RuntimeError("the test lets the first decode request fail")
             return start(self, head, payload, *to)
 
         # Open a connection to each decoder, because a request repeats what fails on a new one.

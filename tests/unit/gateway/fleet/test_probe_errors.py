@@ -29,7 +29,7 @@ def test_only_a_failed_or_lost_connection_means_that_nothing_listens(
 
 def fail_to_connect() -> None:
     try:
-        raise OSError("cause")
+        raise OSError("the test's connection to the engine fails")
     except OSError as cause:
         raise ConnectError(cause) from cause
 

@@ -96,7 +96,7 @@ class FakeBudget:
 
     def reserve_body(self, body_bytes: int) -> int:
         if self.reserved + body_bytes > self.capacity:
-            raise GatewayError(Failure.OVERLOADED, "full")
+            raise GatewayError(Failure.OVERLOADED, "the test's memory for bodies is full")
         self.reserved += body_bytes
         return body_bytes
 

@@ -209,7 +209,7 @@ async def test_a_protocol_that_cannot_be_created_ends_its_own_connection_only() 
     async with new_server() as server:
 
         def fail() -> asyncio.Protocol:
-            raise RuntimeError("no protocol")
+            raise RuntimeError("the test cannot create a protocol for the connection")
 
         crowd = server.connect(CROWD, MANY)
         listening = await server.start()

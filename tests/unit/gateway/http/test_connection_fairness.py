@@ -38,7 +38,7 @@ class Client:
 
 class BrokenClient:
     def begin(self) -> bool:
-        raise RuntimeError("broken")
+        raise RuntimeError("the test's client cannot begin its turn")
 
 
 def new_turns() -> RequestTurns:

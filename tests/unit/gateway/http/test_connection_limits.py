@@ -482,7 +482,7 @@ async def test_a_refused_body_is_freed_while_its_connection_lingers(kind: str) -
 
     def refuse(body_bytes: int) -> None:
         if body_bytes > 150_000:
-            raise GatewayError(Failure.OVERLOADED, "full")
+            raise GatewayError(Failure.OVERLOADED, "the test's memory for bodies is full")
 
     harness.reserve = refuse
     protocol = new_protocol(harness, kind)

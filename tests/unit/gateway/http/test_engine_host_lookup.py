@@ -349,7 +349,10 @@ async def test_an_address_needs_no_lookup() -> None:
 
 class LoopWithoutResolver(uvloop.Loop):
     def getaddrinfo(self, *_: object, **__: object) -> Any:
-        raise AssertionError("all threads of the resolver may be busy")
+        raise AssertionError(
+            "the lookup of a known address needs a thread, and all threads of the resolver may "
+            "be busy"
+        )
 
 
 @pytest.mark.parametrize("is_open", [True, False])

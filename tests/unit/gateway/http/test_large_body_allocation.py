@@ -40,7 +40,7 @@ def test_a_new_body_holds_its_pieces(sizes: list[int]) -> None:
 
 @pytest.mark.parametrize(("offset", "piece"), [(0, b"abcde"), (2, b"abc"), (-1, b"a"), (5, b"")])
 def test_a_piece_outside_the_body_is_refused(offset: int, piece: bytes) -> None:
-    with pytest.raises(ValueError, match="exceed a body of 4"):
+    with pytest.raises(ValueError, match="does not lie within a body of 4 bytes"):
         write_piece(joined([b"----"]), offset, piece)
 
 

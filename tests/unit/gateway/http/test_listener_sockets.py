@@ -210,7 +210,7 @@ def test_a_port_counts_as_free_if_listening_fails_for_another_reason(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: socket.socket, address: object) -> None:
-        raise OSError(number, "no")
+        raise OSError(number, "the test refuses to bind the port")
 
     monkeypatch.setattr(socket.socket, "bind", refuse)
     assert is_port_free("127.0.0.1", 80)

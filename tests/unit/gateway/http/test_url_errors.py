@@ -11,7 +11,7 @@ from gateway.http.api_application import api_application
 
 
 def _no_models() -> Any:
-    raise AssertionError("expected no models for an unknown path")
+    raise AssertionError("an unknown path must not ask for the list of models")
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/batches", "/v1/messages/x?a=b"])

@@ -145,12 +145,12 @@ def test_a_write_queued_by_a_failing_write_is_written(late: int) -> None:
 
     def fail(_: bytes) -> None:
         stream.receive(b".")
-        raise OSError("gone")
+        raise OSError("the test's connection is closed while it writes")
 
     queue.enqueue(Mock(is_closing=lambda: False, write=fail), b"x")
     for _ in range(late):
         queue.defer(behind, RELAY, b".")
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(OSError, match="closed while it writes"):
         loop.turn()
     while loop.turn():
         pass
@@ -188,11 +188,11 @@ def test_a_callback_is_called_although_a_write_fails() -> None:
 
     class Broken:
         def is_closing(self) -> bool:
-            raise ValueError("broken")
+            raise ValueError("the test's transport cannot tell whether it is closing")
 
     outbox.enqueue(cast(asyncio.Transport, Broken()), b"x")
     outbox.call_after_flush(lambda: seen.append("first"))
-    with pytest.raises(ValueError, match="broken"):
+    with pytest.raises(ValueError, match="cannot tell whether it is closing"):
         loop.turn()
     assert seen == ["first"]
     outbox.call_after_flush(lambda: seen.append("second"))  # the queue can schedule itself again

@@ -339,7 +339,7 @@ def test_different_secrets_get_different_variables() -> None:
         ("model_list: 3", "no model_list"),
         ("model_list: [{model_name: x, litellm_params: {model: bedrock/x}}]", "no deployment"),
         ("kind: EndpointPickerConfig", "no plugins"),
-        ("routerSpec: {routingLogic: session}", "no engines"),
+        ("routerSpec: {routingLogic: session}", "must list at least one engine"),
         ("echo 'never closed", "never closed"),
     ],
 )

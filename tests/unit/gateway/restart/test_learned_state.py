@@ -94,7 +94,7 @@ def test_restoring_a_larger_index_respects_the_size_limit() -> None:
 
 
 def test_inconsistent_blocks_are_an_error() -> None:
-    with pytest.raises(ValueError, match="do not match"):
+    with pytest.raises(ValueError, match="the saved prefix index is inconsistent"):
         restart_state.restore_blocks(
             PrefixIndex(CAP_BYTES), Blocks(b"x" * 16, b"\1\0", b"y" * 8), {}
         )

@@ -1,4 +1,4 @@
-"""Tests of the accounting of ended requests."""
+"""Tests that ended requests are accounted, each independently of errors with others."""
 
 from __future__ import annotations
 

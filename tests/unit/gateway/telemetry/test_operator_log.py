@@ -18,7 +18,7 @@ def record(
     message: str, level: int = logging.WARNING, *, failed: bool = False
 ) -> logging.LogRecord:
     try:
-        raise RuntimeError("no luck")
+        raise RuntimeError("the test's request failed")
     except RuntimeError:
         log_record = logging.LogRecord(
             "penstock", level, "", 1, message, None, sys.exc_info() if failed else None
@@ -51,9 +51,11 @@ def test_a_line_of_json_holds_the_message_as_it_was() -> None:
 
 
 def test_a_defect_is_logged_with_its_traceback_in_either_form() -> None:
-    assert "RuntimeError: no luck" in TextFormatter().format(record("failed", failed=True))
+    assert "RuntimeError: the test's request failed" in TextFormatter().format(
+        record("failed", failed=True)
+    )
     assert (
-        "RuntimeError: no luck"
+        "RuntimeError: the test's request failed"
         in json.loads(JsonFormatter().format(record("failed", failed=True)))["traceback"]
     )
 

@@ -105,7 +105,7 @@ async def turns(count: int = 4) -> None:
 
 def failing() -> Policy:
     def fail(ask: RoutingQuery, candidates: Any) -> list[float]:
-        raise RuntimeError("a policy that anybody wrote")
+        raise RuntimeError("the shadow policy of the test fails")
 
     return Policy("broken", (available,), (WeightedScorer(fail),), best)
 

@@ -1,4 +1,4 @@
-"""Tests of URLs built from a host and a port."""
+"""Tests of http_url(), which builds the URL of a host and a port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of how the version shows that modules are compiled."""
+"""Tests that the version tells whether the gateway's modules are compiled."""
 
 from __future__ import annotations
 

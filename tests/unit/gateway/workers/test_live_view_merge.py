@@ -138,7 +138,7 @@ async def test_endpoints_that_were_removed_do_not_stay_in_the_sums_of_ended_work
 
 async def test_no_worker_is_an_error() -> None:
     none, _ = watch()
-    with pytest.raises(LookupError, match="no worker process responds"):
+    with pytest.raises(LookupError, match="none of the worker processes answered"):
         await none.take_sample(None)
 
 

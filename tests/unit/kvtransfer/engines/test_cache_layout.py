@@ -90,7 +90,7 @@ def test_a_latent_cache_has_one_row_per_token_on_every_rank() -> None:
         ({"backend": "AMX_MLA", "latent": True}, "AMX_MLA is unknown; known"),
         ({"dtype": "nvfp4"}, "type nvfp4"),
         ({"dtype": "fp8_per_token_head"}, "backend CPU_ATTN stores its scales"),
-        ({"cell_bytes": 72}, "72 bytes, but 64 bytes are expected"),
+        ({"cell_bytes": 72}, "takes 72 bytes in vLLM's KV cache, but 64 bytes"),
         ({"order": "NHBLC"}, "is not a valid KvOrder"),
         ({"order": "LBNHC"}, "cannot combine the content pages"),
         ({"page_format": ""}, "page_format must be"),

@@ -185,7 +185,9 @@ def test_every_rank_has_a_ticket_and_a_missing_worker_is_refused() -> None:
     handoff = open_handoff(KEY, offered(source)[MEMBER])
     assert [item.address for item in handoff.sources] == ["127.0.0.1:900", "127.0.0.1:901"]
     assert len({item.ticket for item in handoff.sources}) == 2
-    with pytest.raises(ValueError, match="1 of 2 workers"):
+    with pytest.raises(
+        ValueError, match="1 workers have a KV agent, but the layout needs one for each of its 2"
+    ):
         source.set_workers([WorkerAddress("a:1", "p0", EPOCH)], replace(LAYOUT, tp=2))
 
 
@@ -280,7 +282,7 @@ def test_without_a_valid_transfer_id_nothing_is_offered_or_loaded(transfer: obje
     params = announced(source, transfer)
     assert source.take_orders(True).offers == []
     assert sink.loadable_tokens(PromptRequest("d1", PROMPT, params), 0) == 0
-    assert "no valid kv_transfer" in warnings[0]
+    assert "kv_transfer is missing, or names no part of its prompt" in warnings[0]
 
 
 def test_a_card_of_another_fleet_or_another_model_is_refused() -> None:

@@ -125,7 +125,7 @@ def test_ranks_and_blocks_may_differ_but_shape_and_type_may_not() -> None:
 def test_impossible_shapes_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(
         ValueError,
-        match=r"must be|too few|neither split|one head|requires the number|negative or too large|cannot combine|short name",
+        match=r"must be|too few|neither split|one head|by their total number|negative or too large|cannot combine|short name",
     ):
         replace(LLAMA_70B, **wrong)
 

@@ -79,7 +79,7 @@ def test_a_file_that_could_shrink_or_is_of_another_size_is_refused(region: Regio
         attached(region, blocks=11)
     loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     os.ftruncate(loose, 12 * 1024 + 40)
-    with pytest.raises(RegionError, match="lacks seals"):
+    with pytest.raises(RegionError, match="must have the seals"):
         MemoryFileRegion.attach(loose, 10, 1000, name="loose")
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(loose)

@@ -349,7 +349,7 @@ class SlowDialShm(Shm):
         self.dialling.set()
         assert self.go.wait(PATIENCE_S)
         if first and self._fails:
-            raise TransportError("no memory")
+            raise TransportError("the test's transport has no memory for the connection")
         return super().dial(address)
 
 
@@ -427,7 +427,7 @@ async def test_heartbeats_continue_after_a_failed_one(monkeypatch: pytest.Monkey
         if line.dial_request is not None or failed.is_set():
             return False
         failed.set()
-        raise RuntimeError("once")
+        raise RuntimeError("the test lets the first call fail")
 
     brisk = AgentOptions(beat_s=0.02, max_missed_beats=500)
     async with groups("tcp", SMALL, SMALL, options=[brisk, brisk]) as (source, sink):

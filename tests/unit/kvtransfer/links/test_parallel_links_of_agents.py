@@ -196,13 +196,13 @@ async def test_a_lane_that_cannot_be_dialled_is_tried_again(
     def fails_once(self: Tcp, address: str) -> Link:
         dialled.append(address)
         if len(dialled) == 2:
-            raise link_manager.TransportError("no route for once")
+            raise link_manager.TransportError("the test lets the second connection fail: no route")
         return dial(self, address)
 
     monkeypatch.setattr(Tcp, "dial", fails_once)
     async with with_lanes():
         assert len(dialled) == LANES + 1
-        assert "failed: no route for once" in caplog.text
+        assert "failed: the test lets the second connection fail: no route" in caplog.text
 
         # ---- alive
 

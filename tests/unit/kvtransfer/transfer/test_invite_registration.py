@@ -33,9 +33,9 @@ class SlowGrantLink:
     def grant(self, transfer: int, regions: object, blocks: object) -> bytes:
         assert self.go.wait(20)
         if transfer == 2:
-            raise OSError("what is this")
+            raise OSError("the test lets the registration of transfer 2 fail")
         if transfer == 3:
-            raise TransportError("no")
+            raise TransportError("the test refuses to register the memory of transfer 3")
         return b"%d" % transfer
 
 
@@ -63,7 +63,12 @@ def test_grants_run_without_the_lock_and_are_sent_in_order() -> None:
         host.put(transfer)  # this call would wait for ever if the lock were held
     host.link.go.set()
     assert host.all.wait(20)
-    assert host.said == [(1, b"1"), (2, "what is this"), (3, "no"), (4, b"4")]
+    assert host.said == [
+        (1, b"1"),
+        (2, "the test lets the registration of transfer 2 fail"),
+        (3, "the test refuses to register the memory of transfer 3"),
+        (4, b"4"),
+    ]
     clock.close()
 
 

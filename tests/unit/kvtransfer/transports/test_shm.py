@@ -192,7 +192,7 @@ def test_runs_beyond_either_region_are_never_followed(
     )
     source.share(source.memory.fd or 0)
     source.announce(0, head=WindowHead(1, 0, 0, 0, 1, 6))
-    assert "does not lie within its memory region" in source.lost()
+    assert "does not lie within the memory region of rank" in source.lost()
 
 
 def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,7 @@ def test_an_unknown_capacity_keeps_the_results_of_other_policies(
 ) -> None:
     def capacity(contest: Comparison, policy: str, target: float, on_progress: object) -> Capacity:
         if policy == "least_loaded":
-            raise NoCountedRequestError("at load 7.59 nothing counts", ((1.0, 0.95),))
+            raise NoCountedRequestError("at load 7.59 no request is counted", ((1.0, 0.95),))
         return Capacity(2.5, target, ((1.0, 1.0),))
 
     monkeypatch.setattr("planner.replay.sweep._capacity", capacity)
@@ -230,18 +230,18 @@ def test_an_unknown_capacity_keeps_the_results_of_other_policies(
     )
     assert (missing["load"], missing["reason"], missing["tried"]) == (
         None,
-        "at load 7.59 nothing counts",
+        "at load 7.59 no request is counted",
         [[1.0, 0.95]],
     )
     assert outcome["load"] == 2.5
-    assert "least_loaded, 90%: at load 7.59 nothing counts." in page.read_text()
+    assert "least_loaded, 90%: at load 7.59 no request is counted." in page.read_text()
     assert "round_robin" in page.read_text()
     assert result.exit_code == 1
     result = call(*request)
     assert re.search(r"least_loaded +│ +– ", result.stdout)
     assert re.search(r"round_robin +│ +2\.5 ", result.stdout)
     assert (
-        "least_loaded: no capacity at 90%: at load 7.59 nothing counts; use a shorter --warmup"
+        "least_loaded: no capacity at 90%: at load 7.59 no request is counted; use a shorter --warmup"
         in result.stderr
     )
 

@@ -319,7 +319,7 @@ def test_other_shapes_are_replayed_with_the_largest_batch_within_the_promise(
 
     def collect(work: object, items: Sequence[Any], *_: object) -> None:
         fleets.extend((i.case.fleet.name, i.case.fleet.kinds[0].max_concurrency) for i in items)
-        raise WorkerError(0, "none runs")
+        raise WorkerError(0, "the test runs no replay")
 
     monkeypatch.setattr("planner.size.finalist_replays.map_in_processes", collect)
     trace = MODELS.parent / "mooncake_conversation_1500.jsonl.gz"

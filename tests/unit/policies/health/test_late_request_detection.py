@@ -162,10 +162,10 @@ def test_a_prompt_is_behind_if_the_step_under_way_began_long_before_it() -> None
 
 
 def expected_left_s(waited_s: float, *, is_doubted: bool, is_behind: bool) -> float | None:
-    """Return how many seconds a request still waits at an endpoint that hangs.
+    """Return the predicted seconds until the first token of a request at an endpoint that hangs.
 
-    The endpoint has computed 1,500 tokens since time 0. The request's prompt and those before it
-    have 3,000 tokens, which take about two steps.
+    None if the request is not late. The endpoint has computed 1,500 tokens since time 0. The
+    prompts up to and including the request's have 3,000 tokens, which take about two steps.
     """
     doubted = member(waiting(SpeedRecord()))
     expectations = Expectations()

@@ -1,4 +1,4 @@
-"""Tests of the parts of tools/compile/wheel.py that need no compiler."""
+"""Tests of building wheels (tools/compile/wheel.py), as far as no compiler is needed."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class FakeSource:
     def try_request(self, method: str, path: str) -> Any:
         self.asked.append((method, path))
         if self.refuses:
-            raise AdminServerError("only with the admin key")
+            raise AdminServerError("the admin server accepts changes only with the admin key")
         return (
             {"message": "no such request"}
             if method == "GET"
@@ -210,7 +210,7 @@ async def test_a_refused_request_shows_a_message_and_the_view_continues() -> Non
                 while not len(screen._notifications):
                     await pilot.pause(0.01)
             assert [notification.message for notification in screen._notifications] == [
-                "only with the admin key"
+                "the admin server accepts changes only with the admin key"
             ]
         source.frames.put(None)
     assert source.asked == [("POST", "/endpoints/d-0/drain"), ("GET", "/explain/last")]

@@ -31,7 +31,7 @@ class Failing:
     async def watch(self) -> AsyncIterator[DiscoveredEndpoints]:
         Failing.begun += 1
         yield specs_for([(f"10.0.0.{index}", 8000) for index in range(Failing.begun)], TRAITS)
-        raise KeyError("metadata")
+        raise KeyError("the test's discovery source lacks the key metadata")
 
 
 async def test_a_source_that_raises_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

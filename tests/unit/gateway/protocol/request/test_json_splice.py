@@ -47,7 +47,9 @@ def read_once(body: bytes) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            raise ValueError(f"a member occurs twice in {[name for name, _ in pairs]}")
+            raise ValueError(
+                f"the object has a member twice; its members: {[name for name, _ in pairs]}"
+            )
         return result
 
     read: dict[str, Any] = json.loads(body, object_pairs_hook=once)

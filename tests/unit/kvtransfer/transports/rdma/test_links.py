@@ -66,7 +66,7 @@ class Pairs:
     def end(self) -> None:
         if self.stuck:
             self.stuck -= 1
-            raise TransportError("the queue pair cannot be ended")
+            raise TransportError("the test's queue pair cannot be ended")
 
     def close(self) -> None:
         self.end()
@@ -259,7 +259,7 @@ def test_a_link_that_fails_to_open_leaves_neither_queue_nor_descriptor(
 
     def pairs(domain: Domain) -> Mock:
         if fails == "pairs":
-            raise TransportError("the device has no more queues")
+            raise TransportError("the test's device has no more queue pairs")
         queues.append(domain)
         return Mock()
 
@@ -270,7 +270,7 @@ def test_a_link_that_fails_to_open_leaves_neither_queue_nor_descriptor(
     with (
         ours,
         theirs,
-        pytest.raises((OSError, TransportError), match=r"too many open files|no more queues"),
+        pytest.raises((OSError, TransportError), match=r"too many open files|no more queue pairs"),
     ):
         RdmaLink(peered, Domain(), Owner(), RdmaOptions(), lambda link: None)  # type: ignore[arg-type]
     assert not queues

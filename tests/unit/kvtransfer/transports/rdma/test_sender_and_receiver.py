@@ -42,7 +42,7 @@ class Key:
     def close(self) -> None:
         if self.stuck:
             self.stuck -= 1
-            raise TransportError("memory cannot be deregistered")
+            raise TransportError("the test's memory cannot be deregistered")
         self.open = False
 
 
@@ -55,7 +55,7 @@ class Registry:
     def register(self, address: int, length: int, *, writable_by_peer: bool) -> Key:
         assert writable_by_peer
         if len(self.keys) >= self.room:
-            raise TransportError("the device is full")
+            raise TransportError("the test's device can register no more memory")
         self.keys.append(Key(100 + len(self.keys)))
         self.covered.append((address, length))
         return self.keys[-1]
@@ -108,7 +108,7 @@ def test_keys_cover_the_reserved_blocks_of_every_rank_and_not_one_byte_more(
 
 
 def test_a_block_outside_the_region_cannot_be_granted() -> None:
-    with pytest.raises(ValueError, match="not all within this region"):
+    with pytest.raises(ValueError, match="not all within the region"):
         rank_ranges([region()], [BLOCKS])
 
 

@@ -382,14 +382,14 @@ def test_an_owner_that_fails_loses_its_link_and_not_its_silence(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(head: WindowHead) -> WindowSlice | None:
-        raise RuntimeError("no such plan")
+        raise RuntimeError("the test's owner has no plan for this window")
 
     pair.sink_owner.place = fail
     moves = scattered(1, 3, 100)
     pair.admit(1)
     pair.put(window(1, moves), moves)
     assert pair.sink_owner.wait("lost") == ["the owner of the link failed"]
-    assert "no such plan" in caplog.text
+    assert "the test's owner has no plan for this window" in caplog.text
 
 
 def test_messages_sent_before_closing_arrive(pair: Pair) -> None:

@@ -168,7 +168,7 @@ def test_a_window_just_taken_by_a_lane_is_not_lost(pair: Pair) -> None:
             return self.looked == 1
 
         def popleft(self) -> NoReturn:
-            raise IndexError("it is empty")
+            raise IndexError("the test's queue is empty")
 
     with standing(pair.source):
         queue, out._queue = out._queue, Taken()  # type: ignore[assignment]
@@ -215,7 +215,7 @@ def test_dropping_a_transfer_does_not_search_the_queue(pair: Pair) -> None:
     # The caller holds the agent's lock, and may drop thousands of transfers.
     class Waiting(deque[object]):
         def __iter__(self) -> NoReturn:
-            raise AssertionError("somebody looks")
+            raise AssertionError("the queue of windows must not be searched")
 
     out = laned(pair.source)._out
     with standing(pair.source, *lanes_of(pair.source)):

@@ -531,7 +531,7 @@ def test_intact_windows_are_reported_before_a_failure_to_place_the_next() -> Non
 
         def fail(head: WindowHead) -> WindowSlice | None:
             if head == heads[3]:
-                raise TransportError("the owner fails")
+                raise TransportError("the test's owner of the blocks refuses the fourth window")
             return place(head)
 
         channel.ear.place_window = fail  # type: ignore[method-assign]
