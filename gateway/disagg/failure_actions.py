@@ -101,6 +101,7 @@ def reserve_other_decode(attempt: AttemptState) -> bool:
         return False
     attempt.decode_reservation.__exit__()
     attempt.decode_reservation = endpoints.reserve_decode(pick, request, context.fingerprint)
+    attempt.decode_reservation.on_handed_over()  # the prompt has been computed
     attempt.pair = EndpointPair(pair.prefill, pick)
     if attempt.transfer is not None:
         attempt.transfer.cancel()

@@ -225,8 +225,9 @@ class DecodeReservation(Reservation):
     picked: until then, the engine computes the same prefix again for other requests.
     """
 
-    # _is_learned: whether the prefix index contains the prompt at this endpoint
-    __slots__ = ("_is_learned",)
+    # _cached_before: number of the prompt's first tokens that the endpoint had cached when the
+    # prefix index learned the prompt; None: it has not learned it
+    __slots__ = ("_cached_before",)
     _add_load = staticmethod(load_ledger.reserve_decode)
     _prefills = False
 
@@ -239,7 +240,7 @@ class DecodeReservation(Reservation):
         fingerprint: Fingerprint | None,
     ) -> None:
         super().__init__(table, live, pick, request, fingerprint)
-        self._is_learned = False
+        self._cached_before: int | None = None
 
     def on_first_token(self) -> None:
         """Record that the KV cache has arrived and the first token is generated."""
@@ -270,11 +271,17 @@ class DecodeReservation(Reservation):
         super().on_served(TokenUsage(completion_tokens=usage.completion_tokens))
 
     def _learn_prompt(self) -> None:
-        if not self._is_learned and self._fingerprint is not None:
-            self._is_learned = True
-            prefixes = self._table.prefixes
-            prefixes.learn_sent(self._fingerprint, self.live, self.request.prompt_tokens)
+        fingerprint = self._fingerprint
+        if self._cached_before is not None or fingerprint is None:
+            return
+        prefixes, prompt_tokens = self._table.prefixes, self.request.prompt_tokens
+        # Since the pick, other requests may have taught more. A computed prompt stays recorded.
+        cached = () if self._is_computed else prefixes.cached_tokens(fingerprint, prompt_tokens)
+        slot = self.live.load.slot
+        self._cached_before = cached[slot] if slot < len(cached) else 0
+        prefixes.learn_sent(fingerprint, self.live, prompt_tokens)
 
     def _forget_prompt(self) -> None:
-        if self._is_learned:
-            super()._forget_prompt()
+        if self._cached_before is not None and self._fingerprint is not None:
+            prefixes, prompt_tokens = self._table.prefixes, self.request.prompt_tokens
+            prefixes.forget_prompt(self._fingerprint, self.live, self._cached_before, prompt_tokens)

@@ -280,6 +280,22 @@ async def test_the_handoff_of_an_unreachable_decoder_goes_to_another(
         assert [item.retries for item in ended] == [[f.decode[0].name]], "it stays on record"
 
 
+async def test_a_whole_answer_counts_as_decoding_at_the_other_decoder_of_its_handoff() -> None:
+    decoding: list[int] = []
+
+    async def counts(request: EngineRequest) -> None:
+        decoding.append(f.app.gateway.endpoints.all()[2].load.decoding)
+        await decodes(request)
+
+    async with split_gateway(NIXL, [prefills()], [decodes, counts]) as f:
+        f.decode[0].stop()
+        f.app.gateway.endpoints.all()[2].load.in_flight += 1  # the stopped decoder is chosen first
+        assert (await f.ask()).text == WHOLE
+        f.app.gateway.endpoints.all()[2].load.in_flight -= 1
+        await f.at_rest()
+    assert decoding == [1]
+
+
 async def test_a_decoder_that_refuses_connections_uses_no_retry_budget() -> None:
     budget = {"budget": 0, "floor": 1, "attempts": 1}
     async with split_gateway(NIXL, [prefills()], [decodes, decodes], retries=budget) as f:

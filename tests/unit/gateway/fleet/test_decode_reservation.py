@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.reservation import DecodeReservation
@@ -73,6 +74,21 @@ async def test_a_transfer_that_fails_leaves_what_other_requests_taught() -> None
             other.on_first_token()
         assert cached_tokens(pool) == TOKENS
         failing.on_handed_over()
+    assert cached_tokens(pool) == TOKENS
+
+
+@pytest.mark.parametrize("request_", [STREAM, WHOLE])
+async def test_a_prompt_learnt_after_others_taught_it_leaves_theirs_if_it_fails(
+    request_: Request,
+) -> None:
+    pool = table()
+    with reserve(pool, request_) as failing:
+        with reserve(pool) as other:
+            other.on_first_token()
+        if request_.stream:
+            failing.on_recompute()
+        else:
+            failing.on_handed_over()
     assert cached_tokens(pool) == TOKENS
 
 
