@@ -218,7 +218,8 @@ class Fleet:
         assert inflight.reservation is not None
         inflight.record.predicted_ttft_s = inflight.reservation.predicted_ttft_s
         inflight.record.predicted_tpot_s = inflight.reservation.predicted_tpot_s
-        inflight.record.group = group.name
+        # An earlier attempt may have been split.
+        inflight.record.group, inflight.record.prefilled_by = group.name, ""
 
     def start(self, now: float, inflight: InflightRequest, group: ReplayGroup, pick: Pick) -> None:
         inflight.reservation = load_ledger.reserve(
@@ -405,7 +406,8 @@ class Fleet:
                 group.engine.abort(job, now)
                 scheduler.release_kept(job)
                 self.wake(now, group)
-            if group.is_alive:
+            # The index has not learned the prompt at a decode group before the first token.
+            if group.is_alive and group is not inflight.decode_group:
                 self.gateway.forget_prompt(
                     inflight.fingerprint,
                     group.load.slot,
