@@ -326,7 +326,8 @@ async def test_handoff_fields_sent_to_an_unsplit_group_are_answered_500_and_coun
     status, answer = await group.answer(
         "/v1/chat/completions", CHAT | {field: {"do_remote_prefill": True}}
     )
-    assert (status, answer["error"]["param"]) == (500, field)
+    message = f"unexpected handoff in request: {field} must not be set: this request is not split"
+    assert (status, answer["error"]["message"]) == (500, message)
     assert await group.metric("mock:malformed_handoff_total") == 1
 
 
