@@ -242,7 +242,7 @@ class LinkOwner(Protocol):
 
 @runtime_checkable
 class WindowForecaster(Protocol):
-    """A LinkOwner that can predict which windows (pieces of KV) will arrive next."""
+    """The owner of a link that can predict which windows (pieces of KV) will arrive on it next."""
 
     def following_windows(
         self, link: Link, head: WindowHead, most: int

@@ -150,7 +150,7 @@ class FaultySink(StreamSink):
             size, _, remaining = remaining.partition(b"\r\n")
 
     def on_end(self) -> None:
-        """Report the end of the choice, unless the fault has broken the stream off."""
+        """Write the end of this answer to the client, unless an injected fault cut the stream."""
         if not self._broken:
             super().on_end()
 

@@ -21,9 +21,9 @@ MOST_FOR_WAITS = 2
 
 
 def count_replicas(draft: Draft) -> None:
-    """Decide gate 8: the number of replicas of a sizing plan.
+    """Set how many replicas a sizing plan has, which is the last of its eight questions (gates).
 
-    It follows from Little's law, and from how long requests may wait for a prefill.
+    The number follows from Little's law, and from how long requests may wait for a prefill.
     """
     numbers = [_ceiling(draft)]
     loaded = at_batch(draft.times(), draft.work, draft.ceiling)

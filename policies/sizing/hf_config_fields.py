@@ -99,7 +99,7 @@ class ConfigMembers:
             raise ConfigError(f"config.json lacks {', '.join(missing)}")
 
     def require_one(self, *names: str) -> None:
-        """Raise ConfigError if the model's config.json has none of these fields."""
+        """Raise ConfigError if the model's config.json has none of the fields `names`."""
         if not any(map(self.has, names)):
             raise ConfigError(f"config.json lacks {names[0]} (or {' or '.join(names[1:])})")
 

@@ -92,7 +92,7 @@ async def under_way(
                 yield source, landing
                 return
             ends.append(landing.outcome)
-    raise AssertionError(f"no transfer ended within the time limit: {ends}")
+    raise AssertionError(f"each of {TRIES} KV transfers ended before it was seen to move: {ends}")
 
 
 async def test_two_processes_can_transfer(transport: str) -> None:

@@ -133,7 +133,7 @@ class Project:
 
     @cached_property
     def bases(self) -> Mapping[str, Collection[str]]:
-        """Map the name of each class to the names of its base classes, without modules."""
+        """The names of the base classes of each class, by its name; all without their modules."""
         bases: dict[str, set[str]] = {}
         for tree in self.trees.values():
             for node in ast.walk(tree):

@@ -73,8 +73,8 @@ def _check_self(wrapper: re.Match[str]) -> str:
     start = _END_OF_DECLARATIONS.search(wrapper[0])
     if struct is None or start is None:
         raise ValueError(
-            "cannot add a check of the type of `self` to this C function, which differs from "
-            f"what Cython generates: {wrapper[0]}"
+            "cannot insert a check of the type of `self`: this C function has no such declarations "
+            f"as Cython generates: {wrapper[0]}"
         )
     kind = f"__pyx_mstate_global->__pyx_ptype_{struct[1]}"
     check = (

@@ -136,7 +136,10 @@ def requests_of(row: LayoutRow, src: Shape, rng: np.random.Generator) -> list[Re
 
 
 def random_rows(shape: Shape, tokens: int, rng: np.random.Generator) -> Bytes:
-    """Return random KV for all tokens, and for the unused places of their last block."""
+    """Return random bytes as KV cache of `tokens` tokens, rounded up to whole blocks.
+
+    The array has the axes of the memory's content: pages, or rows of tokens.
+    """
     size = shape.memory.block_tokens
     blocks = -(-tokens // size)
     if shape.memory.content == "pages":

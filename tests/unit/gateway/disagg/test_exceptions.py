@@ -24,7 +24,7 @@ WHOLE = "".join(TEXT)
 
 
 def fails(*_: object, **__: object) -> None:
-    raise RuntimeError("the test lets this call fail")
+    raise RuntimeError("the test replaced this method by one that raises")
 
 
 async def test_an_exception_at_the_reservation_of_a_pair_leaves_nothing_reserved(

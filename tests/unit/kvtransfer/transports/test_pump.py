@@ -43,7 +43,7 @@ needs_pump = pytest.mark.skipif(PUMP is None, reason="the pump is not compiled")
 
 
 class Ends:
-    """Both ends of a socket connection, with the C pump's calls for each direction."""
+    """Two connected sockets: the native pump (_pump.c) writes to one and reads from the other."""
 
     def __init__(self, pump: PumpFunctions) -> None:
         self.near, self.far = socket.socketpair()
