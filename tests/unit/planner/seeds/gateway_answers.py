@@ -145,8 +145,10 @@ def _(_item: SeedItem) -> Outcome:
 
 @answer(53)
 def _(_item: SeedItem) -> Outcome:
+    # Helm is not installed here; tests/deploy renders the chart. The first signal must be served.
     text = (ROOT / "deploy/helm/penstock/templates/scaledobject.yaml").read_text()
-    return {"signal": "".join(re.findall(r"sum\((penstock_\w+)", text))}
+    served = {spec.name for spec in Metrics().catalogue()}
+    return {"signal": "".join(set(re.findall(r"sum\((penstock_\w+)", text)) & served)}
 
 
 @answer(56)
