@@ -23,10 +23,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from block_memory import reference
 from contestants import HERE, ROOT, Contestant, NotMeasurable, Pair, all_contestants, install_peers
 from goals import SIZES, WAITS, Results, cpu, markdown, speed, verdicts, wait
 from measure import bandwidth, exposed_share, latency, least_disturbed
-from pool import reference
 
 Task = tuple[str, int | None, Callable[[Pair, random.Random], dict[str, float]]]
 

@@ -16,7 +16,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
-from pool import Bytes, Draw
+from block_memory import Bytes, Draw
 
 from kvtransfer.agent import Agent
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from pool import Bytes, Draw
+from block_memory import Bytes, Draw
 
 
 class Memcpy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from pool import Bytes, Draw
+from block_memory import Bytes, Draw
 
 
 class Mooncake:

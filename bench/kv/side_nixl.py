@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 import numpy as np
-from pool import Bytes, Draw
+from block_memory import Bytes, Draw
 
 
 class Nixl:

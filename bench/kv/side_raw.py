@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from pool import Bytes, Draw
+from block_memory import Bytes, Draw
 
 BUFFER = 1 << 20
 AT_ONCE = 512 << 10

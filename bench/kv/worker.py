@@ -16,7 +16,7 @@ import time
 from typing import Any, Protocol, TextIO, runtime_checkable
 
 import numpy as np
-from pool import Bytes, Draw, draw, wipe, wrong_blocks
+from block_memory import Bytes, Draw, draw, wipe, wrong_blocks
 
 
 class Side(Protocol):
