@@ -57,11 +57,14 @@ class Reservation:
                        is a stream or a single token
     _awaited           prompt tokens to compute before the first token; 0 once it has arrived
     _is_reported       whether the end of the answer was reported to the endpoint's health
+    _cached_before     number of the prompt's first tokens that the endpoint was believed to have
+                       cached when the prefix index learned the prompt; None: not learned yet
     """
 
     __slots__ = (
         *("_awaited", "_reserved_at", "_fingerprint", "_is_computed", "_is_reported", "_table"),
         *(
+            "_cached_before",
             "_sees_first_token",
             "_usage",
             "expected_cache",
@@ -93,6 +96,7 @@ class Reservation:
         self.upstream: ConnectionPool = live.upstream
         self.request = request
         self._is_computed = self._is_reported = False
+        self._cached_before = pick.cached_tokens if self._prefills else None
         self._usage: TokenUsage | None = None
         self.expected_cache: CacheExpectation | None = None
         self._reserved_at = now = monotonic()
@@ -208,9 +212,9 @@ class Reservation:
             self._forget_prompt()
 
     def _forget_prompt(self) -> None:
-        # Remove from the prefix index what the pick added: the prompt was never computed.
-        if self._fingerprint is not None:
-            cached_tokens, prompt_tokens = self.entry.cached_tokens, self.request.prompt_tokens
+        # Remove from the prefix index what this request taught: the prompt was never computed.
+        cached_tokens, prompt_tokens = self._cached_before, self.request.prompt_tokens
+        if cached_tokens is not None and self._fingerprint is not None:
             prefixes = self._table.prefixes
             prefixes.forget_prompt(self._fingerprint, self.live, cached_tokens, prompt_tokens)
 
@@ -225,22 +229,9 @@ class DecodeReservation(Reservation):
     picked: until then, the engine computes the same prefix again for other requests.
     """
 
-    # _cached_before: number of the prompt's first tokens that the endpoint had cached when the
-    # prefix index learned the prompt; None: it has not learned it
-    __slots__ = ("_cached_before",)
+    __slots__ = ()
     _add_load = staticmethod(load_ledger.reserve_decode)
     _prefills = False
-
-    def __init__(
-        self,
-        table: EvidenceSink,
-        live: LiveEndpoint,
-        pick: Pick,
-        request: Request,
-        fingerprint: Fingerprint | None,
-    ) -> None:
-        super().__init__(table, live, pick, request, fingerprint)
-        self._cached_before: int | None = None
 
     def on_first_token(self) -> None:
         """Record that the KV cache has arrived and the first token is generated."""
@@ -280,8 +271,3 @@ class DecodeReservation(Reservation):
         slot = self.live.load.slot
         self._cached_before = cached[slot] if slot < len(cached) else 0
         prefixes.learn_sent(fingerprint, self.live, prompt_tokens)
-
-    def _forget_prompt(self) -> None:
-        if self._cached_before is not None and self._fingerprint is not None:
-            prefixes, prompt_tokens = self._table.prefixes, self.request.prompt_tokens
-            prefixes.forget_prompt(self._fingerprint, self.live, self._cached_before, prompt_tokens)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from gateway.http.client_interface import Client
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.response.relay import UpstreamError
-from gateway.protocol.upstream_error import MODEL_GONE, SHUTDOWN
+from gateway.protocol.upstream_error import MODEL_GONE, SHUTDOWN, UpstreamError
 from gateway.proxy.context_length import is_too_long, too_long_error
 from gateway.request_record import Exchange
 from gateway.route import Route

@@ -10,8 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from gateway.protocol.errors import shutting_down
-from gateway.protocol.response.relay import UpstreamError
-from gateway.protocol.upstream_error import SHUTDOWN
+from gateway.protocol.upstream_error import SHUTDOWN, UpstreamError
 from gateway.proxy.final_errors import last_attempt_error
 from gateway.request_record import Exchange
 from gateway.route import Gateway

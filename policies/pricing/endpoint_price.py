@@ -312,6 +312,7 @@ class PriceScorer:
             wait_s += waiting_external_requests(load) * work_s
         start_s = max(wait_s, room_s(load, request.prompt_tokens), slot_wait_s(load, usual))
         transfer_s = part.transfers_s[index] if part.transfers_s else part.transfer_s
+        links = part.link_loads[index] if part.link_loads else ()
         first_s = transfer_s + start_s + load.fixed_ttft_s + work_s
         context_s = load.decode_s_per_context_token
         sequence_s = load.decode_s_per_sequence + context_s * request.prompt_tokens
@@ -334,11 +335,7 @@ class PriceScorer:
                 + self._loss_of_other_ranks(load, query.now, known_s, work_s) / slo.ttft_s
                 + weights.regret_weight * load.eviction_regret * fill_s / slo.ttft_s
             )
-            + (
-                self._loss_of_later_transfers(part.link_loads[index], slo.ttft_s)
-                if part.link_loads
-                else 0.0
-            ),
+            + self._loss_of_later_transfers(links, slo.ttft_s),
             kv=weights.kv_weight
             * (self._loss_by_kv(load, query.now, grown) + slot_loss(load, usual)),
         )

@@ -240,7 +240,8 @@ class LinkQueue:
             return self._seconds
         first, ready_at = next(iter(self._ready.items()))
         moved_s = max(0.0, now - max(ready_at, self.ended_at))
-        return self._seconds - min(self._pairs[first.names][2].service_s(first.tokens), moved_s)
+        first_s = self._pairs[first.names][2].service_s(first.tokens)
+        return max(0.0, self._seconds - min(first_s, moved_s))
 
     @property
     def is_busy(self) -> bool:
@@ -331,9 +332,8 @@ class TransferForecast:
     begins, becomes ready or ends.
     """
 
-    # _sending_s: the backlog of prefill endpoints; -inf: no link is known
     # _waits: what waits() has returned
-    __slots__ = ("_fixed", "_is_measured", "_links", "_now", "_rates", "_sending_s", "_waits")
+    __slots__ = ("_fixed", "_is_measured", "_links", "_now", "_rates", "_waits")
 
     def __init__(
         self,
@@ -345,7 +345,6 @@ class TransferForecast:
     ) -> None:
         self._links, self._rates, self._fixed = links, rates, fixed
         self._is_measured, self._now = is_measured, now
-        self._sending_s: dict[str, float] = {}
         self._waits: dict[tuple[int, str], tuple[int, float]] = {}
 
     def waits(self, end: tuple[int, str]) -> tuple[int, float]:
@@ -373,22 +372,13 @@ class TransferForecast:
         return list(zip(rates, fixed, self._backlogs_s(decode, prefills), strict=True))
 
     def _backlogs_s(self, decode: str, prefills: Sequence[str]) -> list[float]:
-        receiving_s, known = self._backlog_s((1, decode)), self._sending_s
-        backlogs_s = list[float]()
-        for prefill in prefills:
-            backlog_s = known.get(prefill)
-            if backlog_s is None:
-                backlog_s = known[prefill] = self._backlog_s((0, prefill))
-            if receiving_s > backlog_s:
-                backlog_s = receiving_s
-            backlogs_s.append(0.0 if backlog_s == -inf else backlog_s)
-        return backlogs_s
+        receiving_s = self._backlog_s((1, decode))
+        sending_s = [self._backlog_s((0, prefill)) for prefill in prefills]
+        return [receiving_s if receiving_s > each else each for each in sending_s]
 
     def _backlog_s(self, end: tuple[int, str]) -> float:
-        link = self._links.get(end)
-        if link is None:
-            return -inf
-        return inf if link.is_busy and not self._is_measured else link.backlog_s(self._now)
+        waiting, wait_s = self.waits(end)
+        return inf if waiting and not self._is_measured else wait_s
 
 
 class TransferTimes:
