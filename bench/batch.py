@@ -273,9 +273,10 @@ async def create_batch(
 
 
 async def wait_for_batch(
-    http: aiohttp.ClientSession, url: str, batch_id: str
+    http: aiohttp.ClientSession, url: str, batch_id: str, journal: JournalWatch
 ) -> tuple[dict[str, Any], str]:
     while True:
+        journal.open_if_created()
         try:
             async with http.get(f"{url}/v1/batches/{batch_id}") as answer:
                 batch: dict[str, Any] = await answer.json()
@@ -334,8 +335,7 @@ async def _measure(
     watches = [asyncio.create_task(watch_lag(lags_s))]
     if window_s is not None:
         batch_id = await create_batch(http, gateway.url, options, window_s)
-        ending = asyncio.create_task(wait_for_batch(http, gateway.url, batch_id))
-        watches.append(asyncio.create_task(journal.open()))
+        ending = asyncio.create_task(wait_for_batch(http, gateway.url, batch_id, journal))
     answers = await live_traffic(http, gateway, times, kills, ending)
     batch, output = (None, "") if ending is None else await ending
     batch_s = time.monotonic() - began

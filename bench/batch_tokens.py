@@ -71,12 +71,15 @@ class JournalWatch:
         self._folder = folder
         self._file: BinaryIO | None = None
 
-    async def open(self) -> None:
-        """Wait until the gateway has created the journal of the batch job, and open it."""
-        while self._file is None:
+    def open_if_created(self) -> None:
+        """Open the journal of the batch job if the gateway has created it by now.
+
+        Call it whenever the batch job is polled. A timer of its own would let virtual time pass
+        while threads of the gateway write files, so that the batch job would have less time.
+        """
+        if self._file is None:
             for path in self._folder.glob("batches/*/*/journal"):
                 self._file = path.open("rb")
-            await asyncio.sleep(0.05)
 
     def kept(self) -> dict[int, list[int]]:
         """Return how many tokens of each request were kept, each time that it was stopped."""

@@ -108,16 +108,12 @@ async def _measure(
     work: Path,
 ) -> bench.Outcome:
     began, ending, journal = CLOCK.time(), None, batch_tokens.JournalWatch(work / "store")
-    watches = []
     if window_s is not None:
         batch_id = await bench.create_batch(http, app.url, options, window_s)
-        ending = asyncio.create_task(bench.wait_for_batch(http, app.url, batch_id))
-        watches.append(asyncio.create_task(journal.open()))
+        ending = asyncio.create_task(bench.wait_for_batch(http, app.url, batch_id, journal))
     answers = await live_traffic(app, times, ending)
     batch, output = (None, "") if ending is None else await ending
     batch_s = CLOCK.time() - began
-    for watch in watches:
-        watch.cancel()
     made = await batch_tokens.generated_tokens(http, urls)
     stops = app.metrics.batch_preemptions_total
     stopped = {name: stops.labels(name).value for name in ("kept", "restarted", "waiting")}

@@ -85,7 +85,7 @@ def test_attempts_are_found_by_the_beginning_of_their_prompts(tmp_path: Path) ->
     assert (found.generated, found.others) == (43, 4)
 
 
-async def test_the_journal_says_how_many_tokens_each_stop_kept(tmp_path: Path) -> None:
+def test_the_journal_says_how_many_tokens_each_stop_kept(tmp_path: Path) -> None:
     journal = tmp_path / "batches" / "tenant" / "batch" / "journal"
     journal.parent.mkdir(parents=True)
     entries = [
@@ -96,6 +96,6 @@ async def test_the_journal_says_how_many_tokens_each_stop_kept(tmp_path: Path) -
     ]
     journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     watch = JournalWatch(tmp_path)
-    await watch.open()
+    watch.open_if_created()
     assert watch.kept() == {1: [5, 21, 21]}
     assert long_stops({1: [5, 21, 21], 2: [30]}, 20) == 2
