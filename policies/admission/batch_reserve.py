@@ -134,12 +134,14 @@ def _split(
 
 def _needed(demands: Sequence[WindowDemand], share: float) -> Iterator[float]:
     # Yield how many places each batch needs, for itself and all before it, if only `share` of the
-    # time left is used.
+    # time left is used. A batch without a measured request first runs one alone, on one place, and
+    # has that much less time.
     work_s = longest_s = 0.0
     for demand in demands:
         work_s += demand.work_s
         longest_s = max(longest_s, demand.longest_s)
-        yield places_needed(work_s, longest_s, share * demand.left_s)
+        alone_s = 0.0 if demand.is_known else demand.longest_s
+        yield places_needed(work_s, longest_s, share * demand.left_s - alone_s)
 
 
 def places_needed(work_s: float, longest_s: float, left_s: float) -> float:

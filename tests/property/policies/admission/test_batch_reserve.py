@@ -223,6 +223,19 @@ def test_a_batch_without_a_measured_request_gets_one_place_and_is_not_called_lat
     assert plan == WindowPlan(4, ("a", "b"), frozenset("b"))
 
 
+def test_a_batch_without_a_measured_request_begins_earlier_by_one_request() -> None:
+    # On four places, 13 s of requests of up to 1 s end within 4 s, which are 0.8 of 5 s. Before
+    # them, an unmeasured batch runs one of 1 s alone: 5 s are 0.8 of 6.25 s.
+    for left_s, is_known, places in (
+        (5.1, True, 0),
+        (4.9, True, 4),
+        (6.3, False, 0),
+        (6.2, False, 1),
+    ):
+        demand = WindowDemand("a", left_s, 13.0, 1.0, is_known)
+        assert WindowPlanner().plan([demand], 4, 0.0).places == places
+
+
 def test_without_a_reserve_a_batch_is_behind_once_it_needs_a_whole_place() -> None:
     planner = WindowPlanner()
     plans = [planner.plan([WindowDemand("a", 100.0, w_s, 5.0)], 0, 0.0) for w_s in (99.0, 101.0)]
