@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 
 from policies.prefix.fingerprint import Fingerprint
+from policies.prefix.key_loops import scramble_keys
 
 ID_BLOCK_BYTES = 2048
 MOST_TENANTS = 1024
-_MASK = 0xFFFFFFFFFFFFFFFF
 
 
 class BlockIds:
@@ -54,9 +54,7 @@ class BlockIds:
         if len(fingerprint.keys) < step:  # most prompts of a chat's first turn
             return []
         offset, factor = self._numbers.get(tenant) or self._draw(tenant)
-        return [
-            ((key ^ offset) * factor & _MASK) >> 16 for key in fingerprint.keys[step - 1 :: step]
-        ]
+        return scramble_keys(fingerprint.keys, step, offset, factor).tolist()
 
     def _draw(self, tenant: str) -> tuple[int, int]:
         digest = hashlib.blake2b(

@@ -8,8 +8,11 @@ counts the sessions.
 from __future__ import annotations
 
 import re
+from array import array
+from itertools import islice
 
 from policies.prefix.fingerprint import Fingerprint
+from policies.prefix.key_loops import find_last_counted
 
 REMEMBERED = 16_384
 """Default number of prompts whose ends are stored; each takes about 300 bytes."""
@@ -25,6 +28,7 @@ MAX_GROWTH_BYTES = 1024 * 1024
 New messages are those added since the previous turn.
 """
 
+_COUNTS = 1 << 17
 _MAX_BLANKS = 64
 _CLOSED = re.compile(rb"\}[ \t\r\n]{0,%d}\][ \t\r\n]{0,%d}\Z" % (_MAX_BLANKS, _MAX_BLANKS))
 _NEXT_MESSAGE = re.compile(rb"\}(?=[ \t\r\n]{0,%d},)" % _MAX_BLANKS)
@@ -43,13 +47,15 @@ class GrowingPrefixes:
     is never continued is not a session.
     """
 
-    __slots__ = ("_blocks", "_ends", "_remembered")
+    __slots__ = ("_blocks", "_counts", "_ends", "_remembered")
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         # Initialize without prompts; at most `remembered` ends of recent prompts are stored.
         self._remembered = remembered
         self._ends: dict[int, tuple[int, str]] = {}  # block key and session name by end
         self._blocks: dict[int, int] = {}  # number of stored ends by block key
+        # The same by some bits of the key, which rules most blocks out without a look-up.
+        self._counts = array("I", bytes(4 * _COUNTS))
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -87,19 +93,19 @@ class GrowingPrefixes:
         #
         # Return "" if there is none.
         keys, size = fingerprint.keys, fingerprint.block_bytes
-        if self._blocks.keys().isdisjoint(keys):
-            return ""
-        remaining = MAX_LISTED_BLOCKS
-        for index in range(len(keys), 0, -1):
-            if keys[index - 1] not in self._blocks:
+        remaining, index = MAX_LISTED_BLOCKS, len(keys)
+        while remaining:
+            index = find_last_counted(keys, self._counts, index)
+            if index < 0:
+                break
+            key = keys[index]
+            if key not in self._blocks:
                 continue
-            begin = index * size - preamble_bytes
-            end = self._end_in_block(scope, keys[index - 1], begin, begin + size, messages)
+            begin = (index + 1) * size - preamble_bytes
+            end = self._end_in_block(scope, key, begin, begin + size, messages)
             if end is not None:
                 return self._named(end)
             remaining -= 1
-            if not remaining:
-                break
         return ""
 
     def _end_in_block(
@@ -127,13 +133,20 @@ class GrowingPrefixes:
     def _store(self, end: int, key: int, name: str) -> None:
         if self._ends.pop(end, None) is None:
             self._blocks[key] = self._blocks.get(key, 0) + 1
+            self._counts[key & _COUNTS - 1] += 1
         self._ends[end] = (key, name)
         if len(self._ends) > self._remembered:
-            oldest = next(iter(self._ends))
-            dropped, _ = self._ends.pop(oldest)
-            self._blocks[dropped] -= 1
-            if not self._blocks[dropped]:
-                del self._blocks[dropped]
+            # Several at a time, because finding the oldest entry of a dict visits all places that
+            # are empty since a deletion.
+            for oldest in list(islice(self._ends, 1 + self._remembered // 256)):
+                self._drop(self._ends.pop(oldest)[0])
+
+    def _drop(self, key: int) -> None:
+        # Record that one end less is stored in the block with this key.
+        self._counts[key & _COUNTS - 1] -= 1
+        self._blocks[key] -= 1
+        if not self._blocks[key]:
+            del self._blocks[key]
 
 
 def _messages_length(messages: memoryview) -> int:

@@ -27,11 +27,24 @@ cpdef chain_words(
     unsigned long long fold, unsigned long long mix, unsigned long long key,
     unsigned long long[::1] keys,
 )
-"""
+""",
+    "policies.prefix.key_loops": """
+cimport cython
+cdef unsigned long long MASK
+@cython.locals(index=Py_ssize_t, mask=cython.ulonglong)
+cpdef Py_ssize_t find_last_counted(
+    const unsigned long long[::1] keys, const unsigned int[::1] counts, Py_ssize_t end
+) except -2
+@cython.locals(index=Py_ssize_t, key=cython.ulonglong)
+cpdef scramble_into(
+    unsigned long long[::1] scrambled, const unsigned long long[::1] keys,
+    Py_ssize_t step, unsigned long long offset, unsigned long long factor,
+)
+""",
 }
 """Handwritten Cython declarations by module, for what cannot be derived from the sources.
 
-The only one is for the function that computes with machine words.
+They are for the functions that compute with machine words.
 """
 
 NUMBERS = {

@@ -121,3 +121,12 @@ def test_the_number_of_stored_prompts_is_limited() -> None:
     assert len(known._blocks) <= 8
     assert session(known, dialogue("number 99", 2))
     assert session(known, dialogue("number 0", 2)) == ""
+
+
+def test_counts_by_block_are_those_of_the_stored_prompts() -> None:
+    known = GrowingPrefixes(300)
+    for number in range(1000):
+        session(known, dialogue(f"number {number % 700}", 1 + number % 3))
+    assert 298 <= len(known) <= 300
+    assert sum(known._counts) == sum(known._blocks.values()) == len(known)
+    assert sum(count > 0 for count in known._counts) <= len(known._blocks)
