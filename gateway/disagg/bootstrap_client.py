@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from gateway.disagg.leg import Leg
 from gateway.forwarding.internal_answer import InternalAnswer
-from gateway.http.engine_connections import ConnectionPool, UpstreamTimeouts
+from gateway.http.engine_connections import ConnectionPool
+from gateway.http.engine_request import UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.response.relay import Relay, UpstreamError
 from kvtransfer.dialects import BootstrapAddress

@@ -20,7 +20,7 @@ from gateway.config import Config, EndpointSpec
 from gateway.fleet.endpoint_from_config import prior_belief, to_endpoint
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.rank_endpoints import join_lockstep_ranks, split_by_rank
-from gateway.http.engine_connections import UpstreamTimeouts
+from gateway.http.engine_request import UpstreamTimeouts
 from gateway.http.outgoing_tls import ClientContexts
 from gateway.http.write_queue import WriteQueue
 from policies.endpoint_load import EndpointLoad, LoadChanges

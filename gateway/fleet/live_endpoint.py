@@ -6,7 +6,8 @@ from math import inf
 
 from gateway.config import EndpointSpec
 from gateway.fleet.engine_metrics import UNKNOWN_PROGRESS
-from gateway.http.engine_connections import ConnectionPool, UpstreamTimeouts
+from gateway.http.engine_connections import ConnectionPool
+from gateway.http.engine_request import UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
 from gateway.util.tls_contexts import Encryption
 from policies.endpoint_load import EndpointLoad

@@ -14,12 +14,12 @@ from time import monotonic
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
-import msgspec
-
 from gateway.http.ack_delay import delay_acks
+from gateway.http.burst_reads import BURST_GAP_S, READS_BEFORE_BURST
 from gateway.http.connect_errors import connect_error_kind
 from gateway.http.eager_task import EagerFuture, new_future
 from gateway.http.engine_host_lookup import EngineAddresses
+from gateway.http.engine_request import RequestPayload, UpstreamTimeouts
 from gateway.http.socket_send import descriptor_of
 from gateway.http.upload_read_turns import LONG_READ
 from gateway.http.write_queue import WriteQueue
@@ -56,24 +56,6 @@ class Downstream(Protocol):
     def set_source(self, source: UpstreamConnection | None) -> None: ...
 
 
-class RequestPayload(Protocol):
-    """The body of a request to an engine.
-
-    The body is read once, when the request is sent, and may be freed after that.
-    """
-
-    @property
-    def body(self) -> bytes: ...
-
-
-class UpstreamTimeouts(msgspec.Struct, frozen=True):
-    """Timeouts in seconds: to connect, to the first byte of a response, and between two chunks."""
-
-    connect_s: float
-    first_byte_s: float
-    stall_s: float
-
-
 class UpstreamConnection:
     """A connection to one engine, which carries one request and its response at a time.
 
@@ -88,7 +70,8 @@ class UpstreamConnection:
 
     __slots__ = (
         *("_descriptor", "_done", "_downstream", "_examined", "_is_half_closed", "_long_read"),
-        *("_outbox", "_paused", "_pool", "_relay", "idle_since", "last_activity_at", "transport"),
+        *("_outbox", "_paused", "_pool", "_quick_reads", "_relay", "idle_since"),
+        *("last_activity_at", "transport"),
     )
 
     def __init__(self, pool: ConnectionPool) -> None:
@@ -103,6 +86,7 @@ class UpstreamConnection:
         self._descriptor = -1  # descriptor of the socket, if bytes may be sent to it directly
         self._paused = self._is_half_closed = False
         self._long_read = LONG_READ  # bytes from which on a read is relayed in slices
+        self._quick_reads = 0  # reads in a row, each shortly after the one before
         self._examined = STEPS_AND_ACKS
 
     @property
@@ -125,6 +109,7 @@ class UpstreamConnection:
             return done
         self._relay, self._downstream = relay, downstream
         self._examined = STEPS_AND_ACKS
+        self._quick_reads = 0
         self.last_activity_at = monotonic()
         downstream.set_source(self)
         body = payload.body
@@ -190,7 +175,8 @@ class UpstreamConnection:
         if self.is_open and self.transport is not None and self._paused:
             self._paused = False
             self.last_activity_at = monotonic()
-            if not self._outbox.long_reads.has_slices(self):
+            outbox = self._outbox
+            if not (outbox.long_reads.has_slices(self) or outbox.burst_reads.is_waiting(self)):
                 self.transport.resume_reading()
 
     @property
@@ -260,6 +246,10 @@ class UpstreamConnection:
             self._finish(error)
             return
         if out:
+            if now - self.last_activity_at > BURST_GAP_S:
+                self._quick_reads = 0
+            else:
+                self._quick_reads += 1
             self.last_activity_at = self._pool.last_body_at = now
             self._downstream.write(out)  # type: ignore[union-attr]  # set together with _relay
         elif relay.is_committed:  # else an engine could stay active by sending interim heads
@@ -269,8 +259,22 @@ class UpstreamConnection:
         if relay.state is DONE:
             self.idle_since = now
             self._finish(None)
-        elif self._examined:
-            self._examine(relay)
+        else:
+            if self._examined:
+                self._examine(relay)
+            if self._quick_reads >= READS_BEFORE_BURST:
+                self._wait_in_burst()
+
+    def _wait_in_burst(self) -> None:
+        self._quick_reads = 0
+        # Reading from the engine may be paused already, during the slices of a long read.
+        if self._long_read == LONG_READ and self.is_open and self.transport is not None:
+            self._outbox.burst_reads.add(self, self.transport)
+
+    def end_burst(self) -> None:
+        """Resume reading from the engine, unless the client reads too slowly."""
+        if self.is_open and self.transport is not None and not self._paused:
+            self.transport.resume_reading()
 
     def _examine(self, relay: Relay) -> None:
         if relay.state is BEHIND:
@@ -300,6 +304,7 @@ class UpstreamConnection:
         if self._relay is not relay:  # the response has ended, so these bytes are surplus
             self.abort()
             return
+        self._quick_reads = 0  # the time since the part before says nothing about the engine
         long_read = self._long_read
         if not long_read:  # relay this slice immediately
             self._long_read = 2 * LONG_READ

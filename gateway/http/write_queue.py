@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from gateway.http.burst_reads import BurstReads
 from gateway.http.close_queue import CloseQueue
 from gateway.http.connection_fairness import RequestTurns
 from gateway.http.long_engine_reads import LongReads
@@ -46,6 +47,7 @@ class WriteQueue:
     budget_spent   whether this iteration has written enough; if so, further chunks from engines
                    must be deferred to a later one
     read_turns     client connections that wait to read again after a long read
+    burst_reads    connections to engines that wait to read again in a burst of chunks
     long_reads     the long reads from engines, which are relayed in slices
     piece_turns    client connections that wait to read the next part of a request
     request_turns  new client connections, and requests of a crowd, that wait to begin
@@ -54,11 +56,13 @@ class WriteQueue:
 
     __slots__ = (
         *("_callbacks", "_deferred", "_deferred_bytes", "_is_scheduled", "_queue", "budget_spent"),
-        *("close_queue", "long_reads", "loop", "piece_turns", "read_turns", "request_turns"),
+        *("burst_reads", "close_queue", "long_reads", "loop", "piece_turns", "read_turns"),
+        "request_turns",
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.burst_reads = BurstReads(loop)
         self.long_reads = LongReads(loop)
         self.read_turns = ReadTurns(loop)
         self.piece_turns = ReadTurns(loop, PIECE_TURNS)

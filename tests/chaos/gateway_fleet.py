@@ -15,7 +15,7 @@ import aiohttp
 
 from gateway.app import App
 from gateway.config import Config
-from gateway.http.engine_connections import UpstreamTimeouts
+from gateway.http.engine_request import UpstreamTimeouts
 from mockgpu.fleet import FleetGroup, run_fleet
 from mockgpu.tp_group import GroupSpec
 from policies.sizing.gpus import gpu_named

@@ -18,8 +18,8 @@ from gateway.http.engine_connections import (
     MAX_IDLE_S,
     ConnectionPool,
     UpstreamConnection,
-    UpstreamTimeouts,
 )
+from gateway.http.engine_request import UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.response.http_framing import encode_chunk
 from gateway.protocol.response.relay import Relay, UpstreamError

@@ -15,7 +15,7 @@ import uvloop
 
 from gateway.http import engine_host_lookup
 from gateway.http.connect_errors import NoFreePortError
-from gateway.http.engine_connections import ConnectionPool, UpstreamTimeouts
+from gateway.http.engine_connections import ConnectionPool
 from gateway.http.engine_host_lookup import (
     AVOID_S,
     OLD_PATIENCE_S,
@@ -25,6 +25,7 @@ from gateway.http.engine_host_lookup import (
     EngineAddresses,
 )
 from gateway.http.engine_poll_client import ConnectError, PollClient
+from gateway.http.engine_request import UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
 from gateway.protocol.upstream_error import UpstreamError
 from tests import duration_limits

@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from gateway.http import connection_fairness
-from gateway.http.engine_connections import ConnectionPool, UpstreamConnection, UpstreamTimeouts
+from gateway.http.engine_connections import ConnectionPool, UpstreamConnection
+from gateway.http.engine_request import UpstreamTimeouts
 from gateway.http.upload_read_turns import LONG_READ, PIECE_TURNS, TURNS, ReadTurns
 from gateway.http.write_queue import BYTES_PER_TURN, WRITES_PER_TURN, WriteQueue
 from gateway.protocol.response.relay import Relay

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.http.engine_connections import ConnectionPool, UpstreamConnection, UpstreamTimeouts
+from gateway.http.engine_connections import ConnectionPool, UpstreamConnection
+from gateway.http.engine_request import UpstreamTimeouts
 from gateway.http.write_queue import MAX_DEFERRED, MAX_DEFERRED_BYTES, WRITES_PER_TURN, WriteQueue
 from gateway.protocol.response.http_framing import encode_chunk
 from gateway.protocol.response.relay import Relay
