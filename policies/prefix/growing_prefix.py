@@ -30,6 +30,7 @@ New messages are those added since the previous turn.
 
 _COUNTS = 1 << 17
 _MAX_BLANKS = 64
+_BRACE, _BRACKET = b"}]"
 _CLOSED = re.compile(rb"\}[ \t\r\n]{0,%d}\][ \t\r\n]{0,%d}\Z" % (_MAX_BLANKS, _MAX_BLANKS))
 _NEXT_MESSAGE = re.compile(rb"\}(?=[ \t\r\n]{0,%d},)" % _MAX_BLANKS)
 _ANSWERS = (b'"assistant"', b'"function_call"')
@@ -153,5 +154,8 @@ def _messages_length(messages: memoryview) -> int:
     # Return the length in bytes of a JSON array of messages without its closing bracket.
     #
     # Return 0 if the text is not such an array.
+    length = len(messages)
+    if length > 1 and messages[length - 1] == _BRACKET and messages[length - 2] == _BRACE:
+        return length - 1
     closing = _CLOSED.search(bytes(messages[-2 * _MAX_BLANKS - 2 :]))
-    return 0 if closing is None else len(messages) - (closing.end() - closing.start()) + 1
+    return 0 if closing is None else length - (closing.end() - closing.start()) + 1
