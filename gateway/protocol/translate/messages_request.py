@@ -1,4 +1,4 @@
-"""Translates Anthropic Messages requests to chat completions, and token counting to /tokenize."""
+"""Translates Anthropic Messages requests to chat completion requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from gateway.protocol.translate.request_reader import (
     translate_members,
     untranslatable,
 )
-from gateway.protocol.translate.token_counts import read_count, tokenize_body
 
 _TOOL_MEMBERS = frozenset(
     {
@@ -45,7 +44,7 @@ def to_chat(body: bytes) -> bytes:
     """
     members = read_object(body)
     require(members, "model", "messages", "max_tokens")
-    return encode(_chat(members))
+    return encode(chat_members(members))
 
 
 def lost_member(body: bytes) -> str:
@@ -65,25 +64,11 @@ def lost_member(body: bytes) -> str:
     return "messages" if "system" in roles or roles[-1:] == ["assistant"] else ""
 
 
-def to_tokenize(body: bytes) -> bytes:
-    """Translate the body of /v1/messages/count_tokens to a body for vLLM's /tokenize.
+def chat_members(members: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the members of the chat completion request for those of a Messages request.
 
     Raises GatewayError (400) with the name of a member that cannot be translated.
     """
-    members = read_object(body)
-    require(members, "model", "messages")
-    return tokenize_body(_chat(members))
-
-
-def count_of(answer: bytes | bytearray) -> bytes:
-    """Translate an engine's answer to /tokenize to the answer to a count_tokens request.
-
-    Raises TranslationError if the answer is malformed.
-    """
-    return encode({"input_tokens": read_count(answer)})
-
-
-def _chat(members: Mapping[str, Any]) -> dict[str, Any]:
     system = system_text(members.get("system"), list_of(members["messages"], "messages"))
     chat = translate_members(members, _HANDLERS)
     if system:

@@ -32,7 +32,6 @@ from gateway.protocol.translate.responses_input import (
     is_unfinished,
     join_system_messages,
 )
-from gateway.protocol.translate.token_counts import read_count, tokenize_body
 
 _TOOL_MEMBERS = frozenset(
     {
@@ -55,26 +54,14 @@ def to_chat(body: bytes) -> bytes:
     Members that only advise a service are left out (docs/api.md). Raises GatewayError (400) with
     the name of a member that cannot be translated.
     """
-    return encode(_chat(read_object(body)))
+    return encode(chat_members(read_object(body)))
 
 
-def to_tokenize(body: bytes) -> bytes:
-    """Translate the body of /v1/responses/input_tokens to a body for vLLM's /tokenize.
+def chat_members(members: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the members of the chat completion request for those of a Responses request.
 
     Raises GatewayError (400) with the name of a member that cannot be translated.
     """
-    return tokenize_body(_chat(read_object(body)))
-
-
-def count_of(answer: bytes | bytearray) -> bytes:
-    """Translate an engine's answer to /tokenize to that of a request for the input tokens.
-
-    Raises TranslationError if the answer is malformed.
-    """
-    return encode({"object": "response.input_tokens", "input_tokens": read_count(answer)})
-
-
-def _chat(members: Mapping[str, Any]) -> dict[str, Any]:
     require(members, "model", "input")
     chat = translate_members(members, _HANDLERS)
     if members.get("instructions"):

@@ -1,4 +1,7 @@
-"""Counts the tokens of a request by vLLM's /tokenize: its body, and the count in its answer."""
+"""Translates requests to count the tokens of a prompt to vLLM's /tokenize, and its answers back.
+
+Clients send such requests to /v1/messages/count_tokens and /v1/responses/input_tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from typing import Any
 
 import msgspec
 
+from gateway.protocol.translate import messages_request, responses_request
 from gateway.protocol.translate.chat_types import TranslationError
-from gateway.protocol.translate.request_reader import encode
+from gateway.protocol.translate.request_reader import encode, read_object, require
 
 _RENDERED = (
     *("model", "messages", "tools", "chat_template", "chat_template_kwargs"),
@@ -23,16 +27,47 @@ class _Tokenized(msgspec.Struct, frozen=True):
 _read = msgspec.json.Decoder(_Tokenized).decode
 
 
-def tokenize_body(chat: Mapping[str, Any]) -> bytes:
-    """Return the body of a /tokenize request for the prompt of a chat completion request."""
-    return encode({name: chat[name] for name in _RENDERED if name in chat})
+def messages_to_tokenize(body: bytes) -> bytes:
+    """Translate the body of /v1/messages/count_tokens to a body for vLLM's /tokenize.
+
+    Raises GatewayError (400) with the name of a member that cannot be translated.
+    """
+    members = read_object(body)
+    require(members, "model", "messages")
+    return _tokenize_body(messages_request.chat_members(members))
 
 
-def read_count(answer: bytes | bytearray) -> int:
-    """Return the number of tokens in an engine's answer to /tokenize.
+def messages_count(answer: bytes | bytearray) -> bytes:
+    """Translate an engine's answer to /tokenize to the answer to a count_tokens request.
 
     Raises TranslationError if the answer is malformed.
     """
+    return encode({"input_tokens": _read_count(answer)})
+
+
+def responses_to_tokenize(body: bytes) -> bytes:
+    """Translate the body of /v1/responses/input_tokens to a body for vLLM's /tokenize.
+
+    Raises GatewayError (400) with the name of a member that cannot be translated.
+    """
+    return _tokenize_body(responses_request.chat_members(read_object(body)))
+
+
+def responses_count(answer: bytes | bytearray) -> bytes:
+    """Translate an engine's answer to /tokenize to that of a request for the input tokens.
+
+    Raises TranslationError if the answer is malformed.
+    """
+    return encode({"object": "response.input_tokens", "input_tokens": _read_count(answer)})
+
+
+def _tokenize_body(chat: Mapping[str, Any]) -> bytes:
+    # Return the body of a /tokenize request for the prompt of a chat completion request.
+    return encode({name: chat[name] for name in _RENDERED if name in chat})
+
+
+def _read_count(answer: bytes | bytearray) -> int:
+    # Return the number of tokens in an engine's answer to /tokenize.
     try:
         return _read(answer).count
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -26,6 +26,7 @@ from gateway.protocol.translate import (
     messages_request,
     responses_answer,
     responses_request,
+    token_counts,
 )
 from gateway.protocol.translate.messages_answer import MessagesStream
 from gateway.protocol.translate.responses_stream import ResponsesStream
@@ -75,13 +76,17 @@ TRANSLATIONS: Mapping[str, Translation] = MappingProxyType(
             CHAT, messages_request.to_chat, _messages, messages_request.lost_member
         ),
         COUNT_TOKENS.path: Translation(
-            TOKENIZE, messages_request.to_tokenize, partial(_count, messages_request.count_of)
+            TOKENIZE,
+            token_counts.messages_to_tokenize,
+            partial(_count, token_counts.messages_count),
         ),
         RESPONSES.path: Translation(
             CHAT, responses_request.to_chat, _responses, responses_request.lost_member
         ),
         INPUT_TOKENS.path: Translation(
-            TOKENIZE, responses_request.to_tokenize, partial(_count, responses_request.count_of)
+            TOKENIZE,
+            token_counts.responses_to_tokenize,
+            partial(_count, token_counts.responses_count),
         ),
     }
 )

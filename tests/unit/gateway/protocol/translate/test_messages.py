@@ -346,15 +346,6 @@ def test_an_error_response_has_the_apis_own_shape(status: int, kind: str) -> Non
     assert json.loads(messages_answer.from_error(status, b"<html>"))["error"]["type"] == kind
 
 
-def test_tokens_are_counted_by_the_engine() -> None:
-    body = json.dumps({key: BASE[key] for key in ("model", "messages")} | {"tools": [TOOL]})
-    request = json.loads(messages_request.to_tokenize(body.encode()))
-    assert request.keys() == {"model", "messages", "tools"}
-    assert json.loads(messages_request.count_of(b'{"count": 12, "tokens": [1]}')) == {
-        "input_tokens": 12
-    }
-
-
 def test_texts_of_claude_code_itself_are_the_users() -> None:
     messages = [{"role": role, "content": role} for role in ("user", "ctx", "msg")]
     assert [message["role"] for message in chat(messages=messages)["messages"]] == ["user"] * 3
