@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvtransfer.transport_interface import Link
-from kvtransfer.util.client_address import client_address
+from kvtransfer.util.network_addresses import client_address
 
 
 class UnprovenLinks:

@@ -18,6 +18,7 @@ from kvtransfer.transports.stream.link import StreamLink
 from kvtransfer.transports.stream.link_options import LinkOptions
 from kvtransfer.transports.stream.parallel_links import LanedLink
 from kvtransfer.transports.tls_links import TlsContexts, TlsLink
+from kvtransfer.util.network_addresses import split_host_port
 from kvtransfer.util.tls_files import TlsFiles
 
 _BUFFER_BYTES = 1 << 20
@@ -75,10 +76,9 @@ class Tcp:
         return f"{self._advertise or host}:{port}"
 
     def dial(self, address: str) -> Link:
-        host, _, port = address.rpartition(":")
-        host = host.strip("[]")  # an IPv6 address may be advertised in brackets
         try:
-            sock = socket.create_connection((host, int(port)), timeout=_DIAL_S)
+            host, port = split_host_port(address)
+            sock = socket.create_connection((host, port), timeout=_DIAL_S)
         except (OSError, ValueError, OverflowError) as error:
             raise TransportError(
                 f"the agent at {address} cannot be reached by TCP: {error}"

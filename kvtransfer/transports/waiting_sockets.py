@@ -13,7 +13,7 @@ import socket
 from collections import Counter, deque
 
 from kvtransfer.protocol.frame import PREAMBLE_BYTES
-from kvtransfer.util.client_address import client_address
+from kvtransfer.util.network_addresses import client_address
 
 MOST_WAITING, MOST_PER_ADDRESS = 512, 256
 """Maximum numbers of waiting sockets.

@@ -19,6 +19,7 @@ from kvtransfer.transports.acceptor import accepted_sockets
 from kvtransfer.transports.rdma import verbs
 from kvtransfer.transports.rdma.link import RdmaLink, RdmaOptions
 from kvtransfer.transports.rdma.verbs import Device, ProtectionDomain
+from kvtransfer.util.network_addresses import split_host_port
 
 MOST_LINKS = 1024
 _DIAL_S = 3.0
@@ -83,9 +84,8 @@ class Rdma:
         Raises TransportError if that fails.
         """
         with self._dialling():
-            host, _, port = address.rpartition(":")
             try:
-                sock = socket.create_connection((host, int(port)), timeout=_DIAL_S)
+                sock = socket.create_connection(split_host_port(address), timeout=_DIAL_S)
             except (OSError, ValueError, OverflowError) as error:
                 raise TransportError(
                     f"the agent at {address} cannot be reached by RDMA: {error}"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.links.unproven_links import UnprovenLinks
-from kvtransfer.util.client_address import client_address
 
 
 def link(host: str, port: int = 1) -> Mock:
@@ -70,20 +68,3 @@ def test_bounds_hold_and_every_newcomer_is_admitted(
         assert len(links) == len(links_) <= most
         hosts = [link.peer.partition(":")[0] for link in links_]
         assert all(hosts.count(host) <= per_address for host in hosts)
-
-
-@pytest.mark.parametrize(
-    ("peer", "address"),
-    [
-        ("127.0.0.2:5000", "127.0.0.2"),
-        ("::ffff:10.1.2.3:5000", "10.1.2.3"),
-        ("2001:db8:1:2:3:4:5:6:5000", "2001:db8:1:2::/64"),
-        ("2001:db8:1:2:ffff::9:5001", "2001:db8:1:2::/64"),
-        ("fe80::1%eth0:5000", "fe80::/64"),
-        ("a process of this host", "a process of this host"),
-    ],
-)
-def test_the_ports_of_a_host_and_the_addresses_of_an_ipv6_network_are_one_client(
-    peer: str, address: str
-) -> None:
-    assert client_address(peer) == address
