@@ -15,8 +15,8 @@ import msgspec
 from mockgpu.timing.step_time_grids import load_grids
 from planner.drift.request_measures import shape_of
 from planner.plan.config_to_replay import Assumptions, PoolCase, PoolCaseError, cases
-from planner.size.finalist import Finalist
 from planner.size.finalist_replays import replay_case, replay_finalists
+from planner.size.finalist_result import Finalist
 from planner.size.input_options import SizeOptions, hardware_of, model_of, workload_of
 from planner.size.pareto_front import fleet_points
 from planner.size.plan_draft import FleetPlan, SizingError

@@ -23,7 +23,7 @@ from command_line import Argument, Option, write_line
 from mockgpu.timing.step_time_grids import Grid, load_grids
 from planner.output_files import check_writable
 from planner.size import show
-from planner.size.finalist import Finalist
+from planner.size.finalist_result import Finalist
 from planner.size.input_options import SizeOptions, hardware_of, model_of, workload_of
 from planner.size.pareto_front import (
     BATCHES,
@@ -445,7 +445,7 @@ def _replayed(
     if output.log is None:
         return []
     from planner.process_map import WorkerError
-    from planner.size.log_replays import replay_log
+    from planner.size.finalist_replays import replay_log
 
     enough = msgspec.structs.replace(plan.hardware, gpus=plan.hardware.gpus or plan.gpus)
     models = variants(model, options.quant)

@@ -3,32 +3,40 @@
 The estimate of a plan assumes steady batches. A replay also has arrivals, queues and prefix caches.
 Fleets are compared by attainment, the share of requests served within the promised latencies.
 Policy, admission, limits and health checks are those of the plan's gateway.yaml.
+finalist_fleets.py chooses the fleets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from planner.plan.config_to_replay import PoolCase
-from planner.process_map import ReportShare, WorkerError, map_in_processes
+from planner.plan.config_to_replay import Assumptions, PoolCase, cases
+from planner.process_map import ReportShare, WorkerError, available_cores, map_in_processes
+from planner.progress_bar import progress_rows
+from planner.replay.argument_parsing import ArgumentError, parse_seconds
 from planner.replay.fleet_sim import replay
-from planner.replay.fleet_spec import FleetSpec, GroupKind, validate
+from planner.replay.fleet_spec import FleetSpec
 from planner.replay.results import ReplayFigures, RequestEnd, figures
 from planner.replay.traffic import traffic
-from planner.size.finalist import Finalist
+from planner.size.finalist_fleets import fleets_to_replay, known_model
+from planner.size.finalist_result import Finalist
 from planner.size.pareto_front import FleetPoint
 from planner.size.plan_draft import FleetPlan, SizingError
-from planner.traces.recorded_request import TraceRequest
-from policies.pricing.split_decision import SplitRule
+from planner.size.plan_files import POOL, Emission, emit
+from planner.traces import TraceError, TraceRequest, read_trace, slice_span
 from policies.routing_types import Role
-from policies.sizing.gpus import GPUS
-from policies.sizing.model_shapes import MODELS
-from policies.sizing.parallel_layout import Layout
 
-MAX_FINALISTS = 5
 SPLIT_POLICY = "priced"
+
+ConfigReader = Callable[[str], Mapping[str, Any]]
+"""A function that reads the text of a gateway.yaml.
+
+It returns the configuration as plain values with all defaults.
+"""
 
 
 class _FinalistReplay(msgspec.Struct, frozen=True):
@@ -36,6 +44,49 @@ class _FinalistReplay(msgspec.Struct, frozen=True):
     plan: FleetPlan
     case: PoolCase
     requests: Sequence[TraceRequest]
+
+
+def replay_log(
+    emission: Emission,
+    points: Sequence[FleetPoint],
+    log: Path,
+    last: str,
+    read_config: ConfigReader,
+    is_quiet: bool,
+) -> list[Finalist]:
+    """Replay the best fleets on a log, and return their results, best attainment first.
+
+    As many replays run at a time as there are cores. Attainment is the share of requests that are
+    served within their latency promises.
+
+    emission     the plan, whose gateway.yaml gives policies and limits
+    points       the alternatives
+    log          the access log or trace
+    last         how much of the end of the log to replay, such as 60m
+    read_config  function that reads the text of a gateway.yaml
+    is_quiet     whether to show no progress bar
+
+    Raises SizingError if the log has no usable request, or if no mock engine can imitate the plan's
+    engines. Raises WorkerError if the process of a replay ends without a result.
+    """
+    plan = emission.plan
+    assumed = Assumptions(known_model(plan), plan.hardware.gpu.name)
+    requests = _requests(log, last)
+    case = cases(read_config(emit("gateway", emission)), assumed)[POOL]
+    with progress_rows(is_quiet) as show_progress:
+        return replay_finalists(plan, case, points, requests, show_progress, available_cores())
+
+
+def _requests(log: Path, last: str) -> list[TraceRequest]:
+    try:
+        requests = read_trace(log)
+        end_s = max((request.arrival_s for request in requests), default=0.0)
+        requests = slice_span(requests, max(0.0, end_s - parse_seconds(last)))
+    except (TraceError, ArgumentError) as error:
+        raise SizingError(str(error)) from None
+    if not requests:
+        raise SizingError(f"the log {log} contains no request of the last {last}")
+    return requests
 
 
 def replay_finalists(
@@ -58,7 +109,7 @@ def replay_finalists(
     Raises WorkerError if a process ends without a result.
     """
     replays = []
-    for fleet in _fleets(plan, case, points):
+    for fleet in fleets_to_replay(plan, case.fleet, points):
         is_split = any(kind.role is not Role.BOTH for kind in fleet.kinds)
         own = msgspec.structs.replace(
             case, fleet=fleet, policy_name=SPLIT_POLICY if is_split else case.policy_name
@@ -104,104 +155,6 @@ def replay_case(
         watch=watch,
     )
     return _finalist(plan, case.fleet, figures(run))
-
-
-def known_model(plan: FleetPlan) -> str:
-    """Return the built-in name of a sizing plan's model.
-
-    Raises SizingError if its model or GPU is not built in, because only those can be simulated.
-    """
-    gpu = plan.hardware.gpu.name
-    if plan.model.name.lower() not in MODELS:
-        raise SizingError(
-            f"--from needs a built-in model, but the plan is for {plan.model.name}; built-in "
-            f"models: {', '.join(name for name in MODELS if '/' not in name)}"
-        )
-    if gpu not in GPUS:
-        raise SizingError(
-            f"--from needs a built-in GPU type, not {gpu}; built-in types: {', '.join(GPUS)}"
-        )
-    return _name(plan.model.name)
-
-
-def _fleets(plan: FleetPlan, case: PoolCase, points: Sequence[FleetPoint]) -> Iterator[FleetSpec]:
-    planned = msgspec.structs.replace(case.fleet, name=f"{plan.replicas} x {plan.layout.label}")
-    yield planned
-    own = _kind(plan, planned)
-    for prefills in _divisions(plan):
-        halves = (
-            msgspec.structs.replace(own, count=prefills, role=Role.PREFILL),
-            msgspec.structs.replace(own, count=plan.replicas - prefills, role=Role.DECODE),
-        )
-        name = f"{prefills} prefill + {plan.replicas - prefills} decode x {plan.layout.label}"
-        split = SplitRule(1)
-        yield validate(msgspec.structs.replace(planned, name=name, kinds=halves, split=split))
-    for point in _others(plan, points):
-        yield _fleet_of_point(plan, own, point, planned)
-
-
-def _fleet_of_point(
-    plan: FleetPlan, own: GroupKind, point: FleetPoint, planned: FleetSpec
-) -> FleetSpec:
-    kind = msgspec.structs.replace(
-        own,
-        model=_name(point.model),
-        tp=point.tp,
-        pp=point.pp,
-        ep=point.ep,
-        dp=1,
-        cp=1,
-        count=point.replicas,
-        kv_tokens=None,
-        max_concurrency=min(point.batch, plan.work.max_concurrency or point.batch),
-    )
-    name = f"{point.replicas} x {kind.layout.label} {_name(point.model)}"
-    return validate(msgspec.structs.replace(planned, name=name, kinds=(kind,)))
-
-
-def _divisions(plan: FleetPlan) -> Iterator[int]:
-    seconds, replicas = plan.loaded.seconds, plan.replicas
-    if replicas < 2:
-        return
-    share = (seconds.prompt_s + seconds.cached_s) / seconds.total_s * replicas
-    for prefills in sorted({int(share), int(share) + 1}):
-        if 1 <= prefills < replicas:
-            yield prefills
-
-
-def _others(plan: FleetPlan, points: Sequence[FleetPoint]) -> list[FleetPoint]:
-    # Return the cheapest points of the best other shapes: each with the batch at which it is
-    # cheapest within the promised time, whether or not another shape is better at that batch.
-    limit_s = plan.work.tpot_s
-    own = [p for p in points if not p.reason and p.gpu == plan.hardware.gpu.name]
-    in_time = [p for p in own if limit_s is None or p.tpot_s <= limit_s]
-    best = [p for p in in_time if p.is_best]
-    in_time, best = (in_time, best) if best else (own, [p for p in own if p.is_best])
-    shapes = {_shape(point) for point in best} - {(plan.model.name, plan.layout)}
-    cheapest: dict[tuple[str, Layout], FleetPoint] = {}
-    for point in sorted(in_time, key=lambda point: point.usd_million):
-        if _shape(point) in shapes:
-            cheapest.setdefault(_shape(point), point)
-    return list(cheapest.values())[: MAX_FINALISTS - 1 - len(list(_divisions(plan)))]
-
-
-def _shape(point: FleetPoint) -> tuple[str, Layout]:
-    return point.model, Layout(point.tp, point.pp, point.ep)
-
-
-def _kind(plan: FleetPlan, planned: FleetSpec) -> GroupKind:
-    # Return the plan's groups with what a gateway.yaml does not say.
-    return msgspec.structs.replace(
-        planned.kinds[0],
-        count=plan.replicas,
-        kv_scalar_bytes=plan.model.kv_bytes,
-        link_gb_s=plan.hardware.gpu.nic_bytes_s / 1e9,
-    )
-
-
-def _name(full: str) -> str:
-    model = MODELS[full.lower()]
-    return next(name for name, known in MODELS.items() if known is model and name != "demo-8b")
 
 
 def _finalist(plan: FleetPlan, fleet: FleetSpec, result: ReplayFigures) -> Finalist:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from planner.size.finalist import Finalist
+from planner.size.finalist_result import Finalist
 from planner.size.pareto_front import FleetPoint, LadderStep
 from planner.size.plan_draft import FleetPlan, RecipeGate
 from planner.size.units import gb, ms, usd

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.drift.layout_change import choose
-from planner.size.finalist import Finalist
+from planner.size.finalist_result import Finalist
 
 
 def fleet(attainment: float, gpus: int, name: str = "f") -> Finalist:

@@ -282,7 +282,9 @@ def test_replays_in_several_processes_have_the_results_of_one(
     options = (*sizes, "--ttft", "5s", "--tpot", "100ms", "--from", str(trace), "--last", "20s")
     results = []
     for cores in (1, 3):
-        monkeypatch.setattr("planner.size.log_replays.available_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(
+            "planner.size.finalist_replays.available_cores", lambda cores=cores: cores
+        )
         results.append(plain(*options)["replayed"])
     assert len(results[0]) >= 3
     assert results[0] == results[1]
