@@ -6,13 +6,14 @@
 - loader.py combines all of this.
 """
 
+from gateway.config.admin_section import Admin
 from gateway.config.auto_section import AutoPolicy
 from gateway.config.batch_section import BatchApi
+from gateway.config.client_limits_section import Limits
 from gateway.config.endpoint_sections import EndpointSpec, LayoutSpec
 from gateway.config.hardware_section import Hardware
 from gateway.config.health_sections import HealthSpec, Scrape
-from gateway.config.limits_section import Limits
-from gateway.config.listener_sections import Admin, AdminListener, Listener, Listeners
+from gateway.config.listener_sections import AdminListener, Listener, Listeners
 from gateway.config.loader import (
     SCHEMA_ID,
     SECRET_MASK,

@@ -1,22 +1,13 @@
-"""Configuration sections for the two servers: addresses, TLS, trusted proxies and the admin key."""
+"""The configuration section `listeners`: addresses and TLS of the two servers, proxies, CORS."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from gateway.config.tls_sections import ListenerTls
-from gateway.config.value_types import (
-    Cidr,
-    Host,
-    Origin,
-    Port,
-    Secret,
-    Section,
-    check_sendable,
-    setting,
-)
+from gateway.config.value_types import Cidr, Host, Origin, Port, Section, setting
 
 
 class Listener(Section):
@@ -66,20 +57,3 @@ class Listeners(Section):
     admin: AdminListener = setting(
         {}, "Address and TLS of the admin server: health, metrics and state."
     )
-
-
-class Admin(Section):
-    """Settings of the admin server that decide who may make changes. Reading needs no key."""
-
-    key: Secret | None = setting(
-        None,
-        "Key that requests for changes must send, by reference: ${NAME} or ${file:/path}. Without "
-        "it, changes are accepted only from this machine.",
-    )
-    hosts: tuple[Host, ...] = setting(
-        (),
-        "Further host names that the admin server accepts in the Host header; addresses and "
-        "localhost are always accepted.",
-    )
-
-    _sendable_key = field_validator("key")(check_sendable)

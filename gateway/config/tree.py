@@ -11,11 +11,12 @@ from typing import Literal
 
 from pydantic import Field
 
+from gateway.config.admin_section import Admin
 from gateway.config.batch_section import BatchApi
+from gateway.config.client_limits_section import Limits
 from gateway.config.hardware_section import Hardware
 from gateway.config.health_sections import HealthSpec, Scrape
-from gateway.config.limits_section import Limits
-from gateway.config.listener_sections import Admin, Listeners
+from gateway.config.listener_sections import Listeners
 from gateway.config.model_sections import Model
 from gateway.config.observability_sections import Observability
 from gateway.config.peer_sections import Shared
