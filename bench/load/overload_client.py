@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.protocol.response.http_framing import ResponseBody, new_body, parse_head
+from gateway.protocol.response.http_response_parser import ResponseBody, new_body, parse_head
 from planner.bench.answer_timeline import AnswerTimeline
 from planner.text_generator import text
 

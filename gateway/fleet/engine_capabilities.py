@@ -13,7 +13,7 @@ from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.model_list_changes import ModelListNews
 from gateway.fleet.probe_errors import PROBE_ERRORS
 from gateway.protocol.api_table import RESPONSES, api_paths
-from gateway.protocol.response.http_framing import FramingError
+from gateway.protocol.response.http_response_parser import FramingError
 from gateway.protocol.response_store_probe import shows_store, store_request
 from gateway.protocol.translate.translation_table import TRANSLATIONS
 from policies.engine_kinds import ENGINE_TRAITS, MODELS_PATH

@@ -10,7 +10,7 @@ import traceback
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.http.connect_errors import is_local_error, is_process_error
 from gateway.http.engine_poll_client import ConnectError, ConnectionLostError
-from gateway.protocol.response.http_framing import FramingError
+from gateway.protocol.response.http_response_parser import FramingError
 
 log = logging.getLogger("penstock")
 

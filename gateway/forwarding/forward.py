@@ -27,12 +27,12 @@ from gateway.protocol.response.answer_events import (
     write_message,
     write_response,
 )
-from gateway.protocol.response.event_relay import EventRelay
 from gateway.protocol.response.model_and_usage_rewrite import (
     ANY_NAME,
     ModelNameRewriter,
     versioned_name,
 )
+from gateway.protocol.response.named_event_relay import NamedEventRelay
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.resumable_relay import RecordedRelay
 from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
@@ -128,7 +128,7 @@ def _prepare_special(
         relay.asked_at = exchange.accepted_at
     else:
         grammar, errors = api.grammar, api.errors
-        relay = EventRelay(headers, on_first, is_http_1_0, rewriter, gaps, grammar, errors)
+        relay = NamedEventRelay(headers, on_first, is_http_1_0, rewriter, gaps, grammar, errors)
         relay.asked_at = exchange.accepted_at
         if body.request.stream:
             relay.event_writer = _EVENT_WRITERS.get(api)

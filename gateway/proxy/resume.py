@@ -18,7 +18,7 @@ from gateway.http.client_interface import Client
 from gateway.protocol.api_table import COMPLETIONS
 from gateway.protocol.request.call import Call
 from gateway.protocol.response.answer_events import write_chunks_with_usage
-from gateway.protocol.response.http_framing import LAST_CHUNK, encode_chunk
+from gateway.protocol.response.http_response_parser import LAST_CHUNK, encode_chunk
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.resumable_relay import ContinuationRelay, RecordedRelay
 from gateway.protocol.response.resume_eligibility import call_with_token_ids, continuation_terms

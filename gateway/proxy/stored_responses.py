@@ -26,7 +26,7 @@ from gateway.protocol.api_table import RESPONSES
 from gateway.protocol.errors import Failure, GatewayError, response_not_found
 from gateway.protocol.request.call import Call
 from gateway.protocol.request.json_members import bad_request, member_value
-from gateway.protocol.response.event_relay import EventRelay
+from gateway.protocol.response.named_event_relay import NamedEventRelay
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response_store_probe import shows_store, store_request
 from gateway.request_record import Exchange, StoredAt
@@ -183,7 +183,7 @@ def _relay(gateway: Gateway, exchange: Exchange, client: Client, live: LiveEndpo
         rewriter = forward.new_rewriter(live.endpoint.engine, RESPONSES, served, stored.model)
     headers = response_headers(exchange, client, stored.endpoint)
     grammar, errors = RESPONSES.grammar, RESPONSES.errors
-    relay = EventRelay(headers, None, client.is_http_1_0, rewriter, None, grammar, errors)
+    relay = NamedEventRelay(headers, None, client.is_http_1_0, rewriter, None, grammar, errors)
     relay.asked_at = exchange.accepted_at
     return relay
 

@@ -31,7 +31,7 @@ from gateway.fleet.kv_events.zmq_subscription import Subscription
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.http.engine_poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.response.http_framing import FramingError
+from gateway.protocol.response.http_response_parser import FramingError
 from policies.routing_types import EngineKind
 
 log = logging.getLogger("penstock")

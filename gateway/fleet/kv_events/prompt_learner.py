@@ -24,7 +24,7 @@ from gateway.fleet.kv_events.tokenization import (
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.http.engine_poll_client import ConnectError, ConnectionLostError, PollClient
 from gateway.metrics.metric_types import Counter, MetricFamily
-from gateway.protocol.response.http_framing import FramingError
+from gateway.protocol.response.http_response_parser import FramingError
 
 log = logging.getLogger("penstock")
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway.protocol.response.held_answer import HeldAnswer
-from gateway.protocol.response.http_framing import (
+from gateway.protocol.response.http_response_parser import (
     LAST_CHUNK,
     ResponseHead,
     encode_chunk,

@@ -10,7 +10,7 @@ import json
 
 import msgspec
 
-from gateway.protocol.response.http_framing import FramingError, ResponseHead, new_body
+from gateway.protocol.response.http_response_parser import FramingError, ResponseHead, new_body
 from gateway.protocol.upstream_error import UpstreamError
 
 MAX_HELD_ANSWER = 1024 * 1024

@@ -16,8 +16,9 @@ from gateway.metrics.metric_types import Histogram
 from gateway.protocol.byte_scan import count_events
 from gateway.protocol.message_bytes import whole_response
 from gateway.protocol.response.answer_events import EventWriter, as_stream
+from gateway.protocol.response.client_framing import CONNECTION_CLOSE
 from gateway.protocol.response.held_answer import HeldAnswer, check_json
-from gateway.protocol.response.http_framing import (
+from gateway.protocol.response.http_response_parser import (
     COMPLETE,
     NOT_STARTED,
     ChunkedBody,
@@ -28,7 +29,6 @@ from gateway.protocol.response.http_framing import (
 )
 from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
 from gateway.protocol.response.output_queue import STEP_BYTES
-from gateway.protocol.response.relay_output import CONNECTION_CLOSE
 from gateway.protocol.response.relay_state import BEHIND, DONE, FLOWING, HEAD, HELD, REFUSED
 from gateway.protocol.response.retryable_start import HeldChunks, PartialHead, RetryableStart
 from gateway.protocol.response.stream_end import StreamEnd
@@ -310,7 +310,7 @@ class Relay(StreamEnd):
         self._usage_payload = self._finish_payload = bytes(held.payload)
         return self._commit(data, now)
 
-    # These methods depend on the stream's event format. event_relay.py overrides them.
+    # These methods depend on the stream's event format. named_event_relay.py overrides them.
     def _new_held_start(self) -> RetryableStart:
         return HeldChunks(self.hold_until_token)
 

@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 
 from gateway.protocol.response.event_grammar import EventGrammar
-from gateway.protocol.response.http_framing import HEAD_END, MAX_HEAD_BYTES
+from gateway.protocol.response.http_response_parser import HEAD_END, MAX_HEAD_BYTES
 from gateway.protocol.response.usage_and_error_search import (
     DATA_LINE,
     DONE_MARKER,

@@ -5,7 +5,7 @@ Answers to clients are relayed as they arrive instead (gateway/protocol/response
 
 from __future__ import annotations
 
-from gateway.protocol.response.http_framing import (
+from gateway.protocol.response.http_response_parser import (
     HEAD_END,
     MAX_HEAD_BYTES,
     FramingError,

@@ -7,14 +7,14 @@ event, SDKs would take a stream that just ends for complete. No I/O.
 from __future__ import annotations
 
 from gateway.protocol.errors import Failure, error_event
+from gateway.protocol.response.client_framing import ClientFraming
 from gateway.protocol.response.held_answer import check_end
-from gateway.protocol.response.http_framing import LAST_CHUNK, encode_chunk
-from gateway.protocol.response.relay_output import RelayOutput
+from gateway.protocol.response.http_response_parser import LAST_CHUNK, encode_chunk
 from gateway.protocol.response.relay_state import DONE, FLOWING
 from gateway.protocol.response.usage_and_error_search import DONE_MARKER, find_finished_choices
 
 
-class StreamEnd(RelayOutput):
+class StreamEnd(ClientFraming):
     """The last events of one relayed stream. The subclass `Relay` feeds it the engine's bytes."""
 
     __slots__ = ()

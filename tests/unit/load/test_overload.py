@@ -23,7 +23,7 @@ from bench.load.overload_figures import Bound, Refusal, figures, is_good, times
 from bench.load.overload_load import ClientRecord, ClientRecords, Stream, Try
 from bench.load.overload_null_server import ANSWER, NullConnection
 from bench.load.overload_plan import PHASES, Plan, arrivals
-from gateway.protocol.response.http_framing import parse_head
+from gateway.protocol.response.http_response_parser import parse_head
 
 PLAN = Plan("http://gateway", "http://null", 0.0, 10.0, 1)
 SPIKE, STORM = PLAN.window("spike"), PLAN.window("storm")

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.protocol import python_byte_scan as python_form
-from gateway.protocol.response import http_framing, relay, usage_and_error_search
+from gateway.protocol.response import http_response_parser, relay, usage_and_error_search
 from gateway.protocol.response.usage_and_error_search import (
     EVENT_ENDS,
     FINISH_REASON,
@@ -92,7 +92,7 @@ def using(form: ModuleType) -> Iterator[None]:
         patch.setattr(usage_and_error_search, "IS_C_FORM", True)
         patch.setattr(usage_and_error_search, "has_error_name", form.has_error_name)
         for name in ("body_span", "whole_body"):
-            patch.setattr(http_framing, name, getattr(form, name))
+            patch.setattr(http_response_parser, name, getattr(form, name))
         patch.setattr(relay, "count_events", form.count_events)
         yield
 

@@ -21,7 +21,7 @@ from gateway.http.engine_connections import (
 )
 from gateway.http.engine_request import UpstreamTimeouts
 from gateway.http.write_queue import WriteQueue
-from gateway.protocol.response.http_framing import encode_chunk
+from gateway.protocol.response.http_response_parser import encode_chunk
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.relay_state import RelayState
 from gateway.protocol.response.usage_and_error_search import MAX_FIRST_EVENT

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gateway.http.engine_poll_client import ConnectError, ConnectionLostError, PollClient
-from gateway.protocol.response.http_framing import FramingError
+from gateway.protocol.response.http_response_parser import FramingError
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 

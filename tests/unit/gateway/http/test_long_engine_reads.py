@@ -15,7 +15,7 @@ from gateway.http.engine_connections import UpstreamConnection
 from gateway.http.long_engine_reads import SLICE, LongReads
 from gateway.http.upload_read_turns import LONG_READ
 from gateway.http.write_queue import WRITES_PER_TURN
-from gateway.protocol.response.http_framing import LAST_CHUNK, encode_chunk
+from gateway.protocol.response.http_response_parser import LAST_CHUNK, encode_chunk
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.translate import translation_table
 from tests.unit.gateway.http.connection_harness import FakeTransport, turns

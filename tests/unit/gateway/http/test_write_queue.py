@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gateway.http.engine_connections import ConnectionPool, UpstreamConnection
 from gateway.http.engine_request import UpstreamTimeouts
 from gateway.http.write_queue import MAX_DEFERRED, MAX_DEFERRED_BYTES, WRITES_PER_TURN, WriteQueue
-from gateway.protocol.response.http_framing import encode_chunk
+from gateway.protocol.response.http_response_parser import encode_chunk
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.relay_state import RelayState
 from tests.unit.gateway.http.test_engine_connections import FakeClient, FakePayload

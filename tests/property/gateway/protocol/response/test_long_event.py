@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.protocol.error_formats import OPENAI
 from gateway.protocol.response.event_grammar import MESSAGES
-from gateway.protocol.response.event_relay import EventRelay
+from gateway.protocol.response.named_event_relay import NamedEventRelay
 from gateway.protocol.response.payload_scan import MAX_PARTIAL_EVENT, MAX_RESCAN
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.retryable_start import HeldChunks, HeldNamedEvents, RetryableStart
@@ -108,8 +108,8 @@ def test_a_named_stream_with_long_events_is_read_the_same_in_any_pieces(
     payload = (NAMED % ("x" * first, "y" * second, "z" * third)).encode()
     payload = payload[: len(payload) - short]
 
-    def relay() -> EventRelay:
-        return EventRelay(b"", None, False, None, None, MESSAGES, OPENAI)
+    def relay() -> NamedEventRelay:
+        return NamedEventRelay(b"", None, False, None, None, MESSAGES, OPENAI)
 
     assert relayed(relay(), payload, sizes) == relayed(relay(), payload, WHOLE)
 

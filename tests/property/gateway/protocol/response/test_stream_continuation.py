@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gateway.protocol import api_table
 from gateway.protocol.errors import Failure
-from gateway.protocol.response.http_framing import LAST_CHUNK, ChunkedBody, encode_chunk
+from gateway.protocol.response.http_response_parser import LAST_CHUNK, ChunkedBody, encode_chunk
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.relay_state import RelayState
 from gateway.protocol.response.resumable_relay import ContinuationRelay, RecordedRelay

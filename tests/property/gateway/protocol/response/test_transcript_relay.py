@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.protocol.errors import Failure
-from gateway.protocol.response.http_framing import encode_chunk
+from gateway.protocol.response.http_response_parser import encode_chunk
 from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
 from gateway.protocol.response.relay import DONE
 from gateway.protocol.response.transcript_relay import TranscriptRelay

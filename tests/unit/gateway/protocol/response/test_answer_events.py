@@ -15,7 +15,7 @@ from gateway.protocol.response.answer_events import (
     write_message,
     write_response,
 )
-from gateway.protocol.response.event_relay import EventRelay
+from gateway.protocol.response.named_event_relay import NamedEventRelay
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.relay_state import DONE
 from gateway.protocol.translate import translation_table
@@ -99,9 +99,9 @@ def events_of(out: bytes) -> list[Any]:
     return [json.loads(line) if line != b"[DONE]" else "[DONE]" for line in lines]
 
 
-def special(api: Api) -> EventRelay:
+def special(api: Api) -> NamedEventRelay:
     assert api.grammar is not None
-    return EventRelay(b"", None, False, None, None, api.grammar, api.errors)
+    return NamedEventRelay(b"", None, False, None, None, api.grammar, api.errors)
 
 
 def test_a_whole_chat_with_invalid_utf_8_becomes_chunks_with_replacement_characters() -> None:

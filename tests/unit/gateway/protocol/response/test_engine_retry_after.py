@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.protocol.response.http_framing import parse_head
+from gateway.protocol.response.http_response_parser import parse_head
 
 DATE = "Wed, 21 Oct 2026 07:28:00 GMT"
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gateway.protocol.response.held_answer import MAX_HELD_ANSWER
-from gateway.protocol.response.http_framing import LAST_CHUNK, encode_chunk
+from gateway.protocol.response.http_response_parser import LAST_CHUNK, encode_chunk
 from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.relay_state import DONE, HELD

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.protocol.errors import Failure
 from gateway.protocol.response import long_event
-from gateway.protocol.response.http_framing import LAST_CHUNK, ChunkedBody, encode_chunk
+from gateway.protocol.response.http_response_parser import LAST_CHUNK, ChunkedBody, encode_chunk
 from gateway.protocol.response.output_queue import STEP_BYTES
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.relay_state import BEHIND, DONE

@@ -11,7 +11,7 @@ import json
 import pytest
 
 from gateway.protocol.api_table import CHAT, MESSAGES, RESPONSES, Api
-from gateway.protocol.response.event_relay import EventRelay
+from gateway.protocol.response.named_event_relay import NamedEventRelay
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import MAX_COMMENTS_S, MAX_FIRST_EVENT
 from tests.duration_limits import PATIENCE_S
@@ -211,7 +211,7 @@ def test_named_events_without_work_are_held_back_no_longer_than_comments(
     api: Api, beat: bytes
 ) -> None:
     assert api.grammar is not None
-    relay = EventRelay(b"", None, False, None, None, api.grammar, api.errors)
+    relay = NamedEventRelay(b"", None, False, None, None, api.grammar, api.errors)
     relay.asked_at = 100.0
     assert relay.feed(EVENTS + beat, 101.0) == b""
     assert relay.feed(beat, 99.0 + MAX_COMMENTS_S) == b""
@@ -226,7 +226,7 @@ def test_an_error_that_comes_late_and_in_parts_is_read_to_its_end(api: Api) -> N
     relay = Relay(b"")
     if api is MESSAGES:
         assert api.grammar is not None
-        relay = EventRelay(b"", None, False, None, None, api.grammar, api.errors)
+        relay = NamedEventRelay(b"", None, False, None, None, api.grammar, api.errors)
         event = b"event: error\n" + event
     relay.asked_at = 100.0
     chunk = b"%x\r\n%b\r\n" % (len(event), event)

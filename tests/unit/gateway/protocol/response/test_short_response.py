@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.protocol.response.http_framing import FramingError
+from gateway.protocol.response.http_response_parser import FramingError
 from gateway.protocol.response.short_response import ShortResponse
 
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"

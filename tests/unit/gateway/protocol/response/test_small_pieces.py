@@ -11,9 +11,13 @@ from gateway.forwarding.internal_answer import InternalAnswer
 from gateway.protocol.api_table import CHAT
 from gateway.protocol.error_formats import OPENAI
 from gateway.protocol.response.event_grammar import MESSAGES, RESPONSES
-from gateway.protocol.response.event_relay import EventRelay
-from gateway.protocol.response.http_framing import MAX_TRAILER_BYTES, ChunkedBody, FramingError
+from gateway.protocol.response.http_response_parser import (
+    MAX_TRAILER_BYTES,
+    ChunkedBody,
+    FramingError,
+)
 from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
+from gateway.protocol.response.named_event_relay import NamedEventRelay
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.resume_eligibility import ContinuationTerms
 from gateway.protocol.response.short_response import ShortResponse
@@ -54,7 +58,7 @@ def relay_head(size: int) -> None:
 
 
 def named(grammar: object, name: bytes, first: bytes, size: int, piece: int) -> None:
-    relay = EventRelay(b"", None, False, None, None, grammar, OPENAI)  # type: ignore[arg-type]
+    relay = NamedEventRelay(b"", None, False, None, None, grammar, OPENAI)  # type: ignore[arg-type]
     relay_stream(relay, first, b"event: " + name + b'\ndata: {"a":"' + b"x" * size, piece)
 
 

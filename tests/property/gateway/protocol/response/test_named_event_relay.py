@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from gateway.protocol import api_table
 from gateway.protocol.api_table import Api
 from gateway.protocol.errors import Failure
-from gateway.protocol.response.event_relay import EventRelay
-from gateway.protocol.response.http_framing import encode_chunk
+from gateway.protocol.response.http_response_parser import encode_chunk
 from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
+from gateway.protocol.response.named_event_relay import NamedEventRelay
 from gateway.protocol.response.relay import DONE, Relay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.protocol.upstream_error import UpstreamError
@@ -51,10 +51,10 @@ STREAMS = [(api_table.MESSAGES, MESSAGE), (api_table.RESPONSES, RESPONSE)]
 IDS = ["messages", "responses"]
 
 
-def relay_of(api: Api, served: str = "m", asked: str = "m") -> EventRelay:
+def relay_of(api: Api, served: str = "m", asked: str = "m") -> NamedEventRelay:
     assert api.grammar is not None
     rewriter = ModelNameRewriter(served, asked) if served != asked else None
-    return EventRelay(b"", None, False, rewriter, None, api.grammar, api.errors)
+    return NamedEventRelay(b"", None, False, rewriter, None, api.grammar, api.errors)
 
 
 def framed(*events: bytes) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.protocol.response.http_framing import (
+from gateway.protocol.response.http_response_parser import (
     MAX_HEAD_BYTES,
     FramingError,
     ResponseHead,

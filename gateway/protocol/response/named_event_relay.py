@@ -22,7 +22,7 @@ from gateway.protocol.response.usage_and_error_search import EVENT_ENDS, USAGE, 
 _ERROR_DATA = re.compile(rb"(?:^|\n)event: ?error\r?\ndata: ?([^\r\n]*)")
 
 
-class EventRelay(Relay):
+class NamedEventRelay(Relay):
     """Relays one response whose stream has named events, as the grammar of its API describes them.
 
     Engines announce a response before they compute any part of it. Such events are held back until

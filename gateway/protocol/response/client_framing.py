@@ -6,7 +6,7 @@ another API than the engine. stream_end.py adds the last events of a stream. No 
 
 from __future__ import annotations
 
-from gateway.protocol.response.http_framing import (
+from gateway.protocol.response.http_response_parser import (
     LAST_CHUNK,
     ChunkedBody,
     RawBody,
@@ -24,7 +24,7 @@ CONNECTION_CLOSE = b"connection: close\r\n\r\n"
 _CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 
 
-class RelayOutput(PayloadScan):
+class ClientFraming(PayloadScan):
     """The client's side of one relayed response. The subclass `StreamEnd` ends its stream."""
 
     __slots__ = (
