@@ -1,29 +1,26 @@
-"""Reads what an engine can do: its list of models, its APIs, and whether it stores responses."""
+"""Reads what an engine can do: its models, its APIs, and whether it stores responses.
+
+model_list_reader.py reads the list of models.
+"""
 
 from __future__ import annotations
 
-import json
-import logging
 from contextlib import suppress
 from time import monotonic
 
 from gateway.config import Config
-from gateway.fleet.engine_requests import METRICS_LIMIT, EngineRequests, known_model
+from gateway.fleet.engine_requests import METRICS_LIMIT, NO_PAGE, EngineRequests, known_model
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.model_list_changes import ModelListNews
+from gateway.fleet.model_list_reader import ModelListReader
 from gateway.fleet.probe_errors import PROBE_ERRORS
 from gateway.protocol.api_table import RESPONSES, api_paths
-from gateway.protocol.response.http_response_parser import FramingError
 from gateway.protocol.response_store_probe import shows_store, store_request
 from gateway.protocol.translate.translation_table import TRANSLATIONS
-from policies.engine_kinds import ENGINE_TRAITS, MODELS_PATH
-
-log = logging.getLogger("penstock")
+from policies.engine_kinds import ENGINE_TRAITS
 
 MODELS_EVERY_S = 30.0
 API_TRIAL_S = 0.5  # timeout of a request that shows whether an engine serves an API
-NO_PAGE = (404, 405, 501)  # statuses of an engine without the requested page
-RATE_LIMITED = 429
 
 
 class EngineCapabilities:
@@ -35,42 +32,21 @@ class EngineCapabilities:
     def __init__(self, config: Config, requests: EngineRequests, news: ModelListNews) -> None:
         self.config = config
         self._requests = requests
-        self._model_lists = news
+        self._news = news
+        self._reader = ModelListReader(requests, news)
 
-    async def list_models_if_due(self, live: LiveEndpoint) -> None:
-        """Read which models the engine lists, unless that was done a short time ago."""
+    async def read_if_due(self, live: LiveEndpoint) -> None:
+        """Read what the engine can do, unless that was done a short time ago."""
         if live.models_at is None or monotonic() - live.models_at >= MODELS_EVERY_S:
-            await self.list_models(live, limit_s=self.config.health.timeout)
+            await self.read(live, limit_s=self.config.health.timeout)
 
-    async def list_models(self, live: LiveEndpoint, *, limit_s: float) -> None:
-        """Read which models the engine lists; without a response, the last list stays valid.
+    async def read(self, live: LiveEndpoint, *, limit_s: float) -> None:
+        """Read the models that the engine lists, then unknown facts about its APIs and responses.
 
-        If the list is new, the APIs that the engine serves are read too.
+        Without a list, nothing else is read.
         """
-        try:
-            status, text = await self._requests.fetch(live, MODELS_PATH, limit_s, METRICS_LIMIT)
-        except FramingError as error:
-            _report_unreadable_list(live, str(error))
+        if not await self._reader.read(live, limit_s):
             return
-        except PROBE_ERRORS:
-            return
-        names: tuple[str, ...] = ()
-        if status == 200:
-            try:
-                cards = json.loads(text)["data"]
-                # Ollama writes null for an empty list.
-                names = tuple(str(card["id"]) for card in (() if cards is None else cards))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                _report_unreadable_list(live, f"not a list of models: {error!r}")
-                return
-        elif status not in NO_PAGE:
-            if 400 <= status < 500 and status != RATE_LIMITED:
-                _report_unreadable_list(live, f"the engine answered {status}")
-            return
-        is_first, live.models_at, live.has_bad_list = live.models_at is None, monotonic(), False
-        if is_first or (names, status == 200) != (live.models, live.has_list):
-            live.models, live.has_list = names, status == 200
-            self._model_lists.on_changed()
         if not live.api_paths:
             await self._list_apis(live, limit_s)
         await self._learn_store(live, limit_s)
@@ -82,7 +58,7 @@ class EngineCapabilities:
         status, text = await self._requests.get(live, "/openapi.json", limit_s)
         if status == 200 and (paths := api_paths(text)):
             live.api_paths = paths
-            self._model_lists.on_changed()
+            self._news.on_changed()
 
     async def try_apis_if_due(self, live: LiveEndpoint) -> None:
         """Find out which translatable APIs an engine lacks, if it does not list its APIs.
@@ -101,7 +77,7 @@ class EngineCapabilities:
                     missing.add(path)
         if missing != live.missing_paths:
             live.missing_paths = frozenset(missing)
-            self._model_lists.on_changed()
+            self._news.on_changed()
 
     async def _learn_store(self, live: LiveEndpoint, limit_s: float) -> None:
         # Find out whether the engine stores responses, if it is unknown and matters to the pool.
@@ -120,16 +96,3 @@ class EngineCapabilities:
                 live, RESPONSES.path, limit_s, METRICS_LIMIT, body
             )
             live.keeps_responses = shows_store(*response)
-
-
-def _report_unreadable_list(live: LiveEndpoint, reason: str) -> None:
-    # Log once that an engine's list of models cannot be read.
-    if not live.has_bad_list:
-        live.has_bad_list = True
-        log.warning(
-            "the list of models of endpoint %s cannot be read (%s%s): %.200s",
-            live.endpoint.name,
-            live.endpoint.url,
-            MODELS_PATH,
-            reason,
-        )

@@ -12,6 +12,8 @@ from kvtransfer.dialects import standalone_members
 from policies.routing_types import Role
 
 METRICS_LIMIT = 4 * 1024 * 1024
+NO_PAGE = (404, 405, 501)  # statuses of an engine without the requested page
+RATE_LIMITED = 429
 
 
 class EngineRequests:

@@ -20,8 +20,14 @@ from typing import Any
 from gateway.config import Config
 from gateway.fleet import engine_metrics
 from gateway.fleet.endpoint_table import OUT_OF_ROTATION, EndpointTable
-from gateway.fleet.engine_capabilities import NO_PAGE, RATE_LIMITED, EngineCapabilities
-from gateway.fleet.engine_requests import METRICS_LIMIT, EngineRequests, known_model
+from gateway.fleet.engine_capabilities import EngineCapabilities
+from gateway.fleet.engine_requests import (
+    METRICS_LIMIT,
+    NO_PAGE,
+    RATE_LIMITED,
+    EngineRequests,
+    known_model,
+)
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.model_list_changes import ModelListNews
 from gateway.fleet.poll_schedule import PollPlan, least_probe_s
@@ -237,7 +243,7 @@ class HealthChecker:
         """
         if self._is_started and live not in self._listings and not live.is_leaving:
             listing = self._log_errors(
-                partial(self._capabilities.list_models, limit_s=self._config.health.timeout), live
+                partial(self._capabilities.read, limit_s=self._config.health.timeout), live
             )
             task = asyncio.create_task(listing, name=f"read the models of {live.endpoint.name}")
             self._listings[live] = task
@@ -258,7 +264,7 @@ class HealthChecker:
             await self._probe(live)
         if plan.needs_scrape:
             await self._scrape(live)
-        await self._capabilities.list_models_if_due(live)
+        await self._capabilities.read_if_due(live)
         await self._capabilities.try_apis_if_due(live)
 
     async def _probe(self, live: LiveEndpoint) -> None:
@@ -273,9 +279,7 @@ class HealthChecker:
         if status == 200 and is_due and live.health.state in OUT_OF_ROTATION:
             # The engine may have been restarted with other models, or as another version.
             live.api_paths, live.has_tried_apis, live.keeps_responses = frozenset(), False, None
-            await self._capabilities.list_models(
-                live, limit_s=min(CHECK_S, self._config.health.timeout)
-            )
+            await self._capabilities.read(live, limit_s=min(CHECK_S, self._config.health.timeout))
         self._endpoints.on_probe(live, status)
 
     async def _probe_page(self, live: LiveEndpoint) -> int | None:

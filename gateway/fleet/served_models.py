@@ -1,7 +1,7 @@
 """Decides which endpoints serve a model, and by which name their engines know it. No I/O.
 
 An endpoint serves a model only if its /v1/models lists the engine's name of it. If that list is
-unknown, the configuration decides. engine_capabilities.py reads the lists, and
+unknown, the configuration decides. model_list_reader.py reads the lists, and
 reload/snapshot_plan.py builds routes from these decisions.
 """
 

@@ -55,7 +55,7 @@ OFF_PATH = (
         "endpoint_from_config model_alias_lookup probe_errors served_models speed_recovery",
     ),
     *_modules("gateway/fleet", "engine_capabilities engine_requests health_checks"),
-    *_modules("gateway/fleet", "model_list_changes poll_schedule stall_limits"),
+    *_modules("gateway/fleet", "model_list_changes model_list_reader poll_schedule stall_limits"),
     *_modules("gateway/fleet", "temporary_limits"),
     *_modules("gateway/fleet/kv_events", "event_metrics event_reader_start zmq_addresses"),
     *_modules("gateway/fleet/kv_events", "prompt_learner tokenization zmq_subscription"),

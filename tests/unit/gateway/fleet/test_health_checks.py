@@ -190,7 +190,7 @@ async def test_an_engine_without_models_may_list_null_as_ollama_does() -> None:
     async with _polled(engine) as (watcher, table, _):
         (live,) = table.all()
         assert (live.models, live.has_list) == (("m",), True)
-        await watcher._capabilities.list_models(live, limit_s=5.0)
+        await watcher._capabilities.read(live, limit_s=5.0)
         assert (live.models, live.has_list) == ((), True)
 
 
@@ -381,7 +381,7 @@ async def test_a_list_of_models_that_cannot_be_read_is_logged_once(
     with caplog.at_level("WARNING", "penstock"):
         async with _polled(engine) as (watcher, table, _):
             (live,) = table.all()
-            await watcher._capabilities.list_models(live, limit_s=5.0)
+            await watcher._capabilities.read(live, limit_s=5.0)
             assert not live.has_list
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith(f"the list of models of endpoint {live.endpoint.name} cannot be read")
