@@ -160,7 +160,7 @@ class EndpointRegistry:
                 if live is None:
                     load = EndpointLoad(next(slots), prior_belief(config, endpoint), lengths)
                     live = self._new_endpoint(endpoint, spec, load, timeouts)
-                    _adopt_known(live, twins.get((spec.url, rank)) or twins.get((spec.url, None)))
+                    live.adopt(twins.get((spec.url, rank)) or twins.get((spec.url, None)))
                 members.append(PlannedEndpoint(live, endpoint, spec))
         candidates = _candidates_by_pool(config, members)
         parts = (tuple(members), candidates, self._changes, tuple(conflicts))
@@ -264,16 +264,6 @@ class EndpointRegistry:
     def release(self, live: LiveEndpoint) -> None:
         """Free the slot number of an endpoint that no request uses any more."""
         self._free.add(live.load.slot)
-
-
-def _adopt_known(live: LiveEndpoint, twin: LiveEndpoint | None) -> None:
-    # Let an endpoint adopt what is known of its engine, if `twin` sends it the same requests.
-    if (
-        twin is not None
-        and twin.endpoint.engine is live.endpoint.engine
-        and (twin.key_header, twin.encryption) == (live.key_header, live.encryption)
-    ):
-        live.adopt(twin)
 
 
 def _candidates_by_pool(

@@ -126,11 +126,18 @@ class LiveEndpoint:
         self.is_stalled = self.is_leaving = self.is_drained = self.is_unresolved = False
         self.answers_whole = False
 
-    def adopt(self, twin: LiveEndpoint) -> None:
-        """Take over what is known of the engine from another endpoint with the same URL.
+    def adopt(self, twin: LiveEndpoint | None) -> None:
+        """Take over what is known of the engine from another endpoint with the same URL, if any.
 
-        Requests are counted separately, and the list of models is read again soon.
+        Nothing is taken over if `twin` sends the engine other requests than this endpoint. Requests
+        are counted separately, and the list of models is read again soon.
         """
+        if (
+            twin is None
+            or twin.endpoint.engine is not self.endpoint.engine
+            or (twin.key_header, twin.encryption) != (self.key_header, self.encryption)
+        ):
+            return
         self.health, self.load.is_proven = twin.health, twin.load.is_proven
         self.is_stalled, self.is_drained = twin.is_stalled, twin.is_drained
         self.is_unresolved, self.refused_until = twin.is_unresolved, twin.refused_until
