@@ -27,7 +27,7 @@ from gateway.config import Config, Limits, Listener, LoadedConfig
 from gateway.disagg.handoffs import Handoffs
 from gateway.drift.drift_monitor import DriftMonitor, LocalDriftWatch
 from gateway.fleet.discovery.discovery import Discovery, create_source
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.health_checks import HealthChecker
 from gateway.fleet.kv_events.event_reader_start import KvEventService
 from gateway.fleet.kv_events.prompt_learner import Tokenizer
@@ -60,8 +60,8 @@ from gateway.reload.snapshot_plan import build_plan
 from gateway.restart.handover_channel import BoundListener, bound_listeners
 from gateway.restart.start_options import StartOptions
 from gateway.restart.worker_launch_settings import WorkerSettings
-from gateway.route import Gateway
-from gateway.serve import create_request_factory
+from gateway.routes_and_snapshot import Gateway
+from gateway.serve_request import create_request_factory
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.cost_counter import LiveCost

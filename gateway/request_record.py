@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gateway.fleet.reservation import Reservation
     from gateway.metrics.metric_types import Histogram
     from gateway.protocol.api_table import Api
-    from gateway.protocol.request.call import Call
+    from gateway.protocol.request.api_call import Call
     from gateway.protocol.response.relay import Relay, UpstreamError
     from gateway.protocol.response.token_ledger import Ledger
     from gateway.protocol.stored_response_ids import ResponseIds

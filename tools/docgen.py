@@ -16,7 +16,7 @@ import msgspec
 from command_line import Parameter, parameters_of
 from gateway.cli.commands import COMMANDS, command_function
 from gateway.config import json_schema
-from gateway.config.tree import Config
+from gateway.config.root_section import Config
 from gateway.disagg.state_machine import LIVE_STATES, TABLE
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.labels import Row

@@ -20,7 +20,7 @@ from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 if TYPE_CHECKING:
     from gateway.admin.gateway_interface import GatewayInterface
     from gateway.fleet.live_endpoint import LiveEndpoint
-    from gateway.route import Gateway
+    from gateway.routes_and_snapshot import Gateway
 
 ROWS_PER_TURN = 128
 DRAINED_STATES = frozenset({"draining", "drained"})

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gateway.metrics.catalogue import Metrics
     from gateway.reload.dry_run_and_swap import Swap
     from gateway.reload.reloader import Reloader
-    from gateway.route import Gateway
+    from gateway.routes_and_snapshot import Gateway
 
 
 class GatewayInterface(Protocol):

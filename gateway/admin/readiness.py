@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from policies.routing_types import Candidate, Role
 
 if TYPE_CHECKING:
-    from gateway.route import Gateway, Route, Snapshot
+    from gateway.routes_and_snapshot import Gateway, Route, Snapshot
     from policies.pricing.split_decision import PairGroup
 
 

@@ -11,7 +11,7 @@ from gateway.admission.pool_queue import PoolQueue
 from gateway.admission.quota_charges import Quotas
 from gateway.admission.retry_turns import RetryTurns
 from gateway.config import Config
-from gateway.fleet.peer_updates import OutgoingUpdates
+from gateway.fleet.updates_for_peers import OutgoingUpdates
 from policies.health.retry_budget import RetryLimits
 
 

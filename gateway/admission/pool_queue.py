@@ -14,7 +14,7 @@ from time import monotonic
 from types import MappingProxyType
 
 from gateway.config import WaitingRoom
-from gateway.fleet.peer_updates import OutgoingUpdates
+from gateway.fleet.updates_for_peers import OutgoingUpdates
 from gateway.protocol.errors import Failure, GatewayError
 from policies.admission import admission_policy
 from policies.admission import wait_queue as waiting

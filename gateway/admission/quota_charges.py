@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from gateway.config import Tenant
-from gateway.fleet.peer_updates import OutgoingUpdates
+from gateway.fleet.updates_for_peers import OutgoingUpdates
 from gateway.protocol.errors import Failure, GatewayError
 from policies.admission.concurrency_limit import ConcurrencyLimit
 from policies.admission.quota import Quota, QuotaLimits, QuotaRefusal

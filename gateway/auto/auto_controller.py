@@ -14,7 +14,7 @@ from contextlib import suppress
 from time import monotonic, time
 from typing import Any
 
-from gateway.auto.config_access import ChangeResult, ConfigAccess
+from gateway.auto.config_access_interface import ChangeResult, ConfigAccess
 from gateway.auto.config_text_edit import with_pin, with_policy
 from gateway.auto.pool_state import PoolState, SwitchRecord, member_of
 from gateway.auto.preconditions import find_failure, find_trial

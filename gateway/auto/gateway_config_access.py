@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.auto.config_access import ChangeResult, EndpointRows
+from gateway.auto.config_access_interface import ChangeResult, EndpointRows
 from gateway.config import LoadedConfig
 from gateway.reload.reloader import ChangeOptions, Reloader
 

@@ -1,8 +1,8 @@
 """Receives the answer to one request of a batch, and keeps the start of an interrupted answer.
 
 LineClient takes the place of a client's connection. If an answer can be continued token for token,
-it is requested as a stream (streamed_request.py). StreamedAnswer joins the events of the stream to
-the body of a whole answer. No I/O.
+it is requested as a stream (engine_request_body.py). StreamedAnswer joins the events of the stream
+to the body of a whole answer. No I/O.
 """
 
 from __future__ import annotations

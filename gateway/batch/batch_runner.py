@@ -20,7 +20,7 @@ from gateway.batch.concurrency_and_preemption import choose_preempted
 from gateway.batch.file_and_batch_objects import BatchState
 from gateway.batch.input_lines import LINE_OVERHEAD, InputChecker
 from gateway.batch.owned_batch import OwnedBatch
-from gateway.batch.pool_view import PoolView, find_pool, line_headers, refusal
+from gateway.batch.pool_access import PoolAccess, find_pool, line_headers, refusal
 from gateway.batch.remaining_work import TICK_S
 from gateway.batch.request_attempt import RequestAttempt, ServeLine, retry_delay_s
 from gateway.batch.storage_interface import (
@@ -34,7 +34,7 @@ from gateway.batch.storage_interface import (
 from gateway.batch.storage_threads import StorageThreads
 from gateway.config import BatchApi
 from gateway.metrics.catalogue import Metrics
-from gateway.route import Gateway
+from gateway.routes_and_snapshot import Gateway
 from policies.admission.batch_reserve import WindowPlan
 
 log = logging.getLogger("penstock")
@@ -72,7 +72,7 @@ class BatchRunner:
         # Leases are renewed in threads of their own, so that long calls do not delay that.
         self._lease_threads = StorageThreads(LEASE_THREADS)
         self._finishing = asyncio.Semaphore(MAX_FINISHING)
-        self._views: dict[str, PoolView] = {}
+        self._accesses: dict[str, PoolAccess] = {}
         self._owned: dict[str, OwnedBatch] = {}
         self._supervisors: dict[str, asyncio.Task[None]] = {}
         self._loops: list[asyncio.Task[None]] = []
@@ -90,7 +90,7 @@ class BatchRunner:
             gauge = metrics.batches.labels(schedule.value)
             gauge.set_function(partial(self._count_scheduled, schedule))
         metrics.batch_reserved_places.set_function(
-            lambda: float(sum(view.schedule.plan.places for view in self._views.values()))
+            lambda: float(sum(access.schedule.plan.places for access in self._accesses.values()))
         )
 
     @property
@@ -332,38 +332,38 @@ class BatchRunner:
         self._schedule_log.keep(self._owned)
         for pool, batches in by_pool.items():
             self._pace(pool, batches)
-        for pool, view in self._views.items():
+        for pool, access in self._accesses.items():
             if pool not in by_pool:
-                view.schedule.clear()
+                access.schedule.clear()
 
     def _pace(self, pool: str, batches: list[OwnedBatch]) -> None:
         now = monotonic()
         runs = [(batch, run) for batch in batches for run in batch.running.values()]
         starting = sum(len(batch.tasks) - len(batch.running) for batch in batches)
         running = len(runs) + starting
-        view = self._views.get(pool)
-        if view is None:
-            view = self._views[pool] = PoolView(pool, self._gateway, self._metrics)
-        self._schedule(view, batches, len(runs), now)
-        allowed = view.allow(self._section, [run for _, run in runs], running, now)
+        access = self._accesses.get(pool)
+        if access is None:
+            access = self._accesses[pool] = PoolAccess(pool, self._gateway, self._metrics)
+        self._schedule(access, batches, len(runs), now)
+        allowed = access.allow(self._section, [run for _, run in runs], running, now)
         if allowed < running:
             able = [(batch, run) for batch, run in runs if not run.is_ending]
-            hurried = view.schedule.plan.hurried
+            hurried = access.schedule.plan.hurried
             costs = [(batch.record.id in hurried, run.lost_tokens) for batch, run in able]
             for index in choose_preempted(costs, running - allowed):
                 self._preempt(*able[index])
             return
-        self._start(batches, view.schedule.plan, allowed - running, now)
+        self._start(batches, access.schedule.plan, allowed - running, now)
 
     def _schedule(
-        self, view: PoolView, batches: list[OwnedBatch], running: int, now: float
+        self, access: PoolAccess, batches: list[OwnedBatch], running: int, now: float
     ) -> None:
         # Compare the batches of one pool with their completion windows.
-        usual_s = view.usual_s(now)
+        usual_s = access.usual_s(now)
         demands = [batch.demand(now, usual_s) for batch in batches]
-        view.schedule.update(demands, view.reserve(self._section), running, now)
+        access.schedule.update(demands, access.reserve(self._section), running, now)
         for batch, demand in zip(batches, demands, strict=True):
-            batch.schedule = view.schedule.schedule_of(demand.id)
+            batch.schedule = access.schedule.schedule_of(demand.id)
             self._schedule_log.update(demand, batch.schedule, now)
 
     def _start(self, batches: list[OwnedBatch], plan: WindowPlan, count: int, now: float) -> None:

@@ -15,9 +15,7 @@ import msgspec
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from gateway.batch.batch_runner import REOPEN_S, BatchRunner
-from gateway.batch.file_and_batch_objects import BatchRecord, BatchState, FileRecord, new_id
-from gateway.batch.http_requests import (
+from gateway.batch.api_request_parser import (
     BatchRequest,
     FileForm,
     check_purpose,
@@ -25,8 +23,10 @@ from gateway.batch.http_requests import (
     read_batch_request,
     read_page_query,
 )
+from gateway.batch.batch_runner import REOPEN_S, BatchRunner
+from gateway.batch.file_and_batch_objects import BatchRecord, BatchState, FileRecord, new_id
 from gateway.batch.input_lines import BATCH_APIS
-from gateway.batch.pool_view import scope_digest
+from gateway.batch.pool_access import scope_digest
 from gateway.batch.storage_interface import (
     StorageFullError,
     StorageQuota,
@@ -38,7 +38,7 @@ from gateway.config import BatchApi
 from gateway.protocol.error_formats import OPENAI, ErrorFormat
 from gateway.protocol.errors import Failure, GatewayError, new_request_id
 from gateway.protocol.request.api_keys import digest_of_headers
-from gateway.route import Snapshot
+from gateway.routes_and_snapshot import Snapshot
 
 T = TypeVar("T")
 

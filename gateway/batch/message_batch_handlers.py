@@ -12,6 +12,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from gateway.batch import message_batches
+from gateway.batch.api_request_parser import BatchRequest
 from gateway.batch.file_and_batch_objects import BatchRecord, FileRecord, RequestCounts
 from gateway.batch.http_handlers import (
     PIECE_BYTES,
@@ -21,7 +22,6 @@ from gateway.batch.http_handlers import (
     read_body,
     response_headers,
 )
-from gateway.batch.http_requests import BatchRequest
 from gateway.batch.input_lines import BATCH_APIS
 from gateway.batch.message_batch_input import MessageLines
 from gateway.batch.storage_interface import StorageQuota

@@ -1,6 +1,6 @@
 """One attempt at one batch request, from its line of the input file to its result.
 
-This module prepares the request and reads the answer. gateway/serve.py serves the request.
+This module prepares the request and reads the answer. gateway/serve_request.py serves the request.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gateway.batch.answer_receiver import LineClient, StreamedAnswer
+from gateway.batch.engine_request_body import rest_body, streamed_body, whole_body
 from gateway.batch.input_lines import BATCH_APIS, InputLine
 from gateway.batch.result_journal import KeptAnswer
-from gateway.batch.streamed_request import rest_body, streamed_body, whole_body
 from gateway.protocol.api_table import COMPLETIONS, Api
 from gateway.protocol.errors import GatewayError, error_body
 from gateway.protocol.response.date_header import ResponseClock

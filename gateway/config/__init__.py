@@ -1,7 +1,7 @@
 """Reads a YAML configuration file into an immutable typed tree, with a position for every error.
 
 - file_reader.py reads files; yaml_source.py parses their text and keeps positions.
-- The section modules define the keys, value_types.py the types of their values, tree.py the whole.
+- The section modules define the keys, root_section.py the whole, value_types.py types of values.
 - cross_checks.py and the rule modules check relations between values.
 - loader.py combines all of this.
 """
@@ -32,6 +32,7 @@ from gateway.config.pool_section import Pool, WaitingRoom
 from gateway.config.prefix_section import Prefix
 from gateway.config.problems import ConfigError, Problem
 from gateway.config.reload_section import AutoRollback, Reload
+from gateway.config.root_section import Config
 from gateway.config.s3_section import BatchS3
 from gateway.config.sized_for_section import SizedFor
 from gateway.config.slo_section import SloClass, Slos
@@ -39,7 +40,6 @@ from gateway.config.tenant_rules import salt_member
 from gateway.config.tenant_sections import Cache, Tenant
 from gateway.config.timeout_sections import Retries, Timeouts
 from gateway.config.tls_sections import ClientTls, EngineTls, ListenerTls
-from gateway.config.tree import Config
 from gateway.config.value_types import Secret
 
 __all__ = [

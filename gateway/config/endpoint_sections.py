@@ -11,8 +11,8 @@ from typing import Annotated
 from pydantic import Field, WrapValidator, field_validator, model_validator
 
 from gateway.config.kv_event_sections import KvEvents, own_host
-from gateway.config.price_sections import TokenPriceSpec
 from gateway.config.tls_sections import EngineTls
+from gateway.config.token_price_section import TokenPriceSpec
 from gateway.config.value_types import (
     Bootstrap,
     Count,

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from gateway.config import cross_checks, secret_rules, tls_file_rules
 from gateway.config.file_reader import read_config_file, read_file
 from gateway.config.problems import ConfigError, Path, Problem, did_you_mean
+from gateway.config.root_section import Config
 from gateway.config.tls_sections import FOLDER_KEY
-from gateway.config.tree import Config
 from gateway.config.yaml_source import EMPTY_FILE, ResolvedReferences, YamlSource, parse_yaml
 
 SCHEMA_ID = "urn:penstock:config:v1"

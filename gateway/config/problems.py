@@ -1,6 +1,6 @@
 """Problems (errors and warnings) of a configuration, their positions, and helpers for messages.
 
-The rules that find problems are in tree.py and the rule modules.
+The rules that find problems are in root_section.py and the rule modules.
 """
 
 from __future__ import annotations

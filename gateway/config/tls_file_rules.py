@@ -13,8 +13,8 @@ from pathlib import Path as FilePath
 import msgspec
 
 from gateway.config.problems import Path, show_path
+from gateway.config.root_section import Config
 from gateway.config.tls_sections import ClientTls, ListenerTls
-from gateway.config.tree import Config
 from gateway.config.yaml_source import YamlSource
 from gateway.util.certificate_files import (
     MAX_FILE_BYTES,

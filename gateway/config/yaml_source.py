@@ -1,7 +1,7 @@
 """Reads YAML 1.2 into plain data with positions, and resolves ${...} references. No I/O.
 
 It enforces limits on size. It rejects duplicate keys, and aliases that expand to very many values.
-file_reader.py reads the files, and tree.py interprets the values.
+file_reader.py reads the files, and root_section.py interprets the values.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from gateway.admission.pool_queue import PoolQueue
 from gateway.config import Resume
 from gateway.disagg.handoffs import Handoffs
 from gateway.disagg.pairing import SplitRoute
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.reservation import Reservation
 from gateway.forwarding.engine_request_headers import client_lines
@@ -24,7 +24,7 @@ from gateway.forwarding.forward import chunk_writer, new_recorded_relay
 from gateway.forwarding.response_headers import response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.json_splice import edited, shows_usage
 from gateway.protocol.response.model_and_usage_rewrite import (
     CachedTokensRewriter,

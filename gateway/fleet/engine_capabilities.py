@@ -9,11 +9,11 @@ from contextlib import suppress
 from time import monotonic
 
 from gateway.config import Config
-from gateway.fleet.engine_requests import METRICS_LIMIT, NO_PAGE, EngineRequests, known_model
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.model_list_changes import ModelListNews
 from gateway.fleet.model_list_reader import ModelListReader
 from gateway.fleet.probe_errors import PROBE_ERRORS
+from gateway.fleet.probe_requests import METRICS_LIMIT, NO_PAGE, ProbeRequests, known_model
 from gateway.protocol.api_table import RESPONSES, api_paths
 from gateway.protocol.response_store_probe import shows_store, store_request
 from gateway.protocol.translate.translation_table import TRANSLATIONS
@@ -29,7 +29,7 @@ class EngineCapabilities:
     config  the running configuration
     """
 
-    def __init__(self, config: Config, requests: EngineRequests, news: ModelListNews) -> None:
+    def __init__(self, config: Config, requests: ProbeRequests, news: ModelListNews) -> None:
         self.config = config
         self._requests = requests
         self._news = news

@@ -1,7 +1,7 @@
 """The tasks that poll the health and metrics pages of endpoints, and test silent engines.
 
 - gateway/fleet/poll_schedule.py decides which pages a poll requests.
-- engine_requests.py sends the requests, over connections that stay open.
+- probe_requests.py sends the requests, over connections that stay open.
 - engine_capabilities.py reads which models and APIs an engine serves.
 - A request that could not be sent for a local reason says nothing about the engine: NotSentError.
 - If an engine's metrics cannot be read, policies rely on the gateway's own count of requests.
@@ -19,15 +19,8 @@ from typing import Any
 
 from gateway.config import Config
 from gateway.fleet import engine_metrics
-from gateway.fleet.endpoint_table import OUT_OF_ROTATION, EndpointTable
+from gateway.fleet.endpoint_load_and_health import OUT_OF_ROTATION, EndpointTable
 from gateway.fleet.engine_capabilities import EngineCapabilities
-from gateway.fleet.engine_requests import (
-    METRICS_LIMIT,
-    NO_PAGE,
-    RATE_LIMITED,
-    EngineRequests,
-    known_model,
-)
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.model_list_changes import ModelListNews
 from gateway.fleet.poll_schedule import PollPlan, least_probe_s
@@ -37,6 +30,13 @@ from gateway.fleet.probe_errors import (
     is_own_failure,
     is_unreachable,
     record_resolution,
+)
+from gateway.fleet.probe_requests import (
+    METRICS_LIMIT,
+    NO_PAGE,
+    RATE_LIMITED,
+    ProbeRequests,
+    known_model,
 )
 from gateway.fleet.speed_recovery import SpeedRecovery, is_ejected_as_slow
 from gateway.fleet.stall_limits import Silences
@@ -65,7 +65,7 @@ class HealthChecker:
         self._endpoints = endpoints
         self._model_lists = ModelListNews(on_models_changed)
         self._tasks: dict[LiveEndpoint, asyncio.Task[None]] = {}
-        self._requests = EngineRequests()
+        self._requests = ProbeRequests()
         self._capabilities = EngineCapabilities(config, self._requests, self._model_lists)
         self._plans: dict[LiveEndpoint, PollPlan] = {}
         self._progress_task: asyncio.Task[None] | None = None

@@ -10,10 +10,10 @@ import json
 import logging
 from time import monotonic
 
-from gateway.fleet.engine_requests import METRICS_LIMIT, NO_PAGE, RATE_LIMITED, EngineRequests
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.model_list_changes import ModelListNews
 from gateway.fleet.probe_errors import PROBE_ERRORS
+from gateway.fleet.probe_requests import METRICS_LIMIT, NO_PAGE, RATE_LIMITED, ProbeRequests
 from gateway.protocol.response.http_response_parser import FramingError
 from policies.engine_kinds import MODELS_PATH
 
@@ -23,7 +23,7 @@ log = logging.getLogger("penstock")
 class ModelListReader:
     """Reads the lists of models of engines, and stores them in the live endpoints."""
 
-    def __init__(self, requests: EngineRequests, news: ModelListNews) -> None:
+    def __init__(self, requests: ProbeRequests, news: ModelListNews) -> None:
         self._requests = requests
         self._news = news
 

@@ -17,8 +17,8 @@ from gateway.fleet.kv_events.event_verification import CacheExpectation
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.fleet.kv_events.tokenization import UnreadPrompt, can_tokenize
 from gateway.fleet.live_endpoint import LiveEndpoint
-from gateway.fleet.peer_updates import OutgoingUpdates
-from gateway.protocol.request.call import Call
+from gateway.fleet.updates_for_peers import OutgoingUpdates
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.sessions import session_key
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from policies.endpoint_load import EndpointLoad

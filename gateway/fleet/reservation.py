@@ -1,7 +1,7 @@
 """Reservations: capacity that one request holds at an endpoint, from the pick to the last byte.
 
 Making and releasing one changes the endpoint's load (policies/load_ledger.py), and also its health
-(endpoint_table.py) and the prefix index (prefix_cache_view.py).
+(endpoint_load_and_health.py) and the prefix index (prefix_cache_view.py).
 """
 
 from __future__ import annotations

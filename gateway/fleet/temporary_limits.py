@@ -1,7 +1,7 @@
 """Temporary limits on an endpoint's concurrent requests: slow start, refusals (429, 503), slowness.
 
-Such a limit applies while other endpoints have capacity (EndpointLoad.soft_cap). endpoint_table.py
-decides when each limit begins.
+Such a limit applies while other endpoints have capacity (EndpointLoad.soft_cap).
+endpoint_load_and_health.py decides when each limit begins.
 """
 
 from __future__ import annotations

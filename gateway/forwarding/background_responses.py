@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from gateway.admission.quota_charges import BackgroundResponse, QuotaCharge, Quotas
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.forwarding.internal_answer import InternalAnswer
 from gateway.protocol.api_table import RESPONSES
 from gateway.protocol.response.relay import Relay, UpstreamError

@@ -17,16 +17,9 @@ from gateway.forwarding.engine_request_headers import engine_request_head
 from gateway.forwarding.response_headers import response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, Api
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.json_splice import shows_usage
 from gateway.protocol.request.multipart import form_type
-from gateway.protocol.response.answer_events import (
-    EventWriter,
-    write_chunks,
-    write_chunks_with_usage,
-    write_message,
-    write_response,
-)
 from gateway.protocol.response.model_and_usage_rewrite import (
     ANY_NAME,
     ModelNameRewriter,
@@ -37,6 +30,13 @@ from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.resumable_relay import RecordedRelay
 from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
 from gateway.protocol.response.transcript_relay import TranscriptRelay
+from gateway.protocol.response.whole_answer_to_stream import (
+    EventWriter,
+    write_chunks,
+    write_chunks_with_usage,
+    write_message,
+    write_response,
+)
 from gateway.request_record import Exchange
 from kvtransfer.dialects import known_members
 from policies.routing_types import EngineKind

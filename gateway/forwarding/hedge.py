@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from gateway.admission.admission_controller import AdmissionController
 from gateway.config import Resume
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.reservation import Reservation
 from gateway.fleet.speed_monitor import hardware_key
 from gateway.forwarding import engine_refusal, forward

@@ -16,7 +16,7 @@ from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
-from gateway.protocol.response.output_queue import STEP_BYTES
+from gateway.protocol.response.stepwise_output import STEP_BYTES
 
 if TYPE_CHECKING:
     from gateway.protocol.response.relay import Relay

@@ -108,7 +108,7 @@ class Metrics:
         self._latency(registry.section(Row.LATENCY, "telemetry/accounting.py"))
         self._promises(registry.section(Row.PROMISES, "telemetry/slo_outcomes.py"))
         self._admission(registry.section(Row.ADMISSION, "admission/pool_queue.py"))
-        self._endpoints(registry.section(Row.ENDPOINTS, "fleet/endpoint_table.py"))
+        self._endpoints(registry.section(Row.ENDPOINTS, "fleet/endpoint_load_and_health.py"))
         self._tokens(registry.section(Row.CACHE, "telemetry/accounting.py"))
         self._batches(registry.section(Row.BATCHES, "batch/batch_runner.py"))
         self._kv_events(registry.section(Row.CACHE, "fleet/kv_events/event_reader.py"))

@@ -9,8 +9,8 @@ from gateway.migrate import (
     litellm,
     llmd,
     llmd_chart,
-    production_chart,
-    production_stack,
+    vllm_production_stack,
+    vllm_production_stack_chart,
     vllm_sglang_router,
 )
 from gateway.migrate.command_options import (
@@ -58,7 +58,7 @@ def convert_words(words: Sequence[str], source: str | None, additions: Additions
     elif kind == "sglang-router":
         vllm_sglang_router.convert(options, draft, vllm_sglang_router.SGLANG_ROUTER)
     elif kind == "production-stack":
-        production_stack.convert(options, draft)
+        vllm_production_stack.convert(options, draft)
     elif kind is None:
         raise MigrationError(
             f"the command line belongs to no known router; name the router with --from: {_known()}"
@@ -108,9 +108,9 @@ def _convert_document(
     elif source not in (None, "production-stack"):
         return None
     elif "routerSpec" in document or "servingEngineSpec" in document:
-        production_chart.convert_values(document, draft)
+        vllm_production_stack_chart.convert_values(document, draft)
     elif "routing_logic" in document or "service_discovery" in document:
-        production_stack.convert_settings(document, draft)
+        vllm_production_stack.convert_settings(document, draft)
     else:
         return None
     return draft

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-from gateway.config.peer_sections import Shared
+from gateway.config.shared_section import Shared
 from gateway.http.outgoing_tls import redis_settings
 from gateway.peers.bus_interface import Bus, DropCounter
 from gateway.peers.local_bus import LocalBus

@@ -15,9 +15,9 @@ import msgspec
 
 from gateway.admission.admission_controller import AdmissionController
 from gateway.config import Tenant
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.live_endpoint import LiveEndpoint
-from gateway.fleet.peer_updates import OutgoingUpdates
+from gateway.fleet.updates_for_peers import OutgoingUpdates
 from gateway.metrics.catalogue import Metrics
 from gateway.peers import peer_messages
 from gateway.peers.bus_interface import BROADCAST

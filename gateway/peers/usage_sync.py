@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from gateway.admission.admission_controller import AdmissionController
 from gateway.config import Tenant
-from gateway.fleet.peer_updates import OutgoingUpdates
+from gateway.fleet.updates_for_peers import OutgoingUpdates
 from gateway.peers import peer_messages
 from policies.admission.adaptive_session_limit import SessionUpdate
 from policies.admission.quota_exchange import apply_peer_usage, quota_usage

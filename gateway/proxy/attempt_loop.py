@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from gateway.protocol.response.relay import UpstreamError
 from gateway.proxy.retry_permission import HealthScreen
 from gateway.request_record import Exchange
-from gateway.route import Gateway
+from gateway.routes_and_snapshot import Gateway
 from policies.pricing.split_decision import EndpointPair
 from policies.routing_types import Pick
 

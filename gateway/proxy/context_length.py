@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.media import BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN
 from policies.routing_types import Candidate, Request
 

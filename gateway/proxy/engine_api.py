@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from gateway.protocol.api_table import RESPONSES
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.request_body import CallContext
 from gateway.protocol.response.resume_eligibility import continuation_terms
 from gateway.protocol.translate.translation_table import (
@@ -20,7 +20,7 @@ from gateway.protocol.translate.translation_table import (
 )
 from gateway.proxy.stored_responses import may_store
 from gateway.request_record import Exchange
-from gateway.route import Gateway, Route
+from gateway.routes_and_snapshot import Gateway, Route
 
 
 def call_for_engines(

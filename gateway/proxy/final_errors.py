@@ -7,7 +7,7 @@ from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.upstream_error import MODEL_GONE, SHUTDOWN, UpstreamError
 from gateway.proxy.context_length import is_too_long, too_long_error
 from gateway.request_record import Exchange
-from gateway.route import Route
+from gateway.routes_and_snapshot import Route
 from policies.filters import serves_tenant
 from policies.routing_types import RoutingQuery
 

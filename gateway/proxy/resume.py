@@ -16,18 +16,18 @@ from gateway.forwarding.engine_request_headers import engine_request_head
 from gateway.forwarding.response_headers import response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import COMPLETIONS
-from gateway.protocol.request.call import Call
-from gateway.protocol.response.answer_events import write_chunks_with_usage
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.response.http_response_parser import LAST_CHUNK, encode_chunk
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response.resumable_relay import ContinuationRelay, RecordedRelay
 from gateway.protocol.response.resume_eligibility import call_with_token_ids, continuation_terms
 from gateway.protocol.response.token_ledger import DIVERGED, Ledger, LedgerRecorder
+from gateway.protocol.response.whole_answer_to_stream import write_chunks_with_usage
 from gateway.protocol.upstream_error import SHUTDOWN
 from gateway.proxy.attempt_loop import attempts
 from gateway.proxy.final_errors import end_stream_with_error
 from gateway.request_record import Exchange
-from gateway.route import Gateway, Route
+from gateway.routes_and_snapshot import Gateway, Route
 from policies import routing_algorithm
 from policies.engine_kinds import ENGINE_TRAITS
 from policies.routing_types import Pick

@@ -13,7 +13,7 @@ from gateway.protocol.errors import shutting_down
 from gateway.protocol.upstream_error import SHUTDOWN, UpstreamError
 from gateway.proxy.final_errors import last_attempt_error
 from gateway.request_record import Exchange
-from gateway.route import Gateway
+from gateway.routes_and_snapshot import Gateway
 from policies.pricing.split_decision import EndpointPair
 from policies.routing_types import Candidate, Pick
 

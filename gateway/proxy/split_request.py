@@ -13,7 +13,7 @@ from gateway.disagg.leg_requests import SplitContext
 from gateway.disagg.pair_attempt import PairAttempt
 from gateway.disagg.pairing import SplitRoute
 from gateway.http.client_interface import Client
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.split_eligibility import split_shape, unsplittable_error
 from gateway.protocol.response.relay import UpstreamError
 from gateway.proxy.attempt_loop import AttemptPlan
@@ -21,7 +21,7 @@ from gateway.proxy.final_errors import no_endpoint_error
 from gateway.proxy.retry_permission import permit_retry
 from gateway.proxy.whole_request import WholePlan, pick_longest
 from gateway.request_record import Exchange, SplitRecord
-from gateway.route import Gateway, Route
+from gateway.routes_and_snapshot import Gateway, Route
 from policies import routing_algorithm
 from policies.pricing.split_decision import EndpointPair, SplitDecision, SplitReason
 from policies.routing_types import Pick, RoutingQuery

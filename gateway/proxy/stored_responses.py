@@ -24,13 +24,13 @@ from gateway.forwarding.response_headers import response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import RESPONSES
 from gateway.protocol.errors import Failure, GatewayError, response_not_found
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.json_members import bad_request, member_value
 from gateway.protocol.response.named_event_relay import NamedEventRelay
 from gateway.protocol.response.relay import Relay, UpstreamError
 from gateway.protocol.response_store_probe import shows_store, store_request
 from gateway.request_record import Exchange, StoredAt
-from gateway.route import Gateway, ModelScope, Route, Snapshot
+from gateway.routes_and_snapshot import Gateway, ModelScope, Route, Snapshot
 
 PREVIOUS = "previous_response_id"
 _TARGET = re.compile(

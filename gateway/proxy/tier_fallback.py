@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from gateway.fleet.endpoint_table import EndpointTable
-from gateway.protocol.request.call import Call
+from gateway.fleet.endpoint_load_and_health import EndpointTable
+from gateway.protocol.request.api_call import Call
 from gateway.proxy.context_length import limits_output
-from gateway.route import Route
+from gateway.routes_and_snapshot import Route
 from policies.pricing.model_tiers import ModelTier, alternatives
 from policies.routing_types import RoutingQuery
 

@@ -11,13 +11,13 @@ from gateway.fleet.reservation import Reservation
 from gateway.forwarding.engine_refusal import settle_failure
 from gateway.forwarding.hedge import OVERTAKEN
 from gateway.http.client_interface import Client
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.response.relay import UpstreamError
 from gateway.proxy.context_length import is_too_long
 from gateway.proxy.final_errors import no_endpoint_error
 from gateway.proxy.retry_permission import permit_retry
 from gateway.request_record import Exchange
-from gateway.route import Gateway, Route
+from gateway.routes_and_snapshot import Gateway, Route
 from policies import routing_algorithm
 from policies.filters import below_cap, fits_context, serves_tenant
 from policies.policy_types import Policy

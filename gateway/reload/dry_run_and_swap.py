@@ -23,7 +23,7 @@ from gateway.metrics.catalogue import TENANT, Metrics
 from gateway.reload.reachability import find_unreachable_pool
 from gateway.reload.snapshot_gc import SnapshotGc
 from gateway.reload.snapshot_plan import SnapshotPlan, build_plan
-from gateway.route import Gateway, Snapshot
+from gateway.routes_and_snapshot import Gateway, Snapshot
 from policies import routing_algorithm
 from policies.admission.concurrency_limit import ConcurrencyLimit
 from policies.routing_types import Request, RoutingQuery

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from weakref import ref
 
-from gateway.route import Snapshot
+from gateway.routes_and_snapshot import Snapshot
 
 
 class SnapshotGc:

@@ -16,8 +16,8 @@ from gateway.admission.admission_controller import AdmissionController
 from gateway.admission.pool_queue import PoolQueue
 from gateway.config import AdmissionSpec, Config, Model, PolicySpec
 from gateway.disagg import pairing
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.endpoint_registry import RegistryPlan
-from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.model_alias_lookup import NameTable
 from gateway.fleet.served_models import (
     common_name,
@@ -34,7 +34,7 @@ from gateway.protocol.request.service_level_headers import ServiceClasses
 from gateway.protocol.stored_response_ids import new_response_ids
 from gateway.protocol.translate.translation_table import TRANSLATIONS, translated_paths
 from gateway.proxy.resume import prepare_recorded
-from gateway.route import CanaryRoute, ModelScope, PoolTrials, Route, Snapshot
+from gateway.routes_and_snapshot import CanaryRoute, ModelScope, PoolTrials, Route, Snapshot
 from gateway.trials import shadow
 from gateway.trials.canary import CanaryArms, create_sampler
 from gateway.trials.shadow import Shadows

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gateway.admission.admission_controller import AdmissionController
     from gateway.drift.drift_monitor import DriftMonitor
     from gateway.fleet.live_endpoint import LiveEndpoint
-    from gateway.route import Gateway
+    from gateway.routes_and_snapshot import Gateway
 
 log = logging.getLogger("penstock")
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gateway.config import Config
     from gateway.drift.drift_monitor import DriftMonitor
     from gateway.http.listener_sockets import SocketsByName
-    from gateway.route import Gateway
+    from gateway.routes_and_snapshot import Gateway
 
 log = logging.getLogger("penstock")
 

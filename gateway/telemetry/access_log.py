@@ -1,6 +1,6 @@
 """Writes the access log: buffers its lines, and lets a thread append them to the file.
 
-access_line.py has the fields of a line. log_rotation.py has the file.
+access_line.py has the fields of a line. access_log_file.py has the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from gateway.config import Observability
 from gateway.metrics.metric_types import Counter
 from gateway.telemetry.access_line import AccessLine
-from gateway.telemetry.log_rotation import LogFile, Rotation
+from gateway.telemetry.access_log_file import LogFile, Rotation
 
 log = logging.getLogger("penstock")
 

@@ -14,7 +14,7 @@ from time import monotonic, time
 from gateway.config import Observability
 from gateway.metrics.catalogue import Metrics
 from gateway.metrics.metric_types import Counter, Histogram
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.request_record import Exchange, SplitRecord

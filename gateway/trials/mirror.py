@@ -27,7 +27,7 @@ import msgspec
 from gateway.config import Config, Mirror
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.metrics.mirror_metrics import MirrorMetrics
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.request_record import Exchange
 from gateway.trials.canary import HASH_RANGE, CanarySampler
 from gateway.trials.mirror_client import MirrorClient, MirroredAnswer

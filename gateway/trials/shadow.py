@@ -17,9 +17,9 @@ from typing import Protocol
 
 import msgspec
 
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.metrics.catalogue import Metrics
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.request_record import Exchange
 from gateway.telemetry.pick_explanation import load_values, restore_load
 from policies import routing_algorithm

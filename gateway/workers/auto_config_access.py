@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from time import time
 
-from gateway.auto.config_access import ChangeResult, EndpointRows
+from gateway.auto.config_access_interface import ChangeResult, EndpointRows
 from gateway.config import LoadedConfig
 from gateway.reload.history import create_version
 from gateway.reload.reloader import ChangeOptions

@@ -30,7 +30,7 @@ PROJECT_FILES = ("pyproject.toml", "README.md", "LICENSE")
 SETUP = Path(__file__).with_name("extension_setup.py")
 SMALL_LIST = "small_packages.txt"
 """Name of the file in the tree from which setup.py reads the list SMALL."""
-SPINE = ("serve.py", "request_record.py", "route.py")
+SPINE = ("serve_request.py", "request_record.py", "routes_and_snapshot.py")
 PACKAGES = (
     *(f"gateway/{name}" for name in ("protocol", "http", "admission", "fleet", "proxy", "disagg")),
     *(f"gateway/{name}" for name in ("forwarding", "metrics", "telemetry")),
@@ -54,7 +54,7 @@ OFF_PATH = (
         "gateway/fleet",
         "endpoint_from_config model_alias_lookup probe_errors served_models speed_recovery",
     ),
-    *_modules("gateway/fleet", "engine_capabilities engine_requests health_checks"),
+    *_modules("gateway/fleet", "engine_capabilities health_checks probe_requests"),
     *_modules("gateway/fleet", "model_list_changes model_list_reader poll_schedule stall_limits"),
     *_modules("gateway/fleet", "temporary_limits"),
     *_modules("gateway/fleet/kv_events", "event_metrics event_reader_start zmq_addresses"),
@@ -95,10 +95,10 @@ SMALL = (
     *("gateway/admission", "gateway/fleet/kv_events"),
     "gateway/protocol/translate",
     *("policies/admission", "policies/health"),
-    *_modules("gateway", "route"),
+    *_modules("gateway", "routes_and_snapshot"),
     *_modules("gateway/disagg", "bootstrap_client handoffs leg leg_requests attempt_record"),
-    *_modules("gateway/fleet", "endpoint_registry endpoint_table rank_endpoints"),
-    *_modules("gateway/fleet", "engine_metrics live_endpoint peer_updates speed_monitor"),
+    *_modules("gateway/fleet", "endpoint_load_and_health endpoint_registry rank_endpoints"),
+    *_modules("gateway/fleet", "engine_metrics live_endpoint speed_monitor updates_for_peers"),
     *_modules("gateway/http", "burst_reads close_queue connection_accept connection_fairness"),
     *_modules("gateway/http", "connection_limits connection_phase engine_poll_client"),
     *_modules("gateway/http", "engine_request large_body_allocation large_body_parsing"),
@@ -113,7 +113,7 @@ SMALL = (
     *_modules("gateway/protocol/response", "resumable_relay short_response token_ledger"),
     *_modules("gateway/proxy", "attempt_loop engine_api final_errors retry_permission"),
     *_modules("gateway/proxy", "split_request"),
-    *_modules("gateway/telemetry", "access_log log_rotation pick_explanation recent_requests"),
+    *_modules("gateway/telemetry", "access_log access_log_file pick_explanation recent_requests"),
     *_modules("gateway/telemetry", "drift_records spans"),
     *_modules("policies", "policy_types scraped_load"),
     *_modules("policies/engine", "first_token_calibration kalman peer_load"),

@@ -16,7 +16,7 @@ from gateway.cli.doctor.findings import (
     warn_finding,
 )
 from gateway.fleet import engine_metrics
-from gateway.fleet.engine_requests import NO_PAGE
+from gateway.fleet.probe_requests import NO_PAGE
 from policies.engine_kinds import ENGINE_TRAITS
 from policies.routing_types import Endpoint, EngineKind
 

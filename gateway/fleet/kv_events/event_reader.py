@@ -13,7 +13,7 @@ from time import monotonic
 import zmq
 
 from gateway.config.kv_event_sections import KvEvents
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.kv_events.event_metrics import copy_counts
 from gateway.fleet.kv_events.event_verification import EndpointEvents
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes

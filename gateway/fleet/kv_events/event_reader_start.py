@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.kv_events.prompt_learner import PromptLearner, Tokenizer
 from gateway.metrics.catalogue import Metrics
 from policies.routing_types import Endpoint

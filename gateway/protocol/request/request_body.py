@@ -1,7 +1,7 @@
 """Parses the JSON body of an API request into a Call: model, prompt, limits, options. No I/O.
 
 Only the outermost object of the body is decoded (json_members.py), so a long prompt is scanned but
-not rebuilt. call.py has the Call, and the body that engines get.
+not rebuilt. api_call.py has the Call, and the body that engines get.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from gateway.protocol.request.allowed_tools import (
     names_allowed_tools,
     narrow_tools,
 )
+from gateway.protocol.request.api_call import ENGINE_INTERNAL, EXTRA_ARGS, Call, engine_body
 from gateway.protocol.request.cache_salts import CacheSalts
-from gateway.protocol.request.call import ENGINE_INTERNAL, EXTRA_ARGS, Call, engine_body
 from gateway.protocol.request.json_members import (
     bad_request,
     decode_members,

@@ -11,7 +11,7 @@ import re
 import msgspec
 
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.json_splice import Members
 from policies.pricing.split_decision import SplitReason, SplitShape
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from gateway.metrics.metric_types import Histogram
 from gateway.protocol.byte_scan import count_events
 from gateway.protocol.message_bytes import whole_response
-from gateway.protocol.response.answer_events import EventWriter, as_stream
 from gateway.protocol.response.client_framing import CONNECTION_CLOSE
 from gateway.protocol.response.held_answer import HeldAnswer, check_json
 from gateway.protocol.response.http_response_parser import (
@@ -28,9 +27,9 @@ from gateway.protocol.response.http_response_parser import (
     ResponseHeadReader,
 )
 from gateway.protocol.response.model_and_usage_rewrite import ModelNameRewriter
-from gateway.protocol.response.output_queue import STEP_BYTES
 from gateway.protocol.response.relay_state import BEHIND, DONE, FLOWING, HEAD, HELD, REFUSED
 from gateway.protocol.response.retryable_start import HeldChunks, PartialHead, RetryableStart
+from gateway.protocol.response.stepwise_output import STEP_BYTES
 from gateway.protocol.response.stream_end import StreamEnd
 from gateway.protocol.response.usage_and_error_search import (
     MAX_REFUSAL_BYTES,
@@ -41,6 +40,7 @@ from gateway.protocol.response.usage_and_error_search import (
     finish_reason_marker,
     is_flat_error,
 )
+from gateway.protocol.response.whole_answer_to_stream import EventWriter, as_stream
 from gateway.protocol.translate.translator import AnswerTranslator
 from gateway.protocol.upstream_error import UpstreamError as UpstreamError
 

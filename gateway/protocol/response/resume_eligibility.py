@@ -16,7 +16,7 @@ from types import MappingProxyType
 import msgspec
 
 from gateway.protocol.api_table import CHAT, Api
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.json_splice import Members, edited
 from kvtransfer.dialects import RequestEdits, encode_members
 

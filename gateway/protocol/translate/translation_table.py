@@ -19,7 +19,7 @@ from gateway.protocol.api_table import (
     Api,
 )
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.request_body import CallContext, ModelInfo, parse_call
 from gateway.protocol.translate import (
     messages_answer,

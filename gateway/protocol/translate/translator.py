@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
-from gateway.protocol.response.output_queue import OutputQueue
+from gateway.protocol.response.stepwise_output import OutputQueue
 from gateway.protocol.translate.chat_types import (
     ChatAnswer,
     ChatChoice,

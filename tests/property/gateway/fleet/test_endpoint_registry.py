@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gateway.config import Config
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.fleet.reservation import Reservation

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gateway.auto.auto_controller import AutoPolicyController, UnknownPoolError
-from gateway.auto.config_access import ChangeResult
+from gateway.auto.config_access_interface import ChangeResult
 from gateway.auto.replay_process import ReplayError
 from gateway.config import LoadedConfig, load_text
 from gateway.config.diff import diff

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from random import Random
 
 from gateway.config import Config, config_from_engines
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.endpoint_registry import RegistryPlan
-from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics

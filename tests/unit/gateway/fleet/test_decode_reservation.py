@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.reservation import DecodeReservation
 from planner.replay.trace_fingerprint import fingerprint_of_chain
 from policies.prefix.fingerprint import Fingerprint

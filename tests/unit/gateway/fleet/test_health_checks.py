@@ -16,8 +16,8 @@ from aiohttp.test_utils import TestServer
 from msgspec.structs import replace
 
 from gateway.config import Model
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.endpoint_registry import RegistryPlan
-from gateway.fleet.endpoint_table import EndpointTable
 from gateway.fleet.engine_metrics import ScrapedLoad
 from gateway.fleet.health_checks import HealthChecker
 from gateway.fleet.live_endpoint import LiveEndpoint

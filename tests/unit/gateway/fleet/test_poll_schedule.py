@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from gateway.config import Config
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.poll_schedule import QUIET_PROBES_PER_S, UNPROBED_POLLS, PollPlan
 from policies.health.endpoint_health import HealthEvent

@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.protocol import api_table
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.request_body import CallContext, parse_call
 from gateway.protocol.request.service_level_headers import NO_PREFERENCES
 from policies.routing_types import INFERRED_SESSION

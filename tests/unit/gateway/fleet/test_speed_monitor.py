@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.speed_monitor import COHORT, REVIEW_S, STALL_CHECK_S
 from tests.unit.gateway.fleet.tables import table_of
 

@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from gateway.config import Config, config_from_engines
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.live_endpoint import LiveEndpoint
 from tests.replacement import replace_method
 from tests.unit.gateway.fleet.tables import table_of

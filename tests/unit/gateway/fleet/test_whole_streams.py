@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.reservation import Reservation
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from policies.health.speed_samples import Measure

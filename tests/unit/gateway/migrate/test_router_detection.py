@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.config import load_text
-from gateway.config.tree import Config
+from gateway.config.root_section import Config
 from gateway.migrate import Additions, Draft, MigrationError, convert_text, convert_words
 from gateway.migrate.config_draft import NoteKind, variables
 from tests.unit.gateway.migrate import published

@@ -8,7 +8,7 @@ from random import Random
 
 from gateway.admission.admission_controller import AdmissionController
 from gateway.config import Config
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics

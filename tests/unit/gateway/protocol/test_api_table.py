@@ -10,7 +10,7 @@ import pytest
 from gateway.protocol import api_table
 from gateway.protocol.api_table import API_PATHS, APIS, Api
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.request_body import CallContext, parse_call
 from gateway.protocol.request.request_head import read_head
 from gateway.protocol.request.service_level_headers import NO_PREFERENCES

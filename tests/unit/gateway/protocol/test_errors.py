@@ -20,7 +20,7 @@ from gateway.protocol.errors import (
     reason_phrase,
     retry_headers,
 )
-from gateway.protocol.request.call import ENGINE_INTERNAL
+from gateway.protocol.request.api_call import ENGINE_INTERNAL
 
 API_PAGE = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
 OPENAI = {"message", "type", "param", "code"}

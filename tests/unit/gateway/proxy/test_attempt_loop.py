@@ -15,7 +15,7 @@ from gateway.protocol.upstream_error import MODEL_GONE
 from gateway.proxy.attempt_loop import attempts
 from gateway.proxy.retry_permission import permit_retry
 from gateway.request_record import Exchange
-from gateway.route import Gateway
+from gateway.routes_and_snapshot import Gateway
 from policies.pricing.split_decision import EndpointPair
 from policies.routing_types import Pick
 from tests.replacement import stand_in

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 from gateway.admission.pool_queue import PoolQueue
 from gateway.config import WaitingRoom
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.forwarding import forward
 from gateway.protocol.api_table import CHAT
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.proxy.tier_fallback import pick_tier
-from gateway.route import Route
+from gateway.routes_and_snapshot import Route
 from policies import policy_registry
 from policies.admission.admission_policy import Verdict, WaitQueueView
 from policies.admission.cap_admission import CapAdmission

@@ -7,10 +7,10 @@ from typing import cast
 
 from gateway.http.client_interface import Client
 from gateway.protocol import api_table
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.proxy.whole_request import UncountedPlan
 from gateway.request_record import Exchange
-from gateway.route import Gateway, Route
+from gateway.routes_and_snapshot import Gateway, Route
 from policies import policy_registry
 from tests.replacement import stand_in
 from tests.unit.policies.builders import ask, candidate

@@ -28,7 +28,7 @@ from gateway.reload.history import MAX_VERSIONS, VersionHistory, create_version
 from gateway.reload.snapshot_gc import SnapshotGc
 from gateway.restart.start_options import StartOptions
 from gateway.restart.worker_launch_settings import WorkerSettings
-from gateway.route import Snapshot
+from gateway.routes_and_snapshot import Snapshot
 from tests.duration_limits import PATIENCE_S
 from tests.unit.gateway.reload.running import Running, running
 from tests.virtual_time import VIRTUAL_TIME

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.protocol import api_table
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.request_record import Exchange

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol import api_table
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.request_record import Exchange
 from gateway.trials import shadow
 from gateway.trials.shadow import MIN_COMPARED, NamedPolicy, Shadows, evaluate, name_policies

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gateway.protocol import api_table
 from gateway.protocol.api_table import Api
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.media import MEDIA_TOKENS, MIN_MEDIUM_BYTES
 from gateway.protocol.request.request_body import CallContext, parse_call
 from gateway.protocol.request.service_level_headers import NO_PREFERENCES

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.protocol import api_table
 from gateway.protocol.errors import GatewayError
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.options_cache import MAX_SHAPES, OptionsCache
 from gateway.protocol.request.request_body import CallContext, CallShape, parse_call
 from gateway.protocol.request.service_level_headers import NO_PREFERENCES

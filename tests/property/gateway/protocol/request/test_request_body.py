@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gateway.protocol import api_table
 from gateway.protocol.errors import GatewayError
-from gateway.protocol.request.call import ENGINE_INTERNAL, Call
+from gateway.protocol.request.api_call import ENGINE_INTERNAL, Call
 from gateway.protocol.request.json_members import SMALL_BODY_BYTES
 from gateway.protocol.request.parameter_limits import MAX_MEMBER_BYTES, MAX_NUMBERS
 from gateway.protocol.request.request_body import (

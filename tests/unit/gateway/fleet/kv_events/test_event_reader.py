@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from gateway.config.kv_event_sections import KvEvents
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.kv_events.event_reader import KvEventReader
 from gateway.fleet.kv_events.exact_prefixes import ExactPrefixes
 from gateway.metrics.catalogue import Metrics

@@ -18,8 +18,8 @@ from gateway.config import Config, load_with_warnings
 from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.protocol import api_table
 from gateway.protocol.errors import Failure, GatewayError
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.cache_salts import MAX_CLIENT_SALT, CacheSalts, new_cache_salts
-from gateway.protocol.request.call import Call
 from gateway.protocol.request.request_body import CallContext, parse_call
 from gateway.protocol.request.service_level_headers import NO_PREFERENCES
 from tests.unit.gateway.disagg.scripted_engines import (

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.protocol.request.call import ENGINE_INTERNAL
+from gateway.protocol.request.api_call import ENGINE_INTERNAL
 from gateway.protocol.request.json_splice import Members, edited, shows_usage
 from kvtransfer import dialects
 from kvtransfer.dialects import (

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.protocol import api_table
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.media import MEDIA_TOKENS, MediaSize, may_contain_media, replace_media
 from gateway.protocol.request.request_body import CallContext, parse_call
 from gateway.protocol.request.service_level_headers import NO_PREFERENCES

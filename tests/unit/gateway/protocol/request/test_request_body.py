@@ -11,7 +11,7 @@ from gateway.protocol import api_table
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request import json_members
 from gateway.protocol.request.allowed_tools import MAX_TOOLS
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.json_members import (
     MAX_DIGITS,
     MAX_MEMBERS,

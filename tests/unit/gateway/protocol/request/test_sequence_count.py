@@ -13,7 +13,7 @@ from gateway.admission.quota_charges import Quotas
 from gateway.config import Tenant
 from gateway.protocol import api_table
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.request_body import CallContext, parse_call
 from gateway.protocol.request.sequence_count import SLICE, _count_strings
 from gateway.protocol.request.service_level_headers import NO_PREFERENCES

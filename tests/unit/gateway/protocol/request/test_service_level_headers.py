@@ -10,7 +10,7 @@ import pytest
 from gateway.config import Config
 from gateway.protocol import api_table
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.request_body import CallContext, parse_call
 from gateway.protocol.request.service_level_headers import (
     MAX_SESSION_CHARS,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.protocol import api_table
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.response.resume_eligibility import call_with_token_ids, continuation_terms
 from tests.unit.gateway.protocol.request import test_request_body
 

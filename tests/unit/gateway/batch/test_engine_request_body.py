@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from gateway.batch.engine_request_body import rest_body, streamed_body, whole_body
 from gateway.batch.result_journal import KeptAnswer
-from gateway.batch.streamed_request import rest_body, streamed_body, whole_body
 from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}

@@ -1,7 +1,7 @@
 """Routes of models to pools, the configuration snapshot, and the live objects that requests use.
 
 reload/snapshot_plan.py builds snapshots from a configuration, reload/dry_run_and_swap.py makes one
-the current one, and serve.py serves a request by its route.
+the current one, and serve_request.py serves a request by its route.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from gateway.admission.pool_queue import PoolQueue
 from gateway.config import Config, Resume
 from gateway.disagg.handoffs import Handoffs
 from gateway.disagg.pairing import SplitRoute
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.reservation import Reservation
 from gateway.forwarding.background_responses import BackgroundResponses
 from gateway.forwarding.hedge import Hedger
 from gateway.http.client_interface import Client
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.api_keys import digest_of_headers, wrong_key
 from gateway.protocol.request.cache_salts import CacheSalts
-from gateway.protocol.request.call import Call
 from gateway.protocol.request.request_body import CallShapes
 from gateway.protocol.request.service_level_headers import ServiceClasses
 from gateway.protocol.response.relay import Relay

@@ -22,14 +22,14 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.model_alias_lookup import find
 from gateway.http.client_interface import Client
 from gateway.metrics.metric_types import Histogram
 from gateway.protocol.api_table import Api
 from gateway.protocol.cors import CorsLines, CorsRule
 from gateway.protocol.errors import Failure, GatewayError
-from gateway.protocol.request.call import Call
+from gateway.protocol.request.api_call import Call
 from gateway.protocol.request.forwarded_headers import TrustedProxies, proxy_request_id
 from gateway.protocol.request.request_body import CallContext, parse_call
 from gateway.protocol.request.service_level_headers import RequestPreferences
@@ -42,7 +42,7 @@ from gateway.proxy.split_request import SplitAttempts, SplitPlan
 from gateway.proxy.stored_responses import explain_missing, pin_route, serve_stored
 from gateway.proxy.whole_request import UncountedPlan, WholePlan
 from gateway.request_record import Exchange
-from gateway.route import Gateway, ModelScope, Route, Snapshot
+from gateway.routes_and_snapshot import Gateway, ModelScope, Route, Snapshot
 from gateway.telemetry.slo_outcomes import admission_outcome
 from policies.prefix.fingerprint import Fingerprint
 from policies.routing_types import Request, RoutingQuery

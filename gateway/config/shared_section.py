@@ -1,4 +1,4 @@
-"""Configuration sections for several gateways that share state through a Redis server."""
+"""The configuration section `shared`: state that several gateways share through a Redis server."""
 
 from __future__ import annotations
 

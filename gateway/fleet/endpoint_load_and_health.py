@@ -1,4 +1,4 @@
-"""The endpoint table: applies reservations, health events, scrapes and drains to live endpoints.
+"""Changes of endpoints' load and health: the table applies reservations, failures, scrapes, drains.
 
 Only this table writes an endpoint's EndpointLoad. The rules for health states are in
 policies.health.endpoint_health; the table applies their results.
@@ -22,11 +22,11 @@ from gateway.fleet.endpoint_registry import (
 from gateway.fleet.engine_metrics import UNKNOWN_PROGRESS, ScrapedLoad
 from gateway.fleet.kv_events.event_verification import CacheExpectation
 from gateway.fleet.live_endpoint import LiveEndpoint
-from gateway.fleet.peer_updates import OutgoingUpdates
 from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.fleet.reservation import DecodeReservation, Reservation
 from gateway.fleet.speed_monitor import SpeedMonitor, describe_slowness, find_healthy_peer
 from gateway.fleet.speed_recovery import accept_returned
+from gateway.fleet.updates_for_peers import OutgoingUpdates
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.upstream_error import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.telemetry.log_rotation import LogFile, Rotation
+from gateway.telemetry.access_log_file import LogFile, Rotation
 
 LINES, PROCESSES = 400, 4
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from gateway.config import Config
-from gateway.fleet.endpoint_table import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.fleet.engine_metrics import ScrapedLoad
 from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.fleet.reservation import Reservation

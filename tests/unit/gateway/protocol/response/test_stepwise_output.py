@@ -11,11 +11,11 @@ import pytest
 from gateway.protocol.errors import Failure
 from gateway.protocol.response import long_event
 from gateway.protocol.response.http_response_parser import LAST_CHUNK, ChunkedBody, encode_chunk
-from gateway.protocol.response.output_queue import STEP_BYTES
 from gateway.protocol.response.relay import Relay
 from gateway.protocol.response.relay_state import BEHIND, DONE
 from gateway.protocol.response.resumable_relay import RecordedRelay
 from gateway.protocol.response.resume_eligibility import ContinuationTerms
+from gateway.protocol.response.stepwise_output import STEP_BYTES
 from gateway.protocol.response.token_ledger import Ledger, LedgerRecorder
 from gateway.protocol.translate import translation_table
 from gateway.protocol.translate.translator import AnswerTranslator

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from gateway.batch.file_and_batch_objects import BatchRecord
-from gateway.batch.pool_view import batch_class, line_headers, refusal, scope_digest
+from gateway.batch.pool_access import batch_class, line_headers, refusal, scope_digest
 from gateway.config import BatchApi, Config
 from gateway.protocol.request.service_level_headers import MAX_PRIORITY, ServiceClasses
 

@@ -1,4 +1,4 @@
-"""Reads what the runner of batches needs from the gateway: pools, latency targets, permissions."""
+"""The access of batches to pools: which pool, whether its key permits it, and free capacity."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gateway.protocol.request.service_level_headers import (
     PRIORITY_HEADER,
     HeaderFields,
 )
-from gateway.route import Gateway, Snapshot
+from gateway.routes_and_snapshot import Gateway, Snapshot
 
 WINDOW_S = 0.5  # period over which token rates and missed targets are measured
 KNOWN_CLASS_S = 600.0  # a service class counts for this time after its last request
@@ -88,7 +88,7 @@ def scope_digest(key_digest: bytes) -> str:
     return hashlib.sha256(b"batch scope:" + key_digest).hexdigest()[:32]
 
 
-class PoolView:
+class PoolAccess:
     """Reads the load of one pool, from which the limit of its batch requests is computed.
 
     schedule   the plan for the pool's batches, by their completion windows

@@ -19,10 +19,10 @@ from gateway.config.health_sections import HealthSpec, Scrape
 from gateway.config.listener_sections import Listeners
 from gateway.config.model_sections import Model
 from gateway.config.observability_sections import Observability
-from gateway.config.peer_sections import Shared
 from gateway.config.pool_section import Pool
 from gateway.config.prefix_section import Prefix
 from gateway.config.reload_section import Reload
+from gateway.config.shared_section import Shared
 from gateway.config.sized_for_section import SizedFor
 from gateway.config.slo_section import Slos
 from gateway.config.tenant_sections import Cache, Tenant

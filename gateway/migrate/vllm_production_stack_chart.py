@@ -10,7 +10,7 @@ from gateway.migrate import option_values
 from gateway.migrate.command_options import CommandOptions
 from gateway.migrate.config_draft import Draft, MigrationError, pool_name
 from gateway.migrate.option_rules import apply_rules, drop_unread
-from gateway.migrate.production_stack import (
+from gateway.migrate.vllm_production_stack import (
     REASONS,
     RULES,
     convert,

@@ -1,4 +1,4 @@
-"""The gateway's own requests to engines: polls and test requests, over connections kept open."""
+"""Sends the gateway's own requests to engines (probes): polls, and test requests for one token."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NO_PAGE = (404, 405, 501)  # statuses of an engine without the requested page
 RATE_LIMITED = 429
 
 
-class EngineRequests:
-    """Sends requests of the gateway itself to engines; keeps one client for each endpoint."""
+class ProbeRequests:
+    """Sends the gateway's own requests to engines; keeps one client for each endpoint."""
 
     def __init__(self) -> None:
         self._clients: dict[LiveEndpoint, PollClient] = {}

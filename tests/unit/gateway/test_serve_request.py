@@ -11,8 +11,8 @@ from gateway.http.client_interface import Client
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol import api_table
 from gateway.request_record import Exchange
-from gateway.route import Gateway
-from gateway.serve import GAPS_EVERY, RequestFactory
+from gateway.routes_and_snapshot import Gateway
+from gateway.serve_request import GAPS_EVERY, RequestFactory
 from tests.replacement import stand_in
 
 CLIENT = cast(
@@ -21,7 +21,7 @@ CLIENT = cast(
 
 
 def new_exchanges(patch: pytest.MonkeyPatch, number: int, tracer: Any = None) -> list[Exchange]:
-    patch.setattr("gateway.serve.serve", lambda gateway, exchange, client, handle: exchange)
+    patch.setattr("gateway.serve_request.serve", lambda gateway, exchange, client, handle: exchange)
     gateway = stand_in(Gateway, SimpleNamespace(accounts=SimpleNamespace(tracer=tracer)))
     beginning = RequestFactory(gateway, Metrics().itl_seconds)
     return [cast(Exchange, beginning.serve(CLIENT, api_table.CHAT)) for _ in range(number)]

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from gateway.protocol.api_table import MESSAGES, RESPONSES, Api
-from gateway.protocol.response.answer_events import (
+from gateway.protocol.response.named_event_relay import NamedEventRelay
+from gateway.protocol.response.relay import Relay
+from gateway.protocol.response.relay_state import DONE
+from gateway.protocol.response.whole_answer_to_stream import (
     EventWriter,
     write_chunks,
     write_chunks_with_usage,
     write_message,
     write_response,
 )
-from gateway.protocol.response.named_event_relay import NamedEventRelay
-from gateway.protocol.response.relay import Relay
-from gateway.protocol.response.relay_state import DONE
 from gateway.protocol.translate import translation_table
 from gateway.protocol.upstream_error import UpstreamError
 
