@@ -74,7 +74,7 @@ from mockgpu.timing.roofline import profile_named
 from mockgpu.tp_group import GroupSpec
 from policies.sizing.gpu_memory import kv_capacity_tokens
 from policies.sizing.gpus import gpu_named
-from policies.sizing.known_models import facts_of
+from policies.sizing.layout_facts import facts_of
 from policies.sizing.model_shapes import model_named
 from policies.sizing.parallelism_rules import MAX_SIZE, PlannedGroup, layout_findings
 

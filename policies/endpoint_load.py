@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import inf
 
 from policies.engine.engine_load import EngineLoad
-from policies.engine.engine_timeline import EngineTimeline
+from policies.engine.engine_model_updates import EngineTimeline
 from policies.engine.output_length import RecentLengths
 from policies.engine.step_time import SpeedBelief
 
@@ -83,7 +83,7 @@ class EndpointLoad(EngineLoad):
     scraped_at            time of the last scrape on the policy clock
     unexplained_requests  how many more requests the engine had than `in_flight` at the last scrape
     is_modelled           whether any policy reads the forecast; if not, `timeline` is not updated
-    timeline              the simulated engine, which makes the forecast (engine_timeline.py)
+    timeline              the simulated engine, which makes the forecast (engine_model_updates.py)
     lockstep_ranks        the loads of all data-parallel ranks of its engine, this one included, if
                           their steps begin and end together (join_ranks); else empty
     changes               the log of changed loads, which rankings read; None: no ranking reads it

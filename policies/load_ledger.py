@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from policies.endpoint_load import EndpointLoad
 from policies.engine import load_forecast
-from policies.engine.engine_timeline import STALE_S, EngineTimeline
+from policies.engine.engine_model_updates import STALE_S, EngineTimeline
 from policies.engine.peer_load import FIELDS, NOTHING, PeerShare
 from policies.engine.queued_prompt import QueuedPrompt
 from policies.latency import ttft_simulation

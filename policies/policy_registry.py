@@ -1,7 +1,7 @@
 """The routing policies by name, with the types of their parameters.
 
-To add a policy, write a parameter struct with `build()` in presets.py or its own module, and one
-line here.
+To add a policy, write a parameter struct with `build()` in builtin_policies.py or its own module,
+and one line here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
+from policies.builtin_policies import LeastLoaded, PolicyParams, PrefixAware, RoundRobin
 from policies.policy_types import Policy
-from policies.presets import LeastLoaded, PolicyParams, PrefixAware, RoundRobin
 from policies.pricing.endpoint_price import PricedPolicy
 from policies.published.consistent_hash import ConsistentHash
 from policies.published.dualmap import DualMap

@@ -1,7 +1,7 @@
 """The type Policy and its parts: filters, weighted scorers, ranking, picker.
 
 The class Policy combines them. To add a rule, write a function in filters.py, scorers.py or
-pickers.py, and one line in presets.py.
+pickers.py, and one line in builtin_policies.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     pick(policy, query, candidates)
 
-The rules are functions in filters.py, scorers.py and pickers.py. presets.py combines them.
+The rules are functions in filters.py, scorers.py and pickers.py. builtin_policies.py combines them.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from mockgpu.scheduler import JobState
 from mockgpu.timing.roofline import StepTimes, StepWork
 from policies import pickers
+from policies.builtin_policies import DEFAULT_FILTERS
 from policies.policy_types import Policy, WeightedScorer
-from policies.presets import DEFAULT_FILTERS
 from policies.routing_types import Candidate, RoutingQuery
 
 if TYPE_CHECKING:

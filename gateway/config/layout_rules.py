@@ -14,7 +14,7 @@ from gateway.config.problems import Path
 from gateway.config.rule_findings import RuleFinding, get_member, iter_mappings
 from policies.sizing.gpu_memory import Demand, MemoryCheck, check_memory
 from policies.sizing.gpus import GPUS
-from policies.sizing.known_models import ModelFacts, facts_of_name
+from policies.sizing.layout_facts import ModelFacts, facts_of_name
 from policies.sizing.model_shapes import MODELS
 from policies.sizing.parallel_layout import Layout
 from policies.sizing.parallelism_rules import PlannedGroup, layout_findings

@@ -40,8 +40,8 @@ from policies import load_ledger, scraped_load
 from policies.endpoint_load import EndpointLoad
 from policies.health import endpoint_health
 from policies.health.endpoint_health import Health, HealthEvent, HealthLimits, HealthState
+from policies.health.endpoint_speed import SpeedVerdict
 from policies.health.speed_outlier import SlowLimits
-from policies.health.speed_record import SpeedVerdict
 from policies.prefix.fingerprint import Fingerprint
 from policies.routing_types import Candidate, Pick, Request, Role, RoutingQuery
 

@@ -12,8 +12,8 @@ from gateway.http.write_queue import WriteQueue
 from gateway.util.tls_contexts import Encryption
 from policies.endpoint_load import EndpointLoad
 from policies.health.endpoint_health import Health
+from policies.health.endpoint_speed import SpeedRecord, SpeedVerdict
 from policies.health.late_request_detection import is_doubted
-from policies.health.speed_record import SpeedRecord, SpeedVerdict
 from policies.routing_types import Endpoint
 
 # Health of an endpoint that has never failed. Callers compare by identity to skip success events.

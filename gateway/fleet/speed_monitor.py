@@ -15,9 +15,9 @@ from gateway.fleet.live_endpoint import LiveEndpoint, step_tokens
 from gateway.protocol.response.relay import Relay
 from policies.health import late_request_detection, speed_outlier
 from policies.health.endpoint_health import HealthState
+from policies.health.endpoint_speed import Slowness, SpeedVerdict
 from policies.health.late_request_detection import Expectations
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits
-from policies.health.speed_record import Slowness, SpeedVerdict
 from policies.health.speed_samples import Measure
 from policies.routing_types import Candidate, Endpoint, Request
 

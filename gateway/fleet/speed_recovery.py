@@ -19,7 +19,7 @@ import msgspec
 from gateway.fleet.live_endpoint import LiveEndpoint
 from policies import restart_state
 from policies.health.endpoint_health import Health, HealthEvent
-from policies.health.speed_record import Slowness
+from policies.health.endpoint_speed import Slowness
 from policies.health.speed_samples import Measure
 
 log = logging.getLogger("penstock")

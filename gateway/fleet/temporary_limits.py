@@ -9,7 +9,7 @@ from __future__ import annotations
 from gateway.fleet.live_endpoint import LiveEndpoint
 from policies.endpoint_load import NO_SOFT_CAP
 from policies.health import late_request_detection, slow_start
-from policies.health.speed_record import SpeedVerdict
+from policies.health.endpoint_speed import SpeedVerdict
 
 LEAST_WAIT_S, MOST_WAIT_S = 1.0, 60.0
 """Bounds on the seconds for which an endpoint is held back; the first holds without Retry-After."""

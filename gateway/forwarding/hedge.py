@@ -38,8 +38,8 @@ from gateway.http.engine_connections import UpstreamConnection
 from gateway.protocol.upstream_error import UpstreamError
 from gateway.request_record import Exchange
 from gateway.telemetry.accounting import Accounting
+from policies.health.endpoint_speed import SpeedVerdict
 from policies.health.late_request_detection import LEAST_LATE_S
-from policies.health.speed_record import SpeedVerdict
 from policies.routing_algorithm import repick
 from policies.routing_types import Candidate, Endpoint, Pick
 

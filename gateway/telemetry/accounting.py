@@ -26,7 +26,7 @@ from gateway.telemetry.recent_requests import RecentExchanges
 from gateway.telemetry.slo_outcomes import REGRET_SAMPLE_EVERY, SloTracker, effective_usage
 from gateway.telemetry.span_exporter import SpanExporter
 from policies.policy_types import Policy
-from policies.prefix.block_ids import BlockIds
+from policies.prefix.logged_block_ids import BlockIds
 from policies.routing_types import Pick, RoutingQuery, TokenPrice
 
 log = logging.getLogger("penstock")

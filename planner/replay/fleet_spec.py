@@ -22,7 +22,7 @@ from policies.pricing.split_decision import SplitRule
 from policies.routing_types import Role
 from policies.sizing.gpu_memory import Demand, check_memory
 from policies.sizing.gpus import Gpu, gpu_named
-from policies.sizing.known_models import facts_of
+from policies.sizing.layout_facts import facts_of
 from policies.sizing.model_shapes import Llm, model_named
 from policies.sizing.parallel_layout import Layout
 from policies.sizing.parallelism_rules import MAX_SIZE, PlannedGroup, layout_findings

@@ -23,7 +23,7 @@ from planner.replay.results import GroupTotals
 from policies.endpoint_load import EndpointLoad, join_ranks
 from policies.engine.output_length import RecentLengths
 from policies.engine.step_time import NEUTRAL, SpeedBelief, StepCosts, shape_for
-from policies.health.speed_record import SpeedRecord
+from policies.health.endpoint_speed import SpeedRecord
 from policies.routing_types import Candidate, Endpoint
 
 UNCAPPED = 1 << 30

@@ -19,6 +19,7 @@ from planner.replay.replay_interfaces import FleetPort
 from policies.endpoint_load import NO_SOFT_CAP
 from policies.engine.step_time import StepCosts
 from policies.health import speed_outlier
+from policies.health.endpoint_speed import SpeedVerdict
 from policies.health.late_request_detection import (
     DOUBT_S,
     LEAST_LATE_S,
@@ -30,7 +31,6 @@ from policies.health.late_request_detection import (
     raised_ceiling,
 )
 from policies.health.speed_outlier import SlowLimits
-from policies.health.speed_record import SpeedVerdict
 from policies.health.speed_samples import Measure
 from policies.restart_state import belief_state, restore_belief
 

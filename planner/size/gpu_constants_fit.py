@@ -20,7 +20,7 @@ from planner.size.plan_draft import SizingError
 from planner.size.recorded_work import DecodePhase, PrefillPhase, phases_of, read_answers
 from planner.size.units import ms
 from policies.sizing.gpus import Fit, Gpu
-from policies.sizing.known_models import facts_of
+from policies.sizing.layout_facts import facts_of
 from policies.sizing.model_shapes import Llm
 from policies.sizing.parallelism_rules import valid_tp_sizes
 

@@ -19,7 +19,7 @@ from planner.size.units import ms
 from planner.size.workload import Workload
 from policies.sizing.arithmetic_intensity import matrix_intensity
 from policies.sizing.gpu_memory import Demand, MemoryCheck, MemoryVerdict, check_memory
-from policies.sizing.known_models import facts_of
+from policies.sizing.layout_facts import facts_of
 from policies.sizing.model_shapes import Llm
 from policies.sizing.parallel_layout import Layout
 from policies.sizing.parallelism_rules import heads_problem, valid_tp_sizes

@@ -11,7 +11,7 @@ from planner.size.replica_times import BatchTimes, ReplicaTimes, at_batch
 from planner.size.workload import Workload
 from policies.sizing.gpu_memory import Demand, MemoryCheck, check_memory
 from policies.sizing.gpus import Gpu
-from policies.sizing.known_models import ModelFacts, facts_of
+from policies.sizing.layout_facts import ModelFacts, facts_of
 from policies.sizing.model_shapes import Llm
 from policies.sizing.parallel_layout import Layout
 from policies.sizing.parallelism_rules import (

@@ -15,7 +15,7 @@ from mockgpu.timing.step_time_grids import Grid
 from planner.size import layout_gates, replica_gates
 from planner.size.plan_draft import Draft, FleetPlan, PlanHardware, RecipeGate, SizingError
 from planner.size.workload import Workload
-from policies.sizing.known_models import facts_of
+from policies.sizing.layout_facts import facts_of
 from policies.sizing.model_shapes import MODELS, Llm, fp8
 from policies.sizing.parallelism_rules import valid_tp_sizes
 

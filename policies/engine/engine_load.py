@@ -34,8 +34,8 @@ class EngineLoad:
     reservations       the requests in flight, in order of reservation
     belief             learned speed (policies/engine/step_time.py)
 
-    The forecast, which load_forecast.py and engine_timeline.py write at every event of a request.
-    Its fields are plain floats, so that a scorer is fast:
+    The forecast, which load_forecast.py and engine_model_updates.py write at every event of a
+    request. Its fields are plain floats, so that a scorer is fast:
 
     prefill_done_at             policy clock when all waiting prompts should be computed; not in the
                                 future if none is waiting

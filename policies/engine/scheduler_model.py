@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from policies.engine import first_token_calibration
 from policies.engine.output_length import RecentLengths
+from policies.engine.recent_work_averages import EngineAverages
 from policies.engine.running_answer_lengths import LengthGroup, RunningAnswers
-from policies.engine.running_averages import EngineAverages
 from policies.engine.shared_prefix_kv import SharedPrefixKv
 
 if TYPE_CHECKING:

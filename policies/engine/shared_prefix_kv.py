@@ -1,8 +1,8 @@
 """Estimates the KV memory of cached prefixes, of which several sequences may share one copy.
 
 SharedPrefixKv estimates how many tokens are really stored, and how that changes when a sequence is
-added or removed. scheduler_model.py counts KV that is not shared. engine_timeline.py corrects the
-estimate by scraped metrics.
+added or removed. scheduler_model.py counts KV that is not shared. engine_model_updates.py corrects
+the estimate by scraped metrics.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A review (speed_outlier.py) compares completed work once a second. A stalled prefill step is visible
 earlier, by its age. It is weak evidence: requests that wait there are hedged, and an endpoint in
-doubt gets no new ones until the next review. speed_record.py measures the age of a step;
+doubt gets no new ones until the next review. endpoint_speed.py measures the age of a step;
 speed_outlier.py and endpoint_health.py eject endpoints.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from policies.endpoint_load import NO_SOFT_CAP, EndpointLoad
 from policies.health import speed_outlier
+from policies.health.endpoint_speed import LEAST_PACED, SpeedRecord, SpeedVerdict
 from policies.health.speed_outlier import PeerTimes, PeerTimesByKind, Reviewed
-from policies.health.speed_record import LEAST_PACED, SpeedRecord, SpeedVerdict
 from policies.health.speed_samples import Measure, SpeedSamples
 
 LEAST_LATE_S = 0.1

@@ -26,7 +26,7 @@ from typing import Protocol
 import msgspec
 
 from policies.engine.step_time import NEUTRAL, StepCosts
-from policies.health.speed_record import Slowness, SpeedRecord
+from policies.health.endpoint_speed import Slowness, SpeedRecord
 from policies.health.speed_samples import BINS, RECENT, Measure, SampleTrack, SpeedSamples
 
 CONTEXT_TOKENS = 1024  # assumed context of a stream, for scaling decode steps over the batch

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from policies.engine.engine_load import EngineLoad
-    from policies.engine.engine_timeline import EngineTimeline
+    from policies.engine.engine_model_updates import EngineTimeline
     from policies.engine.queued_prompt import QueuedPrompt
 
 # Maximum number of simulated steps; for a longer queue, latency.ttft_s is accurate enough.

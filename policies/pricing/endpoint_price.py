@@ -2,8 +2,8 @@
 
 Contains the terms of the price, the policy `priced` that picks the cheapest endpoint, and prices of
 single phases, which splitting adds up (split_decision.py). price_loop.py computes the prices of a
-pick. Time estimates are in expected_latency.py and engine_timeline.py. docs/how-the-price-works.md
-explains the price without code.
+pick. Time estimates are in expected_latency.py and engine_model_updates.py.
+docs/how-the-price-works.md explains the price without code.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from operator import attrgetter, neg
 import msgspec
 
 from policies import pickers
+from policies.builtin_policies import DEFAULT_FILTERS, PolicyParams
 from policies.endpoint_load import EndpointLoad
 from policies.engine.step_time import UsualSpeeds
 from policies.latency.expected_latency import backlog_s, is_first_token_late, room_s
@@ -27,7 +28,6 @@ from policies.policy_types import (
     Ranking,
     WeightedScorer,
 )
-from policies.presets import DEFAULT_FILTERS, PolicyParams
 from policies.pricing.price_loop import (
     FULLEST,
     UNKNOWN_KV_TOKENS,

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from policies.endpoint_load import EndpointLoad
-from policies.engine.engine_timeline import EngineTimeline
+from policies.engine.engine_model_updates import EngineTimeline
 from policies.engine.running_answer_lengths import AgeGroup, per_token
 from policies.latency.expected_latency import backlog_s, room_s
 from policies.policy_types import WHOLE_REQUEST, PhaseShare

@@ -14,6 +14,7 @@ from enum import StrEnum
 import msgspec
 
 from policies import pickers, routing_algorithm
+from policies.builtin_policies import DecodeLoad
 from policies.filters import below_cap
 from policies.latency.expected_latency import ttft_s
 from policies.policy_types import (
@@ -25,7 +26,6 @@ from policies.policy_types import (
     Policy,
     WeightedScorer,
 )
-from policies.presets import DecodeLoad
 from policies.pricing.transfer_time import PendingTransfer, TransferTimes
 from policies.routing_types import Candidate, Pick, RoutingQuery
 

@@ -7,9 +7,9 @@ from hashlib import blake2b
 from math import ceil
 
 from policies import scorers
+from policies.builtin_policies import DEFAULT_FILTERS, PolicyParams
 from policies.param_types import Factor
 from policies.policy_types import Policy, WeightedScorer
-from policies.presets import DEFAULT_FILTERS, PolicyParams
 from policies.routing_types import Candidate, RoutingQuery
 
 _WORD = (1 << 64) - 1

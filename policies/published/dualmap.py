@@ -9,10 +9,10 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from policies.builtin_policies import DEFAULT_FILTERS, PolicyParams
 from policies.param_types import Fraction, NonNegative, NonNegativeCount, PositiveCount
 from policies.policy_types import Policy, WeightedScorer
 from policies.prefix.fingerprint import Fingerprint
-from policies.presets import DEFAULT_FILTERS, PolicyParams
 from policies.published.mooncake import soonest
 from policies.published.rule_inputs import cached_tokens
 from policies.routing_types import Candidate, RoutingQuery

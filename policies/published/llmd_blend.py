@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import pickers
+from policies.builtin_policies import DEFAULT_FILTERS, PolicyParams
 from policies.param_types import NonNegative
 from policies.policy_types import Policy, Scorer, WeightedScorer
-from policies.presets import DEFAULT_FILTERS, PolicyParams
 from policies.published.rule_inputs import cached_tokens, kv_used, queued_requests
 from policies.routing_types import Candidate, RoutingQuery
 

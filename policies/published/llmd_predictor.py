@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from policies import pickers
+from policies.builtin_policies import DEFAULT_FILTERS, PolicyParams
 from policies.latency.expected_latency import tpot_s
 from policies.param_types import Fraction, NonNegative
 from policies.policy_types import Filter, Policy, Scorer, WeightedScorer
-from policies.presets import DEFAULT_FILTERS, PolicyParams
 from policies.published.rule_inputs import cached_tokens, ttfts
 from policies.routing_types import STANDARD, Candidate, RoutingQuery
 

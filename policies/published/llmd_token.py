@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from policies import pickers, scorers
+from policies.builtin_policies import DEFAULT_FILTERS, PolicyParams
 from policies.param_types import Fraction, NonNegative, Positive
 from policies.policy_types import Filter, Policy, WeightedScorer
-from policies.presets import DEFAULT_FILTERS, PolicyParams
 from policies.published.rule_inputs import cached_tokens
 from policies.routing_types import Candidate, RoutingQuery
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies import pickers
+from policies.builtin_policies import DEFAULT_FILTERS, PolicyParams
 from policies.policy_types import Policy, WeightedScorer
-from policies.presets import DEFAULT_FILTERS, PolicyParams
 from policies.published.rule_inputs import cached_tokens, ttfts
 from policies.routing_types import Candidate, RoutingQuery
 

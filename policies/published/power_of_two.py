@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from policies import pickers, scorers
+from policies.builtin_policies import DEFAULT_FILTERS, PolicyParams
 from policies.param_types import NonNegative
 from policies.policy_types import Policy, WeightedScorer
-from policies.presets import DEFAULT_FILTERS, PolicyParams
 
 
 class PowerOfTwo(PolicyParams, frozen=True):

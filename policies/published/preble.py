@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from policies import pickers
+from policies.builtin_policies import DEFAULT_FILTERS, PolicyParams
 from policies.endpoint_load import EndpointLoad
 from policies.latency.expected_latency import tpot_s
 from policies.param_types import NonNegative, NonNegativeCount, Positive
 from policies.policy_types import Policy, WeightedScorer
-from policies.presets import DEFAULT_FILTERS, PolicyParams
 from policies.published.rule_inputs import cached_tokens, prefill_s
 from policies.routing_types import Candidate, RoutingQuery
 

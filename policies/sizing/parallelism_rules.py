@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from policies.sizing.gpu_memory import MemoryCheck, MemoryVerdict
-from policies.sizing.known_models import ModelFacts
+from policies.sizing.layout_facts import ModelFacts
 from policies.sizing.parallel_layout import Layout, layers_of_stages
 
 NO_MODEL = ModelFacts(0, None)

@@ -18,7 +18,7 @@ PROJECT = source_tree.read(ROOT)
 PACKAGES = ("gateway", "policies")
 WITH_DOUBLES = {
     "policies.pricing.price_loop",
-    *("policies.engine.scheduler_model", "policies.engine.engine_timeline"),
+    *("policies.engine.scheduler_model", "policies.engine.engine_model_updates"),
     "policies.engine.load_forecast",
     *("gateway.metrics.metric_types", "gateway.telemetry.access_line"),
 }

@@ -81,8 +81,8 @@ FLOATS: Mapping[str, Collection[str]] = {
         *("decode_base_s", "decode_began_at", "decode_begin_step", "decode_context_s"),
         *("enters_at", "output_tokens", "per_expected_token", "prefill_s"),
     ),
-    "policies.engine.running_averages.ArrivalAverages": (),
-    "policies.engine.running_averages.EngineAverages": (
+    "policies.engine.recent_work_averages.ArrivalAverages": (),
+    "policies.engine.recent_work_averages.EngineAverages": (
         *("at", "first_event_at", "pace", "rate", "seen_s", "share"),
     ),
     "policies.engine.step_time.SpeedBelief": (

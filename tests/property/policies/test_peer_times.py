@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.engine.step_time import shape_for
+from policies.health.endpoint_speed import SpeedRecord
 from policies.health.late_request_detection import Expectations
 from policies.health.speed_outlier import PeerTimes, ReviewedEndpoint, SlowLimits, review
-from policies.health.speed_record import SpeedRecord
 from policies.health.speed_samples import BINS, Measure, SpeedSamples
 
 SHAPE = shape_for("h200", 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.presets import PrefixAware
+from policies.builtin_policies import PrefixAware
 from policies.pricing.split_decision import (
     PairGroup,
     SplitPools,

@@ -9,7 +9,7 @@ import pytest
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.fleet.probe_errors import NotSentError
 from gateway.fleet.speed_recovery import SpeedRecovery
-from policies.health.speed_record import Slowness, SpeedRecord
+from policies.health.endpoint_speed import Slowness, SpeedRecord
 from policies.health.speed_samples import Measure
 from tests.replacement import replace_method
 from tests.unit.gateway.fleet.tables import table_of

@@ -18,8 +18,8 @@ from gateway.forwarding.hedge import INITIAL_REQUESTS
 from policies.admission.quota import TokenBucket
 from policies.endpoint_load import NO_SOFT_CAP
 from policies.health.endpoint_health import HealthEvent, HealthState
+from policies.health.endpoint_speed import JOIN_S, SpeedVerdict
 from policies.health.late_request_detection import DOUBT_S, SUSPECT_CEILING
-from policies.health.speed_record import JOIN_S, SpeedVerdict
 from tests.duration_limits import PATIENCE_S
 from tests.replacement import replace_method
 from tests.unit.gateway.disagg.scripted_engines import (

@@ -10,7 +10,7 @@ from gateway.protocol.response.usage_and_error_search import TokenUsage
 from gateway.telemetry.pick_explanation import next_best, snapshot_pick
 from gateway.telemetry.recent_requests import RecentExchanges
 from policies import load_ledger, routing_algorithm
-from policies.presets import LeastLoaded
+from policies.builtin_policies import LeastLoaded
 from policies.pricing.endpoint_price import PricedPolicy
 from policies.routing_types import Request, RoutingQuery
 from tests.unit.gateway.telemetry.ended_requests import candidate, exchange

@@ -37,7 +37,7 @@ from policies.pricing.model_tiers import ModelTier, alternatives
 from policies.routing_algorithm import pick
 from policies.routing_types import Candidate, Endpoint, EngineKind
 from policies.sizing.gpus import gpu_named
-from policies.sizing.known_models import facts_of_name
+from policies.sizing.layout_facts import facts_of_name
 from policies.sizing.model_shapes import model_named
 from policies.sizing.parallel_layout import Layout
 from policies.sizing.parallelism_rules import PlannedGroup, layout_findings

@@ -6,6 +6,7 @@ import pytest
 
 from policies.endpoint_load import NO_SOFT_CAP, EndpointLoad
 from policies.engine.step_time import shape_for
+from policies.health.endpoint_speed import Slowness, SpeedRecord, SpeedVerdict
 from policies.health.late_request_detection import (
     LEAST_LATE_S,
     SUSPECT_CEILING,
@@ -17,7 +18,6 @@ from policies.health.late_request_detection import (
     remaining_wait_s,
 )
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits, review
-from policies.health.speed_record import Slowness, SpeedRecord, SpeedVerdict
 from policies.health.speed_samples import Measure
 
 SHAPE = shape_for("h200", 4)

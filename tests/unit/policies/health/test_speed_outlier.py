@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from policies.engine.step_time import shape_for
+from policies.health.endpoint_speed import SpeedRecord, SpeedVerdict
 from policies.health.speed_outlier import ReviewedEndpoint, SlowLimits, review
-from policies.health.speed_record import SpeedRecord, SpeedVerdict
 from policies.health.speed_samples import MOST_UNCOUNTED, Measure
 from policies.sizing.gpus import GPUS
 

@@ -7,10 +7,10 @@ import pytest
 from policies import load_ledger, scraped_load
 from policies.endpoint_load import EndpointLoad
 from policies.engine.engine_load import EngineLoad
-from policies.engine.engine_timeline import EngineTimeline
+from policies.engine.engine_model_updates import EngineTimeline
 from policies.engine.output_length import RecentLengths
 from policies.engine.queued_prompt import QueuedPrompt
-from policies.engine.running_averages import ArrivalAverages
+from policies.engine.recent_work_averages import ArrivalAverages
 from policies.engine.shared_prefix_kv import SharedPrefixKv
 from policies.engine.step_time import SpeedBelief, shape_for
 from policies.latency import ttft_simulation

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from policies.builtin_policies import DEFAULT_FILTERS
 from policies.filters import applicable, fits_context, serves_tenant
-from policies.presets import DEFAULT_FILTERS
 from policies.pricing.model_tiers import ModelTier, alternatives
 from policies.routing_types import Candidate, Slo
 from tests.unit.policies.builders import ask, candidate

@@ -8,7 +8,7 @@ from math import inf
 import msgspec
 import pytest
 
-from policies.presets import LeastLoaded, PrefixAware
+from policies.builtin_policies import LeastLoaded, PrefixAware
 from policies.pricing.endpoint_price import PricedPolicy
 from policies.pricing.split_decision import (
     PairGroup,

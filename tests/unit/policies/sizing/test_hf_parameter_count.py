@@ -12,7 +12,7 @@ import pytest
 from policies.sizing.gpu_memory import stages
 from policies.sizing.hf_config_fields import ConfigError
 from policies.sizing.hf_parameter_count import shape_from_config
-from policies.sizing.known_models import facts_of
+from policies.sizing.layout_facts import facts_of
 from policies.sizing.model_shapes import Llm, model_named
 from policies.sizing.parallel_layout import Layout
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from policies.sizing.gpu_memory import Demand, MemoryCheck, check_memory
 from policies.sizing.gpus import gpu_named
-from policies.sizing.known_models import ModelFacts, facts_of
+from policies.sizing.layout_facts import ModelFacts, facts_of
 from policies.sizing.model_shapes import model_named
 from policies.sizing.parallel_layout import Layout
 from policies.sizing.parallelism_rules import (

@@ -14,7 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from policies.engine import first_token_calibration, load_forecast
-from policies.engine.running_averages import ArrivalAverages
+from policies.engine.recent_work_averages import ArrivalAverages
 from policies.engine.scheduler_model import EngineModel
 
 if TYPE_CHECKING:

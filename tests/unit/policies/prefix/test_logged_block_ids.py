@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from policies.prefix.block_ids import ID_BLOCK_BYTES, BlockIds
 from policies.prefix.fingerprint import Fingerprinter
+from policies.prefix.logged_block_ids import ID_BLOCK_BYTES, BlockIds
 
 PROMPT = b"x" * (3 * ID_BLOCK_BYTES)
 KEYS = Fingerprinter(b"f" * 32)

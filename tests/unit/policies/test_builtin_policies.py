@@ -9,9 +9,9 @@ from random import Random
 import pytest
 
 from policies import policy_registry
+from policies.builtin_policies import LeastLoaded
 from policies.endpoint_load import EndpointLoad
 from policies.filters import available, prefer_proven, untried
-from policies.presets import LeastLoaded
 from policies.routing_algorithm import pick, rejecting_filter
 from policies.routing_types import Candidate
 from tests.unit.policies.builders import ask, candidate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policies.sizing.known_models import ModelFacts, facts_of_name
+from policies.sizing.layout_facts import ModelFacts, facts_of_name
 from policies.sizing.parallelism_rules import heads_problem
 
 
