@@ -113,7 +113,7 @@ test-image: $(VENV)/.dev ## build the image and run it in a chroot: as its user,
 
 bench-paired: $(VENV)/.dev ## compare the CPU per request and chunk with an older revision (BASE=main~20; PAIRED="--pairs 40")
 	@test -n "$(BASE)" || { echo "make bench-paired needs a revision to compare with: make bench-paired BASE=main~20" >&2; exit 1; }
-	$(PY) bench/paired.py $(BASE) $(PAIRED)
+	$(PY) bench/compare_versions.py $(BASE) $(PAIRED)
 
 batch: $(VENV)/.dev ## measure batches beside live traffic, with kills of the gateway (BATCH="--lines 200 --seeds 1 2")
 	$(PY) bench/batch.py $(BATCH)

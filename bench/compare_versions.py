@@ -1,8 +1,8 @@
 """Compares the CPU time of two versions of the gateway, per request and per stream chunk.
 
     make bench-paired BASE=main~20
-    python bench/paired.py BASE [--head REVISION] [--pairs N] [--window-ms D] [--cells TEXT]
-                                [--compiled]
+    python bench/compare_versions.py BASE [--head REVISION] [--pairs N] [--window-ms D]
+                                          [--cells TEXT] [--compiled]
 
 BASE and REVISION are git revisions; without --head, the working tree is compared with BASE.
 
@@ -167,7 +167,7 @@ def _print_instructions(*homes: Path) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="paired.py", description="Compare the CPU of two versions of the gateway."
+        prog="compare_versions.py", description="Compare the CPU of two versions of the gateway."
     )
     parser.add_argument("base", help="git revision with which the measured one is compared")
     parser.add_argument("--head", help="git revision to measure (default: the working tree)")

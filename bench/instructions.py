@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from compare_versions import sources
 from compared_systems import ROOT, backend, backend_urls, build_tools, free_base
-from paired import sources
 
 WARM_UP, COUNTED = 60, 300
 """Numbers of requests before the count and during it."""

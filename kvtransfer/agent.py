@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtransfer.agent_arguments import check_arguments
+from kvtransfer.agent_argument_checks import check_arguments
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.memory_regions import Region
 from kvtransfer.layout.reshard import Blocks

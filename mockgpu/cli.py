@@ -18,11 +18,7 @@ import uvloop
 from command_line import run_command, write_line
 from kvtransfer.util.tls_files import TlsFiles
 from mockgpu.chaos_server import run_chaos_server
-from mockgpu.fault_grammar import FaultError
-from mockgpu.fleet import KEEP_ALIVE_S, FleetGroup, run_fleet
-from mockgpu.kv_events.event_batches import KvEventSpec
-from mockgpu.kv_options import DEFAULT_SCALE, KEY, StoreSpec, TransferSpec
-from mockgpu.options import (
+from mockgpu.cli_options import (
     AnswerNoise,
     AsJson,
     BootstrapPort,
@@ -70,6 +66,10 @@ from mockgpu.options import (
     Tp,
     WireFaults,
 )
+from mockgpu.fault_grammar import FaultError
+from mockgpu.fleet import KEEP_ALIVE_S, FleetGroup, run_fleet
+from mockgpu.kv_events.event_batches import KvEventSpec
+from mockgpu.kv_options import DEFAULT_SCALE, KEY, StoreSpec, TransferSpec
 from mockgpu.timing.roofline import profile_named
 from mockgpu.tp_group import GroupSpec
 from policies.sizing.gpu_memory import kv_capacity_tokens

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's
     from mockgpu.kv_events.zmq_publisher import KvPublisher
     from mockgpu.kv_options import StoreSpec, TransferSpec
     from mockgpu.kv_store import StoreTier
-    from mockgpu.pd_role import PdRole, ProcessWire
+    from mockgpu.prefill_decode_role import PdRole, ProcessWire
 
 KEEP_ALIVE_S = 5.0
 
@@ -147,13 +147,13 @@ def _inproc(spec: GroupSpec) -> bool:
 
 
 def _wire() -> ProcessWire:
-    from mockgpu.pd_role import ProcessWire
+    from mockgpu.prefill_decode_role import ProcessWire
 
     return ProcessWire()
 
 
 def _half(group: TpGroup, transfer: TransferSpec, host: str, wire: ProcessWire | None) -> PdRole:
-    from mockgpu.pd_role import PdRole
+    from mockgpu.prefill_decode_role import PdRole
 
     return PdRole(group, transfer, host, wire)
 

@@ -34,7 +34,7 @@ from planner.plan.config_to_replay import PoolCase
 from planner.plan.recent_traffic import RecentTraffic
 from planner.replay.fleet_sim import Fleet
 from planner.replay.fleet_spec import FleetSpec, GroupKind
-from planner.replay.inflight import InflightRequest
+from planner.replay.inflight_request import InflightRequest
 from planner.replay.replay_options import ReplayOptions
 from planner.replay.results import RequestEnd
 from planner.traces.access_log import LoggedRequest, arrived_s

@@ -18,7 +18,7 @@ from mockgpu.request_parser import ApiError, decode_body
 from mockgpu.tp_group import TpGroup
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.pd_role import PdRole
+    from mockgpu.prefill_decode_role import PdRole
 
 
 class FaultRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

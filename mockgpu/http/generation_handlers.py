@@ -75,7 +75,7 @@ from mockgpu.split_legs import DecodeLeg, PrefillLeg
 from mockgpu.tp_group import TokenSink, TpGroup
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.pd_role import PdRole
+    from mockgpu.prefill_decode_role import PdRole
 
 
 class GenerationHandlers:

@@ -39,7 +39,7 @@ from mockgpu.request_parser import (
 from mockgpu.tp_group import TpGroup
 
 if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's agents
-    from mockgpu.pd_role import PdRole
+    from mockgpu.prefill_decode_role import PdRole
 
 VERSION = "0.33.0"
 MAX_BODY_BYTES = 32 << 20

@@ -12,7 +12,7 @@ from functools import partial
 from random import Random
 from types import MappingProxyType
 
-from planner.replay.inflight import InflightRequest
+from planner.replay.inflight_request import InflightRequest
 from planner.replay.replay_interfaces import FleetPort
 from planner.replay.results import ReplayRecord, RequestEnd
 from policies.admission.admission_policy import Admit, RequestOutcome, Shed

@@ -13,7 +13,7 @@ import msgspec
 from mockgpu.scheduler import Job, JobState
 from mockgpu.split_legs import AgentPeer, DecodeLeg
 from planner.replay.group_sim import ReplayGroup
-from planner.replay.inflight import InflightRequest
+from planner.replay.inflight_request import InflightRequest
 from planner.replay.replay_interfaces import FleetPort
 from planner.traces.recorded_request import TraceRequest
 from policies import load_ledger

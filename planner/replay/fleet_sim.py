@@ -29,7 +29,7 @@ from planner.replay.fleet_spec import FleetSpec
 from planner.replay.gateway_sim import GatewaySim
 from planner.replay.group_sim import ReplayGroup, build_engines
 from planner.replay.hedge_sim import Hedges
-from planner.replay.inflight import InflightRequest
+from planner.replay.inflight_request import InflightRequest
 from planner.replay.replay_options import CacheView, ReplayOptions
 from planner.replay.results import ReplayRecord, ReplayRun, RequestEnd
 from planner.replay.speed_monitor_sim import SpeedMonitorSim

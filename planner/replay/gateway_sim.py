@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from mockgpu.paged_kv_cache import blocks_for
 from planner.replay.block_chain import keys_of
 from planner.replay.group_sim import ReplayGroup
-from planner.replay.inflight import InflightRequest
+from planner.replay.inflight_request import InflightRequest
 from planner.replay.replay_options import CacheView, ReplayOptions
 from planner.replay.results import ReplayRecord
 from planner.replay.trace_fingerprint import fingerprint_of_chain

@@ -8,7 +8,7 @@ simulated.
 from __future__ import annotations
 
 from planner.replay.group_sim import ReplayGroup
-from planner.replay.inflight import InflightRequest
+from planner.replay.inflight_request import InflightRequest
 from planner.replay.replay_interfaces import FleetPort
 from policies.routing_types import Pick
 

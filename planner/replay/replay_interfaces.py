@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from mockgpu.scheduler import Job
 from planner.replay.gateway_sim import GatewaySim
 from planner.replay.group_sim import ReplayGroup
-from planner.replay.inflight import InflightRequest
+from planner.replay.inflight_request import InflightRequest
 from planner.replay.replay_options import ReplayOptions
 from planner.replay.results import RequestEnd
 from policies.routing_types import Pick, RoutingQuery

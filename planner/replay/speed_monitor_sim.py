@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 
 from mockgpu.scheduler import Job
 from planner.replay.group_sim import ReplayGroup
-from planner.replay.inflight import InflightRequest
+from planner.replay.inflight_request import InflightRequest
 from planner.replay.replay_interfaces import FleetPort
 from policies.endpoint_load import NO_SOFT_CAP
 from policies.engine.step_time import StepCosts

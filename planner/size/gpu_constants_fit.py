@@ -17,7 +17,7 @@ import msgspec
 from mockgpu.timing.roofline import PROFILES, Roofline, StepWork
 from planner.replay.argument_parsing import ArgumentError, parse_seconds
 from planner.size.plan_draft import SizingError
-from planner.size.recorded_work import DecodePhase, PrefillPhase, phases_of, read_answers
+from planner.size.recorded_step_times import DecodePhase, PrefillPhase, phases_of, read_answers
 from planner.size.units import ms
 from policies.sizing.gpus import Fit, Gpu
 from policies.sizing.layout_facts import facts_of

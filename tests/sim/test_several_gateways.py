@@ -19,7 +19,7 @@ from planner.replay import FleetSpec, ReplayOptions, traffic
 from planner.replay.fleet_sim import Fleet
 from planner.replay.gateway_sim import INDEX_BYTES
 from planner.replay.group_sim import ReplayGroup
-from planner.replay.inflight import InflightRequest
+from planner.replay.inflight_request import InflightRequest
 from planner.replay.results import figures
 from policies import policy_registry
 from policies.load_ledger import own_load, set_peer_load

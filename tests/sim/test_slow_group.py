@@ -15,7 +15,7 @@ import pytest
 from planner.replay import FleetSpec, GroupKind, ReplayOptions, traffic
 from planner.replay.fleet_sim import Fleet
 from planner.replay.group_sim import ReplayGroup
-from planner.replay.inflight import InflightRequest
+from planner.replay.inflight_request import InflightRequest
 from planner.replay.replay_options import GroupFault, GroupFaultKind
 from planner.replay.results import ReplayRun
 from planner.traces import TraceRequest

@@ -18,7 +18,7 @@ from planner.replay.traffic import traffic
 from planner.size.cli import size
 from planner.size.gpu_constants_fit import calibrate, least_squares
 from planner.size.plan_draft import SizingError
-from planner.size.recorded_work import (
+from planner.size.recorded_step_times import (
     DecodePhase,
     MeasuredAnswer,
     PrefillPhase,
