@@ -25,7 +25,7 @@ import numpy as np
 from kvtransfer.agent_argument_checks import check_arguments
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import Blocks
+from kvtransfer.layout.transfer_plan import Blocks
 from kvtransfer.links.link_manager import LinkManager
 from kvtransfer.protocol.agent_messages import AgentCard
 from kvtransfer.protocol.outcomes import EndReason

@@ -15,7 +15,7 @@ import msgspec
 
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import Blocks
+from kvtransfer.layout.transfer_plan import Blocks
 
 MAX_LANES = 16
 # The most bytes that are buffered from a peer without proof of identity.

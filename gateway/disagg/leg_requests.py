@@ -25,7 +25,7 @@ from gateway.forwarding.response_headers import response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT
 from gateway.protocol.request.api_call import Call
-from gateway.protocol.request.json_splice import edited, shows_usage
+from gateway.protocol.request.handoff_members import edited, shows_usage
 from gateway.protocol.response.model_and_usage_rewrite import (
     CachedTokensRewriter,
     ModelNameRewriter,

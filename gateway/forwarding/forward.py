@@ -18,7 +18,7 @@ from gateway.forwarding.response_headers import response_headers
 from gateway.http.client_interface import Client
 from gateway.protocol.api_table import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, Api
 from gateway.protocol.request.api_call import Call
-from gateway.protocol.request.json_splice import shows_usage
+from gateway.protocol.request.handoff_members import shows_usage
 from gateway.protocol.request.multipart import form_type
 from gateway.protocol.response.model_and_usage_rewrite import (
     ANY_NAME,

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from policies.admission.adaptive_session_limit import SessionUpdate
-from policies.admission.quota_exchange import QuotaUsage
+from policies.admission.peer_quota_usage import QuotaUsage
 from policies.engine.peer_load import PeerShare
 
 Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]

@@ -15,7 +15,7 @@ from gateway.config import Tenant
 from gateway.fleet.updates_for_peers import OutgoingUpdates
 from gateway.peers import peer_messages
 from policies.admission.adaptive_session_limit import SessionUpdate
-from policies.admission.quota_exchange import apply_peer_usage, quota_usage
+from policies.admission.peer_quota_usage import apply_peer_usage, quota_usage
 
 MAX_ROWS = 1000
 """Maximum number of rows in one message."""

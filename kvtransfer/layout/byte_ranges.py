@@ -1,8 +1,8 @@
 """Computes the byte ranges to copy between the blocks of one sending and one receiving rank.
 
 The result are runs: ranges that are contiguous in the memory of both sides. They follow from the
-strides of both layouts, by arithmetic on numpy arrays. reshard.py decides which ranks, layers and
-tokens are copied between each other.
+strides of both layouts, by arithmetic on numpy arrays. transfer_plan.py decides which ranks, layers
+and tokens are copied between each other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Describes how an engine's tensor-parallel ranks arrange the KV cache of a model in their memory.
 
-The main class is KvLayout. It contains no KV. reshard.py derives from two layouts which bytes are
-copied where.
+The main class is KvLayout. It contains no KV. transfer_plan.py derives from two layouts which bytes
+are copied where.
 """
 
 from __future__ import annotations

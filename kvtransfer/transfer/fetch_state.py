@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.layout.kv_layout import KvLayout
-from kvtransfer.layout.reshard import TransferPlan
+from kvtransfer.layout.transfer_plan import TransferPlan
 from kvtransfer.protocol.outcomes import EndReason
 from kvtransfer.transfer.receive_tracker import ReceiveTracker
 from kvtransfer.transfer.transfer_order import Priority

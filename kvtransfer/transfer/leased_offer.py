@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.layout.byte_ranges import sorted_distinct
 from kvtransfer.layout.kv_layout import KvLayout
-from kvtransfer.layout.reshard import TransferPlan
+from kvtransfer.layout.transfer_plan import TransferPlan
 from kvtransfer.protocol.lease import Lease
 from kvtransfer.transfer.transfer_order import Priority
 from kvtransfer.transport_interface import Link, WindowHead

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
-from kvtransfer.layout.reshard import sink_ranks
+from kvtransfer.layout.transfer_plan import sink_ranks
 from kvtransfer.protocol.agent_messages import AgentCard
 from kvtransfer.protocol.lease import Lease, LeaseError, LeaseEvent, advance
 from kvtransfer.transfer.leased_offer import LeasedOffer

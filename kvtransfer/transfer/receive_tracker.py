@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from kvtransfer.layout.byte_ranges import ByteRuns
-from kvtransfer.layout.reshard import TransferPlan
+from kvtransfer.layout.transfer_plan import TransferPlan
 
 
 class WindowError(Exception):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import GenerationCheck, Region, local_rank
-from kvtransfer.layout.reshard import MAX_RUNS, TransferPlan
+from kvtransfer.layout.transfer_plan import MAX_RUNS, TransferPlan
 from kvtransfer.protocol.agent_messages import AgentCard
 from kvtransfer.transfer.bandwidth_meter import ThroughputMeter
 from kvtransfer.transfer.commands import PutWindow

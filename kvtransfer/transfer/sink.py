@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from kvtransfer.layout.byte_ranges import ByteRuns, sorted_distinct
 from kvtransfer.layout.kv_layout import KvLayout, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region, local_rank
-from kvtransfer.layout.reshard import LayoutMismatch, Ranks, max_pairs, plan_transfer
+from kvtransfer.layout.transfer_plan import LayoutMismatch, Ranks, max_pairs, plan_transfer
 from kvtransfer.protocol.agent_messages import (
     MAX_BLOCKS,
     MAX_TOKENS,

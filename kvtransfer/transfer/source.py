@@ -13,7 +13,7 @@ from itertools import chain
 
 from kvtransfer.layout.kv_layout import pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import (
+from kvtransfer.layout.transfer_plan import (
     LayoutMismatch,
     Ranks,
     TransferPlan,

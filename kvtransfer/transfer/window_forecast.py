@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvtransfer.layout.byte_ranges import ByteRuns
-from kvtransfer.layout.reshard import TransferPlan
+from kvtransfer.layout.transfer_plan import TransferPlan
 from kvtransfer.transfer.receive_tracker import ReceiveTracker
 from kvtransfer.transport_interface import WindowHead
 

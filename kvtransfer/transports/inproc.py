@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.layout.byte_ranges import ByteRuns
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import Blocks
+from kvtransfer.layout.transfer_plan import Blocks
 from kvtransfer.transport_interface import (
     Link,
     LinkOwner,

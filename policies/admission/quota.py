@@ -3,7 +3,7 @@
 A Quota has two token buckets (Turner 1986, as in most API rate limits), and a limit on requests in
 progress (concurrency_limit.py). A bucket starts full, holds at most the amount of one minute, and
 is refilled evenly. Each gateway has its own buckets, and subtracts the usage that other gateways
-report (quota_exchange.py). Fair shares of a full pool are in fairness.py. The gateway sends
+report (peer_quota_usage.py). Fair shares of a full pool are in fairness.py. The gateway sends
 refusals to clients.
 """
 

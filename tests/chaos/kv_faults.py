@@ -15,7 +15,7 @@ from random import Random
 import msgspec
 
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import Blocks
+from kvtransfer.layout.transfer_plan import Blocks
 from kvtransfer.transport_interface import (
     Link,
     LinkOwner,

@@ -83,7 +83,7 @@ OFF_PATH = (
     *_modules("policies", "admission_registry builtin_policies engine_kinds param_types"),
     *_modules("policies", "policy_registry routing_types"),
     *_modules("policies", "restart_state"),
-    *_modules("policies/admission", "batch_reserve quota_exchange"),
+    *_modules("policies/admission", "batch_reserve peer_quota_usage"),
     *_modules("policies/prefix", "numpy_hash"),
     *_modules("policies/pricing", "model_tiers"),
 )
@@ -106,7 +106,7 @@ SMALL = (
     *_modules("gateway/forwarding", "background_responses hedge internal_answer"),
     *_modules("gateway/protocol", "cors stored_response_ids trace_context"),
     *_modules("gateway/protocol/request", "api_keys cache_salts forwarded_headers json_members"),
-    *_modules("gateway/protocol/request", "json_splice media parameter_limits sequence_count"),
+    *_modules("gateway/protocol/request", "handoff_members media parameter_limits sequence_count"),
     *_modules("gateway/protocol/request", "service_level_headers sessions split_eligibility"),
     *_modules("gateway/protocol/response", "event_grammar long_event model_and_usage_rewrite"),
     *_modules("gateway/protocol/response", "retryable_start"),

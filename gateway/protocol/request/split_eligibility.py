@@ -12,7 +12,7 @@ import msgspec
 
 from gateway.protocol.errors import Failure, GatewayError
 from gateway.protocol.request.api_call import Call
-from gateway.protocol.request.json_splice import Members
+from gateway.protocol.request.handoff_members import Members
 from policies.pricing.split_decision import SplitReason, SplitShape
 
 _any = msgspec.json.Decoder().decode

@@ -17,7 +17,7 @@ import msgspec
 
 from gateway.protocol.api_table import CHAT, Api
 from gateway.protocol.request.api_call import Call
-from gateway.protocol.request.json_splice import Members, edited
+from gateway.protocol.request.handoff_members import Members, edited
 from kvtransfer.dialects import RequestEdits, encode_members
 
 # Members that control how each token is drawn, independently of the tokens before it.

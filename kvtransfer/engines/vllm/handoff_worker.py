@@ -17,7 +17,7 @@ from kvtransfer.engines.vllm.handoff_params import RankSource
 from kvtransfer.engines.vllm.handoff_scheduler import LoadOrder, StepOrders
 from kvtransfer.engines.vllm.prefill_parts import OfferOrder
 from kvtransfer.layout.kv_layout import KvLayout
-from kvtransfer.layout.reshard import source_ranks
+from kvtransfer.layout.transfer_plan import source_ranks
 from kvtransfer.protocol.outcomes import TransferOutcome
 from kvtransfer.transfer.handles import Landing, Offer
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import Blocks
+from kvtransfer.layout.transfer_plan import Blocks
 from kvtransfer.protocol.frame import (
     FrameError,
     FrameKind,

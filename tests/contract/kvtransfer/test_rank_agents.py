@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvtransfer.agent import Agent
 from kvtransfer.layout.kv_layout import KvContent, KvLayout, KvOrder
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import source_ranks
+from kvtransfer.layout.transfer_plan import source_ranks
 from kvtransfer.protocol.outcomes import EndReason, OutcomeKind, TransferOutcome
 from kvtransfer.protocol.ticket import mint_ahead
 from kvtransfer.transfer.handles import Landing, Offer

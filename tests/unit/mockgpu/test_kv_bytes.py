@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.layout.kv_layout import KvLayout, KvOrder
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import plan_transfer
+from kvtransfer.layout.transfer_plan import plan_transfer
 from mockgpu.kv_bytes import KvMemory, Words, scaled_layout, slot_masks, token_states
 from mockgpu.mock_tokenizer import block_keys
 from policies.sizing.model_shapes import MODELS, model_named

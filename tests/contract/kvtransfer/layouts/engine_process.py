@@ -17,7 +17,7 @@ import numpy as np
 from kvtransfer.agent import Agent
 from kvtransfer.layout.kv_layout import KvLayout
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import source_ranks
+from kvtransfer.layout.transfer_plan import source_ranks
 from kvtransfer.transports.tcp import Tcp
 from tests.contract.kvtransfer.groups import KEY, PATIENT
 

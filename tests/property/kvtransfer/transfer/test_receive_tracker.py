@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
-from kvtransfer.layout.reshard import plan_transfer
+from kvtransfer.layout.transfer_plan import plan_transfer
 from kvtransfer.transfer.receive_tracker import ReceiveTracker, WindowError
 
 LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=2, tp=2)

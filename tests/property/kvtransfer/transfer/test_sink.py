@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout, pair_fingerprint
 from kvtransfer.layout.memory_regions import Region
-from kvtransfer.layout.reshard import plan_transfer
+from kvtransfer.layout.transfer_plan import plan_transfer
 from kvtransfer.protocol.agent_messages import (
     Accept,
     Credit,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.admission.peer_quota_usage import apply_peer_usage, quota_usage
 from policies.admission.quota import Quota, QuotaLimits
-from policies.admission.quota_exchange import apply_peer_usage, quota_usage
 
 COMES = st.lists(st.tuples(st.floats(0.0, 40.0), st.integers(1, 5000)), min_size=1, max_size=60)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
-from kvtransfer.layout.reshard import plan_transfer
+from kvtransfer.layout.transfer_plan import plan_transfer
 from kvtransfer.transfer.receive_tracker import ReceiveTracker, WindowError
 
 LAYOUT = KvLayout(layers=5, kv_heads=2, head_dim=4, dtype=KvDtype.BF16, block_tokens=4, tp=2)

@@ -7,7 +7,7 @@ import pytest
 
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
 from kvtransfer.layout.memory_regions import GenerationCheck, Region
-from kvtransfer.layout.reshard import plan_transfer
+from kvtransfer.layout.transfer_plan import plan_transfer
 from kvtransfer.transfer.receive_tracker import ReceiveTracker
 from kvtransfer.transfer.window_forecast import WindowForecast
 from kvtransfer.transport_interface import WindowHead

@@ -24,7 +24,7 @@ from gateway.fleet.engine_metrics import parse_scrape
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from kvtransfer.layout.kv_layout import KvDtype, KvLayout
-from kvtransfer.layout.reshard import plan_transfer
+from kvtransfer.layout.transfer_plan import plan_transfer
 from planner.seeds.collectives import collectives_share
 from planner.seeds.statements import SeedItem
 from policies import policy_registry

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
-from kvtransfer.layout.reshard import (
+from kvtransfer.layout.transfer_plan import (
     Ranks,
     TransferPlan,
     plan_transfer,

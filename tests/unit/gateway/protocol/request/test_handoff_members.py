@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from gateway.protocol.request.api_call import ENGINE_INTERNAL
-from gateway.protocol.request.json_splice import Members, edited, shows_usage
+from gateway.protocol.request.handoff_members import Members, edited, shows_usage
 from kvtransfer import dialects
 from kvtransfer.dialects import (
     BootstrapAddress,

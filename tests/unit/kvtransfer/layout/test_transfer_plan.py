@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvtransfer.layout import reshard
+from kvtransfer.layout import transfer_plan as planning
 from kvtransfer.layout.byte_ranges import RankPair, Segments, build_runs, split_segments
 from kvtransfer.layout.kv_layout import KvContent, KvDtype, KvLayout, KvOrder
-from kvtransfer.layout.reshard import (
+from kvtransfer.layout.transfer_plan import (
     MAX_RUNS,
     LayoutMismatch,
     PlannedWindow,
@@ -56,13 +56,13 @@ def shape(transfer_plan: TransferPlan, group: int = 0) -> list[tuple[RankPair, l
 def test_how_many_pairs_a_plan_looks_at_is_known_beforehand(
     src: tuple[int, int], dst: tuple[int, int], group_layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks, overlap = [0], reshard._overlap
+    looks, overlap = [0], planning._overlap
 
     def counted(one: range, other: range) -> range:
         looks[0] += 1
         return overlap(one, other)
 
-    monkeypatch.setattr(reshard, "_overlap", counted)
+    monkeypatch.setattr(planning, "_overlap", counted)
     layouts = [replace(SMALL, tp=tp, pp=pp) for tp, pp in (src, dst)]
     plan_transfer(*layouts, [0], [0], 16, group_layers=group_layers)
     most = max_pairs(*layouts, group_layers)
@@ -82,7 +82,7 @@ def test_the_first_plan_of_a_process_imports_no_module() -> None:
     code = (
         "import sys\n"
         "from kvtransfer.layout.kv_layout import KvDtype, KvLayout\n"
-        "from kvtransfer.layout.reshard import plan_transfer\n"
+        "from kvtransfer.layout.transfer_plan import plan_transfer\n"
         "p = KvLayout(layers=4, kv_heads=4, head_dim=8, dtype=KvDtype.BF16, block_tokens=16)\n"
         "before = set(sys.modules)\n"
         "plan_transfer(p, p, [5, 3, 8], [1, 7, 0], 40).runs(0, 0)\n"
