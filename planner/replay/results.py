@@ -283,12 +283,9 @@ def _evaluate(run: ReplayRun, counted: Sequence[ReplayRecord], span_s: float) ->
     served = [record for record in counted if record.end is RequestEnd.SERVED]
     good = [record for record in counted if record.is_good]
     per_s = 1 / span_s if span_s > 0 else 0.0
-    prompt = sum(record.prompt_tokens for record in served)
-    ideal = sum(record.ideal_tokens for record in served)
-    cached = sum(record.cached_tokens for record in served)
+    hit_ratio, of_ideal, believed_ratio, wasted = _cache_ratios(counted, served)
     ttft_errors, tpot_errors = _prediction_errors(served)
     tenants = _shares(counted, lambda record: record.tenant)
-    attainments = [share.attainment for share in tenants.values()]
     return ReplayFigures(
         policy=run.policy,
         fleet=run.fleet,
@@ -304,14 +301,14 @@ def _evaluate(run: ReplayRun, counted: Sequence[ReplayRecord], span_s: float) ->
         ttft=summarise([record.ttft_s for record in counted if record.ttft_s is not None]),
         tpot=summarise([record.tpot_s for record in served if record.tpot_s is not None]),
         longest_gap=summarise(_gaps(served)),
-        hit_ratio=cached / prompt if prompt else 0.0,
-        of_ideal=cached / ideal if ideal else None,
-        believed_ratio=sum(record.believed_tokens for record in served) / prompt if prompt else 0.0,
+        hit_ratio=hit_ratio,
+        of_ideal=of_ideal,
+        believed_ratio=believed_ratio,
         imbalance=_imbalance(run),
-        wasted=_wasted_share(counted, prompt - cached),
+        wasted=wasted,
         long_kept=_good_share([record for record in counted if record.prompt_tokens > LONG_PROMPT]),
-        jain=jain(attainments),
-        worst_tenant=min(attainments, default=1.0),
+        jain=jain([share.attainment for share in tenants.values()]),
+        worst_tenant=min((share.attainment for share in tenants.values()), default=1.0),
         classes=_shares(counted, lambda record: record.slo.name),
         tenants=tenants,
         ttft_error=fmean(ttft_errors) if ttft_errors else None,
@@ -335,6 +332,23 @@ def _counted(run: ReplayRun, from_s: float, to_s: float) -> Iterator[ReplayRecor
 def _span_s(records: Sequence[ReplayRecord], from_s: float) -> float:
     arrivals = [record.arrived_s for record in records]
     return max(arrivals, default=from_s) - max(from_s, min(arrivals, default=from_s))
+
+
+def _cache_ratios(
+    counted: Sequence[ReplayRecord], served: Sequence[ReplayRecord]
+) -> tuple[float, float | None, float, float]:
+    # Return shares of prompt tokens: cached ones, those of the possible ones (None: none possible),
+    # ones that were believed to be cached, and of the computed tokens those in vain.
+    prompt = sum(record.prompt_tokens for record in served)
+    ideal = sum(record.ideal_tokens for record in served)
+    cached = sum(record.cached_tokens for record in served)
+    believed = sum(record.believed_tokens for record in served)
+    return (
+        cached / prompt if prompt else 0.0,
+        cached / ideal if ideal else None,
+        believed / prompt if prompt else 0.0,
+        _wasted_share(counted, prompt - cached),
+    )
 
 
 def _prediction_errors(served: Sequence[ReplayRecord]) -> tuple[list[float], list[float]]:

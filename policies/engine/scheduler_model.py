@@ -336,10 +336,8 @@ class EngineModel:
             return False
         self.queued_tokens -= tokens
         self.queued_pairs = max(0.0, self.queued_pairs - pairs) if queue else 0.0
-        prefill_s, decode_s = (
-            belief.prompts_s(tokens, pairs),
-            belief.decoding_batch_s(self.batch, context),
-        )
+        prefill_s = belief.prompts_s(tokens, pairs)
+        decode_s = belief.decoding_batch_s(self.batch, context)
         filling = part, beyond = shape.filling(tokens)
         pace = belief.paces[part]
         pace += beyond * (belief.paces[part + 1] - pace)
