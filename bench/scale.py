@@ -9,8 +9,8 @@ requests     CPU time per request, by number of endpoints. The sizes are measure
              periods. A ratio compares a size with the smallest one in the same round; its median
              and 95% interval are printed. The CPU time of an idle gateway is subtracted
 background   CPU time of an idle gateway, for health checks, metric scrapes and clean-up
-stalls       longest time for which the event loop is blocked while a page or a new configuration is
-             built, in processor time
+stalls       longest turn of the event loop while a page is built or a configuration is changed, in
+             processor time
 connections  memory and CPU time of idle client connections
 streams      memory of open streams, by their number
 """
@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import cProfile
+import pstats
 import random
 import sys
 import tempfile
@@ -61,6 +63,9 @@ PAGES = ("/metrics", "/live", "/endpoints", "/config")
 QUESTION = chat_body("How does a water wheel work? ################", stream=False)
 BACKGROUND_S = 8.0
 CONNECTIONS = 32
+REPLACED = 256
+"""Number of endpoints that are replaced in the part `stalls`."""
+
 WARM_UP = 3
 """Number of requests per endpoint before the first measured period."""
 
@@ -143,21 +148,34 @@ def measure_background(sizes: list[int]) -> None:
 
 
 class LoopTurns:
-    """Measures the longest time for which the event loop was blocked.
+    """Measures the longest turn of the event loop.
 
-    The time is processor time in seconds, so that other load on the machine does not count.
+    The time is processor time in seconds, so that other load on the machine does not count. It is
+    measured by a callback in every turn, so the loop never waits.
+
+    is_profiled  whether each turn is profiled too, which makes it longer
+    profile      the profile of the longest turn
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_profiled: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
-        self._last = time.thread_time()
+        self._profiler = cProfile.Profile() if is_profiled else None
+        self.profile = self._profiler
         self.longest_s = 0.0
+        self._last = time.thread_time()
         self._turn()
 
     def _turn(self) -> None:
-        now = time.thread_time()
-        self.longest_s, self._last = max(self.longest_s, now - self._last), now
-        self._loop.call_later(0.001, self._turn)
+        took_s = time.thread_time() - self._last
+        if self._profiler is not None:
+            self._profiler.disable()
+        if took_s > self.longest_s:
+            self.longest_s, self.profile = took_s, self._profiler
+        if self._profiler is not None:
+            self._profiler = cProfile.Profile()
+            self._profiler.enable()
+        self._last = time.thread_time()
+        self._loop.call_soon(self._turn)
 
     async def during(self, action: Callable[[], Awaitable[None]]) -> float:
         """Await an action; return for how many milliseconds it blocked the event loop at most."""
@@ -166,6 +184,11 @@ class LoopTurns:
         await action()
         await asyncio.sleep(0.05)
         return self.longest_s * 1e3
+
+    def print_profile(self) -> None:
+        """Print the functions that took most of the longest turn."""
+        if self.profile is not None:
+            pstats.Stats(self.profile).sort_stats("cumulative").print_stats(25)
 
 
 async def _get(port: int, path: str) -> None:
@@ -178,29 +201,44 @@ async def _get(port: int, path: str) -> None:
     writer.close()
 
 
-async def measure_stalls(size: int, base: int, work: Path) -> None:
-    """Print how long a gateway's event loop is blocked while it builds pages, in milliseconds."""
-    port = base + size
-    text = Path(penstock_command("prefix_aware", backend_urls(base, size))(work, port)[-1])
+async def measure_stalls(size: int, base: int, work: Path, is_profiled: bool) -> None:
+    """Print how long a gateway's event loop is blocked by pages and changes, in milliseconds.
+
+    The test engine must listen on more ports than `size`, for the endpoints that are added.
+    """
+    port, urls = base + size + REPLACED, backend_urls(base, size + REPLACED)
+    text = Path(penstock_command("prefix_aware", urls[:size])(work, port)[-1])
     app = App(load_config(text, {}))
     began = time.monotonic()
     await app.start()
     print(f"start         {size:5} endpoints  {time.monotonic() - began:.1f} s", flush=True)
-    turns = LoopTurns()
+    turns = LoopTurns(is_profiled)
+    actions = {"no request": lambda: asyncio.sleep(5.0)}
+    actions |= {page: partial(_get, port + ADMIN, page) for page in PAGES}
+    actions["discovery"] = app.swap.rebuild
+    for name, policy, used in (
+        ("reload, priced", "priced", urls[:size]),
+        ("reload, prefix_aware", "prefix_aware", urls[:size]),
+        (f"{REPLACED} new endpoints", "prefix_aware", urls[REPLACED:]),
+    ):
+        changed = Path(penstock_command(policy, used)(work, port)[-1]).read_bytes()
+        actions[name] = partial(_reload, app, changed)
     try:
-        stalls = {"no request": await turns.during(lambda: asyncio.sleep(5.0))}
-        for page in PAGES:
-            stalls[page] = await turns.during(partial(_get, port + ADMIN, page))
-        stalls["discovery"] = await turns.during(lambda: _discover(app))
+        for name, action in actions.items():
+            longest_ms = await turns.during(action)
+            print(f"stall         {size:5} endpoints  {name:20} {longest_ms:6.1f} ms", flush=True)
+            turns.print_profile()
     finally:
         await app.stop()
-    for name, milliseconds in stalls.items():
-        print(f"stall         {size:5} endpoints  {name:12} {milliseconds:6.1f} ms", flush=True)
 
 
-async def _discover(app: App) -> None:
-    # Apply the endpoints again, as after a discovery update or a configuration reload.
-    app.swap.rebuild()
+async def _reload(app: App, text: bytes) -> None:
+    # Apply a configuration, and wait until all of its endpoints are in rotation.
+    outcome = await app.reloader.put(text, "bench")
+    assert outcome.result == "applied", outcome
+    table = app.gateway.endpoints
+    while app.swap.retiring or not all(live.load.is_available for live in table.all()):
+        await asyncio.sleep(0.01)
 
 
 async def _open(port: int, count: int) -> list[asyncio.StreamWriter]:
@@ -294,6 +332,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--streams", default="500,1000,2000", help="numbers of concurrent streams to measure"
     )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="print which functions took the time of the longest turns (part `stalls`)",
+    )
     return parser.parse_args()
 
 
@@ -310,9 +353,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-scale-") as folder:
         work = Path(folder)
         if "stalls" in parts:
-            base = free_base(max(sizes))
-            with backend(base, max(sizes)):
-                uvloop.run(measure_stalls(max(sizes), base, work))
+            base = free_base(max(sizes) + REPLACED)
+            with backend(base, max(sizes) + REPLACED):
+                uvloop.run(measure_stalls(max(sizes), base, work, options.profile))
         base = free_base()
         with backend(base):
             if "connections" in parts:

@@ -69,6 +69,7 @@ from gateway.telemetry.span_exporter import SpanExporter
 from gateway.trials.mirror import Mirrors
 from gateway.util.client_networks import Networks
 from gateway.util.garbage_collection import GcSchedule
+from gateway.util.work_in_turns import run_in_turns
 
 log = logging.getLogger("penstock")
 
@@ -112,6 +113,7 @@ class App:
             config, self._prefixes, self.metrics, rng, self._write_queue
         )
         self._endpoints.on_change = self._admission.refresh
+        self._endpoints.defer = self._loop.call_soon
         self._log = AccessLog(config.observability, self._loop, gauges.log_lines_dropped_total)
         self._tracer = SpanExporter(self.metrics, Random(secrets.randbits(64)), origin.env)
         self._health_checker = self._create_health_checker(config)
@@ -314,6 +316,7 @@ class App:
             predecessor_stop = asyncio.create_task(self._predecessor.stop(self._longest_stop_s))
         await self._stop_changes()
         await self._discovery.stop()
+        await self.swap.stop()
         await self._trial.stop()
         if self._batches is not None:
             await self._batches.stop()
@@ -503,7 +506,7 @@ class App:
             try:
                 self.gateway.handoffs.sweep(now)
                 await self.connections.sweep(now)
-                self._endpoints.sweep(now)
+                await run_in_turns(self._endpoints.sweep_steps(now))
                 self._kv_events.start_if_due()
                 self.gateway.hedger.sweep(self.gateway.snapshot.config.retries.hedge, now)
                 # Account ended requests first: accounting later would re-create removed series.
@@ -511,6 +514,7 @@ class App:
                 self._charge(now)
                 self._drift_watch.sweep(time())
                 self.swap.sweep()
+                await asyncio.sleep(0)  # give the collection a turn of its own
                 self._gc_schedule.collect_young()
                 self._gc_schedule.collect_if_due(now, self._admission.active_requests)
             except Exception:  # an error must not stop the deadlines of other connections
@@ -533,8 +537,8 @@ class App:
         ]
         return self._kv_events.find_tokenizer(slots, route.resolve_name)
 
-    def _on_models_changed(self) -> None:
-        self.swap.rebuild_after_model_news()
+    def _on_models_changed(self) -> asyncio.Task[None]:
+        return self.swap.rebuild_after_model_news()
 
     def _attach_gauges(self) -> None:
         metrics, prefixes = self.metrics, self._prefixes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from math import inf
 
@@ -84,8 +84,8 @@ group (Ranking.group).
 class CandidateOrder:
     """The candidate endpoints of one route, sorted by the policy's ranking.
 
-    The order is built at the first pick, and updated at every later one. Use it from one event loop
-    only.
+    The order is built by build(), or at the first pick, and updated at every later pick. Use it
+    from one event loop only.
     """
 
     __slots__ = (
@@ -154,7 +154,8 @@ class CandidateOrder:
         # Update the positions of candidates whose loads have changed since the last pick.
         changes = self._changes
         if not self._by_slot:
-            self._build(query)
+            for _ in self.build(query):
+                pass
         elif changes.count != self._count:
             slots = changes.since(self._count)
             if slots is None or len(slots) > len(self._candidates):
@@ -197,7 +198,12 @@ class CandidateOrder:
                     return slot
         return None
 
-    def _build(self, query: RoutingQuery) -> None:
+    def build(self, query: RoutingQuery) -> Iterator[None]:
+        """Sort all candidates, and yield after each of them, so that a caller can pause.
+
+        The first pick does so at once, unless this was called before. `query` only has the time and
+        a random number generator. Loads that change meanwhile are ranked again at the first pick.
+        """
         self._count = self._changes.count
         for candidate in self._candidates:
             candidate.load.changes = self._changes
@@ -206,6 +212,7 @@ class CandidateOrder:
             if entry is not None:
                 self._entries[entry[2]] = entry
                 self._groups.setdefault(entry[3], []).append(entry)
+            yield
         for entries in self._groups.values():
             entries.sort()
         self._numbers = sorted(self._groups)

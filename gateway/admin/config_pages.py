@@ -26,6 +26,7 @@ from gateway.config.yaml_source import MAX_FILE_BYTES
 from gateway.reload.auto_rollback import count_failures
 from gateway.reload.history import Version
 from gateway.reload.reloader import ChangeOptions, Rejection, Reloader, ReloadOutcome
+from gateway.util.work_in_turns import run_in_thread
 
 if TYPE_CHECKING:
     from gateway.admin.gateway_interface import GatewayInterface
@@ -82,7 +83,7 @@ def _add_state(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
             "retiring": target.swap.retiring,
         }
         # Use a thread, because a configuration with a thousand endpoints takes many milliseconds.
-        text = await asyncio.to_thread(lambda: json.dumps(state | {"config": display(running)}))
+        text = await run_in_thread(lambda: json.dumps(state | {"config": display(running)}))
         return web.json_response(text=text, headers={"ETag": etag})
 
     async def versions(_: web.Request) -> web.Response:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gateway.fleet.live_endpoint import LiveEndpoint
     from gateway.routes_and_snapshot import Gateway
 
-ROWS_PER_TURN = 128
+ROWS_PER_TURN = 64
 DRAINED_STATES = frozenset({"draining", "drained"})
 """States of endpoints to which an operator has stopped new requests."""
 RowT = TypeVar("RowT")

@@ -17,12 +17,16 @@ from gateway.metrics.metric_types import Counter as Count
 from gateway.metrics.metric_types import Histogram, MetricFamily
 from gateway.metrics.quantile_sketch import EMPTY, BucketCounts, difference, merge_counts, quantile
 from gateway.reload.auto_rollback import is_failure
+from gateway.util.work_in_turns import Steps, WorkMeter, run_at_once
 
 if TYPE_CHECKING:
     from gateway.admin.gateway_interface import GatewayInterface
 
 HISTORY_S = 61.0
 MIN_SPACING_S = 0.95
+
+SKETCH_ITEMS = 4
+"""Items of a WorkMeter as which a quantile sketch counts."""
 
 Key = TypeVar("Key")
 
@@ -74,15 +78,36 @@ def take_sample(
     To save memory and work, an unchanged quantile sketch shares its counts with the earlier sample
     `before`.
     """
-    metrics, gateway = target.metrics, target.gateway
-    live = gateway.endpoints.all()
+    return run_at_once(sample_steps(target, now, before))
+
+
+def sample_steps(
+    target: GatewayInterface, now: float, before: MetricSample | None = None
+) -> Steps[MetricSample]:
+    """Do the work of take_sample() in parts."""
+    metrics, gateway, meter = target.metrics, target.gateway, WorkMeter()
+    ttft = yield from _sketches(metrics.ttft_seconds, before.ttft if before else {}, meter)
+    tpot = yield from _sketches(metrics.tpot_seconds, before.tpot if before else {}, meter)
+    in_flight: dict[str, int] = {}
+    predicted_tokens: dict[str, tuple[int, int]] = {}
+    received: dict[str, int] = {}
+    for live in gateway.endpoints.all():
+        name = live.endpoint.name
+        in_flight[name] = live.load.in_flight
+        predicted_tokens[name] = live.sent_tokens, live.hit_tokens
+        if live.kv_received_bytes is not None:
+            received[name] = live.kv_received_bytes
+        if meter.is_part_over():
+            yield
+    upstream_errors = _sum_by_two_labels(metrics.upstream_errors_total, 0, 1)
+    yield
     return MetricSample(
         at=now,
         responses=_sum_by_two_labels(metrics.requests_total, 1, 2),
         shed=_sum_by_label(metrics.shed_total, 0),
         slo_outcomes=_sum_by_two_labels(metrics.goodput_total, 0, 1),
         retries=_sum_by_label(metrics.retries_total, 0),
-        upstream_errors=_sum_by_two_labels(metrics.upstream_errors_total, 0, 1),
+        upstream_errors=upstream_errors,
         computed_tokens=_sum_by_label(metrics.prefill_tokens_total, 0),
         split_decisions=_sum_by_two_labels(metrics.split_decisions_total, 0, 1),
         costs={
@@ -91,21 +116,15 @@ def take_sample(
         },
         tokens=_total(metrics.completion_tokens_total),
         engine=(_total(metrics.prompt_tokens_total), _total(metrics.cached_tokens_total)),
-        ttft=_sketches(metrics.ttft_seconds, before.ttft if before is not None else {}),
-        tpot=_sketches(metrics.tpot_seconds, before.tpot if before is not None else {}),
-        in_flight={endpoint.endpoint.name: endpoint.load.in_flight for endpoint in live},
-        predicted_tokens={
-            endpoint.endpoint.name: (endpoint.sent_tokens, endpoint.hit_tokens) for endpoint in live
-        },
+        ttft=ttft,
+        tpot=tpot,
+        in_flight=in_flight,
+        predicted_tokens=predicted_tokens,
         pairs={
             names: (pair.served, pair.failed, pair.tokens)
             for names, pair in gateway.handoffs.pairs.items()
         },
-        received={
-            endpoint.endpoint.name: received
-            for endpoint in live
-            if (received := endpoint.kv_received_bytes) is not None
-        },
+        received=received,
     )
 
 
@@ -142,17 +161,28 @@ class SketchGrowth(NamedTuple):
 
 def sketch_growth(before: MetricSample, after: MetricSample) -> SketchGrowth:
     """Return by how much the sketches have grown from `before` to `after`; both have sketches."""
-    return SketchGrowth(_grown(before.ttft, after.ttft), _grown(before.tpot, after.tpot))
+    return run_at_once(_growth_steps(before, after))
+
+
+def _growth_steps(before: MetricSample, after: MetricSample) -> Steps[SketchGrowth]:
+    meter = WorkMeter()
+    ttft = yield from _grown(before.ttft, after.ttft, meter)
+    tpot = yield from _grown(before.tpot, after.tpot, meter)
+    return SketchGrowth(ttft, tpot)
 
 
 def _grown(
-    before: Mapping[str, BucketCounts], after: Mapping[str, BucketCounts]
-) -> dict[str, dict[int, int]]:
-    return {
-        name: dict(added)
-        for name, counts in after.items()
-        if (old := before.get(name, EMPTY)) is not counts and (added := difference(counts, old))
-    }
+    before: Mapping[str, BucketCounts], after: Mapping[str, BucketCounts], meter: WorkMeter
+) -> Steps[dict[str, dict[int, int]]]:
+    grown = {}
+    for name, counts in after.items():
+        old = before.get(name, EMPTY)
+        is_same = old is counts
+        if not is_same and (added := difference(counts, old)):
+            grown[name] = dict(added)
+        if meter.is_part_over(1 if is_same else SKETCH_ITEMS):
+            yield
+    return grown
 
 
 def sample_difference(
@@ -216,10 +246,17 @@ class SampleHistory:
 
         Samples older than a minute are dropped.
         """
+        run_at_once(self.append_steps(mark))
+
+    def append_steps(self, mark: MetricSample) -> Steps[None]:
+        """Do the work of append() in parts, of which only the last one changes the history.
+
+        Another append() must not begin meanwhile.
+        """
         if self.newest is not None:
             if mark.at - self.newest.at < MIN_SPACING_S:
                 return
-            growth = sketch_growth(self.newest, mark)
+            growth = yield from _growth_steps(self.newest, mark)
             self._steps.append(sample_difference(self.newest, mark, growth))
             self._growths.append(growth)
             _add_growth(self._sum, growth)
@@ -270,22 +307,25 @@ class SampleHistory:
 
 def _add_growth(total: SketchGrowth, growth: SketchGrowth, sign: int = 1) -> None:
     # Add the counts of `growth` to `total`, or subtract them with sign -1.
+    #
+    # The counts of an endpoint are replaced, because copies of the total refer to them.
     for sums, parts in zip(total, growth, strict=True):
         for name, counts in parts.items():
-            own = sums.setdefault(name, {})
+            own = dict(sums.get(name, EMPTY))
             for bucket, count in counts.items():
                 value = own.get(bucket, 0) + sign * count
                 if value:
                     own[bucket] = value
                 else:
                     own.pop(bucket, None)
-            if not own:
-                del sums[name]
+            if own:
+                sums[name] = own
+            else:
+                sums.pop(name, None)
 
 
 def _copy_growth(growth: SketchGrowth) -> SketchGrowth:
-    ttft, tpot = ({name: dict(counts) for name, counts in part.items()} for part in growth)
-    return SketchGrowth(ttft, tpot)
+    return SketchGrowth(growth.ttft.copy(), growth.tpot.copy())
 
 
 def counter_growth(after: Mapping[Key, float], before: Mapping[Key, float]) -> Counter[Key]:
@@ -329,16 +369,18 @@ def _total(family: MetricFamily[Count]) -> float:
 
 
 def _sketches(
-    family: MetricFamily[Histogram], before: Mapping[str, BucketCounts]
-) -> dict[str, BucketCounts]:
+    family: MetricFamily[Histogram], before: Mapping[str, BucketCounts], meter: WorkMeter
+) -> Steps[dict[str, BucketCounts]]:
     # Return the quantile sketches of a histogram by endpoint, summed over models.
     #
     # A sketch that has not changed is taken from `before`.
     parts: dict[str, list[BucketCounts]] = {}
     for labels, child in family.children():
         parts.setdefault(labels[1], []).append(child.sketch)
-    summed = {name: merge_counts(counts) for name, counts in parts.items()}
-    return {
-        name: old if (old := before.get(name)) == counts else counts
-        for name, counts in summed.items()
-    }
+    sketches = {}
+    for name, sums in parts.items():
+        counts, old = merge_counts(sums), before.get(name)
+        sketches[name] = old if old is not None and old == counts else counts
+        if meter.is_part_over(SKETCH_ITEMS):
+            yield
+    return sketches

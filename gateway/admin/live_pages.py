@@ -17,8 +17,9 @@ import msgspec
 from aiohttp import web
 
 from gateway.admin.live_fleet_status import FleetStatus, fleet_status
-from gateway.admin.live_metric_samples import MetricSample, take_sample
+from gateway.admin.live_metric_samples import MetricSample, sample_steps
 from gateway.admin.live_stream import LiveStream, SampleFunction
+from gateway.util.work_in_turns import run_in_turns
 
 if TYPE_CHECKING:
     from gateway.admin.gateway_interface import GatewayInterface
@@ -76,7 +77,8 @@ def add_process_view(target: GatewayInterface, server: web.Application) -> None:
 
     async def sample_now(before: MetricSample | None) -> WorkerSample:
         now = monotonic()
-        return take_sample(target, now, before), await fleet_status(target, now)
+        sample = await run_in_turns(sample_steps(target, now, before))
+        return sample, await fleet_status(target, now)
 
     async def serve_sample(_: web.Request) -> web.Response:
         return web.Response(

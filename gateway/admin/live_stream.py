@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 
 import msgspec
@@ -18,6 +19,7 @@ from gateway.admin.endpoints_page import ROWS_PER_TURN
 from gateway.admin.live_fleet_status import FleetStatus
 from gateway.admin.live_metric_samples import MetricSample, SampleHistory
 from gateway.admin.live_view import build_view
+from gateway.util.work_in_turns import run_in_thread, run_in_turns
 
 log = logging.getLogger("penstock")
 
@@ -49,6 +51,7 @@ class LiveStream:
     def __init__(self, take_sample: SampleFunction) -> None:
         self._take_sample = take_sample
         self._history = SampleHistory()
+        self._appending = asyncio.Lock()
         self._watchers = 0
         self._task: asyncio.Task[None] | None = None
         self._has_watchers = asyncio.Event()
@@ -119,7 +122,7 @@ class LiveStream:
     async def _update(self) -> None:
         if not self._watchers:
             sample, _ = await self._take_sample(self._history.newest)
-            self._history.append(sample)
+            await self._append(sample)
             return
         await self._build_frame()
         if self._next is not None and not self._next.done():
@@ -129,15 +132,20 @@ class LiveStream:
         # Return the view as JSON; with many endpoints, a thread builds it.
         if len(status.endpoints) <= ROWS_PER_TURN:
             return _encode_view(status, self._history, sample)
-        return await asyncio.to_thread(_encode_view, status, self._history.copy(), sample)
+        encode = partial(_encode_view, status, self._history.copy(), sample)
+        return await run_in_thread(encode)
 
     async def _build_frame(self) -> None:
         started_at = monotonic()
         sample, status = await self._take_sample(self._history.newest)
         self._frame = await self._encode(status, sample)
         self._framed_at = sample.at
-        self._history.append(sample)
+        await self._append(sample)
         self._build_s = monotonic() - started_at
+
+    async def _append(self, sample: MetricSample) -> None:
+        async with self._appending:
+            await run_in_turns(self._history.append_steps(sample))
 
 
 def _encode_view(status: FleetStatus, history: SampleHistory, sample: MetricSample) -> bytes:

@@ -26,8 +26,10 @@ def add_metrics(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
     async def metrics(request: web.Request) -> web.Response:
         exemplars = wants_openmetrics(request.headers.get("Accept", ""))
         page = []
-        for family in target.metrics.collect(_unix_offset() if exemplars else None):
+        for family in target.metrics.collect_in_parts(_unix_offset() if exemplars else None):
             await asyncio.sleep(0)
+            if family is None:
+                continue
             for part in render_family_in_parts(family, exemplars=exemplars):
                 page.append(part)
                 # A page takes tens of milliseconds at 64 endpoints; let streams continue meanwhile.
@@ -39,10 +41,11 @@ def add_metrics(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
 
     async def readings(request: web.Request) -> web.Response:
         families = []
-        for family in target.metrics.collect(
+        for family in target.metrics.collect_in_parts(
             _unix_offset() if "exemplars" in request.query else None
         ):
-            families.append(family)
+            if family is not None:
+                families.append(family)
             await asyncio.sleep(0)
         return web.Response(
             body=msgspec.msgpack.encode(families), content_type="application/msgpack"

@@ -36,6 +36,7 @@ from gateway.protocol.upstream_error import (
     UpstreamError,
     health_event,
 )
+from gateway.util.work_in_turns import Steps, WorkMeter, run_at_once
 from policies import load_ledger, scraped_load
 from policies.endpoint_load import EndpointLoad
 from policies.health import endpoint_health
@@ -53,6 +54,12 @@ log = logging.getLogger("penstock")
 PREFILL_TOKENS_PER_S = 10_000
 PREFILL_MARGIN = 3
 
+# How many items of a WorkMeter the gauges of an endpoint, and the model of its engine, count as.
+GAUGES_OF_ENDPOINT, MODEL_OF_ENGINE = 16, 16
+
+MeteredBefore = dict[LiveEndpoint, MeteredSettings | None]
+"""The settings of endpoints on which their gauges depend, before a change; None: it is new."""
+
 OUT_OF_ROTATION = (endpoint_health.HealthState.EJECTED, endpoint_health.HealthState.DEAD)
 
 
@@ -62,12 +69,21 @@ class EndpointTable:
     on_change      called when an endpoint has become available or unavailable
     on_model_gone  called with an endpoint whose engine denies having a model that it listed
     on_ejected     called with an endpoint that was taken out of rotation or found dead
+    defer          calls a function, or arranges that the event loop calls it soon
     probe_health   requests an endpoint's /health: True if healthy, None if it did not answer
     """
 
     __slots__ = (
         *("_by_slot", "_hits", "_limits", "_looked_up", "_metrics", "_pools", "_progress_s"),
-        *("_ramp_s", "_registry", "probe_health", "discovered", "on_change"),
+        *(
+            "_ramp_s",
+            "_registry",
+            "_returned_to",
+            "defer",
+            "probe_health",
+            "discovered",
+            "on_change",
+        ),
         *("on_model_gone", "on_ejected", "_updates"),
         *("prefixes", "rng", "speed_monitor"),
     )
@@ -86,6 +102,8 @@ class EndpointTable:
         self.on_model_gone: Callable[[LiveEndpoint], None] = lambda live: None
         self.on_ejected: Callable[[LiveEndpoint], None] = lambda live: None
         self.probe_health: Callable[[LiveEndpoint], Awaitable[bool | None]] = _assume_healthy
+        self.defer: Callable[[Callable[[], None]], object] = _call
+        self._returned_to = set[str]()
         self._updates: OutgoingUpdates | None = None
         self._metrics = metrics
         self._looked_up = metrics.prefix_lookup_tokens_total
@@ -102,28 +120,55 @@ class EndpointTable:
         """Return which endpoints `config` would add, keep and remove, without changing anything."""
         return self._registry.plan(config)
 
+    def plan_steps(self, config: Config) -> Steps[RegistryPlan]:
+        """Do the work of plan() in parts. The configuration must not change meanwhile."""
+        return self._registry.plan_steps(config)
+
     def apply(self, plan: RegistryPlan) -> RegistryChanges:
         """Carry out a plan from plan(), and return the added and removed endpoints.
 
         A removed endpoint stays usable for older requests until release().
         """
+        metered = self.metered_settings(plan)
+        changes = self.switch(plan)
+        run_at_once(self.meter_steps(metered))
+        return changes
+
+    def metered_settings(self, plan: RegistryPlan) -> MeteredBefore:
+        """Return the settings of the plan's new and changed endpoints, for meter_steps().
+
+        Call this before switch(). A new endpoint has none.
+        """
+        before: MeteredBefore = {m.live: MeteredSettings.of(m.live) for m in plan.changed}
+        return before | {m.live: None for m in plan.entering}
+
+    def switch(self, plan: RegistryPlan) -> RegistryChanges:
+        """Carry out that part of a plan that requests depend on, in one turn of the event loop."""
         config = plan.config
-        changed = {m.live: MeteredSettings.of(m.live) for m in plan.members if m.is_change}
         changes = self._registry.apply(plan)
         self._limits, self._progress_s = _health_limits(config), config.health.progress
         self._ramp_s = config.health.slow_start
         self.speed_monitor.limits = SlowLimits(config.health.slow_factor)
         self._pools = plan.pools
-        for live, was in (changed | dict.fromkeys(changes.added)).items():
+        for pool in plan.pools:
+            self._update_availability(pool)
+        return changes
+
+    def meter_steps(self, before: MeteredBefore) -> Steps[None]:
+        """Attach the gauges of new and changed endpoints, in parts, after switch().
+
+        before  their settings before the change, from metered_settings()
+        """
+        meter = WorkMeter()
+        for live, was in before.items():
             is_now = MeteredSettings.of(live)
             if is_now != was:
                 self._attach_gauges(live)
             if is_now.kv_tokens is not None and (was is None or is_now.kv_tokens != was.kv_tokens):
                 self.prefixes.index.set_capacity(live.load.slot, is_now.kv_tokens)
                 live.load.kv_tokens = is_now.kv_tokens
-        for pool in plan.pools:
-            self._update_availability(pool)
-        return changes
+            if meter.is_part_over(GAUGES_OF_ENDPOINT):
+                yield
 
     def _attach_gauges(self, live: LiveEndpoint) -> None:
         load, name, metrics = live.load, live.endpoint.name, self._metrics
@@ -141,11 +186,6 @@ class EndpointTable:
         )
         metrics.runtime_gauges.attach_endpoint(live, monotonic)
 
-    def set_beliefs_enabled(self, pool: str, is_enabled: bool) -> None:
-        """Turn latency predictions on or off for the endpoints of a pool."""
-        for candidate in self._pools[pool]:
-            load_ledger.set_modelled(candidate.load, is_enabled, monotonic())
-
     def release(self, live: LiveEndpoint) -> None:
         """Close the connections of an endpoint that left the configuration, and free its slot.
 
@@ -159,15 +199,16 @@ class EndpointTable:
         self.prefixes.remove_endpoint(live.load.slot)
         self._registry.release(live)
 
-    def drop_series(self, name: str) -> bool:
-        """Remove the metric series of an endpoint name that no endpoint has any more.
+    def drop_series_steps(self, names: Collection[str]) -> Steps[frozenset[str]]:
+        """Remove the metric series of endpoint names that no endpoint has any more, in parts.
 
-        Returns False, and removes nothing, if an endpoint has that name now.
+        Returns those names. Names that an endpoint has now keep their series.
         """
-        if name in {live.endpoint.name for live in self.all() if not live.is_leaving}:
-            return False
-        self._metrics.remove_endpoint(name)
-        return True
+        used = {live.endpoint.name for live in self.all() if not live.is_leaving}
+        unused = frozenset(names) - used
+        if unused:
+            yield from self._metrics.remove_endpoints_steps(unused)
+        return unused
 
     def all(self) -> tuple[LiveEndpoint, ...]:
         """Return all live endpoints, including those that are leaving the configuration."""
@@ -337,9 +378,10 @@ class EndpointTable:
             self.prefixes.forget_endpoint(live.load)
         if after.state is endpoint_health.HealthState.DEAD:
             live.upstream.fail_all("ejected", "the engine is dead")
-        if before.state in OUT_OF_ROTATION and after.state not in OUT_OF_ROTATION:
-            accept_returned(live, before, self.find_peer(live))
-            temporary_limits.begin_slow_start(live, self._ramp_s, monotonic())
+        if after.state not in OUT_OF_ROTATION and not live.is_leaving:
+            if before.state in OUT_OF_ROTATION:
+                self._on_return(live, before)
+            return
         if live.is_leaving:
             # A leaving endpoint is not probed any more, and cannot be the last one of its pool.
             live.load.is_available = after.state in (
@@ -352,24 +394,52 @@ class EndpointTable:
         if after.state in OUT_OF_ROTATION:
             self.on_ejected(live)
 
+    def _on_return(self, live: LiveEndpoint, before: Health) -> None:
+        # Let an endpoint be picked that has returned into rotation; `before` is its health until
+        # now.
+        #
+        # The rest of its pool is judged later in the same turn of the event loop, once for all
+        # endpoints that return in it: hundreds do if many were added.
+        peer = self.find_peer(live) if before.cause is HealthEvent.SLOW else None
+        accept_returned(live, before, peer)
+        temporary_limits.begin_slow_start(live, self._ramp_s, monotonic())
+        _set_available(live.load, is_available=not live.is_drained)
+        is_deferred = bool(self._returned_to)
+        self._returned_to.add(live.endpoint.pool)
+        if not is_deferred:
+            self.defer(self._judge_pools_of_returned)
+
+    def _judge_pools_of_returned(self) -> None:
+        pools, self._returned_to = self._returned_to, set()
+        for pool in pools:
+            self._update_availability(pool)
+        self.on_change()
+
     def _update_availability(self, pool: str) -> None:
         # Decide which endpoints of a pool may be picked, after a change of health or membership.
         #
         # Each role is judged separately: a prefill endpoint cannot replace a decode endpoint. A
         # drained endpoint does not count as a replacement for any other.
         by_role: dict[Role, list[LiveEndpoint]] = {}
+        by_slot = self._by_slot
         for candidate in self._pools.get(pool, ()):
-            live = self._by_slot[candidate.load.slot]
+            live = by_slot[candidate.load.slot]
             if live.is_drained:
                 _set_available(live.load, is_available=False)
-            else:
-                by_role.setdefault(live.endpoint.role, []).append(live)
+                continue
+            role = candidate.endpoint.role
+            peers = by_role.get(role)
+            if peers is None:
+                peers = by_role[role] = []
+            peers.append(live)
         for peers in by_role.values():
             verdicts = endpoint_health.available_endpoints(
                 [live.health for live in peers], self._limits
             )
             for live, is_available in zip(peers, verdicts, strict=True):
-                _set_available(live.load, is_available=is_available)
+                load = live.load
+                if load.is_available is not is_available:
+                    _set_available(load, is_available=is_available)
 
     def set_drained(self, live: LiveEndpoint, is_drained: bool) -> int:
         """Stop routing to an endpoint, or resume it; return its number of running requests."""
@@ -439,8 +509,16 @@ class EndpointTable:
 
     def sweep(self, now: float) -> None:
         """Review speeds, raise slow-start limits and check the timeouts of all connections."""
+        run_at_once(self.sweep_steps(now))
+
+    def sweep_steps(self, now: float) -> Steps[None]:
+        """Do the work of sweep() in parts."""
         self._review_speeds(now)
+        yield
+        meter = WorkMeter()
         for live in self.all():
+            if meter.is_part_over():
+                yield
             temporary_limits.raise_limits(live, self._ramp_s, now)
             live.upstream.sweep(now)
             if live.health.state is endpoint_health.HealthState.DEAD:
@@ -471,6 +549,22 @@ class EndpointTable:
     def close(self) -> None:
         for live in self.all():
             live.upstream.close()
+
+
+def set_beliefs_steps(candidates: Sequence[Candidate], is_enabled: bool) -> Steps[None]:
+    """Turn latency predictions on or off for these endpoints, in parts."""
+    meter, now = WorkMeter(), monotonic()
+    for candidate in candidates:
+        is_change = candidate.load.is_modelled is not is_enabled
+        if is_change:
+            load_ledger.set_modelled(candidate.load, is_enabled, now)
+        if meter.is_part_over(MODEL_OF_ENGINE if is_change else 1):
+            yield
+            now = monotonic()
+
+
+def _call(function: Callable[[], None]) -> None:
+    function()
 
 
 async def _assume_healthy(_: LiveEndpoint) -> bool | None:

@@ -40,6 +40,7 @@ from gateway.fleet.probe_requests import (
 )
 from gateway.fleet.speed_recovery import SpeedRecovery, is_ejected_as_slow
 from gateway.fleet.stall_limits import Silences
+from gateway.util.work_in_turns import Steps, WorkMeter, run_at_once
 from policies.engine_kinds import ENGINE_TRAITS, MODELS_PATH
 from policies.health.endpoint_health import is_probe_due
 
@@ -48,6 +49,8 @@ log = logging.getLogger("penstock")
 RECOVERY_S = 1.0  # longest time between two probes of an ejected endpoint, whatever its back-off
 CHECK_S = 0.5  # timeout of a health check that a request waits for
 OWN_FAILURE_S = 60.0  # shortest time between two logs that this process cannot open connections
+NEW_POLL_GAP_S = 0.003  # between the first polls of two new endpoints; each takes 0.6 ms of CPU
+POLL_ITEMS = 32  # items of a WorkMeter as which the start or the end of an endpoint's polls counts
 FIRST_POLLS = 128  # endpoints polled at the same time before the gateway serves
 
 
@@ -58,9 +61,13 @@ class HealthChecker:
     """
 
     def __init__(
-        self, config: Config, endpoints: EndpointTable, on_models_changed: Callable[[], None]
+        self,
+        config: Config,
+        endpoints: EndpointTable,
+        on_models_changed: Callable[[], asyncio.Task[None] | None],
     ) -> None:
-        # Initialize; `on_models_changed` is called when an engine's list of models has changed.
+        # Initialize; `on_models_changed` is called when an engine's list of models has changed. It
+        # may return a task that handles the change.
         self._config = config
         self._endpoints = endpoints
         self._model_lists = ModelListNews(on_models_changed)
@@ -89,6 +96,7 @@ class HealthChecker:
             await asyncio.gather(
                 *(self._poll_first(live, first_polls) for live in self._endpoints.all())
             )
+        await self._model_lists.wait_until_reported()
         for live in self._endpoints.all():
             if live not in self._tasks:  # a reload during the first poll has started them
                 self._watch(live)
@@ -101,17 +109,32 @@ class HealthChecker:
 
     def reconfigure(self, config: Config) -> None:
         """Apply a new configuration: start to poll added endpoints, stop polling removed ones."""
+        run_at_once(self.reconfigure_steps(config))
+
+    def reconfigure_steps(self, config: Config) -> Steps[None]:
+        """Do the work of reconfigure() in parts.
+
+        The first new endpoint gets its first health check immediately, the others soon after it.
+        """
         self._config = self._capabilities.config = config
         if not self._is_started:
             return
+        meter, begins_s = WorkMeter(), 0.0
         for live in self._endpoints.all():
+            is_change = live.is_leaving is (live in self._tasks)
             if live.is_leaving:
                 self._unwatch(live)
-            elif live not in self._tasks:
-                self._watch(live, immediately=True)
+            elif is_change:
+                self._watch(live, begins_s)
+                begins_s += NEW_POLL_GAP_S
+            if meter.is_part_over(POLL_ITEMS if is_change else 1):
+                yield
 
-    def _watch(self, live: LiveEndpoint, *, immediately: bool = False) -> None:
-        polls = self._poll_repeatedly(live, immediately=immediately)
+    def _watch(self, live: LiveEndpoint, begins_s: float | None = None) -> None:
+        # Poll an endpoint from now on, first after `begins_s` seconds, or None: at a random moment.
+        if begins_s is None:
+            begins_s = self._poll_interval_s() * self._endpoints.rng.random()
+        polls = self._poll_repeatedly(live, begins_s)
         self._tasks[live] = asyncio.create_task(polls, name=f"poll {live.endpoint.name}")
 
     def _unwatch(self, live: LiveEndpoint) -> None:
@@ -138,22 +161,25 @@ class HealthChecker:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._requests.close()
 
-    async def _poll_repeatedly(self, live: LiveEndpoint, *, immediately: bool) -> None:
+    async def _poll_repeatedly(self, live: LiveEndpoint, begins_s: float) -> None:
         # Poll an endpoint until cancelled, with random pauses, so that polls spread over time.
-        rng, pause = self._endpoints.rng, 0.0 if immediately else self._endpoints.rng.random()
+        rng, pause_s = self._endpoints.rng, begins_s
         while True:
-            await asyncio.sleep(self._poll_interval_s() * pause)
+            await asyncio.sleep(pause_s)
             await self._log_errors(self._poll, live)
-            pause = rng.uniform(0.9, 1.1)
+            pause_s = self._poll_interval_s() * rng.uniform(0.9, 1.1)
 
     async def _check_progress_repeatedly(self) -> None:
         while True:
             await asyncio.sleep(self._config.health.progress / 10)
-            now = monotonic()
+            now, meter = monotonic(), WorkMeter()
             for live in self._polled():
+                if meter.is_part_over():
+                    await asyncio.sleep(0)
                 silence_s = self._silences.observe(live, now)
                 if (
                     live.load.is_available
+                    and not live.is_leaving
                     and live not in self._progress_checks
                     and self._is_silent(live, silence_s)
                 ):

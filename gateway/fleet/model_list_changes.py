@@ -26,19 +26,35 @@ class ModelListNews:
     The first change is reported immediately. Changes shortly after it are reported together.
     """
 
-    __slots__ = ("_has_news", "_is_held_back", "_next_at", "_report", "_timer")
+    __slots__ = (
+        "_began_at",
+        "_has_news",
+        "_is_held_back",
+        "_next_at",
+        "_report",
+        "_task",
+        "_timer",
+    )
 
-    def __init__(self, report: Callable[[], None]) -> None:
+    def __init__(self, report: Callable[[], asyncio.Task[None] | None]) -> None:
+        """Create an object without news.
+
+        report  function that reports a change. It may return a task; then the report lasts until
+                the task ends
+        """
         self._report = report
-        self._next_at = 0.0
+        self._next_at = self._began_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
         self._has_news = self._is_held_back = False
 
     def on_changed(self) -> None:
         """Record a change of an engine's model list, and report it now or after the pause."""
         self._has_news = True
-        if self._timer is not None or self._is_held_back:
-            return
+        if self._timer is None and self._task is None and not self._is_held_back:
+            self._report_in_time()
+
+    def _report_in_time(self) -> None:
         wait_s = self._next_at - monotonic()
         if wait_s > 0.0:
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._pass_on)
@@ -47,7 +63,10 @@ class ModelListNews:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Hold back reports during a `with` block, and report all changes together at its end."""
+        """Hold back reports during a `with` block, and report all changes together at its end.
+
+        Await wait_until_reported() afterwards.
+        """
         self._is_held_back = True
         try:
             yield
@@ -55,13 +74,31 @@ class ModelListNews:
             self._is_held_back = False
         self._pass_on()
 
+    async def wait_until_reported(self) -> None:
+        """Wait until the report that is in progress has ended, if there is one."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
     def _pass_on(self) -> None:
         self._timer = None
         if self._has_news:
-            self._has_news, began = False, monotonic()
-            self._report()
-            self._next_at = monotonic() + GAP_PER_REPORT * (monotonic() - began)
+            self._has_news, self._began_at = False, monotonic()
+            self._task = self._report()
+            if self._task is None:
+                self._on_reported()
+            else:
+                self._task.add_done_callback(self._on_task_ended)
+
+    def _on_reported(self) -> None:
+        self._next_at = monotonic() + GAP_PER_REPORT * (monotonic() - self._began_at)
+
+    def _on_task_ended(self, _: asyncio.Task[None]) -> None:
+        self._task = None
+        self._on_reported()
+        if self._has_news and not self._is_held_back:
+            self._report_in_time()
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._is_held_back = True

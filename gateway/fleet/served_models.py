@@ -44,21 +44,16 @@ def serving_endpoints(
     list of models. Without configured models, only the list counts. If no engine lists the model,
     these are the candidates whose first list is awaited.
     """
-    lists = {
-        id(member.live.load): member.live.models
-        for member in plan.members
-        if member.live.has_list or not plan.config.models
-    }
-    listing = tuple(
-        candidate
-        for candidate in candidates
-        if (names := lists.get(id(candidate.load))) is None
-        or engine_name(model, candidate.endpoint) in names
-    )
-    if listing or plan.config.models:
-        return listing
-    awaited = {id(member.live.load) for member in plan.members if member.live.may_list_models}
-    return tuple(candidate for candidate in candidates if id(candidate.load) in awaited)
+    lives, is_configured = plan.live_by_load, bool(plan.config.models)
+    listing = []
+    for candidate in candidates:
+        live = lives[id(candidate.load)]
+        is_unknown = is_configured and not live.has_list
+        if is_unknown or engine_name(model, candidate.endpoint) in live.models:
+            listing.append(candidate)
+    if listing or is_configured:
+        return tuple(listing)
+    return tuple(each for each in candidates if lives[id(each.load)].may_list_models)
 
 
 def listed_models(plan: RegistryPlan, served: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

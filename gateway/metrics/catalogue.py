@@ -7,7 +7,7 @@ and their number is limited.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 
 from gateway.metrics.auto_metrics import AutoMetrics
@@ -40,6 +40,10 @@ from gateway.metrics.mirror_metrics import MirrorMetrics
 from gateway.metrics.process_metrics import ProcessMetrics
 from gateway.metrics.runtime_gauges import RuntimeGauges
 from gateway.metrics.trial_metrics import TrialMetrics
+from gateway.util.work_in_turns import Steps, WorkMeter
+
+SERIES_PER_ITEM = 16
+"""How many series can be looked at in the time of one item of a WorkMeter."""
 
 MODEL = Label("model", 256)
 CODE = Label("code", 32)
@@ -134,19 +138,29 @@ class Metrics:
         unix_offset  Unix time minus monotonic time in seconds, for the times of exemplars; None
                      leaves exemplars out
         """
-        families = self._registry.collect(self.pool_by_label(), unix_offset)
+        return filter(None, self.collect_in_parts(unix_offset))
+
+    def collect_in_parts(self, unix_offset: float | None = None) -> Iterator[FamilyReading | None]:
+        """Yield the same as collect(), and None within large families, for other work to run."""
+        families = self._registry.collect_in_parts(self.pool_by_label(), unix_offset)
         return chain(families, self._process_metrics.collect())
 
     def catalogue(self) -> tuple[FamilySpec, ...]:
         """Return the specifications of all metric families, in the order of a scrape."""
         return tuple(family.spec for family in self._registry.families)
 
-    def remove_endpoint(self, endpoint: str) -> None:
-        """Remove all series with this endpoint as a label value, after the endpoint was removed."""
+    def remove_endpoints_steps(self, endpoints: Collection[str]) -> Steps[None]:
+        """Remove all series with these endpoints as label values, in parts.
+
+        Call this after the endpoints were removed.
+        """
+        meter = WorkMeter()
         for family in self._registry.families:
             for label in family.spec.labels:
                 if label in ENDPOINT_LABELS:
-                    family.remove_children(label.name, endpoint)
+                    family.remove_children(label.name, *endpoints)
+                    if meter.is_part_over(family.child_count // SERIES_PER_ITEM + 1):
+                        yield
 
     def _requests(self, factory: FamilyFactory) -> None:
         self.requests_total: MetricFamily[Counter] = factory.counter(

@@ -31,8 +31,11 @@ _FAMILIES: Mapping[str, Callable[..., Metric]] = {
 }
 
 
-PART_SERIES, PART_HISTOGRAMS = 128, 16
-"""How much is rendered at once before other work may run: number of series, or of histograms."""
+PART_SERIES, PART_HISTOGRAMS = 64, 4
+"""How much is rendered at once before other work may run: number of series, or of histograms.
+
+Each takes about half a millisecond.
+"""
 
 _HEADER = re.compile(rb"\A(?:# [^\n]*\n)*")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from math import log
 from typing import Generic, TypeVar
@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from gateway.metrics.quantile_sketch import MAX_VALUE, MIN_VALUE, PER_LOG
+from gateway.util.work_in_turns import WorkMeter, slices
 
 MAX_NEW = 64
 """Maximum number of observed values of a histogram that have not been counted in their buckets."""
@@ -306,15 +307,16 @@ class MetricFamily(Generic[MetricT]):
         child = self._children.get(values)
         return child if child is not None else self._add(values)
 
-    def remove_children(self, label: str, value: str) -> None:
-        """Remove every child whose `label` has this value.
+    def remove_children(self, label: str, *values: str) -> None:
+        """Remove every child whose `label` has one of these values.
 
-        The value then no longer counts against the label's maximum.
+        The values then no longer count against the label's maximum.
         """
         index = [spec_label.name for spec_label in self.spec.labels].index(label)
-        self._label_values[index].discard(value)
+        gone = frozenset(values)
+        self._label_values[index].difference_update(gone)
         self._children = {
-            values: child for values, child in self._children.items() if values[index] != value
+            names: child for names, child in self._children.items() if names[index] not in gone
         }
 
     def clear(self) -> None:
@@ -322,6 +324,10 @@ class MetricFamily(Generic[MetricT]):
         self._children = {}
         for values in self._label_values:
             values.clear()
+
+    @property
+    def child_count(self) -> int:
+        return len(self._children)
 
     def children(self) -> Iterator[tuple[tuple[str, ...], MetricT]]:
         """Yield each value object with its label values, in order of creation."""
@@ -422,28 +428,51 @@ class MetricRegistry:
         pools        the pool of each endpoint and model, for the label `pool`
         unix_offset  Unix time minus monotonic time in seconds; None leaves exemplars out
         """
+        return filter(None, self.collect_in_parts(pools, unix_offset))
+
+    def collect_in_parts(
+        self, pools: PoolByLabel, unix_offset: float | None = None
+    ) -> Iterator[FamilyReading | None]:
+        """Yield the same as collect(), and None wherever other work may run in between."""
+        meter = WorkMeter()
         for family in self.families:
-            values = _values(family, unix_offset)
-            if family.spec.pool_label is not None:
-                values = _with_pools(family.spec, values, pools)
+            values: SeriesValues = {}
+            add_pool = _pool_adder(family.spec, pools)
+            for part in slices(tuple(family.children())):
+                values.update(_values(part, family.spec, unix_offset, add_pool))
+                if meter.is_part_over(len(part)):
+                    yield None
             yield FamilyReading(family.spec, values)
 
 
-def _with_pools(spec: FamilySpec, values: SeriesValues, pools: PoolByLabel) -> SeriesValues:
-    # Add a pool label to each series; its value is "" for a series that belongs to no pool.
-    names = [label.name for label in spec.labels]
-    index = names.index(spec.pool_label or "")
-    return {
-        (*labels, pools.get((names[index], labels[index]), "")): value
-        for labels, value in values.items()
-    }
+Labels = tuple[str, ...]
 
 
-def _values(family: AnyFamily, unix_offset: float | None) -> SeriesValues:
+def _pool_adder(spec: FamilySpec, pools: PoolByLabel) -> Callable[[Labels], Labels] | None:
+    # Return a function that adds the label pool to those of a series; None: it has none to add.
+    #
+    # The label's value is "" for a series that belongs to no pool.
+    if spec.pool_label is None:
+        return None
+    name = spec.pool_label
+    index = [label.name for label in spec.labels].index(name)
+    return lambda labels: (*labels, pools.get((name, labels[index]), ""))
+
+
+def _values(
+    children: Sequence[tuple[Labels, object]],
+    spec: FamilySpec,
+    unix_offset: float | None,
+    add_pool: Callable[[Labels], Labels] | None,
+) -> SeriesValues:
     values: SeriesValues = {}
-    for labels, child in family.children():
+    for labels, child in children:
+        value: float | HistogramValue | None
         if isinstance(child, Histogram):
-            values[labels] = child.snapshot(unix_offset if family.spec.has_exemplars else None)
-        elif (value := child.read()) is not None:
-            values[labels] = value
+            value = child.snapshot(unix_offset if spec.has_exemplars else None)
+        else:
+            assert isinstance(child, Counter | Gauge)
+            value = child.read()
+        if value is not None:
+            values[labels if add_pool is None else add_pool(labels)] = value
     return values

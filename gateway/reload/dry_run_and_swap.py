@@ -1,14 +1,17 @@
 """Tests a planned snapshot by a dry run of its policies, replaces the current one, frees the old.
 
-Everything that can fail happens before the first change. The replacement takes one iteration of the
-event loop. What the old snapshot needs is freed once no request uses it.
+Everything that can fail happens before the first change. The replacement takes one turn of the
+event loop. Planning before it, and the work after it that no request depends on, are done in parts,
+because for a thousand endpoints they take many milliseconds. What the old snapshot needs is freed
+once no request uses it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
 from time import monotonic
@@ -17,18 +20,23 @@ from gateway.admission.pool_queue import PoolQueue
 from gateway.admission.quota_charges import Quotas
 from gateway.config import Config
 from gateway.config.problems import Path
+from gateway.fleet.endpoint_load_and_health import MeteredBefore, set_beliefs_steps
 from gateway.fleet.health_checks import HealthChecker
 from gateway.fleet.live_endpoint import LiveEndpoint
 from gateway.metrics.catalogue import TENANT, Metrics
 from gateway.reload.reachability import find_unreachable_pool
 from gateway.reload.snapshot_gc import SnapshotGc
-from gateway.reload.snapshot_plan import SnapshotPlan, build_plan
+from gateway.reload.snapshot_plan import SnapshotPlan, plan_steps
 from gateway.routes_and_snapshot import Gateway, Snapshot
+from gateway.util.work_in_turns import Steps, WorkMeter, run_in_turns, slices
 from policies import routing_algorithm
 from policies.admission.concurrency_limit import ConcurrencyLimit
 from policies.routing_types import Request, RoutingQuery
 
 log = logging.getLogger("penstock")
+
+RELEASE_ITEMS = 16
+"""Items of a WorkMeter as which the release of an endpoint counts."""
 
 TRIAL_REQUEST = Request("dry-run", "", "", 1000, 100)
 
@@ -53,14 +61,31 @@ class Swap:
         self.start_discovery: Callable[[Config], None] = lambda config: None
         self._metrics = metrics
         self._generations = SnapshotGc()
+        self._change = asyncio.Lock()
+        self._later: asyncio.Task[None] | None = None
+        self._news: asyncio.Task[None] | None = None
+        self._unused_names = set[str]()
+        self._freeing = 0
         self._left_in: dict[LiveEndpoint, int] = {}
         self._removed_in: dict[PoolQueue, int] = {}
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        """Plan and apply changes during an `async with` block; no other change comes in between.
+
+        Nothing that a plan uses is freed meanwhile, so each plan stays valid until one is applied.
+        """
+        async with self._change:
+            if self._later is not None:
+                await asyncio.wait([self._later])
+            yield
 
     async def check_reachable(self, config: Config) -> None:
         """Raise ConfigRejectedError if the change makes all endpoints of a pool unreachable."""
         staying = [live for live in self._gateway.endpoints.all() if not live.is_leaving]
         known = {live.endpoint.url for live in staying}
         available = {live.endpoint.url for live in staying if live.load.is_available}
+        await asyncio.sleep(0)
         pool = await find_unreachable_pool(config, known, available)
         if pool is not None:
             text = (
@@ -91,32 +116,40 @@ class Swap:
                 )
                 raise ConfigRejectedError(("models", index), text)
 
-    def plan(self, config: Config) -> SnapshotPlan:
+    async def plan(self, config: Config) -> SnapshotPlan:
         """Build the plan of a configuration and test its policies, without changing live objects.
 
-        Raises ConfigRejectedError if the configuration cannot be applied.
+        Call it within exclusive(). Raises ConfigRejectedError if the configuration cannot be
+        applied.
         """
         gateway = self._gateway
+        steps = plan_steps(config, gateway.endpoints, gateway.gate, gateway.snapshot)
         try:
-            plan = build_plan(config, gateway.endpoints, gateway.gate, gateway.snapshot)
+            plan = await run_in_turns(steps)
         except ValueError as error:  # includes PolicyConfigError
             raise ConfigRejectedError(("pools",), str(error)) from error
-        dry_run(plan, gateway.snapshot)
+        await run_in_turns(dry_run_steps(plan, gateway.snapshot))
         return plan
 
-    def is_valid(self, plan: SnapshotPlan) -> bool:
-        """Return whether the plan can be applied: no other plan was applied since it was built."""
-        return plan.snapshot.generation == self._gateway.snapshot.generation + 1
+    async def prepare(self, plan: SnapshotPlan) -> None:
+        """Do the part of a change that requests do not notice, before apply()."""
+        for pool, admission_plan in plan.admissions.items():
+            if admission_plan.uses_predictions:
+                steps = set_beliefs_steps(plan.adoption.pools[pool], is_enabled=True)
+                await run_in_turns(steps)
+        await asyncio.sleep(0)  # give the swap a separate turn of the event loop
 
     def apply(self, plan: SnapshotPlan) -> int:
         """Apply a plan; return the number of running requests at removed endpoints or pools.
 
         These requests finish at their endpoints. The method has no await, and nothing in it can
-        fail. Therefore a request sees either the whole change or none of it.
+        fail. Therefore a request sees either the whole change or none of it. A task does the rest
+        of the work, which requests do not depend on.
         """
         gateway, config = self._gateway, plan.snapshot.config
         generation = gateway.snapshot.generation
-        changes = gateway.endpoints.apply(plan.adoption)
+        metered = gateway.endpoints.metered_settings(plan.adoption)
+        changes = gateway.endpoints.switch(plan.adoption)
         affected = sum(
             live.load.in_flight - live.load.peer_load.in_flight for live in changes.removed
         )
@@ -127,41 +160,74 @@ class Swap:
         log_unlisted(gateway.snapshot, plan.snapshot)
         gateway.snapshot = plan.snapshot
         self.start_discovery(config)
-        self._watcher.reconfigure(config)
         self._retire(generation, changes.removed, changes.unused_names, removed)
+        self._do_later(self._finish_steps(plan, metered))
         return affected
 
-    def rebuild(self) -> None:
+    def _do_later(self, steps: Steps[None]) -> None:
+        # Do the rest of a change in parts. The next change waits for it.
+        task = asyncio.get_running_loop().create_task(_log_errors(steps), name="finish a change")
+        self._later = task
+        task.add_done_callback(self._on_later_ended)
+
+    def _on_later_ended(self, task: asyncio.Task[None]) -> None:
+        if self._later is task:
+            self._later = None
+
+    def _finish_steps(self, plan: SnapshotPlan, metered: MeteredBefore) -> Steps[None]:
+        endpoints = self._gateway.endpoints
+        yield
+        yield from endpoints.meter_steps(metered)
+        yield from self._watcher.reconfigure_steps(plan.snapshot.config)
+        for pool, admission_plan in plan.admissions.items():
+            if not admission_plan.uses_predictions:
+                yield from set_beliefs_steps(plan.adoption.pools[pool], is_enabled=False)
+
+    async def rebuild(self, change: Callable[[], None] = lambda: None) -> None:
         """Apply newly discovered endpoints or models in the same way as a reload.
 
-        This happens in the next iteration of the event loop, because a plan for a thousand
-        endpoints takes milliseconds to build and to apply.
+        change  function that changes the discovered endpoints; it is called when no other change is
+                in progress
+
+        Raises ValueError if a policy rejects them.
         """
-        asyncio.get_running_loop().call_soon(self._apply_rebuilt, self._plan_again())
-
-    def _apply_rebuilt(self, plan: SnapshotPlan) -> None:
-        if self.is_valid(plan):
-            self.apply(plan)
-        else:
-            self.rebuild()
-
-    def rebuild_after_model_news(self) -> None:
-        """Rebuild the routes after an engine's list of models or APIs has changed.
-
-        With configured models, nothing is replaced if no model gained or lost an endpoint or an
-        API.
-        """
-        before, plan = self._gateway.snapshot, self._plan_again()
-        after = plan.snapshot
-        is_same = (after.slots_by_model, after.unlisted) == (before.slots_by_model, before.unlisted)
-        is_same = is_same and after.translated == before.translated
-        if not before.config.models or not is_same:
+        async with self.exclusive():
+            change()
+            plan = await self._plan_again()
+            await self.prepare(plan)
             self.apply(plan)
 
-    def _plan_again(self) -> SnapshotPlan:
+    def rebuild_after_model_news(self) -> asyncio.Task[None]:
+        """Start to rebuild the routes after an engine's list of models or APIs has changed.
+
+        Returns the task. With configured models, nothing is replaced if no model gained or lost an
+        endpoint or an API.
+        """
+        rebuild = self._rebuild_after_model_news()
+        self._news = asyncio.get_running_loop().create_task(rebuild, name="rebuild the routes")
+        return self._news
+
+    async def _rebuild_after_model_news(self) -> None:
+        try:
+            async with self.exclusive():
+                before, plan = self._gateway.snapshot, await self._plan_again()
+                after = plan.snapshot
+                is_same = (
+                    after.slots_by_model == before.slots_by_model
+                    and after.unlisted == before.unlisted
+                    and after.translated == before.translated
+                )
+                if not before.config.models or not is_same:
+                    await self.prepare(plan)
+                    self.apply(plan)
+        except Exception:
+            log.exception("the routes could not be rebuilt after a change of an engine's models")
+
+    async def _plan_again(self) -> SnapshotPlan:
         gateway = self._gateway
         before = gateway.snapshot
-        return build_plan(before.config, gateway.endpoints, gateway.gate, before)
+        steps = plan_steps(before.config, gateway.endpoints, gateway.gate, before)
+        return await run_in_turns(steps)
 
     def _retire(
         self,
@@ -175,7 +241,7 @@ class Swap:
             self._left_in[live] = generation
             later(partial(self._release, live, generation))
         for name in names:
-            later(partial(self._drop_series, name))
+            later(partial(self._unused_names.add, name))
         for queue in queues:
             if queue not in self._removed_in:
                 self._removed_in[queue] = generation
@@ -189,12 +255,6 @@ class Swap:
         if live.is_leaving and self._left_in.get(live) == generation:
             del self._left_in[live]
             self._gateway.endpoints.release(live)
-            self._gateway.gate.refresh()
-
-    def _drop_series(self, name: str) -> None:
-        if self._gateway.endpoints.drop_series(name):
-            self._gateway.accounts.forget_endpoint(name)
-            self._gateway.handoffs.forget_endpoint(name)
 
     def _remove(self, queue: PoolQueue, generation: int) -> None:
         if self._removed_in.get(queue) == generation:
@@ -208,8 +268,39 @@ class Swap:
             metrics.queue_seconds.remove_children("pool", queue.name)
 
     def sweep(self) -> None:
-        """Free endpoints, names and queues that no request uses any more. Call this regularly."""
-        self._generations.sweep()
+        """Free endpoints, names and queues that no request uses any more. Call this regularly.
+
+        A task frees them, in parts, unless a change of the configuration is in progress.
+        """
+        if self._change.locked() or self._later is not None:
+            return
+        due = self._generations.take_due()
+        if due:
+            self._freeing = len(due)
+            self._do_later(self._free_steps(due))
+
+    def _free_steps(self, actions: Sequence[Callable[[], None]]) -> Steps[None]:
+        meter = WorkMeter()
+        for action in actions:
+            action()
+            if meter.is_part_over(RELEASE_ITEMS):
+                yield
+        self._gateway.gate.refresh()
+        names, self._unused_names = self._unused_names, set()
+        unused = yield from self._gateway.endpoints.drop_series_steps(names)
+        self._gateway.accounts.forget_endpoints(unused)
+        for name in unused:
+            self._gateway.handoffs.forget_endpoint(name)
+            if meter.is_part_over():
+                yield
+        self._freeing = 0
+
+    async def stop(self) -> None:
+        """Cancel the work of changes that are in progress."""
+        tasks = [task for task in (self._later, self._news) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def retiring(self) -> int:
@@ -217,7 +308,14 @@ class Swap:
 
         Requests that began before a change of the configuration may still use them.
         """
-        return self._generations.pending_actions
+        return self._generations.pending_actions + self._freeing
+
+
+async def _log_errors(steps: Steps[None]) -> None:
+    try:
+        await run_in_turns(steps)
+    except Exception:
+        log.exception("a change of the configuration was applied, but not finished")
 
 
 def attach_metrics(gateway: Gateway, plan: SnapshotPlan, metrics: Metrics) -> None:
@@ -229,7 +327,6 @@ def attach_metrics(gateway: Gateway, plan: SnapshotPlan, metrics: Metrics) -> No
     for pool, admission_plan in plan.admissions.items():
         queue = admission_plan.queue
         gateway.gate.add_queue(queue)
-        gateway.endpoints.set_beliefs_enabled(pool, admission_plan.uses_predictions)
         queue.set_admission(admission_plan.admission, admission_plan.shares)
         finishing = tuple(live.load for live in leaving if live.endpoint.pool == pool)
         queue.configure(config.pools[pool].waiting_room, admission_plan.serving, finishing)
@@ -288,8 +385,8 @@ def log_unlisted(before: Snapshot, after: Snapshot) -> None:
         log.info("model '%s' is listed by an endpoint again, so requests for it are served", name)
 
 
-def dry_run(plan: SnapshotPlan, before: Snapshot) -> None:
-    """Test the new policies of a plan: let each of them pick an endpoint once.
+def dry_run_steps(plan: SnapshotPlan, before: Snapshot) -> Steps[None]:
+    """Test the new policies of a plan: let each of them pick among all of its endpoints, in parts.
 
     Raises ConfigRejectedError if a policy fails.
     """
@@ -304,9 +401,11 @@ def dry_run(plan: SnapshotPlan, before: Snapshot) -> None:
     for pool, policy in wanted:
         if id(policy) in known:
             continue
-        query = RoutingQuery(TRIAL_REQUEST, monotonic(), Random(0))
-        try:
-            routing_algorithm.pick(policy, query, plan.adoption.pools[pool])
-        except Exception as error:  # a policy may be third-party code
-            message = f"{policy.name} failed at a trial pick: {error!r}"
-            raise ConfigRejectedError(("pools", pool, "policy"), message) from error
+        for candidates in slices(plan.adoption.pools[pool]):
+            query = RoutingQuery(TRIAL_REQUEST, monotonic(), Random(0))
+            try:
+                routing_algorithm.pick(policy, query, candidates)
+            except Exception as error:  # a policy may be third-party code
+                message = f"{policy.name} failed at a trial pick: {error!r}"
+                raise ConfigRejectedError(("pools", pool, "policy"), message) from error
+            yield

@@ -16,7 +16,7 @@ from time import perf_counter, time
 
 import msgspec
 
-from gateway.config import ConfigError, LoadedConfig, Problem, load_text, load_with_warnings
+from gateway.config import Config, ConfigError, LoadedConfig, Problem, load_text, load_with_warnings
 from gateway.config.diff import ConfigChange, diff
 from gateway.config.file_reader import read_config_file, read_file
 from gateway.config.uploaded_references import unresolvable
@@ -25,6 +25,7 @@ from gateway.metrics.catalogue import Metrics
 from gateway.reload import history as versions
 from gateway.reload.dry_run_and_swap import ConfigRejectedError, Swap
 from gateway.reload.history import Version, VersionHistory
+from gateway.util.work_in_turns import run_in_thread
 
 log = logging.getLogger("penstock")
 
@@ -304,7 +305,7 @@ class Reloader:
                 return ReloadOutcome("conflict", self.version, message)
             began = perf_counter()
             try:
-                loaded = await asyncio.to_thread(read)
+                loaded = await run_in_thread(read)
                 if trigger == "file" and self._superseded(loaded):
                     self._seen = loaded.digest
                     return ReloadOutcome("unchanged", self.version, "")
@@ -349,27 +350,20 @@ class Reloader:
     async def _apply(
         self, loaded: LoadedConfig, trigger: str, began: float, options: ChangeOptions
     ) -> ReloadOutcome:
-        changed = await asyncio.to_thread(diff, self.running, loaded)
-        bound = _bound(await asyncio.to_thread(diff, self._started, loaded))
+        changed = await run_in_thread(partial(diff, self.running, loaded))
+        bound = _bound(await run_in_thread(partial(diff, self._started, loaded)))
+        is_checked = not options.force and (options.records_rejection or not options.dry_run)
         try:
-            is_checked = not options.force and (options.records_rejection or not options.dry_run)
             if is_checked:
                 await self._swap.check_reachable(loaded.config)
-            plan = self._swap.plan(loaded.config)
-            if is_checked:
-                self._swap.check_listed(plan)
-            await asyncio.sleep(0)  # give the swap a separate iteration of the event loop
-            if not self._swap.is_valid(plan):
-                plan = self._swap.plan(loaded.config)
+            affected = await self._swap_in(loaded.config, options, is_checked=is_checked)
         except ConfigRejectedError as problem:
-            source = parse_yaml(loaded.text, loaded.file, self._env, read_file)
+            args = loaded.text, loaded.file, self._env, read_file
+            source = await run_in_thread(partial(parse_yaml, *args))
             raise ConfigError([source.problem_at(problem.path, str(problem))]) from problem
-        if options.dry_run:
+        if affected is None:
             message = f"would be applied: {_summary(changed)}"
             return ReloadOutcome("dry_run", self.version, message, changed, (), bound)
-        swap_began = perf_counter()
-        affected = self._swap.apply(plan)
-        self._metrics.config_swap_seconds.observe(perf_counter() - swap_began)
         version = versions.create_version(
             self.history.next_number, time(), trigger, loaded, changed, options.reason
         )
@@ -384,6 +378,24 @@ class Reloader:
         await asyncio.to_thread(self._write, version, has_secret=loaded.has_secret_in_text)
         await self.on_applied(trigger)
         return outcome
+
+    async def _swap_in(
+        self, config: Config, options: ChangeOptions, *, is_checked: bool
+    ) -> int | None:
+        # Plan a configuration and apply it; return the number of affected requests.
+        #
+        # Return None if it is only a dry run. Raises ConfigRejectedError.
+        async with self._swap.exclusive():
+            plan = await self._swap.plan(config)
+            if is_checked:
+                self._swap.check_listed(plan)
+            if options.dry_run:
+                return None
+            await self._swap.prepare(plan)
+            began = perf_counter()
+            affected = self._swap.apply(plan)
+            self._metrics.config_swap_seconds.observe(perf_counter() - began)
+            return affected
 
     def _write(self, version: Version, *, has_secret: bool) -> None:
         try:

@@ -28,11 +28,14 @@ class SnapshotGc:
         self._old.append((snapshot.generation, ref(snapshot)))
 
     def when_gone(self, generation: int, action: Callable[[], None]) -> None:
-        """Call `action` once no request uses a snapshot of this generation or of an earlier one."""
+        """Let take_due() return `action` once no request uses this generation or an earlier one."""
         self._actions.append((generation, action))
 
-    def sweep(self) -> None:
-        """Run the cleanup actions of snapshots that no request uses any more; call it regularly."""
+    def take_due(self) -> list[Callable[[], None]]:
+        """Return the cleanup actions of snapshots that no request uses any more, and forget them.
+
+        The caller must run them.
+        """
         self._old = [
             (generation, reference)
             for generation, reference in self._old
@@ -46,8 +49,7 @@ class SnapshotGc:
                 due.append(action)
             else:
                 self._actions.append((generation, action))
-        for action in due:
-            action()
+        return due
 
     @property
     def pending_actions(self) -> int:

@@ -1,6 +1,6 @@
 """Plans a configuration's snapshot: routes, policies, tenants' keys, queues, trials, translations.
 
-build_plan() makes a SnapshotPlan from a Config and the live objects, without changing them. Then
+plan_steps() makes a SnapshotPlan from a Config and the live objects, without changing them. Then
 reload/dry_run_and_swap.py applies the plan. A snapshot only refers to live objects, so replacing it
 loses no state. Each request uses one snapshot from its start to its end.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from random import Random
+from time import monotonic
 
 import msgspec
 
@@ -16,7 +18,7 @@ from gateway.admission.admission_controller import AdmissionController
 from gateway.admission.pool_queue import PoolQueue
 from gateway.config import AdmissionSpec, Config, Model, PolicySpec
 from gateway.disagg import pairing
-from gateway.fleet.endpoint_load_and_health import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable, set_beliefs_steps
 from gateway.fleet.endpoint_registry import RegistryPlan
 from gateway.fleet.model_alias_lookup import NameTable
 from gateway.fleet.served_models import (
@@ -38,6 +40,7 @@ from gateway.routes_and_snapshot import CanaryRoute, ModelScope, PoolTrials, Rou
 from gateway.trials import shadow
 from gateway.trials.canary import CanaryArms, create_sampler
 from gateway.trials.shadow import Shadows
+from gateway.util.work_in_turns import Steps, WorkMeter, run_at_once
 from policies import admission_registry, policy_registry
 from policies.admission.admission_policy import Admission
 from policies.candidate_order import create_order
@@ -45,7 +48,14 @@ from policies.endpoint_load import LoadChanges
 from policies.engine_kinds import ENGINE_TRAITS
 from policies.filters import applicable
 from policies.policy_types import Policy
-from policies.routing_types import Candidate
+from policies.routing_types import Candidate, Request, RoutingQuery
+
+NO_REQUEST = Request("", "", "", 1, 1)
+"""The request of a query that only has the time and a random number generator."""
+
+PASSED_PER_ITEM = 8
+"""How many endpoints a simple pass over all of them handles in the time of an item of a WorkMeter.
+"""
 
 
 class PoolAdmissionPlan(msgspec.Struct, frozen=True):
@@ -89,6 +99,7 @@ class _RouteParts(msgspec.Struct, frozen=True):
     trials: Mapping[str, PoolTrials]
     admissions: Mapping[str, PoolAdmissionPlan]
     classes: ServiceClasses
+    rng: Random
 
 
 class _RouteTable(msgspec.Struct, frozen=True):
@@ -116,18 +127,37 @@ def build_plan(
     A model that no endpoint of its pool lists gets no route. Raises
     policies.policy_registry.PolicyConfigError for a policy that cannot be built.
     """
+    return run_at_once(plan_steps(config, endpoints, gate, before))
+
+
+def plan_steps(
+    config: Config,
+    endpoints: EndpointTable,
+    gate: AdmissionController,
+    before: Snapshot | None = None,
+) -> Steps[SnapshotPlan]:
+    """Do the work of build_plan() in parts.
+
+    The endpoints and the configuration must not change meanwhile. What is known of the engines,
+    such as their lists of models, may change: then another plan must follow.
+    """
     policies = _policies(config, before)
     trials = {
         pool: _pool_trials(pool, config, endpoints, policies[pool], before) for pool in config.pools
     }
-    adoption = endpoints.plan(config)
+    adoption = yield from endpoints.plan_steps(config)
     # Prefill endpoints have no part in the capacity of a wait queue.
     serving = {name: pairing.serving_whole(members) for name, members in adoption.pools.items()}
     admissions = _plan_admissions(config, gate, serving, policies, trials, before)
+    yield from _set_beliefs_of_new(adoption, admissions)
     classes = ServiceClasses(config)
-    parts = _RouteParts(config, adoption, serving, policies, trials, admissions, classes)
-    table = _route_table(_models(adoption, before), parts)
+    parts = _RouteParts(
+        config, adoption, serving, policies, trials, admissions, classes, endpoints.rng
+    )
+    models = yield from _models(adoption, before)
+    table = yield from _route_table(models, parts)
     tenants, limits = _keys(config)
+    yield
     scope = _scope(table)
     snapshot = Snapshot(
         before.generation + 1 if before is not None else 1,
@@ -147,19 +177,40 @@ def build_plan(
     return SnapshotPlan(snapshot, adoption, admissions)
 
 
-def _route_table(models: Iterable[Model], parts: _RouteParts) -> _RouteTable:
-    table, adoption = _RouteTable(), parts.adoption
+def _set_beliefs_of_new(
+    adoption: RegistryPlan, admissions: Mapping[str, PoolAdmissionPlan]
+) -> Steps[None]:
+    # Turn latency predictions of new endpoints on or off, while no request uses them.
+    for pool, admission_plan in admissions.items():
+        new = [
+            Candidate(member.endpoint, member.live.load)
+            for member in adoption.entering
+            if member.endpoint.pool == pool and not member.live.is_leaving
+        ]
+        yield from set_beliefs_steps(new, admission_plan.uses_predictions)
+
+
+def _route_table(models: Iterable[Model], parts: _RouteParts) -> Steps[_RouteTable]:
+    table, adoption, meter = _RouteTable(), parts.adoption, WorkMeter()
     for model in models:
         pool = model.pool
-        listing = serving_endpoints(adoption, model, adoption.pools[pool])
+        candidates = adoption.pools[pool]
+        if meter.is_part_over(len(candidates) // PASSED_PER_ITEM + 1):
+            yield
+        listing = serving_endpoints(adoption, model, candidates)
         table.slots_by_model[model.name] = tuple(candidate.load.slot for candidate in listing)
         serving, names = parts.serving[pool], (model.name, *model.aliases)
         if serving and not pairing.serving_whole(listing):
             message = unlisted_message(model, serving, public_names(adoption, pool))
             table.unlisted.update(dict.fromkeys(names, message))
             continue
-        route = _with_order(_route(model, listing, parts), adoption.changes)
+        if meter.is_part_over(len(candidates) // PASSED_PER_ITEM + 1):
+            yield
+        route = _route(model, listing, parts)
+        if meter.is_part_over(len(candidates) // PASSED_PER_ITEM + 1):
+            yield
         route = _with_translations(route, parts.config, adoption, listing)
+        route = yield from _with_order(route, adoption.changes, parts.rng, meter)
         table.routes.update(dict.fromkeys(names, route))
     return table
 
@@ -204,9 +255,9 @@ def _with_translations(
 ) -> Route:
     # Return the route with two sets of API paths: those that must be translated for its engines,
     # and those that it cannot serve.
-    native = config.pools[route.pool].native_apis
-    paths = translated_paths(native, partial(adoption.lacks, candidates=listing))
-    lacked = [ENGINE_TRAITS[candidate.endpoint.engine].lacked_paths for candidate in listing]
+    native, facts = config.pools[route.pool].native_apis, adoption.api_facts(listing)
+    paths = translated_paths(native, lambda path: any(fact.lacks(path) for fact in facts))
+    lacked = [ENGINE_TRAITS[fact.engine].lacked_paths for fact in facts]
     unserved = frozenset[str]().union(*lacked) - TRANSLATIONS.keys()
     if not paths and not unserved:
         return route
@@ -238,17 +289,21 @@ def _keys(config: Config) -> tuple[dict[bytes, str], dict[bytes, tuple[str, ...]
     return tenants, limits
 
 
-def _with_order(route: Route, changes: LoadChanges) -> Route:
+def _with_order(route: Route, changes: LoadChanges, rng: Random, meter: WorkMeter) -> Steps[Route]:
     # Return the route with its candidates kept in sorted order, if they are many.
     #
     # Shadows compare scans of all candidates, so a route that has shadows scans them as well.
     canary = route.canary
     if canary is not None:
-        second = _with_order(canary.route, changes)
+        second = yield from _with_order(canary.route, changes, rng, meter)
         canary = msgspec.structs.replace(canary, route=second)
     order = None
     if route.shadows is None:
         order = create_order(route.policy, route.candidates, changes)
+    if order is not None:
+        for _ in order.build(RoutingQuery(NO_REQUEST, monotonic(), rng)):
+            if meter.is_part_over():
+                yield
     return msgspec.structs.replace(route, canary=canary, order=order)
 
 
@@ -384,12 +439,13 @@ def _admission(spec: AdmissionSpec, shares: Mapping[str, float]) -> Admission:
     return admission_registry.build_admission(spec.name, params)
 
 
-def _models(plan: RegistryPlan, before: Snapshot | None) -> list[Model]:
+def _models(plan: RegistryPlan, before: Snapshot | None) -> Steps[list[Model]]:
     # Return the configured models; without any, those that the engines of each pool list.
     if plan.config.models:
         return explicit_models(plan.config)
     served: list[tuple[str, str]] = []
     if before is not None and not before.config.models:
         served = [(route.pool, route.name) for route in before.routes.values()]
+    yield
     names = listed_models(plan, served)
     return [Model(name=name, pool=pool, served_model=name) for pool, name in names]

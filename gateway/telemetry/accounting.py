@@ -8,7 +8,7 @@ and the counters stay in the processor's caches.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from time import monotonic, time
 
 from gateway.config import Observability
@@ -218,10 +218,10 @@ class Accounting:
             session = self._block_ids.session_id(call.request.session)
         return blocks, session
 
-    def forget_endpoint(self, endpoint: str) -> None:
-        """Drop the cached metrics of an endpoint, after its label values have been removed."""
+    def forget_endpoints(self, endpoints: Collection[str]) -> None:
+        """Drop the cached metrics of endpoints, after their label values have been removed."""
         self._children = {
-            key: children for key, children in self._children.items() if key[1] != endpoint
+            key: children for key, children in self._children.items() if key[1] not in endpoints
         }
 
     def count_hedge(self, endpoint: str) -> None:

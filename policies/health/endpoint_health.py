@@ -29,6 +29,10 @@ class HealthState(StrEnum):
     RETURNING = "returning"
 
 
+# Looking up a member of an enumeration takes longer than reading a global name.
+_UP, _RETURNING = HealthState.UP, HealthState.RETURNING
+
+
 class HealthEvent(StrEnum):
     """An event at an endpoint that may change its health.
 
@@ -149,6 +153,11 @@ def available_endpoints(pool: Sequence[Health], limits: HealthLimits) -> list[bo
     least one, but never all): if half a pool seems to fail, the cause is probably outside the pool.
     The others are used again, those whose ejection ends first.
     """
+    for health in pool:
+        if health.state is not _UP and health.state is not _RETURNING:
+            break
+    else:  # nearly always all are in use, and a pool may have a thousand
+        return [True] * len(pool)
     living = [not (health.state is HealthState.DEAD or is_unreachable(health)) for health in pool]
     most_out = min(sum(living) - 1, max(1, int(sum(living) * limits.ejected_share)))
     ejected = [

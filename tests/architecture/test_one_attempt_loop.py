@@ -23,7 +23,7 @@ CALLS = {
 }
 METHODS_ONLY = {"reserve"}  # the function of this name reserves memory for a body
 # A reload asks every new policy one question before the policy is used, and sends nothing.
-DRY_RUN = ("reload/dry_run_and_swap.py", "dry_run")
+DRY_RUN = ("reload/dry_run_and_swap.py", "dry_run_steps")
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 LOOPS = (

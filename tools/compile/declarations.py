@@ -101,7 +101,6 @@ READ_BY_TESTS = frozenset(
         "_begin",
         "_bucket",
         "_budget_s",
-        "_build",
         "_call_after_turn",
         "_candidates",
         "_change",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from random import Random
 
@@ -56,19 +56,19 @@ class Discovery:
     def __init__(
         self,
         found: dict[str, DiscoveredEndpoints],
-        changed: Callable[[], None],
+        apply: Callable[[Callable[[], None]], Awaitable[None]],
         rng: Random,
         create_source: SourceFactory,
     ) -> None:
         """Create a discovery that runs no sources until start() is called.
 
         found          the dict to store discovered endpoints in, by pool; it becomes `discovered`
-        changed        called after each change in `found`. If it raises ValueError, the change is
-                       undone
+        apply          function that calls the given function, which changes `found`, and applies
+                       the change. If it raises ValueError, the change is undone
         create_source  function that creates the source for a `discover` section
         """
         self.discovered = found
-        self._on_change, self._rng, self._create_source = changed, rng, create_source
+        self._apply, self._rng, self._create_source = apply, rng, create_source
         self._tasks: dict[str, tuple[Discover, asyncio.Task[None]]] = {}
         self._has_result: dict[str, asyncio.Event] = {}
         self._is_running = False
@@ -110,7 +110,7 @@ class Discovery:
         while True:
             try:
                 async for endpoints in self._create_source(spec, self._rng).watch():
-                    self._store(pool, endpoints)
+                    await self._store(pool, endpoints)
                     self._has_result[pool].set()
             except Exception:  # the endpoints discovered so far stay, whatever a source does
                 log.exception(
@@ -120,13 +120,16 @@ class Discovery:
                 )
             await asyncio.sleep(AGAIN_S)
 
-    def _store(self, pool: str, endpoints: DiscoveredEndpoints) -> None:
+    async def _store(self, pool: str, endpoints: DiscoveredEndpoints) -> None:
         before = self.discovered.get(pool, ())
         if before == endpoints:
             return
-        self.discovered[pool] = endpoints
+
+        def store() -> None:
+            self.discovered[pool] = endpoints
+
         try:
-            self._on_change()
+            await self._apply(store)
         except ValueError:  # a policy may reject the endpoints as well
             self.discovered[pool] = before
             log.exception("service discovery: the endpoints found for pool %s are rejected", pool)

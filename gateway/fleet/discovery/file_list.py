@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from gateway.config.endpoint_sections import EndpointSpec, EndpointTraits
 from gateway.config.loader import problem_text
 from gateway.config.tls_sections import FOLDER_KEY
 from gateway.fleet.discovery.source_interface import MAX_ENDPOINTS, DiscoveredEndpoints, log
+from gateway.util.work_in_turns import run_in_thread
 
 _ENTRIES = ("pools", "", "endpoints")  # path of a list of endpoints in a configuration
 FILE_CAP_BYTES = 1 << 20
@@ -51,7 +53,7 @@ class FileSource:
             is_new = content is not None and content != parsed
             if content is not None and is_new and (content == before or parsed is None):
                 parsed = content
-                endpoints = await asyncio.to_thread(self._parse, content)
+                endpoints = await run_in_thread(partial(self._parse, content))
                 if endpoints is not None and endpoints != yielded:
                     yielded = endpoints
                     yield endpoints

@@ -15,6 +15,7 @@ import json
 import os
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,6 +26,7 @@ import msgspec
 from gateway.config.discovery_sections import Kubernetes
 from gateway.config.endpoint_sections import EndpointTraits
 from gateway.fleet.discovery.source_interface import DiscoveredEndpoints, log, specs_for
+from gateway.util.work_in_turns import run_in_thread
 
 ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 LIST_CAP_BYTES, LINE_CAP_BYTES = 32 << 20, 4 << 20
@@ -108,13 +110,13 @@ class KubernetesSource:
                 try:
                     if not self._version:
                         await self._list(http)
-                        endpoints = await asyncio.to_thread(self._endpoints, yielded or ())
+                        endpoints = await run_in_thread(partial(self._endpoints, yielded or ()))
                         if endpoints != yielded:
                             yielded = endpoints
                             yield endpoints
                     async for _ in self._events(http):
                         has_events = True
-                        endpoints = await asyncio.to_thread(self._endpoints, yielded or ())
+                        endpoints = await run_in_thread(partial(self._endpoints, yielded or ()))
                         if endpoints != yielded:
                             yielded = endpoints
                             yield endpoints
@@ -159,7 +161,7 @@ class KubernetesSource:
                         f"the list of EndpointSlices is longer than {LIST_CAP_BYTES} bytes"
                     )
                 text += await response.content.read(LIST_CAP_BYTES)
-        reply = await asyncio.to_thread(json.loads, text)
+        reply = await run_in_thread(partial(json.loads, text))
         self._slices = {item["metadata"]["name"]: item for item in reply.get("items") or ()}
         self._version = reply["metadata"]["resourceVersion"]
 

@@ -261,7 +261,7 @@ async def test_a_request_is_not_split_over_an_endpoint_that_does_not_list_its_mo
             (decode, (scripted_engines.MODEL, ADAPTER)),
         ):
             live.models = names
-        front.app.swap.rebuild_after_model_news()
+        await front.app.swap.rebuild_after_model_news()
         assert (await front.ask(model=ADAPTER)).status == 200
         assert (len(front.prefill[0].requests), front.decode[0].requests[0].json["model"]) == (
             0,

@@ -8,13 +8,14 @@ from random import Random
 
 from gateway.admission.admission_controller import AdmissionController
 from gateway.config import Config
-from gateway.fleet.endpoint_load_and_health import EndpointTable
+from gateway.fleet.endpoint_load_and_health import EndpointTable, set_beliefs_steps
 from gateway.fleet.prefix_cache_view import PrefixCacheView
 from gateway.http.write_queue import WriteQueue
 from gateway.metrics.catalogue import Metrics
 from gateway.peers.frame_auth import FrameAuth
 from gateway.peers.state_exchange import Frame, PeerView
 from gateway.reload.snapshot_plan import build_plan
+from gateway.util.work_in_turns import run_at_once
 from policies.prefix.fingerprint import Fingerprint, Fingerprinter
 from policies.routing_types import Candidate, Pick, Request, RoutingQuery
 
@@ -51,6 +52,7 @@ class Gateway:
         self.table = EndpointTable(self.config, self.prefixes, self.metrics, Random(me), outbox)
         plan = build_plan(self.config, self.table, self.gate)
         self.table.apply(plan.adoption)
+        run_at_once(set_beliefs_steps(plan.adoption.pools["main"], is_enabled=True))
         for pool_name, admission_plan in plan.admissions.items():
             self.gate.add_queue(admission_plan.queue)
             admission_plan.queue.set_admission(admission_plan.admission, admission_plan.shares)

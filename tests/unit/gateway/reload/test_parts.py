@@ -251,13 +251,12 @@ def test_what_a_snapshot_needs_is_freed_once_it_and_all_older_ones_are_unused() 
     generations.when_gone(1, lambda: done.append(1))
     generations.track(second)
     generations.when_gone(2, lambda: done.append(2))
-    generations.sweep()
-    assert done == []
+    assert generations.take_due() == []
     del second
-    generations.sweep()
-    assert done == [], "the first may still need what left with the second"
+    assert generations.take_due() == [], "the first may still need what left with the second"
     del first
-    generations.sweep()
+    for action in generations.take_due():
+        action()
     assert (done, generations.pending_actions) == ([1, 2], 0)
 
 

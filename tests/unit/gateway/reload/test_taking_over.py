@@ -465,19 +465,18 @@ async def test_endpoints_discovered_while_a_reload_is_planned_are_kept_with_its_
     async with running(tmp_path) as harness:
         app, plan = harness.app, harness.app.swap.plan
         generation = app.gateway.snapshot.generation
-        plans: list[int] = []
+        rebuilds: list[asyncio.Task[None]] = []
 
-        def plan_beside_a_discovery(config: Config) -> SnapshotPlan:
-            planned = plan(config)
-            plans.append(planned.snapshot.generation)
-            if len(plans) == 1:
-                app.swap.rebuild()
-            return planned
+        async def plan_beside_a_discovery(config: Config) -> SnapshotPlan:
+            rebuilds.append(asyncio.create_task(app.swap.rebuild()))
+            await asyncio.sleep(0.01)
+            assert app.gateway.snapshot.generation == generation, "the discovery waits"
+            return await plan(config)
 
         monkeypatch.setattr(app.swap, "plan", plan_beside_a_discovery)
         outcome = await harness.put(harness.text().replace(*LEAST))
         assert outcome[1]["result"] == "applied"
-        assert plans == [generation + 1, generation + 2]
+        await asyncio.gather(*rebuilds)
         assert app.gateway.snapshot.generation == generation + 2
         assert app.gateway.snapshot.policies["chat"].name == "least_loaded"
         assert await harness.ask() == "ok"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from random import Random
 
@@ -39,11 +39,12 @@ async def test_a_source_that_raises_is_started_again(monkeypatch: pytest.MonkeyP
     specs_by_pool: dict[str, DiscoveredEndpoints] = {}
     thrice = asyncio.Event()
 
-    def changed() -> None:
+    async def apply(change: Callable[[], None]) -> None:
+        change()
         if len(specs_by_pool["chat"]) == 3:
             thrice.set()
 
-    running = Discovery(specs_by_pool, changed, Random(1), lambda spec, rng: Failing())
+    running = Discovery(specs_by_pool, apply, Random(1), lambda spec, rng: Failing())
     await running.start(load_text(CONFIG.encode(), "gateway.yaml", {}).config)
     async with asyncio.timeout(PATIENCE_S):
         await thrice.wait()
