@@ -37,7 +37,7 @@ PYTHONS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test style check unit e2e rdma clients kv-trials batch batch-virtual images bench bench-kv bench-split bench-paired bench-scale bench-tls goodput zoo ranks observe real real-others recorded-sessions compiled test-compiled check-compiled wheel test-wheel load policies gateways restarts attacks tls soak memory overload isolation events clocks planned web docs mutants lock deploy-check clean
+.PHONY: help demo test style check unit e2e rdma clients kv-trials batch batch-virtual images bench bench-kv bench-split bench-paired bench-scale bench-tls stale-views goodput zoo ranks observe real real-others recorded-sessions compiled test-compiled check-compiled wheel test-wheel load policies gateways restarts attacks tls soak memory overload isolation events clocks planned web docs mutants lock deploy-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -123,6 +123,9 @@ batch-virtual: $(VENV)/.dev ## the same on virtual time, whatever the load of th
 
 images: $(VENV)/.dev ## measure how much requests with images of 3 MB slow text requests (7 minutes; IMAGES="--rounds 2")
 	$(PY) -m bench.images $(IMAGES)
+
+stale-views: $(VENV)/.dev ## simulate several gateways with stale views in front of 512 groups, and one with a perfect view (VIEWS="--groups 64 --seeds 900")
+	$(PY) -m bench.stale_views $(VIEWS)
 
 bench-scale: $(VENV)/.dev ## measure the growth with endpoints, idle connections and streams (SCALE="--parts stalls")
 	$(PY) bench/scale.py $(SCALE)
