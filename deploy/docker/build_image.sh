@@ -40,6 +40,7 @@ sed '/^setuptools==/,$d' "$here/../../requirements.lock" >"$work/requirements.lo
     --target "$site" -r "$work/requirements.lock"
 "$python" -m pip install --quiet --no-compile --no-deps --target "$site" "$@"
 rm -rf "$site/bin"
+find "$site/numpy" -type d -name tests -prune -exec rm -rf {} +
 printf '#!/opt/penstock/bin/python\nfrom gateway.__main__ import main\n\nmain()\n' >"$venv/bin/penstock"
 chmod 0755 "$venv/bin/penstock"
 # Bytecode is written only while the image is built.

@@ -21,7 +21,7 @@ from tests.demo_process import started_demo
 
 ROOT = Path(__file__).parents[2]
 ARCHIVE = Path(os.environ.get("PENSTOCK_IMAGE", ROOT / "build" / "image" / "penstock.tar"))
-MOST_BYTES = 120 * 1024 * 1024
+MOST_BYTES = 120_000_000
 pytestmark = pytest.mark.skipif(
     not (ARCHIVE.is_file() and os.geteuid() == 0 and shutil.which("umoci")),
     reason="needs root, umoci and the image of `make image`",
