@@ -1,11 +1,11 @@
-"""The transfer agent, with which an engine offers KV blocks to others and fetches theirs.
+"""The transfer agent, the object by which an engine sends and receives KV cache.
 
-Agent connects the parts of a transfer under one lock: the logic of both sides, the connections
-(links), the clock and the event loop. Events arrive on any thread. The commands that follow from
-them are executed in order.
+An engine offers the KV of a prompt, and the agent of another engine fetches it. The class Agent
+joins the parts of this library: connections to other agents, timers, and the logic of transfers.
+That logic is in transfer/source.py (sending) and transfer/sink.py (receiving).
 
-transfer/source.py and transfer/sink.py decide what happens in a transfer.
-protocol/session_authentication.py decides whether another agent is trusted.
+Events, such as a received message, arrive on any thread. They are handled one at a time, under one
+lock.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ _FENCES_S = 5.0
 class Agent:
     """The agent that performs the KV transfers of one engine (all of its GPUs), or of one rank.
 
-    layout      layout of the engine's KV cache
+    layout      how the engine's KV cache lies in memory
     regions     the KV memory of each rank; it must exist for longer than the agent
-    key         the fleet's shared secret, at least 16 bytes; peers without it are refused
-    transports  the first one defines `address` and connects to peers; two agents then switch to
-                the best transport that both have
+    key         the fleet's shared secret, at least 16 bytes; agents without it are refused
+    transports  ways to reach other agents, such as TCP. The first one defines `address`, and opens
+                connections; two agents then switch to the best transport that both have
     clock       the source of time and timers; None: the agent starts a thread for them
     rank        the only rank that this agent serves, with one region; None: it serves all ranks
-    group       only if `rank` is set: a name that is equal at the agents of all ranks of this
-                engine, and at no other agent
+    group       only if `rank` is set: a name that the agents of all ranks of this engine share, and
+                no other agent has
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Agent:
     # ---- API of the engine
 
     async def start(self) -> None:
-        """Start to listen for other agents, and let transfers be awaited on the running event loop.
+        """Start to listen for other agents, so that KV transfers can be awaited on this event loop.
 
         Raises TransportError if the first transport does not start.
         """
@@ -154,9 +154,10 @@ class Agent:
         self._loop_waker = doorbell
 
     def open(self, listener: HandleListener | None = None) -> None:
-        """Start to listen for other agents without an event loop.
+        """Start to listen for other agents, for an engine without an event loop.
 
-        Transfers can then be read but not awaited. `listener` is called on every change of one.
+        The engine can then read the state of its transfers, but cannot await them. `listener` is
+        called whenever the state of a transfer changes.
 
         Raises TransportError if the first transport does not start. Another transport that does not
         start is logged and left out.
@@ -207,9 +208,10 @@ class Agent:
         await asyncio.gather(*ends)
 
     def begin_close(self) -> None:
-        """Refuse new KV transfers and begin to end the current ones.
+        """Refuse new KV transfers and begin to end the current ones; the first half of closing the
+        agent.
 
-        Call finish_close() after that.
+        An engine without an event loop calls finish_close() after that. Others call close().
         """
         with self._lock:
             self._closed = True
@@ -218,9 +220,10 @@ class Agent:
             self._run_commands(self._sink.close(now) + self._source.close(now))
 
     def finish_close(self) -> None:
-        """Close all connections to other agents and stop listening. Call `begin_close` first.
+        """Close all connections to other agents and stop listening; the second half of closing the
+        agent.
 
-        Transfers that have not ended yet end with their connections.
+        Call begin_close() first. Transfers that have not ended by now end with their connections.
         """
         with self._lock:
             if self._next_timer is not None:
@@ -245,16 +248,16 @@ class Agent:
         public: bool = False,
         nonce: bytes | None = None,
     ) -> Offer:
-        """Let one receiving agent (sink) fetch the KV of `tokens` tokens in `blocks`.
+        """Let one other agent, the sink, fetch the KV of `tokens` tokens, which is in `blocks`.
 
         The blocks must stay unchanged until the offer has ended. It ends when the KV has been
         fetched, or after `ttl_s` seconds unless a sink is fetching it. It ends immediately, as
         CANCELLED, if its sink had waited for it and gave up.
 
         name          a name that no other open offer has; preferably never reused
-        ready_layers  number of layers computed so far; None: all
-        sink          the only agent that may fetch the KV, with or without a ticket; None: any
-                      agent with a ticket
+        ready_layers  number of layers that are computed, and can be sent, so far; None: all
+        sink          name of the only agent that may fetch the KV, with or without a ticket; None:
+                      any agent with the offer's ticket, a text that permits the fetch
         public        whether any agent that knows the name may fetch it; use names that cannot be
                       guessed
         nonce         nonce of a ticket that was issued before the offer
@@ -286,13 +289,13 @@ class Agent:
         timeout_s: float = 30.0,
         priority: str = "interactive",
     ) -> Landing:
-        """Fetch the KV of tokens [skip_tokens, tokens) from another agent's offer into `blocks`.
+        """Fetch the KV of tokens [skip_tokens, tokens) from another agent into these blocks.
 
-        Returns immediately with an object that represents the transfer. The blocks belong to the
-        transfer until it has ended.
+        The other agent offers the KV as `name`, now or later. The method returns immediately, with
+        an object that can be awaited. The blocks belong to the transfer until it has ended.
 
-        ticket     the offer's ticket (permission); None: fetch by name an offer that is public or
-                   made for this agent. It may be made later than this call
+        ticket     text by which the other agent permits the fetch; None: fetch by name an offer
+                   that is public or made for this agent
         timeout_s  seconds after which the transfer fails
         priority   "interactive", "bulk" or "migration"
 
@@ -316,11 +319,11 @@ class Agent:
         return landing
 
     def join_group(self, addresses: Sequence[str]) -> None:
-        """Watch the agents of this engine's other ranks, at these addresses.
+        """Watch the agents of this engine's other ranks, whose addresses are given.
 
-        If one of them cannot be reached or ends, all offers of this agent end as RANK_LOST, because
-        the KV of an engine is useful only as a whole. New offers end in the same way until the next
-        call of this method.
+        If one of them cannot be reached or ends, this engine's KV is incomplete, and of no use. All
+        offers of this agent then end as RANK_LOST. So do new ones, until the next call of this
+        method.
         """
         with self._lock:
             self._source.join_group()
@@ -339,7 +342,7 @@ class Agent:
         return self._card.epoch
 
     def decline(self, name: str, detail: str = "") -> None:
-        """Inform agents that wait for an offer of this name that it will not be made.
+        """Inform other agents that KV for which they wait under this name will not be offered.
 
         Agents that ask within the next seconds get the same answer. `detail` is a reason for their
         logs.
@@ -418,7 +421,7 @@ class Agent:
             self._run_commands(self._sink.on_intact_windows(link, heads, self._clock.now()))
 
     def on_sent(self, link: Link, head: WindowHead) -> None:
-        """Do nothing. Sent bytes count as in flight until the receiver reports them as received."""
+        """Do nothing: only the receiver's report that bytes have arrived allows more to be sent."""
 
     def on_fenced(self, link: Link, transfer: int) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Checks the arguments with which an engine creates a KV transfer agent."""
+"""Checks that the arguments with which an engine creates a KV transfer agent fit each other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Builds the package penstock-kv, with the pump: C code that moves KV bytes without the Python
-lock.
+"""Builds the package penstock-kv, and compiles its C code for moving KV bytes (the pump).
 
 If the pump cannot be compiled, or if PENSTOCK_KV_PUMP=off is set, it is left out. Python code then
 moves the bytes (transports/iovec.py).

@@ -1,7 +1,8 @@
 """How each kind of engine passes KV from a prefill to a decode request: one module per protocol.
 
-A dialect is the protocol of one kind of engine. It says which JSON members the gateway adds to the
-two requests. All of it is data and pure functions, without I/O; dialect.py has the types.
+Such a protocol is called a dialect here. It says which JSON members the gateway adds to the two
+requests, and what it reads from the prefill response. All of it is data and pure functions, without
+I/O; dialect.py has the types.
 """
 
 from kvtransfer.dialects.catalogue import DIALECTS, get_dialect, known_members, standalone_members

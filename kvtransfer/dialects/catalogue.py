@@ -32,7 +32,8 @@ def get_dialect(name: str) -> Dialect:
 def known_members(engine: str, *, chat: bool) -> frozenset[str] | None:
     """Return the names of all JSON members that this kind of engine accepts in a request.
 
-    Returns None if the engine ignores unknown members.
+    The gateway removes others, because such an engine would refuse them. Returns None if the engine
+    ignores unknown members.
     """
     if engine != TRTLLM.engine:
         return None
@@ -40,9 +41,9 @@ def known_members(engine: str, *, chat: bool) -> frozenset[str] | None:
 
 
 def standalone_members(engine: str) -> Mapping[str, str | int]:
-    """Return the JSON members that this kind of engine needs in a request without a handoff.
+    """Return the JSON members that this kind of engine needs in a request that is not split.
 
-    A health probe is such a request.
+    For example, SGLang answers 400 to a health probe without them.
     """
     return next(
         (

@@ -1,8 +1,9 @@
-"""The types of a dialect: the protocol by which two engines hand over the KV of one request.
+"""Types that describe a dialect: the protocol by which two engines pass on the KV of one request.
 
-A handoff consists of a prefill request to one engine and a decode request to another one. A dialect
-defines which JSON members each request gets, and which prefill responses are usable. It is data and
-pure functions; the gateway sends the requests and handles failures.
+The gateway splits a request in two: a prefill request to one engine, and a decode request to
+another one. Passing the KV between them is called a handoff. A dialect says which JSON members each
+of the two requests gets, and which prefill responses are usable. It is data and pure functions; the
+gateway sends the requests and handles failures.
 
 Sources: the code of vLLM 0.11 to 0.33, SGLang 0.5.23, and TensorRT-LLM of mid-2026.
 """
@@ -19,7 +20,7 @@ NULL = msgspec.Raw(b"null")
 
 
 class LegOrder(StrEnum):
-    """Whether the two requests of a handoff are sent one after the other or at the same time."""
+    """Whether prefill and decode request are sent one after the other or at the same time."""
 
     SEQUENTIAL = "sequential"
     CONCURRENT = "concurrent"
@@ -35,7 +36,7 @@ class Prerequisite(StrEnum):
 
 
 class BootstrapAddress(msgspec.Struct, frozen=True):
-    """The address of a bootstrap server, where decode engines learn how to fetch a prefill's KV."""
+    """Where a bootstrap server listens, which decode engines ask for a prefill engine's address."""
 
     host: str
     port: int
@@ -46,7 +47,7 @@ class BootstrapAddress(msgspec.Struct, frozen=True):
 
 
 class PrefillIdentity(msgspec.Struct, frozen=True):
-    """The identity of a prefill engine, by which decode engines find it. None means unknown.
+    """What a decode engine must know about a prefill engine in order to find it.
 
     engine_id  identifier of the engine, new at every start
     host       host that decode engines connect to
@@ -55,6 +56,8 @@ class PrefillIdentity(msgspec.Struct, frozen=True):
     pp_size    number of pipeline stages
     rank       data-parallel rank
     card       signed text with the engine's addresses and KV layout, from PenstockConnector
+
+    None means that the value is unknown, or that the engine's protocol does not use it.
     """
 
     engine_id: str
@@ -67,7 +70,7 @@ class PrefillIdentity(msgspec.Struct, frozen=True):
 
 
 class HandoffTerms(msgspec.Struct, frozen=True):
-    """The values that the gateway chooses for one KV handoff before it sends a request.
+    """What the gateway chooses or knows about one KV handoff before it sends the two requests.
 
     request_id    the X-Request-Id of both requests
     number        63-bit number, unique among live handoffs and new in every attempt. SGLang calls
@@ -103,10 +106,10 @@ class RequestEdits(msgspec.Struct, frozen=True):
 
 
 class DecodeRequest(msgspec.Struct, frozen=True):
-    """The changes for the decode request of a handoff, and how to read usage in its response.
+    """How to change a client's request into the decode request of a handoff.
 
-    reports_own_cache  True if the decode engine reports the prefill engine's cache hits as cached
-                       tokens; False if it reports all transferred tokens as cached
+    reports_own_cache  how to read `cached_tokens` in the response. True: they are the prefill
+                       engine's cache hits; False: they are all tokens whose KV was transferred
     transport          name of the KV transport, if the prefill response has it
     """
 
@@ -131,8 +134,9 @@ class FinishedResponse(msgspec.Struct, frozen=True):
 
 
 class PrefillResponse(msgspec.Struct, frozen=True):
-    """The parts of a prefill response that dialects need. Raw JSON members that are absent are
-    `null`.
+    """The parts of a prefill response that dialects need.
+
+    JSON members that are absent are `null` here.
     """
 
     body: bytes
@@ -149,22 +153,24 @@ class Dialect(msgspec.Struct, frozen=True):
 
     engine              kind of engine, as named in the configuration
     order               whether the prefill and the decode request are sent at the same time
-    needs               engine identities that must be known before a handoff. Until then, handoffs
-                        are sequential (FIRST_ANSWER) or impossible
+    needs               what must be known about a prefill engine before both requests can be sent
+                        at once. Until then they are sent one after the other (FIRST_ANSWER), or not
+                        at all
     reads_answer        whether the prefill response is parsed; False: only its end matters
     can_decode_alone    whether a decode engine can serve a whole request
     abort_frees         whether a prefill engine frees the KV when the connection of its request is
                         closed; False: only the decode engine can free it
     cache_salt_member   JSON member that separates a decode request's cached blocks from those of
-                        all other requests. With it, a second decode engine may be asked for KV that
-                        may be gone; None: only one decode engine may be asked
+                        all other requests. With it, the gateway may retry at a second decode engine
+                        although the KV may be gone by then; None: only one decode engine is tried
     standalone_members  JSON members for a request without a handoff, such as a probe
-    prefill             function: chosen values -> changes of the prefill request
-    decode              function: chosen values, prefill response -> decode request. The response is
-                        None if both requests are sent at the same time
-    identify            function: prefill response or bootstrap page -> identities by rank
-    check               function for the order CONCURRENT: prefill response -> the reason why its KV
-                        is not kept for the decode engine
+    prefill             function that returns the changes of the prefill request
+    decode              function that returns the decode request, from the prefill response. The
+                        response is None if both requests are sent at the same time
+    identify            function that reads the identities of an engine's ranks in a prefill
+                        response, or in the answer of a bootstrap server
+    check               function for the order CONCURRENT. It returns why a prefill response shows
+                        that its KV is not kept for the decode engine, or None if it is kept
     """
 
     name: str
@@ -223,9 +229,9 @@ def parse_response(body: bytes) -> PrefillResponse | UnusableResponse:
             body.decode()
         completion = _read(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return UnusableResponse("the prefill answer is not a completion")
+        return UnusableResponse("the prefill response is not a completion")
     if len(completion.choices) != 1:
-        return UnusableResponse(f"the prefill answer has {len(completion.choices)} choices")
+        return UnusableResponse(f"the prefill response has {len(completion.choices)} choices")
     choice, usage = completion.choices[0], completion.usage or _NO_USAGE
     details = usage.prompt_tokens_details
     return PrefillResponse(
@@ -240,7 +246,7 @@ def parse_response(body: bytes) -> PrefillResponse | UnusableResponse:
 
 
 def is_null(value: msgspec.Raw) -> bool:
-    """Return whether a member of a raw JSON object is absent or null."""
+    """Return whether a JSON member, which is not decoded yet, is absent or null."""
     return bytes(memoryview(value)[:1]) in (b"", b"n")
 
 

@@ -1,7 +1,8 @@
-"""Helpers for dialects whose prefill engines identify themselves in their first response.
+"""Helpers for protocols in which a prefill response says where its engine can be reached.
 
-Their parameter `read` is a function of the dialect. It returns the identity in a prefill response,
-or None if the response offers no KV.
+The gateway reads this identity in an engine's first response. Decode requests need it later. The
+parameter `read` is the function of one protocol that finds the identity in a response. It returns
+None if the response offers no KV.
 """
 
 from __future__ import annotations
@@ -22,21 +23,29 @@ ReadIdentity = Callable[[PrefillResponse], PrefillIdentity | None]
 def find_identity(
     read: ReadIdentity, terms: HandoffTerms, answer: PrefillResponse | None
 ) -> PrefillIdentity | None:
-    """Return the prefill engine's identity, known earlier or from its response; None if unknown."""
+    """Return how decode engines can reach a prefill engine; None if that is not known.
+
+    It is either in `terms`, because the gateway knew it before, or `read` finds it in the response
+    `answer`.
+    """
     if terms.identity is not None or answer is None:
         return terms.identity
     return read(answer)
 
 
 def identify(read: ReadIdentity, body: bytes) -> tuple[PrefillIdentity, ...]:
-    """Return a tuple with the identity in a prefill response, or () if it has none."""
+    """Return the engine's identity in a prefill response as a tuple of one, or () if there is none.
+
+    read  function that finds the identity in a parsed response
+    body  the response's JSON
+    """
     answer = parse_response(body)
     identity = None if isinstance(answer, UnusableResponse) else read(answer)
     return () if identity is None else (identity,)
 
 
 def check(read: ReadIdentity, answer: PrefillResponse) -> UnusableResponse | None:
-    """Return why a prefill response is unusable, or None if it is usable."""
+    """Return why a prefill response offers no KV to a decode engine; None if it does."""
     if read(answer) is None:
-        return UnusableResponse("the prefill answer promises no transfer")
+        return UnusableResponse("the prefill response offers no KV")
     return None

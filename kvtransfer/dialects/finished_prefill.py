@@ -1,6 +1,7 @@
-"""Converts a prefill response that is already the whole answer to a stream, for split requests.
+"""Converts the JSON response of a prefill engine to a stream, if it is already the whole answer.
 
-It is needed if the prefill engine has already finished the request, and the client wants a stream.
+This happens if the answer ends with its first token. If the client asked for a stream, it gets the
+result of `as_events`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ _any = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def as_events(body: bytes, *, usage: bool) -> bytes:
-    """Return a response with one choice as the bytes of server-sent events, including [DONE].
+    """Convert a complete JSON response with one choice to the bytes of server-sent events.
 
-    A chat response becomes one delta with role and content, then the finish reason. Usage is a
-    separate event, if the client asked for it (`stream_options.include_usage`). Tool calls get an
-    index, as in streams.
+    A chat response becomes one delta with role and content, then the finish reason. Tool calls get
+    an index, as in streams. `usage` adds an event with the token usage, for clients that asked for
+    it. The last event is [DONE].
     """
     response = _any(body)
     choice = response["choices"][0]

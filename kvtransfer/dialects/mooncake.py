@@ -1,7 +1,9 @@
-"""Dialect of vLLM's MooncakeConnector: both requests at once, matched by a transfer identifier.
+"""The KV handoff protocol of vLLM's MooncakeConnector, as the gateway uses it.
 
-The bootstrap server beside each prefill engine lists the engine's ranks. The gateway caches this
-page, and reads it again after a request failed there, because identifiers change with a restart.
+Prefill and decode request are sent at once, and contain the same transfer id. Beside each prefill
+engine, a bootstrap server lists the engine's ranks. The gateway caches this list. It reads it again
+after a request failed there, because a restart changes the identifiers.
+
 Source: MooncakeConnector of vLLM 0.33.
 """
 
@@ -33,8 +35,10 @@ _page = msgspec.json.Decoder(dict[str, _Rank]).decode
 
 
 def prefill(terms: HandoffTerms) -> RequestEdits:
-    """Return the edits of a prefill request for Mooncake: one token, a transfer id, and the decode
-    engine's prefill rank.
+    """Return the edits of a prefill request for Mooncake.
+
+    It generates one token and has a transfer id. A header names the engine's data-parallel rank, if
+    that is known, so that the decode engine can find it.
     """
     params = {
         "do_remote_decode": True,
@@ -53,7 +57,7 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
 def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest | UnusableResponse:
     """Return Mooncake's decode request, which has the address of the prefill's bootstrap server."""
     if terms.bootstrap is None or terms.identity is None:
-        return UnusableResponse("nothing is known of the prefill engine's bootstrap server")
+        return UnusableResponse("the prefill engine's bootstrap server has not answered yet")
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -68,9 +72,10 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
 
 
 def identify(body: bytes) -> tuple[PrefillIdentity, ...]:
-    """Return the identities of an engine's ranks, in order, from its bootstrap server's answer.
+    """Return the identities of a prefill engine's ranks, in order, from its bootstrap server's
+    answer.
 
-    The answer is that of `GET /query`. Returns () if it is invalid.
+    `body` is the answer to `GET /query`. Returns () if it is invalid.
     """
     try:
         page = _page(body)
@@ -81,13 +86,16 @@ def identify(body: bytes) -> tuple[PrefillIdentity, ...]:
 
 
 def check(answer: PrefillResponse) -> UnusableResponse | None:
-    """Return why a Mooncake prefill response is unusable, or None if it ended at its length limit.
+    """Return why a prefill response shows that Mooncake keeps no KV; None if it keeps the KV.
 
-    In all other cases the engine keeps no blocks and sends none.
+    It keeps the KV only if the response ended at its length limit.
     """
     if answer.finish_reason == "length":
         return None
-    return UnusableResponse(f"prefill ended with {str(answer.finish_reason)[:32]}")
+    return UnusableResponse(
+        f"the prefill response ended with {str(answer.finish_reason)[:32]} instead of length, so "
+        "the engine keeps no KV"
+    )
 
 
 def _transfer_id(terms: HandoffTerms) -> str:

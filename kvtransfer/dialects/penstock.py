@@ -1,11 +1,12 @@
-"""Dialect of PenstockConnector, our vLLM plug-in: both requests at once, matched by an id.
+"""The KV handoff protocol of PenstockConnector, our plug-in for vLLM, as the gateway uses it.
 
-The decode engine reserves blocks first. The prefill engine then sends the KV layer by layer while
-it computes the prompt (docs/vllm-connector.md).
+Prefill and decode request are sent at once, and contain the same transfer id. The decode engine
+reserves blocks first. The prefill engine then sends the KV layer by layer while it computes the
+prompt (docs/vllm-connector.md).
 
 The decode request must contain the prefill engine's card, a text with its addresses and KV layout.
-The gateway takes the card from the engine's first response, so the first handoff is sequential. It
-forgets the card if a request fails, because a restart changes it.
+The gateway takes the card from the engine's first response. Until then it sends the two requests
+one after the other. It forgets the card if a request fails, because a restart changes it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
     """
     identity = engine_identity.find_identity(_identity, terms, answer)
     if identity is None or identity.card is None:
-        return UnusableResponse("the prefill engine's card is unknown")
+        return UnusableResponse("the prefill engine's card (its addresses) is unknown")
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,

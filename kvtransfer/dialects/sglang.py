@@ -1,8 +1,9 @@
-"""Dialect of SGLang: the same body is sent to both engines at once, matched by a room number.
+"""The KV handoff protocol of SGLang, as the gateway uses it.
 
-The room is a number at the prefill engine's bootstrap server. The prefill engine limits its
-generation by itself. Its response ends when the KV has been fetched, and is discarded; closing it
-earlier drops the KV.
+Both engines get the same body at the same time. It contains a room, a number under which the decode
+engine finds the request at the prefill engine's bootstrap server. The prefill engine itself stops
+after one token. Its response ends when the KV has been fetched. The gateway discards the response,
+but must read it to its end, because closing it earlier drops the KV.
 
 Both kinds of engine answer 400 to a request without a room, so neither serves whole requests.
 Source: SGLang 0.5.23.

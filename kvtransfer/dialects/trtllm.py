@@ -1,7 +1,8 @@
-"""Dialect of TensorRT-LLM: a context server computes prompt and one token, another decodes.
+"""The KV handoff protocol of TensorRT-LLM, as the gateway uses it.
 
-These servers refuse unknown JSON members, so only known ones are sent. If the first token ends the
-answer, the context server's response is the complete answer. Source: tensorrt_llm/serve.
+A context server computes the prompt and one token; then a generation server decodes. These servers
+refuse unknown JSON members, so only known ones are sent. If the first token ends the answer, the
+context server's response is the complete answer. Source: tensorrt_llm/serve.
 """
 
 from __future__ import annotations
@@ -114,9 +115,9 @@ _any = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def prefill(terms: HandoffTerms) -> RequestEdits:
-    """Return the edits of a context-only request, which drop members unknown to TensorRT-LLM.
+    """Return the edits of the prefill request, which TensorRT-LLM calls context-only.
 
-    The member max_tokens stays unchanged.
+    Members that TensorRT-LLM does not know are removed. max_tokens stays unchanged.
     """
     params = {"request_type": "context_only", "disagg_request_id": terms.number}
     return RequestEdits(
@@ -129,9 +130,10 @@ def prefill(terms: HandoffTerms) -> RequestEdits:
 def decode(
     terms: HandoffTerms, answer: PrefillResponse | None
 ) -> DecodeRequest | UnusableResponse | FinishedResponse:
-    """Return the decode request, with the context server's parameters and prompt tokens.
+    """Return the decode request, with the prompt's tokens and the parameters from the prefill
+    response.
 
-    Returns a FinishedResponse if the context server's response is already the complete answer.
+    Returns a FinishedResponse if the prefill response is already the complete answer.
     """
     if answer is None:
         return UnusableResponse("there is no answer of the context (prefill) server")
@@ -146,12 +148,12 @@ def decode(
         handoff = _members(answer.disaggregated)
         tokens = _tokens(answer.prompt_token_ids)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        return UnusableResponse(f"the context answer: {error}"[:200])
+        return UnusableResponse(f"the context (prefill) server's answer is invalid: {error}"[:200])
     if params.disagg_request_id != terms.number or not tokens:
         return UnusableResponse(
             "the context (prefill) server's answer belongs to another request"
             if tokens
-            else "the context (prefill) server's answer names no tokens"
+            else "the context (prefill) server's answer has no prompt tokens"
         )
     handoff["request_type"] = msgspec.Raw(b'"generation_only"')
     usage = _usage(answer.body).usage
@@ -172,7 +174,7 @@ def _finished(answer: PrefillResponse) -> FinishedResponse | UnusableResponse:
         response = _any(answer.body)
     except msgspec.DecodeError as error:
         # A number out of range is only detected here.
-        return UnusableResponse(f"the context answer: {error}"[:200])
+        return UnusableResponse(f"the context (prefill) server's answer is invalid: {error}"[:200])
     response.pop("prompt_token_ids", None)
     for choice in response["choices"]:
         choice.pop("disaggregated_params", None)

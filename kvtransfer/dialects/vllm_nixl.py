@@ -1,9 +1,12 @@
-"""Dialect of vLLM's NixlConnector: prefill first, then decode, which reads the KV from the prefill.
+"""The KV handoff protocol of vLLM's NixlConnector, as the gateway uses it.
 
-The object kv_transfer_params in the prefill response says where the KV is. It is copied to the
-decode request, after checks: an empty list of blocks ends the decode engine's process, and a
-missing name makes the request wait forever. A loopback address in it is replaced by the host of
-the prefill URL. Source: vLLM 0.11 to 0.33.
+The prefill request is sent first. The object kv_transfer_params in its response says where the KV
+is. The gateway copies the object to the decode request, and the decode engine reads the KV from
+there.
+
+The object is checked first, because an empty list of blocks ends the decode engine's process, and a
+missing name makes the request wait forever. A loopback address in it is replaced by the host of the
+prefill URL. Source: vLLM 0.11 to 0.33.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ Block = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
 
 class HandoffObject(msgspec.Struct, frozen=True):
-    """The members of kv_transfer_params that a decoder relies on; other members are copied unread.
+    """The members of vLLM's kv_transfer_params that a decode engine needs; others are not parsed.
 
     Block ids are one list per KV-cache group since vLLM 0.18, and a flat list before.
     """
@@ -92,13 +95,15 @@ def decode(terms: HandoffTerms, answer: PrefillResponse | None) -> DecodeRequest
     It has the prefill engine's kv_transfer_params, if a decode engine can use them.
     """
     if answer is None:
-        return UnusableResponse("there is no prefill answer")
+        return UnusableResponse("there is no prefill response")
     raw = bytes(answer.handoff)
     handoff = validate(raw)
     if isinstance(handoff, UnusableResponse):
         return handoff
     if handoff.transfer_mode not in (None, "pull"):
-        return UnusableResponse(f"the prefiller is in {handoff.transfer_mode[:32]} mode")
+        return UnusableResponse(
+            f"the prefill engine has the transfer mode {handoff.transfer_mode[:32]}, not pull"
+        )
     host = handoff.remote_host
     if host != terms.prefill_host and is_loopback(host) and not is_loopback(terms.prefill_host):
         raw = encode_json({**_members(raw), "remote_host": terms.prefill_host})
@@ -112,16 +117,18 @@ def validate(raw: bytes) -> HandoffObject | UnusableResponse:
     Returns an UnusableResponse if a required member is missing or implausible.
     """
     if raw == b"null":
-        return UnusableResponse("the prefill answer has no kv_transfer_params")
+        return UnusableResponse("the prefill response has no kv_transfer_params")
     if len(raw) > MOST_OBJECT_BYTES:
-        return UnusableResponse("kv_transfer_params is too large")
+        return UnusableResponse(
+            f"kv_transfer_params has {len(raw)} bytes, more than {MOST_OBJECT_BYTES}"
+        )
     try:
         handoff = _object(raw)
         blocks = _blocks(handoff.remote_block_ids)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         return UnusableResponse(f"kv_transfer_params: {error}"[:200])
     if not handoff.do_remote_prefill or handoff.do_remote_decode:
-        return UnusableResponse("kv_transfer_params is not a handoff")
+        return UnusableResponse("kv_transfer_params offers no KV to a decode engine")
     return handoff if blocks else UnusableResponse("kv_transfer_params names no blocks")
 
 

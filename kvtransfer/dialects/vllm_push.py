@@ -1,8 +1,11 @@
-"""Dialect of vLLM's NixlPushConnector (since 0.24): both requests at once, same X-Request-Id.
+"""The KV handoff protocol of vLLM's NixlPushConnector (since 0.24), as the gateway uses it.
 
-The decode request must name the engine that will write the KV to it. The gateway takes this name
-from the first response of each prefill engine, so the first handoff is sequential. It forgets the
-name if a request fails there, because a restart changes it. Source: vLLM 0.33.
+Prefill and decode request are sent at once, with the same X-Request-Id, and the prefill engine
+writes the KV to the decode engine. The decode request must name the prefill engine. The gateway
+takes this name from the engine's first response. Until then it sends the two requests one after the
+other. It forgets the name if a request fails there, because a restart changes it.
+
+Source: vLLM 0.33.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of the exact requests that each engine's KV handoff protocol sends."""
+"""Tests that requests of a KV handoff equal recorded ones byte by byte, for each engine."""
 
 from __future__ import annotations
 
