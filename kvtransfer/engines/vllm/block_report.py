@@ -1,7 +1,7 @@
-"""BlockReport: tells tests which blocks an engine has cached, read from the engine's block pool.
+"""BlockReport: reports to tests which KV blocks a vLLM engine has cached.
 
-Tests of KV events need it, because KV events also report what is cached. A thread answers each
-connection to a Unix socket with one JSON object, then closes the connection:
+Tests compare the report with the engine's KV events, which should lead to the same result. A thread
+answers each connection to a Unix socket with one JSON object, then closes the connection:
 
     {"cached": [names of cached blocks, as in KV events], "free": number of unused blocks}
 
@@ -31,7 +31,7 @@ class PoolState(msgspec.Struct, frozen=True):
 
 
 class BlockReport:
-    """Serves the state of a block pool on the Unix socket `path`, until `close` is called.
+    """Answers connections to the Unix socket `path` with the state of a block pool, for tests.
 
     `read` returns the state, which is sent as JSON. Only processes of the same user can connect.
 

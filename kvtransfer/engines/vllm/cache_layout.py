@@ -1,8 +1,9 @@
-"""Derives the layout of vLLM's KV cache from facts that a worker can read.
+"""Describes vLLM's KV cache in this library's terms: where the KV of each layer and token lies.
 
 vLLM 0.32 stores each cache as [L, B, H, N, C] in one of six orders: layers, blocks, heads, tokens
-and content. The attention backend decides how keys and values are arranged inside C. A cache that
-cannot be described exactly is refused; nothing is guessed. connector.py reads the facts.
+and content. The attention backend decides how keys and values are arranged inside C.
+cache_memory.py reads these facts from vLLM. A cache that cannot be described exactly is refused;
+nothing is guessed.
 """
 
 from __future__ import annotations
@@ -50,23 +51,23 @@ _SCALE_BYTES = 4
 
 
 class UnsupportedCache(Exception):
-    """Raised when the connector cannot describe the layout of an engine's KV cache.
+    """Raised for a KV cache of vLLM whose memory layout this library does not know.
 
-    The engine's KV is then not transferred. The message gives the reason.
+    Its KV can then not be transferred. The message gives the reason.
     """
 
 
 class CacheFacts(msgspec.Struct, frozen=True):
-    """The facts about its KV cache that a vLLM worker can read.
+    """What a vLLM worker can find out about its KV cache, from which the layout is derived.
 
-    backend       name of the attention backend, such as "CPU_ATTN"
-    order         order of the dimensions, such as "LBHNC"
-    dtype         data type of the cache, such as "float32" or "fp8_per_token_head"
-    kv_heads      number of the model's key/value heads
-    cell_bytes    bytes of one head and token (C)
-    latent        True for multi-head latent attention: one row per token instead of keys and values
-    page_format   for CPU_ATTN: the instruction set of its kernels, which decides how they arrange
-                  a page
+    backend      name of the attention backend, such as "CPU_ATTN"
+    order        order of the dimensions, such as "LBHNC"
+    dtype        data type of the cache, such as "float32" or "fp8_per_token_head"
+    kv_heads     number of the model's key/value heads
+    cell_bytes   bytes of one head and token (C)
+    latent       True for multi-head latent attention: one row per token instead of keys and values
+    page_format  for CPU_ATTN: the instruction set of its kernels, which decides how they arrange a
+                 page
     """
 
     backend: str
@@ -84,7 +85,8 @@ class CacheFacts(msgspec.Struct, frozen=True):
 
 
 class LayerView(NamedTuple):
-    """The tensor [B, H, N, C] of one model layer (blocks, heads, tokens, content).
+    """The place in memory of one layer's KV: a tensor [B, H, N, C] (blocks, heads, tokens,
+    content).
 
     address  address of its first byte
     shape    its sizes; that of C in bytes
@@ -148,9 +150,10 @@ def describe_cache(facts: CacheFacts) -> KvLayout:
 
 
 def find_memory(layout: KvLayout, views: Sequence[LayerView]) -> int:
-    """Return the address of a rank's KV memory, after a check that its tensors are where expected.
+    """Check that the tensors of all layers lie as `layout` says, and return the address of the
+    first byte.
 
-    layout  the layout that the memory must have
+    layout  the layout that one rank's memory must have
     views   the tensor of each layer, in the order of the layers
 
     Raises UnsupportedCache if a tensor is elsewhere, for example because of padded pages or

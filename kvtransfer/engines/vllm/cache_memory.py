@@ -1,4 +1,4 @@
-"""Reads vLLM's KV cache: the facts that describe its layout, and its memory as a Region.
+"""Reads vLLM's KV cache: the facts that describe its layout, and the memory for transfers.
 
 cache_layout.py decides which caches are supported.
 """
@@ -106,7 +106,8 @@ def _page_format(config: Any, spec: Any) -> str:
 
 
 def cache_region(layout: KvLayout, tensors: Sequence[Any], name: str) -> Region:
-    """Return a Region over the memory of the layers' tensors.
+    """Return the KV memory of the layers' tensors as one Region, from which KV is sent and
+    received.
 
     Raises UnsupportedCache if the memory is not on the host, or not contiguous.
     """

@@ -87,8 +87,10 @@ if not vllm.__version__.startswith(SUPPORTED):
 
 
 class PenstockConnector(KVConnectorBase_V1):
-    """Penstock's KV connector for vLLM: one object in the scheduler's process, and one in each
-    worker's process.
+    """The object that vLLM calls to move KV between engines: Penstock's KV connector.
+
+    vLLM creates one in the scheduler's process, and one in each worker's process. Each serves the
+    methods of its side.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -180,7 +182,10 @@ class PenstockConnector(KVConnectorBase_V1):
         return StoreConnection(self._options.store, n_bytes, timeout_s, log.warning)
 
     def on_change(self, handle: TransferHandle) -> None:
-        """Wake an engine step that waits for a KV transfer. The agent calls this on its threads."""
+        """Wake an engine step that waits for a KV transfer, because a transfer has changed.
+
+        The transfer agent calls this method on its own threads.
+        """
         self._changed.set()
         if self._trace is not None and isinstance(handle, Landing):
             end = None if handle.outcome is None else handle.outcome.kind
@@ -193,7 +198,7 @@ class PenstockConnector(KVConnectorBase_V1):
         return AgentMetadata(WorkerAddress(agent.address, agent.name, agent.epoch), self._layout)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Store the step's orders from vLLM's scheduler.
+        """Store which KV transfers vLLM's scheduler wants to begin and end in this step.
 
         vLLM calls this method before it computes.
         """
@@ -201,7 +206,11 @@ class PenstockConnector(KVConnectorBase_V1):
         self._step_began_s = time.perf_counter()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Begin and end offers of KV. vLLM calls this method before a step writes to the cache."""
+        """Begin and end offers of KV to other engines.
+
+        vLLM calls this method before a step writes to the cache, so that no other KV is in their
+        blocks.
+        """
         assert self._worker is not None
         self._worker.prepare(kv_connector_metadata.orders)
 
@@ -227,7 +236,7 @@ class PenstockConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Allow a layer to be sent, because it has been computed.
+        """Allow the KV of one layer to be sent, because the step has computed this layer.
 
         KV is sent from vLLM's own blocks, without a copy.
         """
@@ -239,9 +248,9 @@ class PenstockConnector(KVConnectorBase_V1):
         self._worker.mark_computed(layer)
 
     def wait_for_save(self) -> None:
-        """Allow all layers to be sent, because the step has been computed.
+        """Allow the KV of all layers to be sent, because the step has computed them.
 
-        vLLM keeps the blocks until `get_transfer_results` reports the end of their offers.
+        vLLM keeps the blocks until `get_transfer_results` reports that they are not read any more.
         """
         assert self._worker is not None
         if self._dump is not None:
@@ -253,9 +262,9 @@ class PenstockConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return whether layers are sent one by one.
+        """Return whether KV is sent layer by layer, which vLLM's full CUDA graphs do not allow.
 
-        This is impossible in a CUDA graph, where vLLM does not call `save_kv_layer`.
+        Inside such a graph, vLLM does not call `save_kv_layer`.
         """
         return bool(extra_config.get("layerwise", True))
 
@@ -337,16 +346,14 @@ class PenstockConnector(KVConnectorBase_V1):
     # ---- scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Let tests read the blocks of the scheduler's pool, if the option `block_report` is
-        set.
-        """
+        """Report the pool's cached blocks to tests from now on, if `block_report` is set."""
         path = self._options.block_report
         if path is not None and self._report is None:
             self._report = BlockReport(path, lambda: pool_state(gpu_block_pool))
             log.warning("kv: the Unix socket %s reports the cached blocks, for tests", path)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Set the addresses of all ranks' KV agents, by rank.
+        """Store the addresses of the workers' KV agents, which vLLM has collected by rank.
 
         Raises ValueError for the addresses of another connector.
         """

@@ -1,6 +1,6 @@
-"""The connector's counters, which vLLM collects from all processes and serves at /metrics.
+"""Counts the KV transfers of one process of vLLM, which serves the sums of all at /metrics.
 
-Their classes for vLLM are in connector.py.
+connector_metadata.py has the classes by which vLLM collects them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
 
 
 class PendingCounts:
-    """The counters of KV transfers since the last report to vLLM, by name."""
+    """Counters of KV transfers that have not been reported to vLLM yet, by name."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
@@ -46,9 +46,9 @@ class PendingCounts:
         self._counts[name] = self._counts.get(name, 0) + amount
 
     def add_nonzero(self, name: str, amount: float) -> None:
-        """Add `amount` to a counter.
+        """Add `amount` to a counter of KV transfers, unless it is 0.
 
-        Does nothing if it is 0, so that unused counters are not reported.
+        So a counter that is not used is not reported either.
         """
         if amount:
             self.add(name, amount)

@@ -1,4 +1,4 @@
-"""What the KV connector sends between the processes of vLLM, as subclasses of vLLM's types."""
+"""The messages of Penstock's KV connector between vLLM's processes, as subtypes of vLLM's types."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvtransfer.layout.kv_layout import KvLayout
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """The KV transfers to begin and end in one engine step, from the scheduler to the workers."""
+    """The scheduler's message to the workers: which KV transfers begin and end in a step."""
 
     orders: StepOrders
     store: StoreOrders
@@ -36,18 +36,22 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """How long a worker needed to load KV from the host's store, sent to vLLM's scheduler."""
+    """A worker's message to the scheduler: how long it took to load KV from the host's store."""
 
     report: StoreReport
 
     def aggregate(self, other: Any) -> ReportMetadata:
-        """Combine the reports of two ranks: the longer time of each load, and of the step."""
+        """Combine the reports of two ranks about loads of KV, and keep the longer time of each
+        load.
+
+        The longer time of the engine's step is kept as well.
+        """
         return ReportMetadata(self.report.merged(other.report))
 
 
 @dataclass
 class AgentMetadata(KVConnectorHandshakeMetadata):
-    """The address of a worker's KV agent and its KV layout, sent to vLLM's scheduler."""
+    """A worker's message to the scheduler: the address of its KV agent, and its KV layout."""
 
     worker: WorkerAddress
     layout: KvLayout

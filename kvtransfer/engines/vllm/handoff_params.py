@@ -1,9 +1,11 @@
-"""The texts that prefill engines pass to decode engines in kv_transfer_params: handoff and card.
+"""The texts by which a decode engine finds the KV that a prefill engine has, or will have.
 
-handoff   for KV that is complete: the name of its offer, a hash of the prompt, and for each rank an
-          address and a ticket (permission to fetch). It is valid only for this prompt
-card      for KV that is still being computed: the engine's addresses and its KV layout. The KV is
-          offered in parts (prefill_parts.py)
+There are two kinds, and requests carry both in the member kv_transfer_params:
+
+handoff  for the complete KV of one prompt: the name of its offer, a hash of the prompt, and for
+         each rank an address and a ticket (permission to fetch)
+card     for KV that is still being computed: the engine's addresses and its KV layout. The KV is
+         offered in parts (prefill_parts.py)
 
 An HMAC with the fleet's key protects both. Workers check the tickets (protocol/ticket.py).
 """
@@ -34,7 +36,7 @@ class HandoffRefused(Exception):
 
 
 class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
-    """How to reach the KV agent of one rank.
+    """Where the KV transfer agent of one rank can be reached.
 
     address  the agent's address
     agent    its name
@@ -57,7 +59,7 @@ class RankSource(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Handoff(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A handoff: describes where a decode engine can fetch the KV of one prompt.
+    """Where a decode engine can fetch the KV of one prompt, which a prefill engine has computed.
 
     name     name of the offer, the same at every rank
     prompt   `digest_prompt` of the tokens
@@ -76,7 +78,7 @@ class Handoff(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class EngineCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The card of a prefill engine: what a decode engine needs to fetch KV that is being computed.
+    """What a decode engine needs to fetch KV that a prefill engine is still computing.
 
     addresses    addresses of the agents of all ranks, in order
     layout       KV layout of the prefill engine's cache
@@ -96,7 +98,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def digest_prompt(tokens: Sequence[int], variant: str = "") -> bytes:
-    """Return a 16-byte hash of a prompt: of its tokens, and of everything else that changes its KV.
+    """Return a 16-byte hash of everything that decides a prompt's KV; equal hashes mean equal KV.
 
     tokens   the prompt's token identifiers
     variant  text with the adapter's name, the identities of images, or similar facts
@@ -108,7 +110,7 @@ def digest_prompt(tokens: Sequence[int], variant: str = "") -> bytes:
 
 
 def seal_handoff(key: bytes, handoff: Handoff) -> str:
-    """Return the handoff as signed text, which other holders of the key can verify."""
+    """Encode a handoff as signed text, which only holders of the fleet's key can make."""
     return _seal(key, _DOMAIN, handoff)
 
 
@@ -121,14 +123,15 @@ def open_handoff(key: bytes, text: object) -> Handoff:
 
 
 def seal_card(key: bytes, card: EngineCard) -> str:
-    """Return an engine's card (addresses and KV layout) as signed text; equal cards give equal
-    texts.
+    """Encode an engine's card (its addresses and KV layout) as signed text.
+
+    Equal cards give equal texts.
     """
     return _seal(key, _CARD_DOMAIN, card)
 
 
 def open_card(key: bytes, text: object) -> EngineCard:
-    """Return the card (an engine's addresses and KV layout) in a signed text.
+    """Verify a signed text, and return the engine card in it: an engine's addresses and KV layout.
 
     Raises HandoffRefused if the text is malformed or forged.
     """

@@ -1,11 +1,11 @@
-"""Decides about KV handoffs in vLLM's scheduler process, without vLLM's objects.
+"""Decides in vLLM's scheduler process which KV to offer to other engines, and which to fetch.
 
-A handoff is a text that lets a decode engine fetch the KV of a prompt. HandoffScheduler makes
-handoffs for finished prefills, checks those of incoming requests, and tells the workers in each
-step which transfers to begin and end. If a request names a transfer, its KV is offered in parts
-while it is computed (prefill_parts.py).
+A prefill engine makes a handoff for each finished prompt, a text by which a decode engine finds the
+KV. A decode engine checks the handoffs in its requests. In each step, HandoffScheduler instructs
+the workers which transfers to begin and end. If a request names a transfer, its KV is offered in
+parts while it is computed (prefill_parts.py).
 
-connector.py converts vLLM's objects, and handoff_worker.py does the transfers.
+No object of vLLM is used here: connector.py converts them. handoff_worker.py does the transfers.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ _NULL_BLOCK = 0  # vLLM's number of a block whose tokens have left the sliding w
 
 
 class LoadOrder(msgspec.Struct, frozen=True):
-    """An instruction to vLLM's workers to fetch the KV of one offer into blocks of this engine.
+    """The scheduler's instruction to the workers to fetch the KV of one offer into this engine's
+    blocks.
 
-    A request whose KV is offered in parts has one instruction for each part.
+    If the KV of a request is offered in parts, there is one instruction for each part.
 
     request  identifier of the request
     name     name of the offer
@@ -75,7 +76,7 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
 
 class StepOrders(msgspec.Struct):
-    """The instructions of vLLM's scheduler to all workers for the KV transfers of one step.
+    """What vLLM's scheduler instructs all workers to do in one step for transfers of KV.
 
     revokes   requests whose offers must end before the step
     declines  names of offers that will not be made
@@ -120,6 +121,8 @@ class _Source(msgspec.Struct, frozen=True):
 class HandoffScheduler:
     """Manages the KV handoffs of one engine, in vLLM's scheduler process.
 
+    A handoff is a text by which a decode engine fetches the KV of a prompt from a prefill engine.
+
     key          the fleet's shared secret
     engine       identifier of the engine
     family       text that must be equal at both engines of a handoff (model, weights, version)
@@ -161,9 +164,9 @@ class HandoffScheduler:
         self.counts = PendingCounts()
 
     def set_workers(self, workers: Sequence[WorkerAddress], layout: KvLayout) -> None:
-        """Set the KV agents of all ranks, in order of the ranks.
+        """Set how the KV agents of all ranks are reached, in order of the ranks.
 
-        Raises ValueError if the number of agents differs from the number of ranks.
+        Raises ValueError if the number of agents differs from the number of ranks in `layout`.
         """
         if len(workers) != layout.ranks:
             raise ValueError(
@@ -185,10 +188,12 @@ class HandoffScheduler:
         return bool(self._sending or self._loading or any(waiting))
 
     def loadable_tokens(self, request: PromptRequest, computed: int) -> int:
-        """Return how many tokens after the first `computed` ones a request's handoff provides.
+        """Return how many tokens of a request another engine has computed, after the first
+        `computed` ones.
 
-        A handoff provides none if it was already used, forged, made for another prompt, or made by
-        an engine with another model. The engine then computes the prompt.
+        The request's handoff says so. A handoff provides none if it was already used, forged, made
+        for another prompt, or made by an engine with another model. The engine then computes the
+        prompt.
         """
         if not request.params.keys() & {MEMBER, CARD} or request.id in self._used:
             return 0
@@ -255,16 +260,21 @@ class HandoffScheduler:
             raise HandoffRefused("the workers of this engine have no KV agents yet")
         mismatch = self._layout.mismatch(source.layout)
         if self._window and source.layout.block_tokens != self._layout.block_tokens:
-            mismatch = "blocks of another size do not begin at the same token of a sliding window"
+            mismatch = (
+                f"the prefill engine's blocks have {source.layout.block_tokens} tokens, this "
+                f"engine's {self._layout.block_tokens}; with a sliding window they must be equal"
+            )
         if source.family != self._family:
-            mismatch = f"it is of {source.family}, and this is {self._family}"
+            mismatch = (
+                f"the prefill engine's family (model, weights, version) is {source.family}, "
+                f"this engine's is {self._family}"
+            )
         if mismatch is not None:
             # Agents that differ so do not link, so the source's blocks wait for its lease's end.
             raise HandoffRefused(mismatch)
 
     def begin_load(self, request: str, blocks: Sequence[int], tokens: int) -> None:
-        """Instruct the workers to load the KV of the last `tokens` tokens of a handoff into
-        `blocks`.
+        """Instruct the workers to fetch the last `tokens` tokens of a handoff's KV into `blocks`.
 
         With 0 tokens, the KV is not needed. Does nothing for a request without a handoff, or if
         called again for the same request.
@@ -353,8 +363,9 @@ class HandoffScheduler:
         }
 
     def begin_prefill(self, request: PromptRequest) -> None:
-        """Offer the KV of a new request in parts while it is computed, if the request names a
-        transfer.
+        """Begin to offer a new request's KV in parts while it is computed.
+
+        Only requests that name a transfer are offered in this way.
         """
         if self._prefills is None or request.params.get("do_remote_decode") is not True:
             return
@@ -366,7 +377,7 @@ class HandoffScheduler:
     def on_step(
         self, chunks: Sequence[PromptChunk], blocks_of: Callable[[str], Sequence[int]]
     ) -> None:
-        """Instruct the workers to offer the parts that a step completes.
+        """Instruct the workers to offer the parts of prompts whose last token this step computes.
 
         chunks     what the step computes
         blocks_of  function that returns the present block numbers of a request
@@ -382,13 +393,13 @@ class HandoffScheduler:
     def end_prefill(
         self, request: str, blocks: Sequence[int], tokens: int, *, is_whole: bool
     ) -> tuple[bool, dict[str, object]] | None:
-        """End a request whose KV is offered in parts. Returns None for any other request.
+        """End a request whose KV is offered in parts, and return its kv_transfer_params.
 
         tokens    number of its prompt tokens
         is_whole  whether the prompt was computed; False: its offers end immediately
 
-        Returns whether its blocks are still in use by offers, and its kv_transfer_params. They are
-        in use until every worker reports the end.
+        The result also says whether its blocks are still in use by offers. They are, until every
+        worker reports the end. Returns None for a request whose KV is not offered in parts.
         """
         if self._prefills is None:
             return None
@@ -411,7 +422,10 @@ class HandoffScheduler:
         }
 
     def forget(self, request: str) -> None:
-        """End a request: cancel the fetch of its KV, or give up a handoff that it did not use."""
+        """End a request on the decode side: cancel the fetch of its KV.
+
+        If the fetch has not begun, the prefill engine learns that its KV is not needed.
+        """
         if request in self._accepted:
             self.begin_load(request, [], 0)
         if request in self._loading:
@@ -419,7 +433,7 @@ class HandoffScheduler:
         self._used.discard(request)
 
     def on_ended(self, sent: Sequence[str], received: Sequence[str]) -> None:
-        """Record that KV transfers have ended, so that the engine may reuse their blocks.
+        """Record that KV transfers have ended at every worker, so that their blocks can be reused.
 
         sent      requests whose offers have ended
         received  requests whose fetches have ended

@@ -1,7 +1,7 @@
 """Does the KV transfers of one vLLM worker, as instructed by the scheduler process.
 
-TransferWorker keeps the transfers of its agent by request, and reports when they end. connector.py
-converts vLLM's objects, and handoff_scheduler.py decides what is transferred.
+TransferWorker finds the transfers of a request at the worker's KV agent, and reports when they end.
+connector.py converts vLLM's objects, and handoff_scheduler.py decides what is transferred.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FinishedTransfers(msgspec.Struct):
 
 
 class TransferWorker:
-    """The KV transfers of one vLLM rank. All methods must be called on one thread.
+    """Begins and ends the KV transfers of one vLLM rank. All methods must be called on one thread.
 
     In each engine step, `prepare` is called before the computation. Afterwards `mark_computed` for
     each layer, `finish_step` and `execute` follow, in any order.
@@ -67,7 +67,8 @@ class TransferWorker:
         return request in self._offers
 
     def prepare(self, orders: StepOrders) -> None:
-        """Begin and end offers. Call this before the step writes to the cache.
+        """Begin and end offers of KV, as the scheduler has ordered. Call this before the step's
+        computation.
 
         Offers of requests that have lost their blocks must end before other KV is written there.
         """
@@ -91,7 +92,7 @@ class TransferWorker:
             self._count_offers(self._offers.pop(request, []))
 
     def mark_computed(self, layer: int) -> None:
-        """Allow a layer to be sent, because the step has computed it. Layers must come in order.
+        """Allow the KV of a layer to be sent, because the step has computed it. Call it in order.
 
         A layer out of order, such as one of a draft model, is not sent before the end of the step.
         """
@@ -102,7 +103,7 @@ class TransferWorker:
             offer.mark_ready(self._computed_layers)
 
     def finish_step(self) -> None:
-        """Allow all layers that this engine step has computed to be sent."""
+        """Allow the KV of all layers of this engine step to be sent, because they are computed."""
         for offer in self._computing:
             offer.mark_ready(self._layout.layers)
         self._computing = []
@@ -220,4 +221,4 @@ class TransferWorker:
         if any(landing.outcome and not landing.outcome.has_landed for landing in landings):
             for landing in landings:
                 if landing.outcome is None:
-                    landing.cancel("another rank's KV was not received")
+                    landing.cancel("the KV of another rank of this request was not received")

@@ -1,4 +1,4 @@
-"""KvDump: writes offered and received KV to files, so that tests can compare them."""
+"""KvDump: writes KV to files at both engines of a transfer, so that tests can compare them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from kvtransfer.layout.kv_layout import KvContent, KvLayout
 
 
 class KvDump:
-    """Writes one rank's KV to .npy files in a folder, as uint8 arrays [layer, block, head, ...].
+    """Writes KV blocks of one rank to .npy files, for tests.
 
-    Behind the head, there is one axis with all bytes of the head in one block. If a token's keys
-    and values lie side by side, there are two instead: token and byte. Raises ValueError for a
-    layout in which all keys of a block lie before its values.
+    A file has a uint8 array [layer, block, head, ...]. Behind the head, there is one axis with all
+    bytes of the head in one block. If a token's keys and values lie side by side, there are two
+    axes instead: token and byte.
+
+    Raises ValueError for a layout in which all keys of a block lie before its values.
     """
 
     def __init__(
@@ -41,9 +43,10 @@ class KvDump:
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, side: str, offer: str, blocks: Sequence[int]) -> None:
-        """Write these blocks to the file FOLDER/SIDE-OFFER-RANK.npy.
+        """Write the KV of these blocks to the file FOLDER/SIDE-OFFER-RANK.npy.
 
-        The name of the offer is percent-encoded.
+        side   "offered" at the prefill engine, "received" at the decode engine
+        offer  name of the offer, percent-encoded in the file's name
         """
         path = self._folder / f"{side}-{quote(offer, safe='')}-{self._rank}.npy"
         np.save(path, self._pages[:, list(blocks)])

@@ -1,7 +1,8 @@
 """Offers the KV of a prompt in parts while the prompt is still being computed. No I/O, no vLLM.
 
-A part is a range of the prompt's tokens, with an offer of its own. The offer is made in the engine
-step that computes the part's last token. Its layers are sent one by one, as they are computed.
+So a decode engine has most of the KV when the prefill ends. A part is a range of the prompt's
+tokens. It is offered in the engine step that computes its last token, and its layers are sent one
+by one, as they are computed.
 
 A part is fetched by its name, without a ticket. Both engines compute the same names from the prompt
 and the prefill engine's card. This needs the fleet's key, so other agents cannot guess a name.
@@ -23,7 +24,7 @@ _DOMAIN = b"penstock vllm part 1\0"
 
 
 class OfferOrder(msgspec.Struct, frozen=True):
-    """An instruction to vLLM's workers to offer KV to other engines.
+    """The scheduler's instruction to the workers to offer some KV to a decode engine.
 
     ttl_s        seconds for which the KV is kept
     nonces       random identifiers of the tickets, one per rank; (): the KV is fetched by name
@@ -40,7 +41,7 @@ class OfferOrder(msgspec.Struct, frozen=True):
 
 
 class PromptPart(msgspec.Struct, frozen=True):
-    """The tokens [begin, end) of a prompt, whose KV is offered under `name`.
+    """A part of a prompt, the tokens [begin, end), whose KV is offered as `name`.
 
     origin  first token of the offer's first block; earlier tokens have left the sliding window
     """
@@ -60,7 +61,7 @@ def split_prompt(
     block_tokens: int,
     origin: int = 0,
 ) -> list[PromptPart]:
-    """Return the parts in which the KV of a prompt is offered, in order.
+    """Divide a prompt's tokens into the parts in which its KV is offered, and return them in order.
 
     key           the fleet's key
     transfer      id of the transfer, which both engines received with their requests
@@ -85,7 +86,7 @@ def _name(key: bytes, transfer: str, prompt: bytes, index: int) -> str:
 
 
 class StepOffers(msgspec.Struct):
-    """What the workers must do after an engine step, or after the end of a request.
+    """What vLLM's workers must do for KV that is offered in parts, as a step or request ends.
 
     offers    parts to offer
     revokes   requests whose offers must end before the step, because they have lost their blocks
@@ -119,7 +120,8 @@ class _Prefill:
 
 
 class PrefillParts:
-    """The prompts that one engine computes for other engines, in vLLM's scheduler process.
+    """The prompts whose KV this engine offers in parts to decode engines, in vLLM's scheduler
+    process.
 
     block_tokens  tokens per block
     lease_s       seconds for which a part's KV is kept for a decode engine
@@ -131,13 +133,13 @@ class PrefillParts:
         self._prefills: dict[str, _Prefill] = {}
 
     def begin(self, request: str, parts: list[PromptPart]) -> None:
-        """Offer the prompt of a new request in these parts, as they are computed."""
+        """Begin to offer the KV of a new request's prompt, in these parts, as they are computed."""
         self._prefills[request] = _Prefill(parts)
 
     def on_step(
         self, chunks: Sequence[PromptChunk], blocks_of: Callable[[str], Sequence[int]]
     ) -> StepOffers:
-        """Return the parts to offer in a step, and the requests that lost their blocks before it.
+        """Return the parts that this step completes, and requests that lost blocks before it.
 
         chunks     what the step computes
         blocks_of  function that returns the present block numbers of a request
@@ -183,10 +185,12 @@ class PrefillParts:
         )
 
     def end(self, request: str, blocks: Sequence[int], *, is_whole: bool) -> StepOffers | None:
-        """End a request, and return what the workers must do; None if no part of it is offered.
+        """End a request, and return what the workers must do with its offers of KV.
 
         blocks    its blocks
         is_whole  whether its prompt was computed; False: the request was aborted
+
+        Returns None if no part of the request is offered.
         """
         prefill = self._prefills.pop(request, None)
         if prefill is None:

@@ -34,7 +34,7 @@ A save keeps the blocks of an ended request until they are copied to the store.
 
 
 class StoredRequest(msgspec.Struct, frozen=True):
-    """A request, as far as the store needs it.
+    """The facts about a request that decide under which keys its KV is stored.
 
     tokens   identifiers of all of its tokens so far, four bytes each, little-endian
     salt     its cache salt, which separates tenants
@@ -49,10 +49,12 @@ class StoredRequest(msgspec.Struct, frozen=True):
 
 
 class BlockOrder(msgspec.Struct, frozen=True):
-    """An instruction to vLLM's workers to load a request's blocks from the store, or to save them.
+    """The scheduler's instruction to the workers to load a request's KV from the store, or to save
+    it.
 
-    keys     one key per block, the same for all ranks (`rank_keys` derives those of a rank)
-    blocks   numbers of the engine's blocks
+    keys    the store's key of each block, the same for all ranks (`rank_keys` derives those of a
+            rank)
+    blocks  the engine's block numbers, in the same order
     """
 
     request: str
@@ -61,7 +63,7 @@ class BlockOrder(msgspec.Struct, frozen=True):
 
 
 class StepWork(msgspec.Struct, frozen=True):
-    """The prompts that one step of the engine computes.
+    """How much prompt computation one step of the engine does, by which its duration is predicted.
 
     tokens  number of prompt tokens
     pairs   sum of their positions in their prompts, which is what attention reads
@@ -72,7 +74,7 @@ class StepWork(msgspec.Struct, frozen=True):
 
 
 class StoreOrders(msgspec.Struct):
-    """The instructions for the store in one engine step.
+    """What the workers must load from and save to the host's KV store in one engine step.
 
     loads  blocks to load
     saves  blocks to save
@@ -85,11 +87,13 @@ class StoreOrders(msgspec.Struct):
 
 
 class StoreReport(msgspec.Struct):
-    """A worker's measured times; of several workers, those of the slowest.
+    """How long loads from the KV store and an engine step took, as the workers measured.
 
     loads   seconds of each load by request, without waiting for other loads
     work    what the measured step computed; None: no step was measured
     step_s  duration of that step
+
+    If several workers are combined, each time is that of the slowest.
     """
 
     loads: dict[str, float] = {}
@@ -97,7 +101,7 @@ class StoreReport(msgspec.Struct):
     step_s: float = 0.0
 
     def merged(self, other: StoreReport) -> StoreReport:
-        """Return the report of both ranks: the longer time of each load and of the step."""
+        """Combine the reports of two ranks: keep the longer time of each load and of the step."""
         loads = {
             request: max(self.loads.get(request, 0.0), other.loads.get(request, 0.0))
             for request in self.loads.keys() | other.loads.keys()
@@ -106,7 +110,7 @@ class StoreReport(msgspec.Struct):
 
 
 class ChosenLoad(msgspec.Struct, frozen=True):
-    """The result of a lookup: which blocks of a request to load from the store.
+    """What a lookup in the KV store found for a request, and how many blocks to load.
 
     at_s      time of the lookup
     computed  number of tokens whose KV the engine had then
@@ -165,7 +169,8 @@ class StoreScheduler:
         return bool(self._loading or self._saving or orders.loads or orders.saves)
 
     def loadable_tokens(self, request: StoredRequest, computed: int) -> int:
-        """Return how many tokens after the first `computed` ones to load from the store.
+        """Return how many of a request's tokens to load from the KV store, after the first
+        `computed` ones.
 
         `computed` must be a multiple of the block size. A request is loaded only once.
         """
@@ -231,11 +236,11 @@ class StoreScheduler:
         self._orders.loads.append(order)
 
     def save(self, request: StoredRequest, blocks: Sequence[int]) -> bool:
-        """Instruct the workers to save the full blocks of an ended request, and return if there are
-        any.
+        """Instruct the workers to save an ended request's full KV blocks to the store.
 
-        The blocks must not be reused until every worker reports the end of its save. The KV of the
-        last token is not computed, so a block that ends with this token is not full.
+        Returns whether there are any. These blocks must not be reused until every worker reports
+        the end of its save. The KV of the last token is not computed, so a block that ends with
+        this token is not full.
         """
         tokens = len(request.tokens) // TOKEN_BYTES
         count = min((tokens - 1) // self._layout.block_tokens, len(blocks))
@@ -284,7 +289,10 @@ class StoreScheduler:
                 self._rule.end(pending, self._clock(), is_complete=is_complete, seconds=seconds)
 
     def take_orders(self, chunks: Sequence[PromptChunk] = ()) -> StoreOrders:
-        """Return the orders since the last engine step, with what this step computes."""
+        """Return the instructions for the workers since the last call, to load and save KV.
+
+        `chunks` is what the next engine step computes.
+        """
         self._prompts.on_step(chunks)
         orders, self._orders = self._orders, StoreOrders()
         orders.work = measure_work(chunks)
@@ -298,7 +306,10 @@ def _slowest(bits: Sequence[int]) -> int:
 
 
 def measure_work(chunks: Sequence[PromptChunk]) -> StepWork:
-    """Return the work of a step. A request with one scheduled token decodes, and does not count."""
+    """Return how many prompt tokens a step computes, and how much attention they need.
+
+    A request with one scheduled token decodes, and does not count.
+    """
     prompts = [(chunk.computed, chunk.tokens) for chunk in chunks if chunk.tokens > 1]
     return StepWork(
         sum(tokens for _, tokens in prompts),

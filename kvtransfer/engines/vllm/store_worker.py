@@ -95,12 +95,14 @@ class CopyThread:
 
 
 class StoreWorker:
-    """Loads and saves blocks of one vLLM rank; all methods are called on one thread.
+    """Loads KV blocks of one vLLM rank from the host's store, and saves them to it.
 
-    memory      the rank's KV memory
-    connect     returns a new connection to the store, one per thread
-    on_change   called on a thread of this object when a load or a save has ended
-    clock       a clock of this process, in seconds
+    All methods are called on one thread.
+
+    memory     the rank's KV memory
+    connect    returns a new connection to the store, one per thread
+    on_change  called on a thread of this object when a load or a save has ended
+    clock      a clock of this process, in seconds
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class StoreWorker:
         return request in self._saves
 
     def execute(self, orders: StoreOrders, step_s: float) -> None:
-        """Begin the loads and saves that the scheduler requested.
+        """Begin the loads and saves of KV blocks that the scheduler requested.
 
         step_s  duration of the step's computation in seconds
         """
@@ -168,7 +170,7 @@ class StoreWorker:
         return finished
 
     def take_report(self) -> StoreReport:
-        """Return how many seconds loads and the engine's step took, since the last call."""
+        """Return how long loads from the KV store and engine steps took since the last call."""
         report, self._report = self._report, StoreReport()
         return report
 

@@ -10,9 +10,10 @@ import msgspec
 
 
 class TransferTrace:
-    """Appends lines of JSON to a file; each has `t`, the host's monotonic time in seconds.
+    """Appends a line of JSON to a file when a layer of KV is computed or has arrived, for tests.
 
-    Raises OSError if the file cannot be opened.
+    Each line has `t`, the host's monotonic time in seconds. Raises OSError if the file cannot be
+    opened.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The prompts that an engine has begun and not finished, as vLLM's scheduler process sees them.
+"""Knows how much prompt computation a vLLM engine still has to do, in its scheduler process.
 
 vLLM computes prompts in order of arrival. A new prompt waits for these, so fetching its KV in the
 meantime costs no time. vLLM does not show a connector which other prompts still wait.
@@ -28,7 +28,8 @@ class PromptChunk(msgspec.Struct, frozen=True):
 
 
 class PromptWork:
-    """The prompts that an engine has begun to compute and not finished. It does no I/O.
+    """The prompts that an engine has begun to compute and not finished, with their progress. No
+    I/O.
 
     The object is not thread-safe.
     """
@@ -56,7 +57,9 @@ class PromptWork:
         self._left.pop(request, None)
 
     def others(self, request: str) -> Iterator[tuple[int, int]]:
-        """Yield (computed tokens, prompt tokens) of every unfinished prompt except that of
-        `request`.
+        """Yield how much of every other unfinished prompt is computed: (computed tokens, prompt
+        tokens).
+
+        `request` is the one that is left out.
         """
         return (left for name, left in self._left.items() if name != request)

@@ -82,7 +82,7 @@ def weights_identity(config: Any) -> str:
 
 
 def engine_family(config: Any) -> str:
-    """Return a text that must be equal at both engines of a handoff.
+    """Return a text that is equal only for engines which can use each other's KV.
 
     It consists of vLLM's version and a hash of the model, its data types and its quantisation.
     """

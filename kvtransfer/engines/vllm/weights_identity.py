@@ -10,7 +10,7 @@ _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json")
 
 
 def identify_weights(model: str, facts: Sequence[object]) -> str:
-    """Return a hash of 16 hex digits that differs for different weights.
+    """Return a hash of 16 hex digits that is different for engines with different weights.
 
     model  name of a model, or path of its folder or file. For local files, their names, sizes and
            modification times are hashed, so that changed weights get another hash

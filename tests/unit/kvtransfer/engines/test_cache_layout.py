@@ -1,4 +1,8 @@
-"""Tests of how vLLM's KV cache is described: known attention backends, and refusal of others."""
+"""Tests that the memory layout of vLLM's KV cache is described correctly for known attention
+backends.
+
+Caches of other backends are refused.
+"""
 
 from __future__ import annotations
 

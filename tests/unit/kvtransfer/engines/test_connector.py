@@ -1,4 +1,4 @@
-"""Tests of the connector's contact with vLLM, with stand-ins for vLLM's modules."""
+"""Tests of calls between vLLM and Penstock's KV connector, with stand-ins for vLLM's modules."""
 
 from __future__ import annotations
 

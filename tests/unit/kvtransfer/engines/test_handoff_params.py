@@ -1,6 +1,6 @@
-"""Tests of KV handoffs, texts by which a decode engine finds the KV of a prompt.
+"""Tests of the texts by which a decode engine finds the KV of a prompt (handoffs).
 
-They are valid once, only for their prompt, and only with the key.
+They are valid once, only for their prompt, and only with the fleet's key.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def test_a_handoff_replayed_with_another_prompt_is_computed(
 def test_a_handoff_of_another_fleet_or_another_model_is_computed() -> None:
     for source, reason in (
         (scheduler(key=b"x" * 32), "signature of the handoff is invalid"),
-        (scheduler(family="g"), "it is of g, and this is f"),
+        (scheduler(family="g"), "is g, this engine's is f"),
     ):
         warnings: list[str] = []
         request = PromptRequest("d1", PROMPT, offered(source))
@@ -288,7 +288,7 @@ def test_without_a_valid_transfer_id_nothing_is_offered_or_loaded(transfer: obje
 def test_a_card_of_another_fleet_or_another_model_is_refused() -> None:
     for source, reason in (
         (parts_scheduler(key=b"x" * 32), "signature of the handoff is invalid"),
-        (parts_scheduler(family="g"), "it is of g, and this is f"),
+        (parts_scheduler(family="g"), "is g, this engine's is f"),
     ):
         warnings: list[str] = []
         sink = parts_scheduler(warnings)

@@ -1,4 +1,4 @@
-"""Tests of files with dumped KV: the bytes of each layer, block and head, in order."""
+"""Tests of the files to which engines write their KV for comparison: all bytes, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests of KV that is sent while it is computed, between simulated engines in simulated time."""
+"""Tests of KV that is sent layer by layer while a prompt is computed.
+
+The engines are simulated, in simulated time.
+"""
 
 from __future__ import annotations
 

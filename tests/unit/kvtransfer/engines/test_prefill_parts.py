@@ -1,4 +1,4 @@
-"""Tests of KV that is offered in parts while it is computed: when, and under which names."""
+"""Tests of when, and under which names, parts of a prompt's KV are offered early."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Tests of handoffs of a model with a sliding window, between simulated engines in simulated time.
+"""Tests of passing on the KV of a model whose attention has a sliding window.
 
-vLLM frees the blocks whose tokens have left the window, and lists block 0 in their place.
+vLLM frees the blocks whose tokens have left the window, and lists block 0 in their place. The
+engines are simulated, in simulated time.
 """
 
 from __future__ import annotations

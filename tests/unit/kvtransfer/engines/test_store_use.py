@@ -1,4 +1,5 @@
-"""Tests of how an engine uses the KV store of its host: lookups, loads and saves.
+"""Tests of how a vLLM engine uses the KV store of its host: which blocks it loads and saves, and
+when.
 
 The store is real. The tests play the role of vLLM's scheduler and workers.
 """

@@ -1,6 +1,6 @@
-"""Tests of the KV transfers of an engine's worker, over simulated connections.
+"""Tests that a vLLM worker reports each of its KV transfers once, also a cancelled one.
 
-Each transfer, also a cancelled one, is reported once.
+The connections are simulated.
 """
 
 from __future__ import annotations
