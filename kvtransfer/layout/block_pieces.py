@@ -1,7 +1,7 @@
-"""BlockPieces: the contiguous pieces of memory that hold one KV block of a rank, in a fixed order.
+"""BlockPieces: where the bytes of one KV block lie in a rank's memory, as contiguous pieces.
 
-A KV store keeps a block as the bytes of its pieces, one after another, and does not know the
-layout. Two ranks with equal layouts have equal pieces, however many blocks each has.
+A KV store saves a block as the bytes of its pieces, one after another, without knowing the layout.
+Two ranks with equal layouts have equal pieces, however many blocks each has.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ class BlockPieces:
         ]
 
     def of(self, memory: memoryview, block: int) -> Sequence[memoryview]:
-        """Return the pieces of a block in a rank's memory, in the order of `offsets`."""
+        """Return the memory of one block as pieces, in the order of `offsets`.
+
+        `memory` is all KV memory of a rank.
+        """
         place, size = block * self._block_step, self.piece_bytes
         return [memory[place + offset : place + offset + size] for offset in self.offsets]
 
 
 def block_format(layout: KvLayout) -> str:
-    """Return a text that is equal for two layouts whose blocks have the same bytes on each rank.
+    """Return a text that is equal for two layouts if their blocks can be exchanged byte by byte.
 
     It contains everything that a layout states, except the number of blocks.
     """

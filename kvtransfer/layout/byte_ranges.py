@@ -1,8 +1,8 @@
-"""Computes the byte ranges to copy between the blocks of one sending and one receiving rank.
+"""Computes which bytes to copy from one rank's KV blocks to those of another rank.
 
-The result are runs: ranges that are contiguous in the memory of both sides. They follow from the
-strides of both layouts, by arithmetic on numpy arrays. transfer_plan.py decides which ranks, layers
-and tokens are copied between each other.
+The result is a list of runs: byte ranges that are contiguous in the memory of both ranks. It
+follows from the strides of both layouts, by arithmetic on numpy arrays. transfer_plan.py decides
+which ranks, layers and tokens are copied.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ _MOST_CACHED_RUNS = 1024  # maximum runs of one cache entry, which then has at m
 
 
 class ByteRuns(msgspec.Struct, frozen=True):
-    """Byte ranges (runs) to copy, in order, as int64 arrays of equal length.
+    """Byte ranges to copy from one rank's memory to another's, in order.
 
     src     offsets in bytes in the sending rank's memory
     dst     offsets in bytes in the receiving rank's memory
     length  lengths in bytes
+
+    All three are int64 arrays of equal length.
     """
 
     src: Offsets
@@ -45,7 +47,7 @@ class ByteRuns(msgspec.Struct, frozen=True):
         return self.length.item() if self.length.size == 1 else int(self.length.sum())
 
     def cut(self, first: int, count: int) -> ByteRuns:
-        """Return the byte ranges [first, first + count) as a view of the ranges of this object.
+        """Return `count` of these byte ranges from number `first` on, without copying the arrays.
 
         Raises IndexError if some of these ranges do not exist.
         """
@@ -68,7 +70,7 @@ class RankPair(NamedTuple):
 
 
 class PairShare(NamedTuple):
-    """The layers and heads of which one pair of ranks copies the KV, in one group of layers.
+    """Which layers and heads one sending rank copies to one receiving rank, in one group of layers.
 
     They are numbered as in the model.
     """
@@ -79,9 +81,10 @@ class PairShare(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Ranges of tokens, each of which lies within one KV block at the source and one at the sink.
+    """Ranges of tokens that are not interrupted by the end of a KV block at either engine.
 
-    The attributes are arrays of equal length, with one element per range.
+    Blocks of the two engines may have different sizes, so a range can be shorter than a block. The
+    attributes are arrays of equal length, with one element per range.
 
     src_block  number of the source's block
     src_token  position of the range's first token in that block
@@ -98,7 +101,7 @@ class Segments(NamedTuple):
 
 
 class SegmentPlace(NamedTuple):
-    """Where a range of tokens lies that is within one block at the source and one at the sink.
+    """Where the tokens of a small transfer lie, if one block at each engine contains all of them.
 
     src_index  index of the block in the source's list of blocks
     dst_index  index of the block in the sink's list of blocks
@@ -115,8 +118,9 @@ class SegmentPlace(NamedTuple):
 
     @classmethod
     def of(cls, src: KvLayout, dst: KvLayout, covered: range) -> SegmentPlace | None:
-        """Return where these tokens lie, or None if they need several blocks at the source or
-        sink.
+        """Return where the tokens `covered` lie, or None if they need several blocks at an engine.
+
+        `src` and `dst` are the layouts of source and sink.
         """
         p, d = src.block_tokens, dst.block_tokens
         first, last = covered.start, covered.stop - 1
@@ -133,16 +137,19 @@ class SegmentPlace(NamedTuple):
         return src_blocks.item(self.src_index), dst_blocks.item(self.dst_index)
 
     def segment(self, blocks: tuple[int, int]) -> Segments:
-        """Return these tokens as the only range of a transfer between the two blocks."""
+        """Return these tokens as the only range of a transfer.
+
+        blocks  numbers of the blocks that contain them at the source and at the sink
+        """
         numbers = (blocks[0], self.src_token, blocks[1], self.dst_token, self.tokens)
         return Segments(*(np.array([number], np.int64) for number in numbers))
 
 
 def sorted_distinct(numbers: Offsets) -> Offsets:
-    """Return the distinct numbers in ascending order.
+    """Return the distinct numbers of an array in ascending order, faster than np.unique.
 
-    This is much faster than np.unique, which matters because callers may hold a lock. The first
-    call of np.unique also imports modules, which delays the first transfer by some 30 ms.
+    Callers may hold a lock, so the time matters. The first call of np.unique also imports modules,
+    which would delay the first transfer by some 30 ms.
     """
     if numbers.size == 1:
         return numbers
@@ -153,8 +160,9 @@ def sorted_distinct(numbers: Offsets) -> Offsets:
 def split_segments(
     src: KvLayout, dst: KvLayout, src_blocks: Offsets, dst_blocks: Offsets, covered: range
 ) -> Segments:
-    """Split tokens into ranges that each lie within one block at the source and one at the sink.
+    """Split a request's tokens where a KV block ends at the source or at the sink.
 
+    src, dst    layouts of source and sink
     src_blocks  the request's blocks at the source, in token order
     dst_blocks  the request's blocks at the sink, in token order
     covered     numbers of the tokens
@@ -176,7 +184,7 @@ def split_segments(
 def max_runs(
     src: KvLayout, dst: KvLayout, share: PairShare, tokens: int, most_run_bytes: int
 ) -> int:
-    """Return the maximum number of byte ranges (runs) in which a range of tokens is copied.
+    """Return the largest number of byte ranges that copying a range of tokens can need.
 
     src, dst        layouts of source and sink
     share           the heads and layers that both ranks hold
@@ -190,16 +198,16 @@ def max_runs(
 def build_runs(
     src: KvLayout, dst: KvLayout, segments: Segments, share: PairShare, most_run_bytes: int
 ) -> ByteRuns:
-    """Return the byte ranges (runs) in which ranges of tokens are copied.
+    """Return which bytes to copy from the source's to the sink's memory for some ranges of tokens.
 
     src, dst        layouts of source and sink
     segments        the ranges of tokens
     share           the heads and layers that both ranks hold
     most_run_bytes  maximum length of one byte range
 
-    Adjacent byte ranges are joined. They are in the order of the sink's memory if neither layout
-    has blocks as its outermost dimension, because then the blocks of a layer or head are
-    neighbours.
+    Adjacent byte ranges are joined. If blocks are the outermost dimension of neither layout, the
+    blocks of a layer or head are neighbours. The byte ranges are then in the order of the sink's
+    memory, so that more of them can be joined.
     """
     return _join_and_split(src, dst, _pieces(src, dst, segments, share), most_run_bytes)
 
@@ -212,9 +220,12 @@ def runs_between_blocks(
     share: PairShare,
     most_run_bytes: int,
 ) -> ByteRuns:
-    """Return the result of `build_runs` for tokens of one block at both ends, using a cache.
+    """Return which bytes to copy for tokens that lie within one block at both ends.
 
     blocks  numbers of the source's and of the sink's block
+
+    The result equals that of build_runs(). It is faster, because the offsets within the blocks are
+    cached.
     """
     cached = _runs_in_block(src, dst, share, place, most_run_bytes)
     if cached is None:

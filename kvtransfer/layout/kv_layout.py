@@ -1,7 +1,6 @@
-"""Describes how an engine's tensor-parallel ranks arrange the KV cache of a model in their memory.
+"""KvLayout: describes where a model's KV cache lies in the memory of an engine's GPUs.
 
-The main class is KvLayout. It contains no KV. transfer_plan.py derives from two layouts which bytes
-are copied where.
+It contains no KV. transfer_plan.py derives from two layouts which bytes are copied where.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class KvContent(StrEnum):
 
 
 class KvSteps(NamedTuple):
-    """The strides of a rank's memory: bytes from one layer, block, head or token to the next.
+    """How many bytes lie between one layer, block, head or token and the next, in a rank's memory.
 
     part  distance in bytes from the keys to the values
     """
@@ -191,7 +190,7 @@ class KvLayout(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> int:
-        """Return how many rows a token has per layer and head: 2 (key and value), or 1 with MLA."""
+        """Return how many vectors a token has in a layer and head: key and value, or 1 with MLA."""
         return 1 if self.mla else 2
 
     @property
@@ -220,7 +219,7 @@ class KvLayout(msgspec.Struct, frozen=True):
         return len(self.layers_of(rank // self.tp)) * self.rank_layer_bytes
 
     def layers_of(self, stage: int) -> range:
-        """Return the layers that every rank of a pipeline stage holds.
+        """Return which layers of the model the ranks of a pipeline stage have.
 
         Raises IndexError for a stage that does not exist.
         """
@@ -229,7 +228,8 @@ class KvLayout(msgspec.Struct, frozen=True):
         return range(stage * self.layers // self.pp, (stage + 1) * self.layers // self.pp)
 
     def heads_of(self, tp_rank: int) -> range:
-        """Return the heads that a tensor-parallel rank holds; they are the same in every stage.
+        """Return which heads of the model a tensor-parallel rank has; they are the same in every
+        stage.
 
         Raises IndexError for a rank that does not exist.
         """
@@ -241,7 +241,10 @@ class KvLayout(msgspec.Struct, frozen=True):
         return range(first, first + self.rank_heads)
 
     def steps(self, stage: int) -> KvSteps:
-        """Return the strides in bytes through the memory of any rank of a pipeline stage."""
+        """Return how many bytes lie between neighbouring layers, blocks, heads and tokens.
+
+        They are those of any rank of this pipeline stage.
+        """
         sizes = {
             "l": len(self.layers_of(stage)),
             "b": self.blocks,
@@ -262,10 +265,9 @@ class KvLayout(msgspec.Struct, frozen=True):
         return axes[:place] + "p" + axes[place:]
 
     def has_same_blocks(self, other: KvLayout) -> bool:
-        """Return whether one layer of a block is a single byte range with equal bytes in both
-        layouts.
+        """Return whether one layer of a block is the same contiguous bytes in both layouts.
 
-        Neighbouring layers can then be copied as one byte range.
+        It can then be copied at once, together with the neighbouring layers.
         """
         return self.order.value.startswith("bl") and all(
             getattr(self, name) == getattr(other, name)
@@ -273,10 +275,9 @@ class KvLayout(msgspec.Struct, frozen=True):
         )
 
     def fingerprint(self) -> str:
-        """Return a hash of 16 hex digits, which is equal for equal layouts and different for
-        others.
+        """Return a hash of 16 hex digits by which two processes can compare their KV layouts.
 
-        It is the same in all processes and Python versions.
+        It is equal for equal layouts, in all processes and Python versions.
         """
         return _fingerprint(self)
 
@@ -305,8 +306,9 @@ def _fingerprint(layout: KvLayout) -> str:
 
 @lru_cache(64)
 def pair_fingerprint(src: KvLayout, dst: KvLayout) -> str:
-    """Return a text that identifies the layouts of source and sink.
+    """Return a text by which two agents check that they compute a transfer from the same two
+    layouts.
 
-    Both agents compare it, to be sure that they compute the same transfer plan.
+    src, dst  layouts of the sending and the receiving engine
     """
     return f"{src.fingerprint()}-{dst.fingerprint()}"

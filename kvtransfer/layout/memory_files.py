@@ -1,8 +1,8 @@
-"""KV memory in memory files (memfd), which other agents on the same host can map.
+"""KV memory that other agents on the same host can map, because it is in a memory file (memfd).
 
-A file contains the blocks and, from the next memory page on, one counter per block. The counter
-(generation) is incremented when the block changes owner. An agent that maps the file sees changes
-of both.
+A file contains the blocks. From the next memory page on, it has one counter per block, the block's
+generation, which is raised when the block is released for reuse. An agent that maps the file sees
+changes of both.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _PAGE = 4096
 
 
 class MemoryFileRegion(Region):
-    """KV memory of one rank in a sealed memory file.
+    """KV memory of one rank in a memory file, which other agents can map but cannot change.
 
-    The seals fix the file's size, and allow no other mapping or descriptor to write to it.
+    Seals of the file fix its size, and allow no other mapping or descriptor to write to it.
     """
 
     __slots__ = ()

@@ -1,10 +1,11 @@
-"""Regions: the memory of a rank's KV blocks, with a counter per block called its generation.
+"""The memory of a rank's KV blocks, with a counter per block that shows whether it was reused.
 
-A block's generation is incremented when the block changes owner. Readers compare it before and
-after a read, to detect that the block was reused meanwhile.
+A transfer reads blocks that the engine may take back at any time. So each block has a generation, a
+counter that is raised when the block is released for reuse. A reader compares it before and after
+it reads the block; if it has changed, the bytes are useless.
 
-memory_files.py has regions that other agents can map. The engine's allocator decides who owns a
-block. source.py and sink.py in kvtransfer/transfer decide when it may change owner.
+memory_files.py has regions that other agents can map. The engine's allocator decides which request
+gets a block. source.py and sink.py in kvtransfer/transfer decide when a block is released.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ Blocks = Sequence[int] | NDArray[np.int64]
 
 
 def local_rank(rank: int, has_all: bool) -> int:
-    """Return the index of a rank's region in its agent.
+    """Return the index of a rank's memory in the agent that serves this rank.
 
-    An agent has the regions of all ranks, or only that of one rank, with index 0.
+    has_all  whether the agent has the memory of all ranks; False: only of one rank, at index 0
     """
     return rank if has_all else 0
 
@@ -30,9 +31,10 @@ class RegionError(Exception):
 
 
 class GenerationCheck:
-    """Checks whether blocks still have the generations (owner counters) that a reader expects.
+    """Checks whether blocks that are being sent were released for reuse in the meantime.
 
-    Calling the object returns the answer. Native code can also read the arrays itself.
+    Each block has a generation, a counter that is raised when the block is released. Calling this
+    object returns whether all are unchanged. Native code can also read the arrays itself.
 
     region      the memory of the blocks
     blocks      int64 array (n,): block numbers
@@ -61,10 +63,12 @@ class GenerationCheck:
 
 
 class Region:
-    """The memory of one rank's KV blocks, and the blocks' generations (owner counters).
+    """The memory of one rank's KV blocks, with a counter per block that shows whether it was
+    reused.
 
     bytes        uint8 array (blocks * block_bytes,); the layout decides where a block lies in it
-    generations  uint32 array (blocks,): incremented when a block changes owner; wraps around
+    generations  uint32 array (blocks,): the counters, raised when a block is released for reuse;
+                 they wrap around
     address      address of the first byte, for system calls and memory registration
     fd           descriptor of the memory file that other agents on this host can map; None without
                  a file
@@ -91,8 +95,8 @@ class Region:
     def over(
         cls, buffer: bytearray | memoryview | NDArray[np.uint8], block_bytes: int, *, name: str
     ) -> Region:
-        """Return a region over memory that the engine owns. Other agents on this host cannot map
-        it.
+        """Return a region over memory that the engine owns, which other agents on this host cannot
+        map.
 
         Raises RegionError unless `buffer` is contiguous, writable and a multiple of `block_bytes`.
         """
@@ -109,25 +113,28 @@ class Region:
         return self.generations.size
 
     def bump(self, blocks: Blocks) -> None:
-        """Increment the generations (owner counters) of these blocks, because they change owner.
+        """Raise the generations (reuse counters) of these blocks, because they are released for
+        reuse.
 
-        A block that is listed twice is incremented once.
+        A reader of a block compares this counter, and so notices that the block may have other
+        content. A block that is listed twice is counted once.
         """
         # numpy adds to a copy and writes it back, so duplicates count once.
         self.generations[np.asarray(blocks, np.int64)] += np.uint32(1)
 
     def generations_of(self, blocks: Blocks) -> NDArray[np.uint32]:
-        """Return a copy of the generations (owner counters) of these blocks, in the same order."""
+        """Return a copy of the generations (reuse counters) of these blocks, in the same order."""
         return self.generations[np.asarray(blocks, np.int64)]
 
     def are_current(self, blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bool:
-        """Return whether every block still has the given generation, and so has not changed its
-        owner.
+        """Return whether none of these blocks was released for reuse since its generation was read.
+
+        generations  the blocks' generations (reuse counters) as they were then
         """
         return self.generations[blocks].tobytes() == generations.tobytes()
 
     def close(self) -> None:
-        """Drop this region's references to its memory. The method may be called twice."""
+        """Drop this object's references to the KV memory. The method may be called twice."""
         self.bytes = np.empty(0, np.uint8)
         self.generations = np.empty(0, np.uint32)
         self.address = 0

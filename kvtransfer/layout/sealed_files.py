@@ -11,9 +11,10 @@ SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTU
 
 
 def create_sealed_file(name: str, size: int, *, populate: bool = False) -> tuple[int, mmap.mmap]:
-    """Create a zeroed memory file of `size` bytes, and return its descriptor and its mapping.
+    """Create a zeroed memory file of `size` bytes to which only this process can write.
 
-    Only this mapping can write to the file. With `populate`, all pages are mapped now.
+    Returns its descriptor and its mapping. Only this mapping can write to the file. With
+    `populate`, all pages are mapped now, which saves page faults later.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

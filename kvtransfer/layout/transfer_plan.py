@@ -1,8 +1,9 @@
-"""Plans a KV transfer between two layouts: pairs of ranks, their layers and heads, and windows.
+"""Plans which bytes of KV to copy between two engines whose caches have different layouts.
 
-Source (sender) and sink (receiver) compute the same TransferPlan from the same numbers. So no
-addresses are sent: a window, which is one piece of a transfer, names its byte ranges by their index
-in the plan.
+A plan lists byte ranges by group of layers and by pair of ranks (GPUs). They are sent in windows, a
+window being some byte ranges of one pair. The sending and the receiving agent compute the same plan
+from the same numbers. So no memory addresses are sent: a window names its byte ranges by their
+numbers in the plan.
 
 If the byte ranges of a plan or their order change, agent_messages.VERSION must be raised. A test
 compares today's plans. This module does not copy bytes.
@@ -50,12 +51,12 @@ class LayoutMismatch(Exception):
 
 
 class PlannedWindow(NamedTuple):
-    """A window: a part of a transfer plan that is sent as one piece.
+    """A window: some byte ranges of a transfer plan that are sent, received and verified as a unit.
 
-    All of its byte ranges are between two ranks, in one group of layers.
+    All of them are between the same two ranks, in one group of layers.
 
     pair     number of the pair of ranks
-    first    number of the first byte range (run) in the plan
+    first    number of the first byte range in the plan
     n_runs   number of byte ranges
     n_bytes  sum of their lengths
     """
@@ -132,13 +133,13 @@ class _Outline(NamedTuple):
 
 
 class TransferPlan:
-    """All byte ranges (runs) that one KV transfer copies, by layer group and pair of ranks.
+    """Which bytes one KV transfer copies, by group of layers and pair of ranks.
 
-    A plan is created by `plan_transfer`, and may be used by several threads. Byte ranges are
-    computed when they are first needed.
+    plan_transfer() creates a plan. Several threads may use it. Byte ranges are computed when they
+    are first needed.
 
-    groups  number of layer groups. A group is some consecutive layers of the transfer's tokens,
-            which are sent together. If this would need too many byte ranges, the tokens are divided
+    groups  number of layer groups, which are sent one after the other. A group is some consecutive
+            layers of all tokens. If this would need too many byte ranges, the tokens are divided
             into chunks; each chunk then has its own groups
     tokens  number of tokens to copy, including unused places at the end of the last block
     """
@@ -158,38 +159,39 @@ class TransferPlan:
         self._cached_runs: dict[tuple[int, int], ByteRuns] = {}
 
     def layers(self, group: int) -> range:
-        """Return the layers of the model that belong to a layer group, which is sent together.
+        """Return which layers of the model are sent together as this group.
 
         Raises IndexError if there is no such group.
         """
         return self._division.bands[self._band(group)]
 
     def ready_groups(self, layers: int) -> int:
-        """Return how many layer groups may be sent while the prefill is still running.
+        """Return how many groups of layers may be sent after the prefill has computed `layers`
+        layers.
 
-        A layer group is the unit in which KV is sent; its layers must all be computed.
-
-        layers  number of layers that have been computed, from the first one on
+        KV is sent by groups of layers, and all layers of a group must be computed before. The first
+        `layers` layers count.
         """
         if layers >= self.src.layers:
             return self.groups
         return max(layers, 0) // self.group_layers * len(self._chunk_tokens)
 
     def complete_layers(self, groups: int) -> int:
-        """Return how many layers are complete once the first `groups` layer groups have arrived."""
+        """Return how many layers are complete when `groups` groups of layers have arrived."""
         return min(groups // len(self._chunk_tokens) * self.group_layers, self.src.layers)
 
     def pairs(self, group: int) -> tuple[RankPair, ...]:
-        """Return the pairs of ranks that exchange bytes of a layer group, sorted.
+        """Return the pairs of ranks (sending, receiving) that exchange bytes of a group of layers,
+        sorted.
 
-        The pair number of a window is an index into this list.
+        The header of a window has a pair number, which is an index into this list.
         """
         return self._division.pairs[self._band(group)]
 
     def runs(self, group: int, pair: int) -> ByteRuns:
-        """Return the byte ranges (runs) that a pair of ranks copies in a layer group.
+        """Return which bytes a pair of ranks copies in a group of layers.
 
-        pair  index of the pair in the list of the group's pairs
+        pair  index of the pair in the list that pairs() returns
 
         Raises IndexError for a pair that does not exist.
         """
@@ -214,13 +216,14 @@ class TransferPlan:
         return build_runs(self.src, self.dst, chunk, share, run_bytes)
 
     def group_bytes(self, group: int) -> int:
-        """Return the bytes that a transfer copies for one layer group, over all pairs of ranks."""
+        """Return how many bytes are copied for one group of layers, by all ranks together."""
         tokens = self._chunk_tokens[group % len(self._chunk_tokens)]
         return self._division.token_bytes[self._band(group)] * tokens
 
     def bytes_by_group(self) -> list[int]:
-        """Return the bytes of each layer group, in order. There can be tens of thousands of
-        groups.
+        """Return how many bytes each group of layers has, in order.
+
+        There can be tens of thousands of groups.
         """
         if self.groups == 1:
             return [self.n_bytes]
@@ -233,10 +236,11 @@ class TransferPlan:
         return sum(self._division.token_bytes) * sum(self._chunk_tokens)
 
     def windows(self, group: int, window_bytes: int) -> Iterator[PlannedWindow]:
-        """Yield the windows (pieces) in which a layer group is sent, of at most `window_bytes`
-        bytes.
+        """Yield the windows in which a group of layers is sent, of at most `window_bytes` bytes
+        each.
 
-        Source and sink compute the same windows. A byte range that is longer is a window by itself.
+        A window is some byte ranges that are sent as a unit. A byte range that is longer is a
+        window by itself. Source and sink compute the same windows.
         """
         for pair in range(len(self._division.shares[self._band(group)])):
             runs = self.runs(group, pair)
@@ -343,15 +347,23 @@ def _check_range(src: KvLayout, dst: KvLayout, skip_tokens: int, tokens: int) ->
 
 
 def source_ranks(src: KvLayout, dst: KvLayout, dst_rank: int) -> list[int]:
-    """Return the source ranks from which the sink's rank `dst_rank` fetches KV.
+    """Return from which ranks of the sending engine the rank `dst_rank` of the receiving engine
+    fetches.
 
-    This is for engines whose ranks fetch separately.
+    It is used if each rank has a transfer agent of its own.
+
+    src, dst  layouts of the two engines
     """
     return sorted({pair.src_rank for pair in _rank_pairs(src, dst) if pair.dst_rank == dst_rank})
 
 
 def sink_ranks(src: KvLayout, dst: KvLayout, src_rank: int | None) -> list[int]:
-    """Return the sink's ranks that fetch KV from the source's rank `src_rank`; None: from any."""
+    """Return which ranks of the receiving engine fetch KV from the sending engine's rank
+    `src_rank`.
+
+    src, dst  layouts of the two engines
+    src_rank  None: the ranks that fetch from any rank
+    """
     return sorted(
         {pair.dst_rank for pair in _rank_pairs(src, dst) if src_rank in (None, pair.src_rank)}
     )
@@ -369,9 +381,11 @@ def _rank_pairs(src: KvLayout, dst: KvLayout) -> list[RankPair]:
 
 
 def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYTES) -> int:
-    """Return how many layers to send together, so that the connection is kept busy.
+    """Return the smallest number of layers that together have `group_bytes` bytes of KV.
 
-    It is the smallest number of layers whose KV of `tokens` tokens has `group_bytes` bytes.
+    Layers are sent in groups of this size, so that the connection is kept busy.
+
+    tokens  number of tokens whose KV is sent
     """
     layer_bytes = tokens * layout.bytes_per_token // layout.layers
     return min(layout.layers, max(1, -(-group_bytes // max(1, layer_bytes))))
@@ -379,9 +393,11 @@ def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYT
 
 @lru_cache(64)
 def max_pairs(src: KvLayout, dst: KvLayout, group_layers: int) -> int:
-    """Return the maximum number of rank pairs that must be examined for a transfer plan.
+    """Return how many pairs of ranks the computation of a transfer plan may have to consider.
 
     The time to compute a plan grows with this number, whatever the number of blocks.
+
+    src, dst  layouts of source and sink
     """
     bands = -(-src.layers // group_layers)
     # Each layer at which a group or a stage begins adds one division.

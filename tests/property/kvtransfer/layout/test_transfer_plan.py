@@ -1,7 +1,8 @@
-"""Property tests of copying KV between different layouts, with a model in which no number repeats.
+"""Property tests of plans that copy KV between different memory layouts.
 
-After the planned byte ranges are copied, each receiving rank must have exactly the right numbers in
-the right places. Nothing else may have changed.
+In the test's model, every number of the KV is different. After the planned byte ranges are copied,
+each receiving rank must have exactly the right numbers in the right places. Nothing else may have
+changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that the pieces of a block are exactly where the layout's strides place them."""
+"""Tests that the memory pieces of a KV block are where the strides of the layout place them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of KV memory: memory files, their seals, and the owner counters of blocks."""
+"""Tests of KV memory: files that other agents can only read, and the reuse counters of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of plans for copying KV between layouts, by example: number of byte ranges, refusals.
+"""Tests by example of plans that copy KV between memory layouts: number of byte ranges, refusals.
 
 A property test checks every byte.
 """
