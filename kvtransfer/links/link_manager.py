@@ -1,9 +1,8 @@
-"""Manages an agent's connections to other agents (links), from opening and proof of identity to
-loss.
+"""Opens, checks and closes an agent's connections to other agents, which are called links.
 
-LinkManager can also replace a link by one over a better transport, and add parallel connections
-(lanes) to it. Blocking work runs on other threads. source.py and sink.py in kvtransfer/transfer
-handle the events of transfers.
+Both agents of a new link must prove that they have the fleet's key. LinkManager can also replace a
+link by one over a better transport, and add parallel connections (lanes) to it. Blocking work runs
+on other threads. source.py and sink.py in kvtransfer/transfer handle the events of transfers.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ log = logging.getLogger("penstock")
 class LinkManager:
     """Opens and closes an agent's connections to other agents (links).
 
-    books    the logic of the agent's transfers, and its counters
+    state    the logic of the agent's transfers for both directions, and its counters
     lock     the agent's lock
     execute  function that executes the commands which follow from received messages
     """
@@ -119,7 +118,7 @@ class LinkManager:
     def dial(self, address: str) -> None:
         """Open a connection to the agent at `address`, on another thread.
 
-        Afterwards the sink's logic gets `on_linked` or `on_link_failed`.
+        When that is done, the agent's TransferSink gets a call of `on_linked` or `on_link_failed`.
         """
         self._start_dial(DialRequest(next(iter(self._transports.values())), address, address))
 
@@ -188,9 +187,9 @@ class LinkManager:
             self._unproven.remove(peer_link.link)
 
     def drop_link(self, link: Link, reason: EndReason, detail: str) -> None:
-        """Close the connection to another agent, and end every transfer on it.
+        """Close the connection to another agent, and end all KV transfers on it, for this reason.
 
-        A transfer ends only when the other agent cannot write to its blocks any more.
+        A fetch of KV ends only when the other agent cannot write to its blocks any more.
         """
         with self._lock:
             peer_link = self._peer_links.pop(link, None)
@@ -329,7 +328,7 @@ class LinkManager:
         parent = None if peer_link.dial_request is None else peer_link.dial_request.parent
         if parent is None or parent.link in self._peer_links:
             return None
-        return EndReason.LINK_LOST, "the connection from which this address came has ended"
+        return EndReason.LINK_LOST, "the connection over which this address was sent has ended"
 
     # ---- lanes
 
@@ -365,7 +364,7 @@ class LinkManager:
             or not isinstance(first.link, MultiLaneLink)
             or first.link.transport != peer_link.link.transport
         ):
-            return EndReason.LINK_LOST, "a lane of an unknown link"
+            return EndReason.LINK_LOST, "the link of this lane (parallel connection) is not open"
         return (EndReason.PROTOCOL, "too many lanes") if len(first.lanes) >= MAX_LANES - 1 else None
 
     def _add_lane(self, first: PeerLink, peer_link: PeerLink) -> None:
@@ -557,7 +556,9 @@ class LinkManager:
                     limit_s = (
                         self.options.silence_s if peer_link.is_proven else self.options.handshake_s
                     )
-                    self.drop_link(peer_link.link, EndReason.SILENT, f"silent for {limit_s} s")
+                    self.drop_link(
+                        peer_link.link, EndReason.SILENT, f"the agent was silent for {limit_s} s"
+                    )
                 elif peer_link.is_proven and send_beat:
                     peer_link.send(Beat())
         finally:

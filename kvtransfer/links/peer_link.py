@@ -1,6 +1,7 @@
-"""One connection to another agent (link): its peer, whether it fits, messages and last activity.
+"""What an agent knows about one of its connections (links): the other agent, and when it last sent.
 
-The main class is PeerLink. link_manager.py handles the messages; transports/ implements links.
+The main class is PeerLink. This module also checks whether two agents fit each other.
+link_manager.py handles the messages; transports/ implements links.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class DialRequest(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def parent(self) -> PeerLink | None:
-        """Return the link over which this agent learned the address `where`.
+        """Return the existing link over which the other agent sent the address `where`.
 
         Returns None if the engine gave the address.
         """
@@ -95,7 +96,7 @@ class PeerLink:
         return self.link.peer if self.dial_request is None else self.dial_request.address
 
     def has_same_peer(self, other: PeerLink) -> bool:
-        """Return whether both links lead to the same run of the same agent."""
+        """Return whether both links lead to the same agent, which was not restarted in between."""
         ours, theirs = self.session.peer, other.session.peer
         return (
             ours is not None
@@ -139,7 +140,7 @@ def incompatibility(
     version  protocol version of the other agent
     """
     if version != VERSION:
-        return EndReason.VERSION, f"version {VERSION} here, {version} there"
+        return EndReason.VERSION, f"the protocol version is {VERSION} here, {version} there"
     if mine.family != theirs.family:
         return EndReason.LAYOUT, f"family differs: {mine.family} here, {theirs.family} there"
     mismatch = mine.layout.mismatch(theirs.layout)
@@ -147,7 +148,8 @@ def incompatibility(
 
 
 def wrong_peer_error(peer_link: PeerLink) -> tuple[EndReason, str] | None:
-    """Return an error message if a link reached another agent than expected, else None.
+    """Return an error if a new connection (link) has reached another agent than expected, else
+    None.
 
     An address that was reported by another host can mean a different agent on this host. The link
     over which the address was learned names the expected agent.
@@ -155,4 +157,4 @@ def wrong_peer_error(peer_link: PeerLink) -> tuple[EndReason, str] | None:
     parent = None if peer_link.dial_request is None else peer_link.dial_request.parent
     if parent is None or parent.has_same_peer(peer_link):
         return None
-    return EndReason.UNREACHABLE, f"{peer_link.peer} answers there instead of {parent.peer}"
+    return EndReason.UNREACHABLE, f"the agent {peer_link.peer} answers instead of {parent.peer}"

@@ -13,10 +13,12 @@ from kvtransfer.util.network_addresses import client_address
 
 
 class UnprovenLinks:
-    """A limited set of connections whose peer has not proven its identity. A new one always fits.
+    """The connections whose clients have not yet proven that they have the key; their number is
+    limited.
 
-    If its address already has `per_address` connections, the oldest of them is dropped. Otherwise,
-    if there are `most` connections, the oldest one of the address with the most is dropped.
+    A new one always fits, because an old one is dropped for it. If its address already has
+    `per_address` connections, that is the oldest of them. Otherwise, if there are `most`
+    connections, it is the oldest one of the address with the most.
     """
 
     def __init__(self, most: int, per_address: int) -> None:

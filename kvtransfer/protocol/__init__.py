@@ -1,1 +1,1 @@
-"""The protocol between two agents: frames, messages, tickets, sessions and leases. No I/O."""
+"""What two agents send to each other: formats of messages, identities and permissions. No I/O."""

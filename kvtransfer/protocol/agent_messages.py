@@ -42,7 +42,7 @@ class ProtocolError(Exception):
 
 
 class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The identity of an agent (its card), as sent to other agents.
+    """What an agent tells other agents about itself at the beginning of a connection.
 
     agent      name of the agent
     epoch      16 random bytes, drawn at every start
@@ -70,9 +70,11 @@ class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class LinkHello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
-    """The first message on a connection between two agents, from the sink (receiver of KV).
+    """The first message on a connection between two agents, sent by the one that opened it.
 
-    budget_bytes  bytes that the source may have in flight on the connection, with its parallel
+    That agent is the sink, the receiver of KV.
+
+    budget_bytes  bytes that the other agent may have in flight on the connection, with its parallel
                   connections (lanes)
 
     The format never changes, so that agents can detect another protocol version and report it.
@@ -85,9 +87,9 @@ class LinkHello(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unkn
 
 
 class Lane(msgspec.Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True):
-    """The sink's first message on an additional parallel connection (lane).
+    """The first message on a connection that carries KV in parallel with an existing one (a lane).
 
-    lane_of  the nonce in the LinkHello of the connection to which the lane is added
+    lane_of  the nonce in the LinkHello of the existing connection
     """
 
     version: Id
@@ -97,7 +99,7 @@ class Lane(msgspec.Struct, frozen=True, array_like=True, tag=11, forbid_unknown_
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """The source's answer to the sink's first message on a connection, LinkHello or Lane."""
+    """The answer to the first message on a connection, from the agent that accepted it."""
 
     version: Id
     nonce: Nonce
@@ -105,7 +107,10 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknow
 
 
 class LinkReady(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """The sink's last message of a handshake. Its signature proves the sink's identity."""
+    """The last message of a handshake, from the agent that opened the connection (the sink).
+
+    Its signature proves that agent's identity.
+    """
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
@@ -117,7 +122,11 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_f
 
 
 class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
-    """The sink's invitation to the source to write the KV of the offer `name` into its blocks.
+    """The message with which an agent asks another one to send KV: it may now write into some
+    blocks.
+
+    The agent that sends it is the sink, which receives the KV. The other one is the source, which
+    offers or will offer KV under the name `name`.
 
     skip_tokens   number of tokens at the start that are not needed
     wait_s        seconds that the invitation may wait for the offer to be made
@@ -141,9 +150,11 @@ class Invite(msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
-    """The source's message that a KV transfer begins. Both agents can now compute its plan.
+    """The message with which an agent agrees to send KV, in answer to Invite.
 
-    layouts  identifier of the two layouts with which the source computes the plan
+    Both agents can now compute which bytes are copied where.
+
+    layouts  identifier of the two layouts with which the source computes this
     """
 
     transfer: Id
@@ -154,7 +165,10 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=6, forbid_unknown
 
 
 class StopTransfer(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
-    """A message of either agent that a KV transfer failed, or that an invitation is refused."""
+    """The message that a KV transfer failed, or that an invitation to send KV is refused.
+
+    Either agent may send it.
+    """
 
     transfer: Id
     reason: EndReason
@@ -162,9 +176,9 @@ class StopTransfer(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_u
 
 
 class Landed(msgspec.Struct, frozen=True, array_like=True, tag=8, forbid_unknown_fields=True):
-    """The sink's message that all bytes of a transfer have arrived and are verified.
+    """The message that all KV of a transfer has arrived and is verified, from the receiving agent.
 
-    The source then ends its lease.
+    The sending agent may then free the blocks.
     """
 
     transfer: Id
@@ -172,14 +186,14 @@ class Landed(msgspec.Struct, frozen=True, array_like=True, tag=8, forbid_unknown
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=9, forbid_unknown_fields=True):
-    """The sink's message that it has received `n_bytes` bytes of KV. As many more may be sent."""
+    """The message that `n_bytes` bytes of KV have arrived, so that as many more may be sent."""
 
     transfer: Id
     n_bytes: Bytes
 
 
 class Unwanted(msgspec.Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
-    """The sink's message that it will not fetch the offer `name`.
+    """The message that an agent will not fetch the KV offered as `name`, because it gave up.
 
     It is ignored from an agent that may not fetch the offer.
     """
@@ -247,8 +261,9 @@ def check_texts(name: str, ticket: str | None = None) -> None:
 
 
 def check_seconds(what: str, seconds: float) -> None:
-    """Raise ValueError if a time is negative, infinite or NaN, because its blocks would stay in
-    use.
+    """Raise ValueError for a time limit that is negative, infinite or NaN.
+
+    The blocks of such a transfer would stay in use.
 
     what  name of the time in the error message
     """
@@ -259,7 +274,7 @@ def check_seconds(what: str, seconds: float) -> None:
 
 
 def make_stop(transfer: int, reason: EndReason, detail: str) -> StopTransfer:
-    """Return the message that a transfer has ended for `reason`.
+    """Return the message that ends a KV transfer with an agent, for `reason`.
 
     `detail` is truncated to 256 characters, the most that the message can carry.
     """

@@ -1,17 +1,16 @@
-"""Frames, the units of bytes on a connection between two agents: with a checksum and limited
-length.
+"""Frames, the units of bytes on a connection between two agents: how they are encoded and checked.
 
     magic "KVF2" | xxh3-64 of everything behind it, header included
     kind u8 | proof u8 | 0 u16 | header bytes u32 | payload bytes u64
     header
     payload, and after it (only for a window) a trailer: verdict u8 | 0 | 16 bytes of proof
 
-Numbers are little-endian. A control message is a header without a payload. A window is a piece of
-KV: its header names the byte ranges of the transfer plan that follow. Its trailer says whether the
+Numbers are little-endian. A control message is a header without a payload. A window is a part of
+the KV of a transfer: its header names the byte ranges that follow. Its trailer says whether the
 source's blocks changed while they were read.
 
-A checksum finds damaged bytes, not forged ones. transports/stream/inbound.py decides where payloads
-are written. This module does no I/O.
+A checksum finds damaged bytes, not forged ones. Lengths are limited. transports/stream/inbound.py
+decides where payloads are written. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ class FrameKind(IntEnum):
     """The kinds of frames between two agents.
 
     MESSAGE  a control message
-    WINDOW   a window (piece of KV), whose bytes follow
+    WINDOW   a window: some bytes of KV, which follow
     REGIONS  the source's memory files; their descriptors come with the frame (transports/shm.py)
-    SHARED   a window that the sink copies from these files itself
+    SHARED   a window whose bytes the sink itself copies from these files
     TAKEN    the sink's report that it has copied such a window
     SPREAD   from now on, windows of this transfer may use any parallel connection (lane)
     """
@@ -64,9 +63,9 @@ class FrameKind(IntEnum):
 
 
 class PayloadProof(IntEnum):
-    """How a frame's trailer proves that the payload is intact: not at all, by checksum or by tag.
+    """How a frame proves that its payload arrived intact: not at all, by a checksum or by a tag.
 
-    A tag authenticates encrypted bytes.
+    A tag also authenticates encrypted bytes. Both follow the payload, in the frame's trailer.
     """
 
     NONE = 0
@@ -112,7 +111,11 @@ def encode_frame(
 
 
 def encode_window_frame(head: WindowHead, payload_bytes: int, proof: PayloadProof) -> bytes:
-    """Encode the start of a frame for a window (piece of KV). The caller sends its bytes after it.
+    """Encode the start of a frame that carries KV; the caller sends the KV bytes after it.
+
+    head           header of the window: which bytes of the transfer follow
+    payload_bytes  how many bytes follow
+    proof          how the trailer after them proves that they are intact
 
     Raises FrameError if a number is out of range.
     """
@@ -149,13 +152,16 @@ def decode_header(data: memoryview, limits: FrameLimits) -> FrameHeader:
 
 
 def verify_header(data: memoryview, announced: FrameHeader) -> None:
-    """Raise FrameError unless a frame's preamble and header match their checksum."""
+    """Raise FrameError if the start of a frame was damaged on the way, as its checksum shows."""
     if xxhash.xxh3_64_intdigest(data[_CHECKED.size :]) != announced.checksum:
         raise FrameError("a frame was damaged on the way: its checksum is wrong")
 
 
 def pack_head(head: WindowHead) -> bytes:
-    """Encode the header of a window (piece of KV). Raises FrameError for out-of-range numbers."""
+    """Encode which bytes of a transfer a frame carries, as the frame's header.
+
+    Raises FrameError for out-of-range numbers.
+    """
     try:
         return _HEAD.pack(
             head.transfer, head.group, head.pair, head.first, head.count, head.n_bytes
@@ -167,7 +173,10 @@ def pack_head(head: WindowHead) -> bytes:
 
 
 def unpack_head(header: bytes | memoryview) -> WindowHead:
-    """Decode the header of a window (piece of KV). Raises FrameError if there are too few bytes."""
+    """Decode from a frame's header which bytes of a transfer follow.
+
+    Raises FrameError if there are too few bytes.
+    """
     if len(header) < _HEAD.size:
         raise FrameError(
             f"the header of a received window (piece of KV) is too short: {len(header)} bytes"
@@ -176,16 +185,21 @@ def unpack_head(header: bytes | memoryview) -> WindowHead:
 
 
 def encode_trailer(verdict: WindowVerdict, proof: bytes | int = 0) -> bytes:
-    """Encode the trailer of a window (piece of KV).
+    """Encode the end of a frame that carries KV, sent after the KV bytes.
 
-    proof  xxh3-64 digest or GCM tag of the window's bytes
+    verdict  whether the sender's blocks stayed unchanged while they were read
+    proof    xxh3-64 digest or GCM tag of the KV bytes
     """
     data = proof.to_bytes(PROOF_BYTES, "little") if isinstance(proof, int) else proof
     return _TRAILER.pack(_VERDICTS.index(verdict), data)
 
 
 def decode_trailer(data: memoryview) -> tuple[WindowVerdict, bytes]:
-    """Return the source's verdict and the proof in a trailer. Raises FrameError if invalid."""
+    """Decode the end of a frame that carries KV; see encode_trailer().
+
+    Returns whether the sender's blocks stayed unchanged, and the digest or tag of the bytes. Raises
+    FrameError if the trailer is invalid.
+    """
     verdict, proof = _TRAILER.unpack_from(data)
     if verdict >= len(_VERDICTS):
         raise FrameError(

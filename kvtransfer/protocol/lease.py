@@ -1,4 +1,4 @@
-"""The lease on computed KV: the promise to keep its blocks until it is fetched or time is up.
+"""The lease of offered KV: the promise to keep its blocks until it is fetched or time is up.
 
     OFFERED -> CLAIMED -> MOVING -> LANDED -> RELEASED        the normal course
     EXPIRED     the deadline passed in any state before RELEASED
@@ -32,7 +32,8 @@ class LeaseState(StrEnum):
 
 
 class LeaseEvent(StrEnum):
-    """The events that change the state of a lease on KV.
+    """The events that change the state of a lease, the promise to keep offered KV for a decode
+    engine.
 
     claim    the decode engine announces that it will fetch the KV
     start    the first bytes are sent
@@ -82,7 +83,7 @@ _TIMELESS = frozenset({LeaseEvent.EXPIRE, LeaseEvent.REVOKE, LeaseEvent.RELEASE}
 
 
 class LeaseError(Exception):
-    """Raised for an event that the state of a lease does not allow.
+    """Raised for an event that is not possible in the present state of a lease on KV.
 
     Also raised for an event after the deadline, and for an `expire` event before the deadline.
     """
@@ -102,13 +103,14 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None = None) -> Lease:
-    """Return the lease on KV after `event` at the time `now`.
+    """Return a lease (promise to keep offered KV) in the state that follows from `event`.
 
-    `deadline` is the new deadline for the event RENEW.
+    now       time of the event
+    deadline  the new deadline, for the event RENEW
 
     Raises LeaseError if the event is not allowed in the lease's state. After the deadline most
     events are refused, even if no timer has fired yet. Otherwise a slow reader could read blocks
-    that already have a new owner.
+    that already have new content.
     """
     after = TRANSITIONS.get((lease.state, event))
     if after is None:
@@ -135,7 +137,7 @@ def advance(lease: Lease, event: LeaseEvent, now: float, deadline: float | None 
 
 
 def end_lease(lease: Lease, reason: EndReason, now: float) -> Lease:
-    """Return the lease in the final state that follows from the reason why its transfer ended.
+    """Return a lease in its final state, which follows from the reason why the KV transfer ended.
 
     After LANDED it is RELEASED, or EXPIRED if the deadline had passed. After LEASE_EXPIRED it is
     EXPIRED, after any other reason REVOKED.

@@ -1,7 +1,7 @@
-"""HMAC-SHA256 of many messages under one key, without giving up the interpreter lock.
+"""Signs messages with HMAC-SHA256 without giving up Python's interpreter lock.
 
 hmac.digest gives the lock up even for a few bytes. A thread that computes in Python may then take
-it, while the message waits.
+it, and the message waits until that thread gives it back.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The ways in which an offer or a fetch of KV can end, and the closed list of reasons.
+"""How an offer or a fetch of KV can end, and the closed list of reasons.
 
-Both agents and the metrics use the same names. source.py and sink.py decide the reason.
+Both agents and the metrics use these names. source.py and sink.py decide the reason.
 """
 
 from __future__ import annotations

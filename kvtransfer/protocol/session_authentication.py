@@ -1,4 +1,4 @@
-"""The session of a connection between two agents: both prove that they have the key, then sign.
+"""How two agents prove to each other that they have the fleet's key, and then sign their messages.
 
     sink                       source
     Hello(nonce, card)   ->                              (or Lane) the only unsigned message
@@ -37,10 +37,11 @@ _RANDOM_BYTES = 8  # random part of a greeting; the other 8 bytes are its tag
 
 
 def greeting_nonce(key: bytes, random: bytes) -> bytes:
-    """Return a nonce that shows knowledge of the key: 8 random bytes and their HMAC tag.
+    """Return a nonce for the first message of a connection, which shows knowledge of the fleet's
+    key.
 
-    It can be replayed, so it does not prove an identity. It only decides which new connections are
-    served first.
+    It has 8 random bytes and their HMAC tag. It can be replayed, so it does not prove an identity.
+    It only decides which new connections are served first.
     """
     random = random[:_RANDOM_BYTES]
     return (
@@ -49,7 +50,10 @@ def greeting_nonce(key: bytes, random: bytes) -> bytes:
 
 
 def shows_key(key: bytes, nonce: bytes) -> bool:
-    """Return whether a nonce was made by greeting_nonce() with this key, now or earlier."""
+    """Return whether the sender of a connection's first message seems to have the fleet's key.
+
+    That is so if `nonce` is a result of greeting_nonce() with this key, now or earlier.
+    """
     return hmac.compare_digest(greeting_nonce(key, nonce), nonce)
 
 
@@ -61,13 +65,14 @@ class SealError(Exception):
 
 
 class LinkSession:
-    """One agent's end of a session: the handshake, the keys and the counters of messages.
+    """One agent's side of a connection's handshake and signatures: its state, keys and message
+    counters.
 
-    peer      the other agent's card (identity); None until it is proven
+    peer      the identity of the other agent; None until it is proven
     version   protocol version that the other agent uses
     greeting  the nonce of the first message, which identifies the connection at both ends
-    lane_of   for a parallel connection (lane): the `greeting` of the connection that it extends;
-              otherwise empty
+    lane_of   for a connection that carries KV in parallel with an earlier one (a lane): the
+              `greeting` of the earlier one; otherwise empty
     """
 
     def __init__(
@@ -104,9 +109,9 @@ class LinkSession:
         return self._hello
 
     def handle(self, data: bytes) -> tuple[Message | None, bytes | None]:
-        """Handle the next message from the other agent.
+        """Verify and decode the next message from the other agent.
 
-        Returns the decoded message (None during the handshake), and bytes to send back, or None.
+        Returns the message (None during the handshake), and the bytes to send back (None: nothing).
 
         Raises ProtocolError or SealError; the connection must then be closed.
         """

@@ -8,10 +8,10 @@ from kvtransfer.protocol.ticket import Ticket, TicketRefusal, TicketRefused
 
 
 class SpentTickets:
-    """The tickets that were used, each remembered until it expires. Not thread-safe.
+    """The tickets (permissions to fetch KV) that were used, each remembered until it expires.
 
     Each rank of the fetching engine uses a ticket separately. The number of remembered tickets is
-    limited; beyond that, further tickets are refused.
+    limited; beyond that, further tickets are refused. Not thread-safe.
     """
 
     def __init__(self, most: int = 1 << 18) -> None:
@@ -23,9 +23,11 @@ class SpentTickets:
         return len(self._nonces)
 
     def check_unspent(self, ticket: Ticket, now: float, rank: int = -1) -> None:
-        """Raise TicketRefused if this rank has used the ticket, or if too many are remembered.
+        """Raise TicketRefused if this rank has already used the ticket (permission to fetch KV).
 
-        rank   the rank that fetches; -1: the agent serves all ranks of its engine
+        Also raised if too many used tickets are remembered.
+
+        rank  the rank that fetches; -1: the agent serves all ranks of its engine
         """
         while self._by_end and self._by_end[0][0] <= now:
             self._nonces.discard(heappop(self._by_end)[1])

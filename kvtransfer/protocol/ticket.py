@@ -1,9 +1,10 @@
-"""Tickets: texts by which a source permits one fetch of one offer of KV.
+"""Tickets: signed texts with which an agent permits another one to fetch some KV, once.
 
-A ticket names an offer, its agent and the agent's current run, the permitted sink, the promised
-blocks and an end time. Gateways and engines pass it on as opaque text.
+A ticket names an offer of KV, the agent that made it (the source) and that agent's current run. It
+also has the agent that may fetch, the promised blocks and an end time. Gateways and engines pass it
+on as opaque text.
 
-An HMAC proves that it was issued by a holder of the fleet's key. This is the agent, or another
+An HMAC proves that it was issued by a holder of the fleet's key. This is the source, or another
 process of the same engine before the offer is made. source.py manages the offers.
 session_authentication.py proves the identity of the agent that presents a ticket.
 """
@@ -93,26 +94,26 @@ _DECODER = msgspec.msgpack.Decoder(Ticket)
 def mint_ahead(
     key: bytes, offer: str, agent: str, epoch: bytes, nonce: bytes, not_after: float
 ) -> str:
-    """Return the ticket of an offer that an agent will make later with this nonce.
+    """Return a ticket for an offer of KV that an agent has not made yet.
 
-    The caller needs the fleet's key, and must run on the agent's host, because `not_after` is on
-    that host's monotonic clock.
+    The agent then makes the offer with the same nonce. The caller needs the fleet's key. It must
+    run on the agent's host, because `not_after` is on that host's monotonic clock.
     """
     return mint(key, Ticket(offer, agent, epoch, AHEAD, not_after, nonce))
 
 
 def renewed_nonce(nonce: bytes) -> bytes:
-    """Return the nonce of the next ticket for the same offer. That ticket can also be used once."""
+    """Return the nonce of a further ticket for the same offer of KV; each works once."""
     return hashlib.blake2b(nonce, digest_size=16, person=b"kv-renewed").digest()
 
 
 def block_digest(blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> bytes:
-    """Return a 16-byte hash of a list of KV blocks and their owner counters.
+    """Return a 16-byte hash by which a ticket identifies KV blocks and their present content.
 
-    It changes when a block of the list gets a new owner.
+    It changes when a block of the list is released for reuse.
 
     blocks       numbers of the blocks, in order
-    generations  for each block, how often it has changed its owner
+    generations  for each block, its reuse counter, which is raised when the block is released
     """
     hashed = hashlib.blake2b(digest_size=16, person=b"kv-blocks")
     hashed.update(len(blocks).to_bytes(8, "little"))
@@ -122,7 +123,7 @@ def block_digest(blocks: NDArray[np.int64], generations: NDArray[np.uint32]) -> 
 
 
 def mint(key: bytes, ticket: Ticket) -> str:
-    """Encode a ticket as signed ASCII text that is safe in JSON, headers and URLs.
+    """Sign a ticket, and encode it as ASCII text that is safe in JSON, headers and URLs.
 
     Raises ValueError if the names in it make it too long.
     """
@@ -134,7 +135,7 @@ def mint(key: bytes, ticket: Ticket) -> str:
 
 
 def check(key: bytes, text: str, now: float, *, epoch: bytes, sink: str | None = None) -> Ticket:
-    """Verify and decode a ticket that is presented to this agent.
+    """Verify a ticket (permission to fetch KV) that another agent presents, and return its content.
 
     key    the fleet's key
     text   the signed text

@@ -1,4 +1,4 @@
-"""Tests of connections between agents: which are accepted, and when a better transport is used."""
+"""Tests of connections between KV agents: which are accepted, and when one is replaced."""
 
 from __future__ import annotations
 
@@ -140,7 +140,10 @@ def test_a_lane_needs_its_links_transport_and_peer() -> None:
     assert board._lane_error(lane) is None
     assert len(board) == 2
     lane.link.transport = "rdma"
-    assert board._lane_error(lane) == (EndReason.LINK_LOST, "a lane of an unknown link")
+    assert board._lane_error(lane) == (
+        EndReason.LINK_LOST,
+        "the link of this lane (parallel connection) is not open",
+    )
 
 
 def test_a_peer_whose_lanes_come_and_go_does_not_fill_the_log(
@@ -263,7 +266,7 @@ def test_a_silent_peer_is_dropped_with_the_exceeded_limit_as_reason() -> None:
     board.dial("h:1")
     board._clock.now = lambda: 2.5  # type: ignore[method-assign]
     board._check_heartbeats(2.5)
-    assert heard == [("h:1", EndReason.SILENT, "silent for 2.0 s")]
+    assert heard == [("h:1", EndReason.SILENT, "the agent was silent for 2.0 s")]
 
 
 def test_any_error_in_a_dial_is_reported() -> None:
@@ -300,9 +303,9 @@ def test_a_stall_of_our_own_does_not_excuse_later_silence() -> None:
 
 
 class MisleadingShm(Shm):
-    """A shared memory transport whose address leads to another agent than intended.
+    """A shared memory transport that connects to the wrong agent.
 
-    This happens if two hosts both use 127.0.0.1.
+    This happens if two hosts both use the address 127.0.0.1.
     """
 
     def __init__(self, address: str) -> None:

@@ -1,4 +1,4 @@
-"""Tests of parallel connections (lanes) between two agents: opened, kept and lost.
+"""Tests of when two KV agents open, keep and lose parallel connections (lanes).
 
 Each transfer ends once.
 """

@@ -1,4 +1,4 @@
-"""Tests of which connection is dropped if too many have not proven that they know the key."""
+"""Tests of which connection is closed when too many have not proven to have the key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests of encoding and decoding messages; all other bytes are a ProtocolError."""
+"""Tests that messages between KV agents are decoded as they were encoded.
+
+All other bytes raise a ProtocolError.
+"""
 
 from __future__ import annotations
 

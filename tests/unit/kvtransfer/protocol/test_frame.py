@@ -1,4 +1,7 @@
-"""Tests of encoding and decoding frames; all other bytes are refused."""
+"""Tests that frames, the units of bytes between KV agents, are decoded as they were encoded.
+
+All other bytes are refused.
+"""
 
 from __future__ import annotations
 

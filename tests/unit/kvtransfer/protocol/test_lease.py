@@ -1,4 +1,4 @@
-"""Tests of leases, which protect offered KV from reuse: every allowed and forbidden step."""
+"""Tests of leases, which keep offered KV: which events are allowed in which state."""
 
 from __future__ import annotations
 

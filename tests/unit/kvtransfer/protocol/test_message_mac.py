@@ -1,4 +1,4 @@
-"""Tests that signatures of messages are HMAC-SHA256, and need no turn of another thread."""
+"""Tests that messages are signed with HMAC-SHA256, without giving up the interpreter lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that agents refuse a peer without the key, and repeated, lost or altered messages."""
+"""Tests that a KV agent refuses agents without the key, and repeated, lost or altered messages."""
 
 from __future__ import annotations
 
