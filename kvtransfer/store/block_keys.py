@@ -16,7 +16,7 @@ TOKEN_BYTES = 4
 
 
 def chain_root(compatibility: str, tenant: str) -> Key:
-    """Return the key from which the keys of all blocks of one tenant are derived.
+    """Return the key from which the keys of all blocks of one tenant and one model are derived.
 
     compatibility  text with everything else that the bytes depend on: weights, layout, quantisation
     tenant         the cache salt; blocks of different tenants have different keys
@@ -27,8 +27,9 @@ def chain_root(compatibility: str, tenant: str) -> Key:
 
 
 def block_keys(root: Key, tokens: bytes | memoryview, block_tokens: int) -> list[Key]:
-    """Return the keys of all full blocks of a prompt.
+    """Return the keys under which the KV blocks of a prompt are stored, of all full blocks.
 
+    root    the result of chain_root()
     tokens  token identifiers of four bytes each, little-endian
 
     A key covers all tokens from the beginning of the prompt to the end of its block.

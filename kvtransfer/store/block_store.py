@@ -26,9 +26,10 @@ log = logging.getLogger("penstock")
 
 
 class BlockStore:
-    """A store with two tiers, memory and disk. All methods may be called from any thread.
+    """A store of KV blocks in memory and on disk, within one process.
 
-    Raises SlotFileError if another store uses the directory, and OSError if the disk fails.
+    All methods may be called from any thread. Raises SlotFileError if another store uses the
+    directory, and OSError if the disk fails.
     """
 
     def __init__(self, options: StoreOptions, now: Callable[[], float] = time.monotonic) -> None:
@@ -51,15 +52,15 @@ class BlockStore:
     # Writers
 
     def wanted(self, keys: Sequence[Key]) -> list[int]:
-        """Return which of these blocks a writer should send, as indexes into `keys`.
+        """Return which of these blocks the store lacks, so that a writer sends only those.
 
-        They are the blocks that are not stored.
+        The result has indexes into `keys`.
         """
         with self._lock:
             return [index for index, key in enumerate(keys) if self._index.wants(key)]
 
     def begin_write(self, key: Key, length: int) -> memoryview | None:
-        """Return the memory into which to write a block of `length` bytes.
+        """Begin to store a block of `length` bytes: return the memory into which to write it.
 
         Returns None if the store does not accept the block now: it is too long, already stored, or
         there is no room. After memory was returned, call `end_write()`.
@@ -74,7 +75,7 @@ class BlockStore:
         return self.memory.data(slot, length)
 
     def end_write(self, key: Key, length: int, digest: bytes | None) -> None:
-        """End a write: make the block readable, or discard it if `digest` is None.
+        """End the writing of a block: it can be read now, or is discarded if `digest` is None.
 
         digest  hash of the block's bytes, by which readers verify them
         """
@@ -87,22 +88,24 @@ class BlockStore:
     # Readers
 
     def count_prefix(self, keys: Sequence[Key]) -> int:
-        """Return how many of the blocks `keys` are stored, counted up to the first missing one."""
+        """Return how many blocks of a prompt are stored, up to the first missing one."""
         with self._lock:
             return self._index.count_prefix(keys)
 
     def places(self, keys: Sequence[Key]) -> bytes:
-        """Return one byte per block: the bits IN_MEMORY and ON_DISK for the tiers that have it."""
+        """Return for each block where it is stored: a byte with bits IN_MEMORY and ON_DISK."""
         with self._lock:
             return bytes(map(self._index.places, keys))
 
     def acquire(self, owner: int, keys: Sequence[Key]) -> tuple[int, list[int]]:
-        """Lease the longest stored prefix of these blocks, for reading from memory.
+        """Let a client read as many blocks from the beginning of a prompt as are stored without a
+        gap.
 
-        Leased blocks are not overwritten. Blocks that are only on disk are loaded first, as long as
-        memory has room. Returns the number of the lease, and the places (slots) of the blocks.
+        The client gets a lease: until it ends, these blocks are not overwritten. Blocks that are
+        only on disk are loaded into memory first, as long as there is room. Returns the number of
+        the lease, and the places (slots) of the blocks in memory.
 
-        owner  the connection with which the lease ends
+        owner  the client's connection; the lease ends with it at the latest
         keys   keys of consecutive blocks of a prompt
         """
         # A lease for the part in memory keeps it there while the rest is loaded.
@@ -121,7 +124,7 @@ class BlockStore:
             return self._index.acquire(owner, keys, self._now())
 
     def use(self, keys: Sequence[Key]) -> None:
-        """Mark consecutive blocks of a prompt as used now, so that others are evicted earlier."""
+        """Record that these blocks were used now, so that others are evicted earlier."""
         with self._lock:
             self._index.use(keys)
 
@@ -130,7 +133,7 @@ class BlockStore:
             self._index.release(owner, number)
 
     def end_owner(self, owner: int) -> None:
-        """End all leases on blocks that a client's connection held, because it has ended."""
+        """Let all blocks be evicted that a client was reading, because its connection has ended."""
         with self._lock:
             self._index.end_owner(owner)
 
@@ -171,7 +174,10 @@ class BlockStore:
     # From memory to disk
 
     def save_step(self) -> int:
-        """Copy blocks from memory to disk, up to `save_bytes` bytes, and return their number."""
+        """Copy some new blocks from memory to disk, and return how many bytes.
+
+        At most `save_bytes` bytes are copied per call, an option of the store.
+        """
         if self._disk is None:
             return 0
         saved = 0

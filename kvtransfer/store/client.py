@@ -114,7 +114,7 @@ class StoreClient:
         return self._slots().geometry
 
     def count_prefix(self, keys: Sequence[Key]) -> int:
-        """Return how many of these blocks are stored, up to the first missing one."""
+        """Return how many blocks of a prompt are stored, up to the first missing one."""
         count = 0
         for first in range(0, len(keys), MAX_KEYS):
             batch = list(keys[first : first + MAX_KEYS])
@@ -125,7 +125,8 @@ class StoreClient:
         return count
 
     def places(self, keys: Sequence[Key]) -> bytes:
-        """Return one byte per block: the bits IN_MEMORY and ON_DISK for the tiers that have it.
+        """Return for each block in which tiers of the store it is: a byte with bits IN_MEMORY and
+        ON_DISK.
 
         0 means that the block is missing.
         """
@@ -133,7 +134,7 @@ class StoreClient:
         return b"".join(self._ask(FindPlaces(list(batch)), Places).bits for batch in batches)
 
     def put(self, keys: Sequence[Key], blocks: Sequence[Parts]) -> int:
-        """Send the blocks that the store does not have, and return how many of them it stored.
+        """Save blocks: send those that the store does not have, and return how many it stored.
 
         blocks  the bytes of each key's block, in pieces. They must not change during the call. A
                 block may be shorter than the store's maximum
@@ -161,10 +162,10 @@ class StoreClient:
             return self._exchange(None, StoredCount).count
 
     def get(self, keys: Sequence[Key], blocks: Sequence[Parts]) -> int:
-        """Copy the longest stored prefix of these blocks into `blocks`.
+        """Copy blocks from the store into `blocks`, from the first key on, until one is missing.
 
-        Returns the number of leading blocks that were copied and verified. The memory of the other
-        blocks may have been overwritten, and must not be used.
+        Returns how many blocks were copied and verified. The memory of the other blocks may have
+        been overwritten, and must not be used.
         """
         done = 0
         while done < len(keys):
@@ -251,4 +252,6 @@ class StoreClient:
     def _lost(self, error: Exception) -> StoreLostError:
         # Answers would no longer fit their requests, so the connection ends.
         self._connection.close()
-        return StoreLostError(f"the store is lost: {error or type(error).__name__}")
+        return StoreLostError(
+            f"the connection to the KV store is lost: {error or type(error).__name__}"
+        )

@@ -1,7 +1,8 @@
-"""CostFit: learns from measured durations what a unit of each of several amounts costs.
+"""CostFit: learns from measured durations how long one unit of each kind of work takes.
 
-For example the duration of a read is a latency per read, plus seconds per byte. The durations are
-modelled as sums of amounts times costs. Costs are never negative.
+For example, a read takes some milliseconds, plus some for each block. Then the amounts of work are
+the number of reads and the number of blocks. A duration is modelled as the sum of all amounts, each
+times its cost. Costs are never negative.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ _RIDGE = 1e-9
 
 
 class CostFit:
-    """Learns from durations what one unit of each amount costs, such as a read, or one block of it.
+    """Learns from measured durations how long one unit of each kind of work takes.
 
-    amounts  number of amounts whose costs add up to a duration
+    For example, one kind of work is a read, and another one each block that is read.
+
+    amounts  number of kinds of work that add up to a duration
     samples  number of measurements so far
     """
 
@@ -35,9 +38,9 @@ class CostFit:
         self._rates: list[float] | None = None
 
     def add(self, amounts: Sequence[float], seconds: float, measured_s: float) -> None:
-        """Add one measurement: the given amounts together took `seconds`.
+        """Learn from one measurement: this work took `seconds`.
 
-        amounts     one number per amount, such as (1, 12) for 1 read of 12 blocks
+        amounts     amount of each kind of work, such as (1, 12) for 1 read of 12 blocks
         measured_s  the measured duration, of which `seconds` is a part; errors are relative to it
         """
         weight = 1 / max(measured_s, _LEAST_S) ** 2
@@ -50,7 +53,7 @@ class CostFit:
         self._rates = None
 
     def rates(self) -> Sequence[float]:
-        """Return the cost of each amount in seconds per unit, or 0 for amounts never measured."""
+        """Return how many seconds a unit of each kind of work takes; 0: it was never measured."""
         if self._rates is None:
             self._rates = self._fit()
         return self._rates

@@ -31,10 +31,10 @@ FILE_NAME = "slots.kv"
 
 
 class DiskSlots:
-    """The slots (places of blocks) in a file of one directory. Only one process may use the
-    directory.
+    """The places of blocks (slots) in a store's file on disk.
 
-    A file with another number or size of slots is emptied.
+    Only one process may use the directory of the file. A file with another number or size of slots
+    is emptied.
 
     Raises SlotFileError if another process uses the directory.
     """
@@ -62,7 +62,8 @@ class DiskSlots:
             raise SlotFileError(f"another store uses the directory {directory}") from None
 
     def restored(self) -> Iterator[tuple[int, Key]]:
-        """Yield (slot, key) of all blocks in the file, in the order in which they were written.
+        """Yield the (slot, key) of all blocks that an earlier process left in the file, oldest
+        first.
 
         If a block is there twice, only the newer one is yielded. Only headers are read.
         """

@@ -65,12 +65,12 @@ _RUN = re.compile(rb"\x01+|\x02+")
 
 
 class StoredPrefix(msgspec.Struct, frozen=True):
-    """A prompt, and where the blocks are stored that the engine does not have in its own cache.
+    """A prompt for which to decide how much to fetch, and where its KV blocks are stored.
 
     start   number of tokens whose KV the engine has
     tokens  number of tokens of the prompt
-    places  one byte per further block: the bits IN_MEMORY and ON_DISK for the tiers that have it.
-            0 means missing; blocks after a missing one are not used
+    places  one byte per further block: the bits IN_MEMORY and ON_DISK for the tiers that have it. 0
+            means missing; blocks after a missing one are not used
     busy_s  seconds that the engine will first spend on other prompts
     """
 
@@ -81,7 +81,7 @@ class StoredPrefix(msgspec.Struct, frozen=True):
 
 
 class PendingFetch(msgspec.Struct, eq=False):
-    """A fetch that is in progress.
+    """A fetch of stored blocks that is in progress, with its expected duration.
 
     blocks       number of blocks that are fetched
     disk_blocks  number of these blocks that are only on disk
@@ -96,7 +96,9 @@ class PendingFetch(msgspec.Struct, eq=False):
 
 
 class TierRun(NamedTuple):
-    """Consecutive blocks [first, last) of a prompt that are stored in one tier (memory or disk).
+    """Neighbouring blocks of a prompt that are all in the same tier of the store (memory or disk).
+
+    They are the prompt's blocks [first, last).
 
     disk_blocks  number of the prompt's blocks before `first` that are on disk
     """
@@ -115,7 +117,8 @@ class TierRun(NamedTuple):
 
 
 class TierSpeed:
-    """The measured speed of a tier (memory or disk): a latency, and seconds per block.
+    """The measured read speed of a tier of the store (memory or disk): a latency, and a time per
+    block.
 
     reads    number of measured reads
     largest  size of the largest read in blocks; with each later read it is multiplied by DECAY
@@ -156,17 +159,19 @@ class TierSpeed:
 
 
 class FetchRule:
-    """Learns one engine's costs, and chooses how many stored blocks to fetch instead of compute.
+    """Decides for one engine how many stored blocks of a prompt to fetch; it computes the others.
+
+    It learns from measurements how fast the engine fetches and computes.
 
     block_tokens  tokens of a block
     step_tokens   maximum number of prompt tokens that one step of the engine computes
 
-    Durations are expected as follows:
+    The expected duration of a fetch is the time to read the blocks that are only on disk, plus the
+    time to read all blocks from memory. Fetches are served one after another. Memory counts as
+    infinitely fast until it was measured.
 
-    fetch    blocks that are only on disk are read from disk first; then all blocks are read from
-             memory. Fetches are served one after another. Memory counts as infinitely fast until
-             it was measured
-    compute  a cost per step, plus one per token, plus one per pair of tokens (attention)
+    The expected duration of a computation is a cost per step, plus one per token, plus one per pair
+    of tokens (attention).
     """
 
     def __init__(self, block_tokens: int, step_tokens: int) -> None:
@@ -179,7 +184,7 @@ class FetchRule:
     # Learning
 
     def on_step(self, tokens: int, pairs: float, seconds: float) -> None:
-        """Add a measured step of the engine that computed prompts.
+        """Learn from a measured step of the engine how fast it computes prompts.
 
         tokens   number of prompt tokens that the step computed
         pairs    sum of these tokens' positions in their prompts, which is what attention reads
@@ -188,7 +193,7 @@ class FetchRule:
         self._computing.add((1.0, tokens, pairs), seconds, seconds)
 
     def begin(self, places: bytes, now: float) -> PendingFetch:
-        """Record that a fetch begins now, and return an object for it. Call `end` with it later.
+        """Record that a fetch of stored blocks begins now; pass the returned object to end() later.
 
         places  one byte per block, as in StoredPrefix
         """
@@ -245,7 +250,7 @@ class FetchRule:
     # The choice
 
     def choose(self, prefix: StoredPrefix, now: float) -> int:
-        """Return how many of the stored blocks to fetch. The rest of the prompt is computed.
+        """Decide how many of a prompt's stored blocks to fetch; the engine computes the others.
 
         The result minimises the expected time until the prompt is complete. Of equal choices the
         larger one is made, because it leaves more of the engine's time to other prompts. As an

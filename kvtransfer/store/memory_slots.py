@@ -1,4 +1,4 @@
-"""MemorySlots: the blocks of a store in host memory, in a memory file that readers can map."""
+"""MemorySlots: the blocks of a store in host memory, which other processes can map and read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from kvtransfer.store.slot_format import (
 
 
 class MemorySlots:
-    """The slots (places of blocks) in a sealed memory file, to which only this object can write.
+    """The places of blocks (slots) of a store in memory. They are in a file that readers can map.
 
-    fd   descriptor of the file, with which other processes read it
+    Only this object can write to the file.
+
+    fd  descriptor of the file, with which other processes read it
     """
 
     def __init__(self, geometry: SlotGeometry) -> None:

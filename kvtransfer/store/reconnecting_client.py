@@ -21,7 +21,10 @@ Result = TypeVar("Result")
 
 
 class StoreConnection:
-    """Calls a store, and reconnects after a loss. Calls block, so use one thread.
+    """An engine's connection to a KV store, which is opened again after a loss.
+
+    Without a store, calls return a default value, so the engine works on. Calls block; use one
+    thread.
 
     path         path of the store's Unix socket
     block_bytes  maximum bytes of a block; a store that accepts only smaller ones counts as lost
@@ -60,7 +63,7 @@ class StoreConnection:
         self._client = client
 
     def call(self, use: Callable[[StoreClient], Result], if_lost: Result) -> Result:
-        """Return the result of use(client), which may call the KV store.
+        """Return the result of use(client), a function that makes calls to the KV store.
 
         Returns `if_lost` if there is no connection, or if it is lost during the call.
         """

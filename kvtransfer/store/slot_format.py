@@ -1,8 +1,9 @@
-"""The file format of both tiers of a store (memory and disk), and verified reads.
+"""The format of the files in which a KV store keeps its blocks, in memory and on disk.
 
 A file has one page that describes it, then a table of headers, then slots of equal size. A slot is
-the place of one block, and its header names the block. The header is void, that is, it names no
-block, while the slot is written. So a writer that is killed leaves nothing readable.
+the place of one block, and its header names the block. While a slot is written, its header names no
+block. So a writer that is killed leaves nothing readable. This module also reads blocks, and
+verifies them.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class SlotFileError(Exception):
 
 
 class ReadOutcome(msgspec.Struct, frozen=True):
-    """The result of reading a slot. Use the bytes only if `is_intact`.
+    """Whether a block was read correctly from its slot (place in a file).
 
     is_current  whether the slot held the wanted block both before and after the read
-    is_intact   whether, in addition, the bytes match the block's digest
+    is_intact   whether, in addition, the bytes match the block's digest; use them only then
     """
 
     is_current: bool
@@ -65,7 +66,7 @@ class SlotHeader(msgspec.Struct, frozen=True):
 
     @staticmethod
     def unpack(data: bytes | memoryview) -> SlotHeader | None:
-        """Return the header in these bytes, or None if it names no block or is damaged."""
+        """Decode the header of a slot (place of a block); None if it is empty or damaged."""
         body = bytes(data[: _HEADER.size])
         if len(data) < HEADER_BYTES or not any(body[:8]):
             return None
@@ -75,9 +76,9 @@ class SlotHeader(msgspec.Struct, frozen=True):
 
 
 class SlotGeometry(msgspec.Struct, frozen=True):
-    """The number and the size of a file's slots (places of blocks).
+    """How many blocks a file of the KV store can contain, and their maximum size.
 
-    Raises ValueError if they are out of range.
+    The place of a block is called a slot. Raises ValueError if a number is out of range.
     """
 
     slots: int
@@ -112,8 +113,10 @@ class SlotGeometry(msgspec.Struct, frozen=True):
 
 
 class SlotFile(Protocol):
-    """The interface of a tier's slots (places of blocks) for the store, which alone writes to
-    them.
+    """The interface of a file with a KV store's blocks, in memory or on disk, as BlockStore uses
+    it.
+
+    A slot is the place of one block. Only the store writes to the file.
     """
 
     geometry: SlotGeometry
@@ -131,8 +134,9 @@ class SlotFile(Protocol):
         ...
 
     def commit(self, slot: int, key: Key, length: int, digest: bytes) -> None:
-        """Make the block that was written into a slot readable. Raises OSError if the disk
-        fails.
+        """Make a block readable that was written completely into a slot (its place in the file).
+
+        Raises OSError if the disk fails.
         """
         ...
 
@@ -146,10 +150,10 @@ class SlotFile(Protocol):
 
 
 class SlotReader:
-    """Reads blocks from a file of slots by its descriptor, in any process.
+    """Reads blocks of a KV store from its file, in any process that has the file's descriptor.
 
-    The owner may reuse a slot during a read. Therefore the header is read before and after the
-    bytes, and the bytes are compared with the digest.
+    The store may reuse a slot (place of a block) during a read. Therefore the slot's header is read
+    before and after the bytes, and the bytes are compared with the digest.
     """
 
     def __init__(self, fd: int, geometry: SlotGeometry) -> None:
@@ -188,7 +192,10 @@ class SlotReader:
 
 
 def digest_of(parts: Parts) -> bytes:
-    """Return the 128-bit xxh3 digest of a KV block, whose bytes are given in several parts."""
+    """Return the 128-bit xxh3 digest of a KV block, by which readers verify it.
+
+    `parts` are the pieces of its bytes, in order.
+    """
     state = xxh3_128()
     for part in parts:
         state.update(part)

@@ -1,10 +1,11 @@
-"""StoreIndex: decides where a store keeps its blocks, in two tiers: memory and disk.
+"""StoreIndex: the records of a KV store: which blocks it has, where, and which are being read.
 
-Each tier consists of slots, which hold one block each. The index decides which blocks are stored,
-evicted, saved to disk and loaded back. It also manages leases: a reader's slots are pinned (not
-reused) until the reader releases them, its connection ends, or the lease expires.
+Blocks are in memory, on disk, or both. Each of these tiers consists of slots, which hold one block
+each. The index decides which blocks are stored, evicted, saved to disk and loaded back. It also
+manages leases: while a client reads slots, they are pinned (not reused). A lease ends when the
+client releases it, its connection ends, or its time is over.
 
-The owner calls it under a lock, with the time and events, and copies the bytes (block_store.py).
+block_store.py calls the index under a lock, with the time and events, and copies the bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ IN_MEMORY, ON_DISK = 1, 2
 
 
 class StoreCounters(msgspec.Struct):
-    """Counts of events since the store started; of blocks unless stated otherwise.
+    """How often something happened in a KV store since its start; blocks are counted unless stated.
 
     stored   blocks that writers have stored
     refused  blocks for which there was no slot, because readers or writers used all of them
@@ -53,9 +54,9 @@ class StoreCounters(msgspec.Struct):
 
 
 class ReadLease(msgspec.Struct):
-    """A reader's right to read some slots in memory, which are not reused while the lease is open.
+    """A client's right to read some blocks in memory; their places are not reused until it ends.
 
-    The slots hold consecutive blocks of a prompt.
+    They are consecutive blocks of a prompt.
     """
 
     owner: int
@@ -64,7 +65,10 @@ class ReadLease(msgspec.Struct):
 
 
 class TierCopy(msgspec.Struct, frozen=True):
-    """A block that is being copied between memory and disk, with its slots (places) in both."""
+    """A copy of a block from memory to disk or back, which is in progress.
+
+    It has the block's places (slots) in both.
+    """
 
     key: Key
     memory_slot: int
@@ -72,11 +76,11 @@ class TierCopy(msgspec.Struct, frozen=True):
 
 
 class StoreIndex:
-    """The slots (places of blocks), leases and pending copies of one store.
+    """The records of one KV store: places of blocks (slots), leases of readers, and pending copies.
 
     memory_slots  number of slots in memory
     disk_slots    number of slots on disk; 0: no disk tier
-    lease_s       seconds after which a reader's lease expires
+    lease_s       seconds after which a reader's lease (its right to read blocks) expires
     """
 
     def __init__(self, memory_slots: int, disk_slots: int = 0, lease_s: float = 30.0) -> None:
@@ -108,16 +112,16 @@ class StoreIndex:
         return IN_MEMORY * (key in self.memory) | ON_DISK * (key in self.disk)
 
     def count_prefix(self, keys: Sequence[Key]) -> int:
-        """Return how many of these blocks are stored, up to the first missing one."""
+        """Return how many blocks of a prompt are stored, up to the first missing one."""
         for count, key in enumerate(keys):
             if key not in self.memory and key not in self.disk:
                 return count
         return len(keys)
 
     def wants(self, key: Key) -> bool:
-        """Return whether a writer should send this block.
+        """Return whether a client that has this block should send it to the store.
 
-        That is so if no tier has it, and no other writer is sending it.
+        That is so if no tier has it, and no other client is sending it.
         """
         return not self.places(key) and not self.memory.is_writing(key)
 
@@ -146,11 +150,10 @@ class StoreIndex:
     # Readers
 
     def acquire(self, owner: int, keys: Sequence[Key], now: float) -> tuple[int, list[int]]:
-        """Pin the longest prefix of these blocks that is in memory, so that its slots are not
-        reused.
+        """Give a client a lease on a prompt's first blocks, as many as are in memory without gaps.
 
-        Returns the number of the lease, and the slots. The lease ends with the connection `owner`
-        at the latest.
+        Until the lease ends, their places (slots) are not reused. Returns the number of the lease,
+        and the slots. The lease ends with the client's connection `owner` at the latest.
         """
         self.expire(now)
         slots: list[int] = []
@@ -172,27 +175,33 @@ class StoreIndex:
         self.disk.touch(reversed(keys))
 
     def join(self, owner: int, earlier: int, later: int) -> int:
-        """Merge two leases into `later`, which gets the slots of both, and return its number."""
+        """Merge two leases (rights to read blocks) of a client into `later`, and return its number.
+
+        It then has the slots of both.
+        """
         first, second = self._leases.pop(earlier, None), self._leases[later]
         if first is not None and first.owner == owner == second.owner:
             second.slots = first.slots + second.slots
         return later
 
     def release(self, owner: int, number: int) -> None:
-        """End a lease. Does nothing if it has expired, or belongs to another owner."""
+        """End a lease, because the client has read the blocks.
+
+        Does nothing if the lease has expired, or belongs to another owner.
+        """
         lease = self._leases.get(number)
         if lease is not None and lease.owner == owner:
             self._end_lease(number)
 
     def end_owner(self, owner: int) -> None:
-        """End all leases on blocks that a client held, because its connection was lost."""
+        """End all leases (rights to read blocks) of a client, because its connection was lost."""
         for number in [n for n, lease in self._leases.items() if lease.owner == owner]:
             self._end_lease(number)
 
     def expire(self, now: float) -> None:
-        """End the leases that have expired.
+        """End the leases (rights to read blocks) whose time is over at `now`.
 
-        A reader that is still reading such a slot detects it by the slot's new generation number.
+        A client that is still reading a block detects it by the slot's new generation number.
         """
         while self._leases:
             number, lease = next(iter(self._leases.items()))
@@ -204,9 +213,11 @@ class StoreIndex:
     # From memory to disk
 
     def begin_save(self) -> TierCopy | None:
-        """Choose the next block to copy to disk, pin it in memory, and return the copy to make.
+        """Choose a block to copy from memory to disk, and return the copy that the caller must
+        make.
 
-        Returns None if all blocks are saved, or if no slot on disk can be reused now.
+        Until end_save(), the block stays in memory. Returns None if all blocks are saved, or if no
+        slot on disk can be reused now.
         """
         while self._unsaved:
             key, _ = self._unsaved.popitem(last=False)
@@ -221,9 +232,9 @@ class StoreIndex:
         return None
 
     def end_save(self, copy: TierCopy, *, is_complete: bool) -> None:
-        """End a copy to disk: make it readable if it `is_complete`, otherwise free its slot.
+        """Record that a copy to disk has ended: the block can be read there if it `is_complete`.
 
-        The block stays in memory.
+        Otherwise its slot on disk is free again. The block stays in memory.
         """
         if is_complete:
             self.disk.commit(copy.key)
@@ -236,10 +247,12 @@ class StoreIndex:
     # From disk to memory
 
     def begin_load(self, key: Key, now: float) -> TierCopy | None:
-        """Begin to load a block from disk to memory, and return the copy to make.
+        """Begin to copy a block from disk back to memory, and return the copy that the caller must
+        make.
 
-        The block's slot on disk is pinned, and a slot in memory is reserved. Returns None if the
-        block is not on disk, is already in memory, or if no slot in memory can be reused.
+        The block's slot on disk is pinned (not reused), and a slot in memory is reserved. Returns
+        None if the block is not on disk, is already in memory, or if no slot in memory can be
+        reused.
         """
         if key not in self.disk:
             return None
@@ -247,7 +260,7 @@ class StoreIndex:
         return None if slot is None else TierCopy(key, slot, self.disk.pin(key))
 
     def end_load(self, copy: TierCopy, *, is_intact: bool, is_readable: bool = True) -> None:
-        """End a load from disk: make the block readable in memory if it was copied correctly.
+        """Record that a copy from disk to memory has ended: the block can be read if it is intact.
 
         is_intact    whether the bytes match their digest; if not, the block on disk is dropped
         is_readable  whether the disk could be read; if not, the block on disk is kept
@@ -286,7 +299,7 @@ class StoreIndex:
             self.memory.unpin(slot)
 
     def check(self) -> None:
-        """Assert that tiers, leases and pending copies agree. Tests use this method."""
+        """Assert that the records of the store agree with each other. Tests use this method."""
         self.memory.check()
         self.disk.check()
         assert all(key in self.memory for key in self._unsaved)

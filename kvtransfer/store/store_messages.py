@@ -1,4 +1,4 @@
-"""The messages between a store and its clients, and their limits.
+"""The messages between a KV store and the engines that use it (clients), and their limits.
 
 A message is its length (four bytes, little-endian), followed by MessagePack. After the message
 `Wanted`, a writer sends each requested block as its digest and its content, without framing.
@@ -32,14 +32,17 @@ class Greeting(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreDescription(msgspec.Struct, frozen=True, tag=True):
-    """The store's response to Greeting. It comes with the descriptor of the store's memory file."""
+    """The store's response to Greeting: the limits of the store.
+
+    With it comes the descriptor of the store's memory file, from which the client reads blocks.
+    """
 
     version: int
     geometry: SlotGeometry
 
 
 class CountPrefix(msgspec.Struct, frozen=True, tag=True):
-    """Asks how many of these blocks are stored, counted up to the first missing one."""
+    """A client's question how many of a prompt's blocks are stored, up to the first missing one."""
 
     keys: list[Key]
 
@@ -49,19 +52,22 @@ class PrefixCount(msgspec.Struct, frozen=True, tag=True):
 
 
 class FindPlaces(msgspec.Struct, frozen=True, tag=True):
-    """Asks which tiers have each of these blocks. The response is Places."""
+    """A client's question in which tiers (memory, disk) each of these blocks is stored.
+
+    The response is Places.
+    """
 
     keys: list[Key]
 
 
 class Places(msgspec.Struct, frozen=True, tag=True):
-    """The response to FindPlaces: one byte per block, with the bits of the tiers that have it."""
+    """The store's response to FindPlaces: for each block, a byte with bits of its tiers."""
 
     bits: bytes
 
 
 class AcquireBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Asks to lease the longest stored prefix of these blocks, for reading.
+    """A client's request to read blocks of a prompt from memory, up to the first that is missing.
 
     The response is LeasedSlots.
     """
@@ -70,10 +76,11 @@ class AcquireBlocks(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeasedSlots(msgspec.Struct, frozen=True, tag=True):
-    """The response to AcquireBlocks: the number of the lease, and the places (slots) of its blocks.
+    """The store's permission to read blocks, in response to AcquireBlocks: a lease and their
+    places.
 
-    The slots are in the memory file, in the order of the keys. They are not reused while the lease
-    is open.
+    A place (slot) is a number in the memory file. The slots are in the order of the keys, and are
+    not reused while the lease is open.
     """
 
     lease: int
@@ -81,7 +88,7 @@ class LeasedSlots(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReleaseLease(msgspec.Struct, frozen=True, tag=True):
-    """A client's message that ends a lease, so that the store may reuse its slots.
+    """A client's message that it has read the blocks of a lease, so that the store may reuse them.
 
     There is no response.
     """
@@ -90,7 +97,7 @@ class ReleaseLease(msgspec.Struct, frozen=True, tag=True):
 
 
 class UseBlocks(msgspec.Struct, frozen=True, tag=True):
-    """A client's report that consecutive blocks of a prompt were used.
+    """A client's report that it used these blocks of a prompt, so that others are evicted earlier.
 
     There is no response.
     """
@@ -99,15 +106,19 @@ class UseBlocks(msgspec.Struct, frozen=True, tag=True):
 
 
 class PutBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Offers blocks to the store, with their lengths in bytes. The response is Wanted."""
+    """A client's message that it has blocks to save: their keys, and their lengths in bytes.
+
+    The response is Wanted.
+    """
 
     keys: list[Key]
     lengths: list[int]
 
 
 class Wanted(msgspec.Struct, frozen=True, tag=True):
-    """The response to PutBlocks: the indexes of the offered blocks that the writer must send
-    now.
+    """The store's response to PutBlocks: which of these blocks the client must send now.
+
+    The blocks are indexes into the list of keys.
     """
 
     indexes: list[int]
@@ -151,7 +162,10 @@ def encode(message: ToStore | ToClient) -> bytes:
 
 
 def body_length(prefix: bytes) -> int:
-    """Return the length of the next message. Raises StoreProtocolError if it is out of range."""
+    """Decode the length of the next message to or from the KV store.
+
+    Raises StoreProtocolError if it is out of range.
+    """
     length = int.from_bytes(prefix, "little")
     if not 0 < length <= MAX_MESSAGE_BYTES:
         raise StoreProtocolError(

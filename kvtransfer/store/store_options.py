@@ -50,16 +50,16 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def disk_geometry(self) -> SlotGeometry | None:
-        """The number and size of the slots (places of blocks) on disk; None without a disk tier."""
+        """How many blocks fit on disk, and their maximum size; None if the store has no disk."""
         if not self.disk_bytes:
             return None
         return _fit(self.disk_bytes, self.slot_bytes, 0, "disk")
 
     @property
     def memory_geometry(self) -> SlotGeometry:
-        """The number and size of the slots (places of blocks) in memory.
+        """How many blocks fit into the store's memory, and their maximum size.
 
-        They take what `memory_bytes` leaves after the indexes of both tiers.
+        They take what `memory_bytes` leaves after the indexes of memory and disk.
         """
         disk = self.disk_geometry
         index_bytes = disk.slots * INDEX_BYTES if disk is not None else 0

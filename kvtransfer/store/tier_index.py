@@ -20,8 +20,10 @@ tests/unit/kvtransfer/store measures them.
 
 
 class TierIndex:
-    """The slots (places of blocks) of one tier by block key, with pins and the order of
-    eviction.
+    """Which blocks one tier of a KV store (memory or disk) has, and in which slots.
+
+    A slot is the place of one block. When a new block needs one, the least recently used block that
+    is not pinned is evicted.
     """
 
     def __init__(self, slots: int) -> None:
@@ -44,7 +46,7 @@ class TierIndex:
 
     @property
     def taken(self) -> int:
-        """The number of slots in use: being written, ready, or dropped but still pinned."""
+        """The number of slots in use: being written, readable, or dropped and still being read."""
         return self._fresh - len(self._freed)
 
     def keys(self) -> Iterator[Key]:
@@ -62,7 +64,8 @@ class TierIndex:
         return self._writing[key]
 
     def begin(self, key: Key) -> tuple[int, Key | None] | None:
-        """Reserve a slot for a new block. Returns it, with the key of the block evicted for it.
+        """Reserve a slot for a new block, and return the slot with the key of the block evicted for
+        it.
 
         Returns None if the block is already there or being written, or if all slots are pinned or
         being written.
@@ -86,7 +89,7 @@ class TierIndex:
         return slot, evicted
 
     def commit(self, key: Key) -> int:
-        """Make a written block readable, and return its slot.
+        """Make a block readable, because all of its bytes are written, and return its slot.
 
         It then counts as the most recently used block.
         """
@@ -96,13 +99,13 @@ class TierIndex:
         return slot
 
     def abort(self, key: Key) -> None:
-        """Free the slot of a block whose writer has given up."""
+        """Free the slot of a block that will not be written completely."""
         self._free(self._writing.pop(key))
 
     def pin(self, key: Key) -> int:
-        """Pin a readable block, so that its slot is not reused, and return the slot.
+        """Keep a block from being evicted while it is read or copied, and return its slot.
 
-        A block may have any number of pins.
+        A block may be pinned any number of times.
         """
         slot = self._ready[key]
         if not self._pins[slot]:
@@ -111,11 +114,11 @@ class TierIndex:
         return slot
 
     def unpin(self, slot: int) -> None:
-        """Remove one pin, which kept a slot from being reused.
+        """Undo one call of pin(), because a reader of this slot has finished.
 
-        After the last pin, the slot's block counts as most recently used.
+        After the last one, the slot's block counts as most recently used.
 
-        Raises ValueError if the slot has no pin.
+        Raises ValueError if the slot is not pinned.
         """
         if not self._pins[slot]:
             raise ValueError(f"slot {slot} cannot be unpinned: no reader has pinned it")
@@ -138,7 +141,7 @@ class TierIndex:
                 self._idle.move_to_end(slot)
 
     def drop(self, key: Key) -> None:
-        """Remove a readable block from the index; its slot is free once it has no pins."""
+        """Forget a block that can be read; its slot is free as soon as it is not read any more."""
         slot = self._ready.pop(key)
         if self._pins[slot]:
             self._keys[slot] = None
@@ -147,7 +150,7 @@ class TierIndex:
             self._free(slot)
 
     def restore(self, slot: int, key: Key) -> None:
-        """Add a block that an earlier process has written, before any other use of the index.
+        """Add a block that an earlier process has left on disk, before any other use of the index.
 
         Call it in ascending order of the blocks' last use, then `seal_restored()`.
         """
@@ -156,7 +159,10 @@ class TierIndex:
         self._idle[slot] = None
 
     def seal_restored(self) -> None:
-        """Rebuild the list of free slots. Call it once, after the last call of restore()."""
+        """Complete the restoring of blocks from an earlier process: find the free slots.
+
+        Call it once, after the last call of restore().
+        """
         used = [slot for slot, key in enumerate(self._keys) if key is not None]
         self._fresh = used[-1] + 1 if used else 0
         self._freed = [slot for slot in range(self._fresh) if self._keys[slot] is None]

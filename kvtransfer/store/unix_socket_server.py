@@ -57,9 +57,10 @@ _DISCARD_BYTES = 1 << 16
 
 
 class StoreService:
-    """Serves one store to all processes of a user over a Unix socket, and saves blocks to disk.
+    """Serves one KV store to all processes of a user, and saves its blocks to disk meanwhile.
 
-    Only processes of the same user are served. Raises OSError if another service uses the socket.
+    Clients connect to a Unix socket. Only processes of the same user are served. Raises OSError if
+    another service uses the socket.
     """
 
     def __init__(self, store: BlockStore, path: Path) -> None:
@@ -93,7 +94,7 @@ class StoreService:
                 if self._stopping.is_set():
                     return
                 # Out of descriptors, for example: wait until a client has left.
-                log.warning("the store cannot accept a client: %s", error)
+                log.warning("the KV store cannot accept a client: %s", error)
                 self._stopping.wait(0.1)
                 continue
             with self._guard:
@@ -111,7 +112,7 @@ class StoreService:
             try:
                 self.store.save_step()
             except Exception:
-                log.exception("a step of saving blocks failed")
+                log.exception("the KV store could not save blocks to disk")
 
     def _serve(self, owner: int, connection: socket.socket) -> None:
         try:
@@ -122,9 +123,11 @@ class StoreService:
         except (ConnectionEndedError, OSError):
             pass
         except StoreProtocolError as error:
-            log.warning("the store cuts a client: %s", error)
+            log.warning(
+                "the KV store disconnects a client, which sent an invalid message: %s", error
+            )
         except Exception:
-            log.exception("a client of the store failed")
+            log.exception("the KV store failed to serve a client")
         finally:
             self.store.end_owner(owner)
             self._forget(owner, connection)

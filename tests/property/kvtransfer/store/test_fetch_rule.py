@@ -1,4 +1,5 @@
-"""Property tests of the rule that decides between fetching stored KV and computing it.
+"""Property tests of the rule that decides how many stored KV blocks to fetch, and how many to
+compute.
 
 It makes the fastest choice by its own estimates. In simulated time, this is close to the best
 choice.
@@ -23,9 +24,11 @@ tiers = st.lists(st.tuples(st.sampled_from(b"\x01\x02\x03"), st.integers(1, 40))
 
 
 class World:
-    """A simulated engine with a KV store, whose true costs are known.
+    """A simulated engine with a KV store, where fetching and computing take times that the test
+    knows.
 
-    The costs are in seconds per unit of each amount, such as blocks read. The rule must learn them.
+    The times are given as seconds per unit of each kind of work, such as blocks read. The tested
+    rule must learn them.
     """
 
     def __init__(self, random: Random) -> None:

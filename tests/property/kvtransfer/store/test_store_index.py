@@ -1,6 +1,6 @@
-"""Property tests of the index of a KV block store.
+"""Property tests of the records of a KV store, which say where each block is.
 
-The place that it names for a block must always contain this block.
+The place named for a block must always contain this block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ owners = st.integers(1, 3)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """A state machine of writers, readers and copies between memory and disk, in any order.
+    """A simulated KV store on which hypothesis performs writes, reads and copies in any order.
 
     memory  by place (slot) in memory: the key of the block there; None if it is empty or half
             written

@@ -1,4 +1,4 @@
-"""Tests that the key of a stored block covers everything that changes the block's bytes."""
+"""Tests that a stored KV block gets another key if anything differs that changes its bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests of the choice between fetching and computing stored blocks, and of learning the costs."""
+"""Tests of the rule that decides how many stored KV blocks to fetch, and how many to compute.
+
+It learns how long both take.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of an engine's connection to a KV store that is lost, silent, restored or too small."""
+"""Tests of an engine's connection to a KV store that is lost, silent, back or too small."""
 
 from __future__ import annotations
 

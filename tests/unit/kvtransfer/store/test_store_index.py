@@ -1,4 +1,4 @@
-"""Tests of which blocks a KV store evicts, keeps in memory or on disk, and leases, by example."""
+"""Tests by example of which blocks a KV store keeps in memory and on disk, and which it evicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a KV store's limits: how many blocks fit, and the memory of its index."""
+"""Tests of how many blocks fit into a KV store of a given size, beside its index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a KV store through its client, over a real Unix socket in one process."""
+"""Tests of a KV store and its client, connected by a real Unix socket within one process."""
 
 from __future__ import annotations
 
