@@ -1,3 +1,1 @@
-"""The logic of KV transfers without I/O: offers at the source (sender), fetches at the sink
-(receiver).
-"""
+"""What happens in a KV transfer, without I/O: offers of the sender, fetches of the receiver."""

@@ -34,19 +34,28 @@ _REASON = {
 
 
 def may_fetch_by_name(spec: OfferSpec, agent: str) -> bool:
-    """Return whether the agent with this name may fetch an offer without a ticket."""
+    """Return whether an agent may fetch an offer of KV although it has no ticket (permission).
+
+    spec   the offer
+    agent  the agent's name
+    """
     return spec.public if spec.sink is None else spec.sink == agent
 
 
 class Authorizer:
-    """Issues and checks the tickets (permissions to fetch) of one agent, with the fleet's key."""
+    """Issues tickets, which permit other agents to fetch an offer of KV, and checks those they
+    present.
+
+    The fleet's key signs the tickets.
+    """
 
     def __init__(self, key: bytes, card: AgentCard, regions: Sequence[Region]) -> None:
         self._key, self._card, self._regions = key, card, regions
         self._used = SpentTickets()
 
     def issue(self, offer: LeasedOffer) -> str:
-        """Return a new ticket (permission to fetch) that is valid until the offer's lease ends.
+        """Return a new ticket, a text that permits to fetch this offer of KV until the offer's
+        lease ends.
 
         Raises ValueError if the names in it make it too long.
         """
@@ -65,11 +74,11 @@ class Authorizer:
     def check(
         self, text: str, offer: LeasedOffer | None, name: str, sink: AgentCard, now: float
     ) -> Ticket | EndReason:
-        """Check a ticket (permission to fetch an offer) without marking it as used.
+        """Check the ticket `text`, with which the agent `sink` asks to fetch the KV called `name`.
 
-        Returns the decoded ticket, or the reason for refusing it. If the offer no longer exists,
-        the reason is GONE. A ticket may have been issued before its offer is made; it is then valid
-        although the offer does not exist yet.
+        Returns the decoded ticket, or the reason for refusing it: GONE if the offer no longer
+        exists (None). A ticket may have been issued before its offer is made; it is then valid
+        although the offer does not exist yet. The ticket is not marked as used.
         """
         try:
             ticket = check(self._key, text, now, epoch=self._card.epoch, sink=sink.agent)
@@ -87,7 +96,8 @@ class Authorizer:
         return ticket
 
     def spend(self, ticket: Ticket, sink: AgentCard, now: float) -> EndReason | None:
-        """Mark a ticket (permission to fetch) as used by one rank of the fetching engine.
+        """Mark a ticket as used by one rank of the fetching engine, because it may be used only
+        once.
 
         Returns None, or the reason why the ticket is refused.
         """

@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 
 class BandwidthMeter:
-    """Measures bytes per second by (peer, transport); recent measurements count more.
+    """Measures in bytes per second how fast KV is sent to each other agent, over each transport.
 
-    Every `half_life_s` seconds of sending halve the weight of earlier measurements. Bytes and
-    seconds are summed separately, so that many small transfers do not outweigh a large one. At most
-    `max_entries` pairs are stored; the least recently used is dropped first.
+    Recent measurements count more: every `half_life_s` seconds of sending halve the weight of
+    earlier ones. Bytes and seconds are summed separately, so that many small transfers do not
+    outweigh a large one. At most `max_entries` pairs of agent and transport are stored; the least
+    recently used is dropped first.
     """
 
     def __init__(self, half_life_s: float = 1.0, max_entries: int = 1024) -> None:
@@ -49,7 +50,8 @@ class BandwidthMeter:
 
 
 class ThroughputMeter:
-    """Measures how fast KV is sent, counting only the time in which bytes are in flight.
+    """Measures how fast KV is sent to an agent, counting only the time in which bytes are in
+    flight.
 
     When no bytes are in flight, or after `most_s` seconds, `on_measured` is called with the bytes
     and seconds.
@@ -66,7 +68,7 @@ class ThroughputMeter:
             self._since = now
 
     def count(self, n_bytes: int, now: float, *, idle: bool) -> None:
-        """Count bytes of KV that the receiving agent has received.
+        """Count bytes of KV that have arrived at the other agent.
 
         idle  whether no other bytes are in flight, which ends the measurement
         """

@@ -1,5 +1,7 @@
-"""Commands that the logic of KV transfers returns. The agent executes them in order, under its
-lock.
+"""What the agent must do after an event of a KV transfer: send a message, stop writes, and so on.
+
+The logic in source.py (sending) and sink.py (receiving) does no I/O. It returns these commands, and
+the agent executes them in order, under its lock.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ class SendMessage(msgspec.Struct, frozen=True):
 
 
 class SendInvite(msgspec.Struct, frozen=True):
-    """Command to let another agent write to these blocks, and then to invite it to do so."""
+    """Command to give another agent access to these blocks, then to ask it to write KV there."""
 
     link: Link
     invite: Invite
@@ -31,7 +33,7 @@ class SendInvite(msgspec.Struct, frozen=True):
 
 
 class AcceptGrant(msgspec.Struct, frozen=True):
-    """Command of the source: keep the sink's permission (grant) to write into its memory."""
+    """Command of the sending agent: store the receiver's permission to write into its memory."""
 
     link: Link
     transfer: int
@@ -39,7 +41,11 @@ class AcceptGrant(msgspec.Struct, frozen=True):
 
 
 class PutWindow(msgspec.Struct, frozen=True):
-    """Command of the source to queue a window (piece of a KV transfer) for sending."""
+    """Command of the sending agent to queue some bytes of a KV transfer (a window) for sending.
+
+    head    which bytes of the transfer they are
+    window  where they are in memory
+    """
 
     link: Link
     head: WindowHead
@@ -47,32 +53,41 @@ class PutWindow(msgspec.Struct, frozen=True):
 
 
 class DropWindows(msgspec.Struct, frozen=True):
-    """Command of the source to drop the queued windows (pieces) of a KV transfer."""
+    """Command of the sending agent to send no more of a KV transfer.
+
+    Its queued windows, the units in which KV is sent, are dropped.
+    """
 
     link: Link
     transfer: int
 
 
 class FenceTransfer(msgspec.Struct, frozen=True):
-    """Command of the sink to stop all writes of a transfer into the sink's blocks."""
+    """Command of the receiving agent to stop all writes of a transfer into its blocks.
+
+    Only then may the engine use the blocks again.
+    """
 
     link: Link
     transfer: int
 
 
 class BumpGenerations(msgspec.Struct, frozen=True):
-    """Command of the source to increment the generations (owner counters) of blocks.
+    """Command of the sending agent to raise the reuse counters (generations) of blocks.
 
-    It precedes the command that returns these blocks to the engine.
+    So late reads of these blocks are detected. A later command returns the blocks to the engine.
     """
 
     blocks: NDArray[np.int64]
 
 
 class ResolveHandle(msgspec.Struct, frozen=True):
-    """Command to report the outcome of an offer or a fetch of KV to the engine.
+    """Command to report to the engine how an offer or a fetch of KV has ended.
 
     It is always the last command of a transfer.
+
+    number  number of the offer or fetch
+    end     the outcome
     """
 
     number: int
@@ -80,20 +95,24 @@ class ResolveHandle(msgspec.Struct, frozen=True):
 
 
 class ReportLayers(msgspec.Struct, frozen=True):
-    """Command of the sink to report that the first `layers` layers of fetched KV are complete."""
+    """Command of the receiving agent to report to the engine that some layers of KV are complete.
+
+    number  number of the fetch
+    layers  how many layers, from the first one on
+    """
 
     number: int
     layers: int
 
 
 class DialPeer(msgspec.Struct, frozen=True):
-    """Command of the sink to open a connection to the agent at this address."""
+    """Command of the receiving agent to open a connection to the agent at this address."""
 
     address: str
 
 
 class EndGroup(msgspec.Struct, frozen=True):
-    """Command of the source to end all of its offers, because a rank of its engine is lost.
+    """Command to end all offers of KV of this agent, because the agent of another rank is lost.
 
     The KV of an engine is useful only as a whole.
     """
@@ -102,10 +121,12 @@ class EndGroup(msgspec.Struct, frozen=True):
 
 
 class ComputePlan(msgspec.Struct, frozen=True):
-    """Command to run a long computation, `work`, without the agent's lock.
+    """Command to compute which bytes a KV transfer copies, without the agent's lock, as this takes
+    long.
 
-    `work` returns a function. The agent calls this function with the current time and with the lock
-    held, and it returns commands. The state may have changed since the computation began.
+    `work` does that, and returns a function. The agent then takes its lock and calls that function
+    with the current time. It returns further commands. The state may have changed since the
+    computation began.
     """
 
     work: Callable[[], Callable[[float], list[Command]]]
@@ -135,14 +156,16 @@ _MAX_INLINE_PAIRS = 1024
 def plan_or_defer(
     blocks: int, pairs: int, work: Callable[[], Callable[[float], list[Command]]], now: float
 ) -> list[Command]:
-    """Compute a transfer plan now if it is small; otherwise return a command to compute it later.
+    """Compute now which bytes a KV transfer copies if that is quick; otherwise return a command to
+    do so.
 
-    blocks  number of blocks in the plan
-    pairs   number of rank pairs in the plan
-    work    function that computes the plan; it returns a function of the time that returns commands
+    blocks  number of blocks to copy
+    pairs   number of pairs of ranks between which they are copied
+    work    function that does the computation. It returns a function of the time that returns
+            commands
 
-    For a small plan, the commands that follow from it are returned. Otherwise the result is one
-    ComputePlan, which runs without the agent's lock.
+    Returns these commands if `work` was done now. Otherwise returns one ComputePlan command, with
+    which the agent does it later, without its lock.
     """
     short = blocks <= _MAX_INLINE_BLOCKS and pairs <= _MAX_INLINE_PAIRS
     return work()(now) if short else [ComputePlan(work)]

@@ -21,7 +21,8 @@ from kvtransfer.transport_interface import Link
 
 
 class FetchRequest(msgspec.Struct, frozen=True):
-    """An engine's request to fetch tokens [skip_tokens, tokens) of an offer into `blocks`.
+    """An engine's request to its agent to fetch the KV of tokens [skip_tokens, tokens) into
+    `blocks`.
 
     address  address of the agent that offers the KV
     name     name of the offer
@@ -38,7 +39,7 @@ class FetchRequest(msgspec.Struct, frozen=True):
 
 
 class SinkState(StrEnum):
-    """The states of a fetch of KV.
+    """The states of a fetch of KV at the receiving agent.
 
     WAITING  the fetch waits for a connection to the other agent
     INVITED  the other agent may write into the blocks
@@ -53,7 +54,10 @@ class SinkState(StrEnum):
 
 
 class BlockReservation:
-    """The blocks that one fetch writes to, and the fetch's progress; used by TransferSink only."""
+    """One fetch of KV at the receiving agent: the blocks that it writes to, and its progress.
+
+    Only TransferSink uses it.
+    """
 
     __slots__ = (
         "deadline",

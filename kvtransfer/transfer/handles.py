@@ -1,6 +1,7 @@
-"""The objects that represent offers and fetches of KV. An engine awaits them on its event loop.
+"""The objects by which an engine follows its offers and fetches of KV, for example awaits their
+end.
 
-The agent changes them on its own threads, and LoopWaker wakes the event loop.
+The agent changes them on its own threads, and LoopWaker wakes the engine's event loop.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from kvtransfer.protocol.outcomes import TransferOutcome
 
 
 class HandleListener(Protocol):
-    """The interface of a function that is called when an offer or a fetch changes.
+    """The interface of an object that the agent calls whenever one of its offers or fetches
+    changes.
 
-    It is called on any thread, with the agent's lock held.
+    The call is made on any thread, with the agent's lock held. LoopWaker is such an object.
     """
 
     def on_change(self, handle: TransferHandle) -> None: ...
 
 
 class LoopWaker:
-    """Wakes the coroutines of one event loop that wait for KV transfers, from any thread.
+    """Wakes coroutines of an event loop when a KV transfer that they wait for has changed.
 
-    All of them share one eventfd.
+    The agent calls it on any thread. All waiting coroutines share one eventfd.
 
     defer  function that runs a call after the agent's lock was released. Otherwise the event loop
            would wake up only to wait for this lock
@@ -63,7 +65,7 @@ class LoopWaker:
                 self._ring_fd(self._fd)
 
     def close(self) -> None:
-        """Close the eventfd, and wake all coroutines that still wait.
+        """Wake all coroutines that still wait for a KV transfer, and release the descriptor.
 
         Call this on the event loop after the last change.
         """
@@ -83,7 +85,7 @@ class LoopWaker:
 
 
 class TransferHandle:
-    """The base class of KV offers and fetches.
+    """Base class of Offer and Landing: the object by which an engine follows one KV transfer.
 
     outcome  None until the transfer has ended; afterwards it never changes
     """
@@ -95,7 +97,7 @@ class TransferHandle:
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether a coroutine waits for what has just changed.
+        """Return whether a coroutine must be woken, because it waits for the change just made.
 
         It may be read on any thread, after the change.
         """
@@ -137,7 +139,10 @@ def _wake_all(waiters: set[asyncio.Future[None]]) -> None:
 
 
 class OfferOwner(Protocol):
-    """The methods of a KV agent that an offer of KV calls."""
+    """The methods of the transfer agent that its Offer objects call on behalf of the engine.
+
+    number  the agent's number of the offer
+    """
 
     def mark_ready(self, number: int, layers: int) -> None: ...
 
@@ -147,13 +152,17 @@ class OfferOwner(Protocol):
 
 
 class LandingOwner(Protocol):
-    """The interface of the KV agent that a fetch of KV calls."""
+    """The methods of the transfer agent that its Landing objects (fetches of KV) call for the
+    engine.
+
+    number  the agent's number of the fetch
+    """
 
     def cancel(self, number: int, detail: str) -> None: ...
 
 
 class Offer(TransferHandle):
-    """An offer of KV, which one other agent may fetch once.
+    """KV of this engine that one other agent may fetch once, as the engine sees it.
 
     ticket  text that permits the fetch. Keep it secret: any agent that presents it may fetch
     """
@@ -164,13 +173,12 @@ class Offer(TransferHandle):
         self._owner = owner
 
     def mark_ready(self, layers: int) -> None:
-        """Allow the KV of the first `layers` layers of the offer to be sent, because they are
-        computed.
-        """
+        """Allow the KV of the first `layers` layers to be sent, because they are computed."""
         self._owner.mark_ready(self.number, layers)
 
     def renew(self, ttl_s: float) -> bool:
-        """Extend the offer's lease to at least `ttl_s` seconds from now, and renew `ticket`.
+        """Keep the offered KV for at least `ttl_s` seconds from now, and replace `ticket` by a new
+        one.
 
         Returns False if the offer has already ended.
         """
@@ -187,9 +195,9 @@ class Offer(TransferHandle):
 
 
 class Landing(TransferHandle):
-    """A fetch of KV from another agent.
+    """A fetch of KV from another agent, as the engine sees it.
 
-    layers  number of layers, from layer 0 on, that have arrived and are verified. Once the state
+    layers  number of layers, from layer 0 on, that have arrived and are verified. Once the outcome
             is LANDED, all layers are valid
     """
 
@@ -222,8 +230,7 @@ class Landing(TransferHandle):
         _wake_all(self._layer_waiters)
 
     def cancel(self, detail: str = "") -> None:
-        """Cancel the fetch. It ends as CANCELLED when no other agent can write to its blocks any
-        more.
+        """Cancel the fetch of KV; it ends as CANCELLED once nothing can write to its blocks.
 
         Does nothing if the fetch has ended or is about to end.
         """

@@ -1,7 +1,8 @@
-"""Registers memory with a network card (RDMA) before another agent is invited to write to it.
+"""Prepares memory for writes by another agent's network card (RDMA), before that agent is invited.
 
-Registration is slow and runs on other threads. The invitations are sent in order afterwards.
-sink.py decides whether a fetch is still wanted. transports/rdma/memory_grants.py registers memory.
+The card can only write to registered memory. Registration is slow, so it runs on other threads. The
+invitations are sent in order afterwards. sink.py decides whether a fetch is still wanted.
+transports/rdma/memory_grants.py registers memory.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ log = logging.getLogger("penstock")
 
 
 class InviteRegistration:
-    """Registers memory with a network card before another agent is invited to write to it.
+    """Registers memory with a network card (RDMA), so that another agent can write KV to it.
 
-    There is one thread per connection, which keeps the order of the invitations. Sources require
-    this order, because they accept only increasing transfer numbers.
+    There is one thread per connection, which keeps the order of the invitations. The other agents
+    require this order, because they accept only increasing transfer numbers.
 
     granted  function called under the lock with an invitation and the data that permit the writes
     failed   function called under the lock with an invitation whose memory cannot be registered,
@@ -43,7 +44,8 @@ class InviteRegistration:
         self._queued: dict[Link, deque[SendInvite]] = {}
 
     def add(self, command: SendInvite) -> None:
-        """Queue an invitation to write KV until the memory is registered for it.
+        """Register the memory for an invitation in the background; `granted` is called when that is
+        done.
 
         Call this with the agent's lock held.
         """

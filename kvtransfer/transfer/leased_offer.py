@@ -1,5 +1,6 @@
-"""An offer of KV: what the engine offers, and the lease that protects its blocks from reuse.
+"""The state of one offer of KV at the sending agent, with the lease that keeps its blocks.
 
+The lease is the promise that the blocks are not reused until the KV is fetched or time is up.
 source.py decides whether an offer may be fetched.
 """
 
@@ -26,10 +27,10 @@ _MAX_TICKETS = 8
 
 
 class OfferSpec(msgspec.Struct, frozen=True):
-    """An engine's offer of the KV of `tokens` tokens, which is stored in `blocks`.
+    """What an engine offers: the KV of `tokens` tokens, which is in `blocks`, and to whom.
 
     ready_layers  number of layers that are already computed
-    ttl_s         seconds until the lease ends
+    ttl_s         seconds until the offer ends unless it is being fetched
     sink          the only agent that may fetch the KV, with a ticket or by name; None: any agent
                   with a ticket
     public        whether any agent may also fetch the KV by name
@@ -55,21 +56,24 @@ class OfferSpec(msgspec.Struct, frozen=True):
 
 
 class LeasedOffer:
-    """An offer of KV, with the lease that protects its blocks from reuse.
+    """The state of one offer of KV at the sending agent.
 
-    generations    the blocks' generations (owner counters) per rank when the offer was made
+    If each rank of the fetching engine fetches separately, the offer is divided into shares. A
+    share is also an object of this class.
+
+    generations    the blocks' generations (reuse counters) per rank when the offer was made
     sorted_blocks  its block numbers in ascending order, for fast searches
-    lease          the lease; setting one that has ended clears `lease_flag`
+    lease          the promise to keep its blocks; setting one that has ended clears `lease_flag`
     lease_flag     uint32 array (1,): 1 until the lease ends, for native code
     nonces         nonces of its latest tickets
     link           connection to the agent that fetches it; None: it is not being fetched
     transfer       that agent's number of the transfer
-    plan           the transfer plan; None until it is computed
-    shares         parts of the offer by rank of the fetching engine, once a rank has fetched
+    plan           which bytes are copied; None until it is computed
+    shares         the shares by rank of the fetching engine, once a rank has fetched
                    (offer_division.py)
     claimed_by     the engine that shares the offer among its ranks, and its layout
-    whole          for one rank's part: the whole offer; otherwise None
-    rank           for one rank's part: the rank that may fetch it; otherwise -1
+    whole          for a share: the whole offer; otherwise None
+    rank           for a share: the rank that may fetch it; otherwise -1
     """
 
     __slots__ = (
@@ -123,9 +127,9 @@ class LeasedOffer:
 
     @property
     def is_unclaimed(self) -> bool:
-        """Return whether no part of the offer is being fetched or was fetched.
+        """Return whether no agent has begun to fetch any part of the offer.
 
-        Returns False for one rank's part of an offer.
+        Returns False for the share of one rank, which is a part of another offer.
         """
         return self.plan is None and self.claimed_by is None and self.whole is None
 
@@ -144,9 +148,9 @@ class LeasedOffer:
         return self._lease.ended_from is None
 
     def peek(self) -> WindowHead | None:
-        """Return the header of the next window (piece of KV) to send.
+        """Return which bytes of the offered KV are sent next, or None if there are none.
 
-        Returns None if all have been sent, or if the next layers are not computed yet.
+        There are none if all have been sent, or if the next layers are not computed yet.
         """
         if self.head is None:
             self.head = next(self.windows, None)

@@ -1,9 +1,8 @@
-"""Divides an offer of KV among the ranks of the fetching engine, which fetch their shares
-separately.
+"""Divides an offer of KV into shares, if each rank of the fetching engine fetches separately.
 
-The first rank that fetches divides the offer into shares, one for each rank that needs bytes of it.
-Each share is fetched and ends separately, and has its own lease. All of them together protect the
-offer's blocks. source.py decides what happens when a share ends.
+The first rank that fetches causes the division, into one share for each rank that needs bytes of
+the offer. Each share is fetched and ends separately, and has its own lease. All of them together
+protect the offer's blocks. source.py decides what happens when a share ends.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from kvtransfer.transfer.leased_offer import LeasedOffer
 
 
 class OfferSharing:
-    """Divides the offers of one agent among the ranks of a fetching engine.
+    """Divides this agent's offers of KV into shares, one for each rank of a fetching engine.
 
-    card  identity of the agent
+    card  identity of this agent
     add   function that registers a new share and protects its blocks
     """
 
@@ -29,9 +28,9 @@ class OfferSharing:
         self._numbers = count(1)
 
     def share_for(self, offer: LeasedOffer, sink: AgentCard, now: float) -> LeasedOffer | None:
-        """Return what this agent may fetch of an offer: all of it, or the share of its rank.
+        """Return what the agent `sink` may fetch of an offer: all of it, or the share of its rank.
 
-        Returns None if another engine has begun to fetch the offer, or if the lease has ended. The
+        Returns None if another engine has begun to fetch the offer, or if its lease has ended. The
         caller checks that the result is not being fetched yet.
         """
         if offer.claimed_by is not None:

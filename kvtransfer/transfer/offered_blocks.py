@@ -1,4 +1,7 @@
-"""Counts how many offers of KV protect each block of an agent's memory. No I/O."""
+"""Counts how many offers of KV contain each block, which must not be reused before all have ended.
+
+No I/O.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ class OfferedBlocks:
         self._offers[blocks] += 1
 
     def release(self, blocks: BlockNumbers) -> BlockNumbers:
-        """Record that an offer of these distinct blocks has ended.
+        """Record that an offer of these blocks has ended; each block is listed once.
 
-        Returns the blocks that no other offer contains.
+        Returns the blocks that no other offer contains, and that may be reused.
         """
         self._offers[blocks] -= 1
         freed: BlockNumbers = blocks[self._offers[blocks] == 0]

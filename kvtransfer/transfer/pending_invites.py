@@ -1,8 +1,10 @@
-"""Invitations to send KV that wait for their offer, and remembered names of ended offers. No I/O.
+"""Requests of other agents for KV that this agent has not offered yet; they wait for the offer
+here.
 
-An agent may ask for KV by name before the KV is offered; its invitation then waits here. source.py
-decides who may fetch an offer, and answers the invitations. The caller passes the time `now`, which
-never decreases.
+Such a request is an invitation: the other agent invites this one to write KV into its blocks. This
+module also remembers the names of offers that have ended or are not wanted. source.py decides who
+may fetch an offer, and answers the invitations. The caller passes the time `now`, which never
+decreases. No I/O.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _MOST = 4096
 
 
 class PendingInvite(msgspec.Struct, frozen=True):
-    """An agent's invitation to send it KV, which waits for the offer until `deadline`."""
+    """Another agent's request for KV that is not offered yet; it waits until `deadline`."""
 
     link: Link
     invite: Invite
@@ -32,9 +34,10 @@ class PendingInvite(msgspec.Struct, frozen=True):
 
 
 class PendingInvites:
-    """The invitations that wait for an offer of KV.
+    """The requests (invitations) of other agents that wait until this agent offers the KV.
 
-    There is one per name and fetching rank, and at most AgentOptions.max_waiting_invites in total.
+    There is one per name of an offer and fetching rank, and at most
+    AgentOptions.max_waiting_invites in total.
 
     deadline_count  number of deadlines that were set so far
     """
@@ -52,11 +55,14 @@ class PendingInvites:
         return len(self._names)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names of the offers for which invitations wait."""
+        """Iterate over the names of the offers for which other agents wait."""
         return iter(self._waiting)
 
     def next_deadline(self) -> float | None:
-        """Return a time not later than the earliest deadline of an invitation; None without any."""
+        """Return when to look for expired invitations next; None if none is waiting.
+
+        The result may be earlier than the earliest deadline, never later.
+        """
         while self._deadlines and self._find(*self._deadlines[0][1:]) is None:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
@@ -65,10 +71,10 @@ class PendingInvites:
         return self._waiting.get(name, {}).get(rank)
 
     def add(self, link: Link, invite: Invite, rank: int, now: float) -> EndReason | None:
-        """Let an agent's invitation wait for its offer; return None, or why it is refused.
+        """Let another agent's request for KV wait for its offer; return None, or why it is refused.
 
         link    connection to that agent
-        invite  the invitation
+        invite  the request (invitation to write KV)
         rank    the only rank that it serves; -1: all ranks
         now     time in seconds
         """
@@ -90,10 +96,10 @@ class PendingInvites:
         return None
 
     def take_for_offer(self, name: str, now: float) -> tuple[list[PendingInvite], str | None]:
-        """Remove and return the invitations for the offer `name`, because it is made now.
+        """Remove and return the invitations that wait for the offer `name`, because it is made now.
 
-        The second result is the name of an agent that recently waited for this offer and gave up,
-        or None.
+        The second result is the name of an agent that recently gave up to wait for this offer, or
+        None. The offer is useless then.
         """
         self._ended.pop(name, now)
         return self.remove(name), self._unwanted.pop(name, now)
@@ -112,12 +118,14 @@ class PendingInvites:
             del self._waiting[name]
 
     def withdraw(self, link: Link, transfer: int, agent: str | None, now: float) -> bool:
-        """Remove the invitation of a transfer that is no longer wanted; return False without one.
+        """Remove an agent's invitation, because the agent does not want the KV any more.
 
-        link      connection to the fetching agent
+        link      connection to that agent
         transfer  that agent's number of the transfer
         agent     name of that agent, if it will not want the offer later either; otherwise None
         now       time in seconds
+
+        Returns False if no such invitation is waiting.
         """
         waiting = self._names.get((link, transfer))
         if waiting is None:
@@ -129,10 +137,10 @@ class PendingInvites:
         return True
 
     def mark_unwanted(self, name: str, agent: str, now: float) -> None:
-        """Record that `agent` will not want an offer of this name that is made later.
+        """Remember that `agent` does not want the KV `name` any more, which may be offered later.
 
-        Does nothing if an invitation waits for the name. This only saves memory and is not
-        reliable: one agent is recorded per name, for a limited number of names.
+        Does nothing if a request waits for the name. This only saves memory and is not reliable:
+        one agent is recorded per name, for a limited number of names.
         """
         if name not in self._waiting:
             self._unwanted.put(name, agent, now)
@@ -165,7 +173,7 @@ class PendingInvites:
 
 
 class TtlMap(Generic[T]):
-    """A map whose values expire `ttl_s` seconds after they were set.
+    """A map from names to values, each of which is forgotten `ttl_s` seconds after it was set.
 
     It holds at most `max_entries` values; above that, the oldest is dropped. Not thread-safe.
     """

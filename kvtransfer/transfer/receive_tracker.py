@@ -1,4 +1,4 @@
-"""Tracks which bytes of one KV transfer have arrived, by group of layers, in any order.
+"""Records which bytes of one KV transfer have arrived, in any order, and which layers are complete.
 
 It neither stores nor verifies the bytes.
 """
@@ -12,23 +12,25 @@ from kvtransfer.layout.transfer_plan import TransferPlan
 
 
 class WindowError(Exception):
-    """Raised for received KV that is not in the transfer's plan, has a wrong size, or is
-    repeated.
-    """
+    """Raised for received KV that is not planned, has a wrong size, or has arrived before."""
 
 
 class RepeatedWindowError(WindowError):
-    """Raised for a window (piece of KV) of which a part has arrived before.
+    """Raised for received KV of which a part has arrived before.
 
-    The window is not written again, and the connection may continue.
+    It is not written again, and the connection may continue.
     """
 
 
 class ReceiveTracker:
-    """Tracks which windows (pieces) of a KV transfer have arrived. Not thread-safe.
+    """Records which bytes of one KV transfer have arrived. Not thread-safe.
 
-    A window has begun when its header is read. It has landed when its bytes are written to their
-    blocks and verified. No byte range is written twice, and only verified bytes count.
+    KV arrives in windows, units of some byte ranges each. A window has begun when its header is
+    read. It has landed when its bytes are written to their blocks and verified. No byte range is
+    written twice, and only verified bytes count.
+
+    In the methods, a window is named by its group of layers, its pair of ranks, and the number
+    `first` and count of its byte ranges in the plan.
     """
 
     def __init__(self, plan: TransferPlan) -> None:
@@ -40,7 +42,8 @@ class ReceiveTracker:
         self.n_bytes = 0
 
     def begin(self, group: int, pair: int, first: int, count: int, n_bytes: int) -> ByteRuns:
-        """Mark a window (piece) of KV as begun, and return the byte ranges to write.
+        """Record that a unit of KV (window) begins to arrive, and return where its bytes are
+        written.
 
         Raises WindowError if it is not planned; the connection must then be closed.
         """
@@ -64,7 +67,8 @@ class ReceiveTracker:
         return runs
 
     def peek(self, group: int, pair: int, first: int, count: int) -> ByteRuns | None:
-        """Return the byte ranges of a window (piece of KV) of which nothing has arrived yet.
+        """Return where the bytes of a unit of KV (window) will be written, before it begins to
+        arrive.
 
         Returns None if any part of it has arrived. Raises IndexError if it is not planned.
         """
@@ -74,12 +78,12 @@ class ReceiveTracker:
         return self.plan.runs(group, pair).cut(first, count)
 
     def is_arriving(self, group: int, pair: int, first: int, count: int) -> bool:
-        """Return whether a window (piece of KV) has begun, but is not verified yet."""
+        """Return whether a unit of KV (window) has begun to arrive, but is not verified yet."""
         return (group, pair, first, count) in self._unverified
 
     def mark_verified(self, group: int, pair: int, first: int, count: int) -> bool:
-        """Count a window (piece of KV) as verified, and return whether its group of layers is
-        complete.
+        """Record that a unit of KV (window) has arrived intact; return whether its group of layers
+        is complete.
 
         Raises WindowError if the window was not begun.
         """

@@ -1,5 +1,6 @@
-"""Limits the bytes of KV that are in flight to one agent: sent, but not yet reported as
-received.
+"""Limits how many bytes of KV an agent sends to another one before their arrival is reported.
+
+These bytes are called in flight.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ _URGENT_FACTOR = 4
 
 
 def in_flight_limit(budget_bytes: int, window_bytes: int, priority: Priority) -> int:
-    """Return how many bytes may be in flight when the next window (piece) of a transfer is sent.
+    """Return how many bytes of KV may be in flight (sent, but not reported as arrived) to an agent.
 
     budget_bytes  limit of the receiving agent
-    window_bytes  maximum size of the transfer's windows
+    window_bytes  maximum size of the units (windows) in which the transfer is sent
+    priority      priority of the transfer. Interactive ones may use the whole limit
 
-    Interactive transfers may use the whole limit. Others may use a quarter of it, but at least two
-    windows, because an urgent transfer must wait for what is in flight. Both agents compute the
-    same number.
+    Other transfers may use a quarter of it, but at least two windows, because an urgent transfer
+    must wait for what is in flight. Both agents compute the same number.
     """
     if priority is Priority.INTERACTIVE:
         return budget_bytes
@@ -26,10 +27,11 @@ def in_flight_limit(budget_bytes: int, window_bytes: int, priority: Priority) ->
 
 
 class SendCredits:
-    """A limit on the bytes of KV that are in flight to one agent. Not thread-safe.
+    """Limits the bytes of KV in flight (sent, but not reported as arrived) to one agent.
 
-    A window (piece of KV) takes credit when it is sent, and gives it back when it has arrived. A
-    window that is larger than the limit is sent when nothing else is in flight.
+    A window, the unit in which KV is sent, takes credit when it is sent, and gives it back when it
+    has arrived. A window that is larger than the limit is sent when nothing else is in flight. Not
+    thread-safe.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -40,9 +42,9 @@ class SendCredits:
         self._by_transfer: dict[int, int] = {}
 
     def try_acquire(self, transfer: int, n_bytes: int, limit_bytes: int | None = None) -> bool:
-        """Take credit for `n_bytes` bytes of a transfer, and return whether there was enough.
+        """Take credit to send `n_bytes` bytes of a transfer, and return whether there was enough.
 
-        limit_bytes  limit for this window, instead of the whole limit
+        limit_bytes  maximum bytes in flight, if this transfer may not use the whole limit
         """
         limit = self.budget_bytes if limit_bytes is None else limit_bytes
         if self.in_flight_bytes and self.in_flight_bytes + n_bytes > limit:
@@ -52,7 +54,7 @@ class SendCredits:
         return True
 
     def put_back(self, transfer: int, n_bytes: int) -> None:
-        """Give back the send credit of `n_bytes` bytes of a transfer that have arrived.
+        """Give back credit, because `n_bytes` bytes of a transfer have arrived.
 
         Raises ValueError if fewer bytes of the transfer are in flight.
         """
@@ -68,9 +70,9 @@ class SendCredits:
             self._by_transfer.pop(transfer, None)
 
     def forget(self, transfer: int) -> int:
-        """Give back all send credit of a finished transfer.
+        """Give back all credit of a transfer that has ended, so that others may send.
 
-        Returns the number of its bytes that were in flight.
+        Returns how many of its bytes were in flight.
         """
         in_flight = self._by_transfer.pop(transfer, 0)
         self.in_flight_bytes -= in_flight

@@ -1,4 +1,4 @@
-"""The windows (pieces of KV) to send to one agent, and their order.
+"""What to send next to one agent: the units of KV (windows) of all transfers to it, in order.
 
 leased_offer.py has the offers that they belong to.
 """
@@ -23,7 +23,7 @@ from kvtransfer.transport_interface import Link, WindowHead, WindowSlice
 
 
 class SendQueue:
-    """The windows (pieces of KV) to send to one agent over one connection.
+    """The KV transfers to one agent over one connection, and what to send next.
 
     claimed  the offers that the agent is fetching, by number of the transfer
     newest   the latest number of a transfer. Numbers only grow, so a late message about an old
@@ -47,8 +47,9 @@ class SendQueue:
         self._flow = ThroughputMeter(on_measured)
 
     def assign(self, offer: LeasedOffer, transfer: int) -> None:
-        """Assign an offer of KV to a transfer to this peer, before the transfer's plan is
-        computed.
+        """Record that the other agent fetches an offer of KV, as its transfer number `transfer`.
+
+        It is not known yet which bytes are copied; see claim().
         """
         self.claimed[transfer] = offer
         offer.link, offer.transfer = self._link, transfer
@@ -61,12 +62,15 @@ class SendQueue:
         offer.link, offer.transfer = None, 0
 
     def claim(self, offer: LeasedOffer, plan: TransferPlan, window_bytes: int) -> None:
-        """Record the plan by which an offer is sent, and divide it into windows of this size."""
+        """Set which bytes of an offer are sent, and divide them into units (windows) of this size.
+
+        plan  which bytes are copied to which rank
+        """
         offer.plan, offer.window_bytes = plan, window_bytes
         offer.windows = _windows(offer, plan)
 
     def release(self, offer: LeasedOffer, now: float, *, landed: bool) -> None:
-        """Remove an offer that has ended, and free its bytes in flight for other transfers.
+        """Remove an offer whose transfer has ended, so that other transfers may send more bytes.
 
         landed  whether the receiving agent has received all of it
         """
@@ -84,15 +88,15 @@ class SendQueue:
         self._flow.count(n_bytes, now, idle=not self.credits.in_flight_bytes)
 
     def enqueue(self, offer: LeasedOffer, now: float) -> None:
-        """Queue the offer for sending, if it has windows of KV to send."""
+        """Let an offer take part in sending, if it has KV that can be sent now."""
         if offer.peek() is not None:
             self._turns.add(offer.transfer, offer.priority, offer.urgent_at, now)
 
     def next_windows(self, now: float) -> list[PutWindow]:
-        """Return the windows (pieces of KV) to send now, in order of urgency.
+        """Return which KV to send now, the most urgent transfer first.
 
-        The limit on bytes in flight applies. At most about MAX_RUNS byte ranges are returned,
-        because other connections wait in the meantime. Call again when bytes have been received.
+        Not more is returned than may be in flight, and at most about MAX_RUNS byte ranges, because
+        other connections wait in the meantime. Call again when bytes have been received.
         """
         puts: list[PutWindow] = []
         runs = 0
@@ -131,7 +135,7 @@ class SendQueue:
 
 
 def blocks_of(runs: ByteRuns, block_bytes: int) -> NDArray[np.int64]:
-    """Return the numbers of the blocks that these byte ranges read, in order.
+    """Return the numbers of the blocks from which these byte ranges are read, in order.
 
     Equal neighbours are returned once. This is valid only if blocks are the outermost dimension in
     memory. Otherwise an offset does not identify a block.

@@ -1,10 +1,10 @@
-"""The logic of the sink, the receiving agent: its fetches of KV, until their blocks are free again.
+"""The logic of the sink, the agent that receives KV: what happens to each of its fetches.
 
     WAITING -> INVITED -> MOVING -> FENCING -> removed
 
-In the last state, the transport stops all writes to the fetch's blocks. All races of the receiving
-side are decided here, without I/O: events and the time go in, commands come out. agent.py has the
-clock, the lock and the engine's objects.
+In the last state, the transport stops all writes to the fetch's blocks, so that the engine can use
+them. All races of the receiving side are decided here, without I/O: events and the time go in,
+commands come out. agent.py has the clock, the lock and the engine's objects.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ from kvtransfer.util.agent_options import AgentOptions
 
 
 class TransferSink:
-    """The fetches of one agent, by a number that the caller chooses and that messages contain.
+    """All fetches of KV of one agent; most methods handle an event and return commands to execute.
+
+    A fetch has a number, which the caller chooses and messages contain.
 
     rank            the only rank whose memory `regions` has; None: all ranks
     deadline_count  number of deadlines that were set; as long as it does not change,
@@ -131,7 +133,7 @@ class TransferSink:
         now: float,
         rank: int | None = None,
     ) -> list[Command]:
-        """Send the invitations of all fetches that waited for a connection to this agent.
+        """Ask an agent for KV, for all fetches that waited for a connection to it.
 
         address  address that the fetches named
         link     the connection
@@ -167,7 +169,7 @@ class TransferSink:
         return ended + self._lose_member(address, detail or reason)
 
     def retire_link(self, link: Link) -> None:
-        """Start no new fetches on a connection that will end soon; running ones continue."""
+        """Start no new fetches over a connection that will be replaced; running ones continue."""
         self._links = {
             address: there for address, there in self._links.items() if there[0] is not link
         }
@@ -258,10 +260,10 @@ class TransferSink:
         return self._end(reservation, message.reason, message.detail, now, tell=False)
 
     def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
-        """Return where to write an arriving window (piece of KV), or None to discard it.
+        """Return where to write a unit of KV (window) that begins to arrive, or None to discard it.
 
-        A window is written once, as planned, and only while its fetch is in the state MOVING.
-        Raises WindowError for a window outside the plan; call `on_bad_window` then.
+        It is written once, as planned, and only while its fetch is in the state MOVING. Raises
+        WindowError if it is not planned; call `on_bad_window` then.
         """
         reservation = self._find_moving(link, head.transfer)
         if reservation is None or reservation.tracker is None or reservation.plan is None:
@@ -289,7 +291,7 @@ class TransferSink:
     def following_windows(
         self, link: Link, head: WindowHead, most: int
     ) -> list[tuple[WindowHead, WindowSlice]]:
-        """Return at most `most` windows (pieces of KV) that will probably follow this one."""
+        """Return up to `most` units of KV (windows) that will probably follow this one."""
         moving = self._find_moving(link, head.transfer)
         if moving is None or moving.tracker is None or moving.forecast is None:
             return []
@@ -301,7 +303,10 @@ class TransferSink:
         return [(after, self._slice(moving, after, runs)) for after, runs in following]
 
     def on_bad_window(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
-        """End a fetch whose source has another plan, because it would never complete."""
+        """End a fetch, because the source sent KV that is not planned here.
+
+        The source then has another plan, and the fetch would never complete.
+        """
         reservation = self._find_moving(link, transfer)
         return (
             [] if reservation is None else self._end(reservation, EndReason.PROTOCOL, detail, now)
@@ -310,7 +315,11 @@ class TransferSink:
     def on_landed(
         self, link: Link, head: WindowHead, verdict: WindowVerdict, now: float
     ) -> list[Command]:
-        """Record a window (piece of KV) that has arrived, or end its fetch if it cannot be used."""
+        """Record that a unit of KV (window) has arrived, or end its fetch if the bytes cannot be
+        used.
+
+        verdict  whether the bytes are intact
+        """
         if verdict is WindowVerdict.OK:
             return self.on_intact_windows(link, [head], now)
         reservation = self._find_moving(link, head.transfer)
@@ -321,9 +330,9 @@ class TransferSink:
     def on_intact_windows(
         self, link: Link, heads: Sequence[WindowHead], now: float
     ) -> list[Command]:
-        """Record windows (pieces of KV) of one transfer that have arrived intact.
+        """Record that several units of KV (windows) of one transfer have arrived intact.
 
-        The source gets one credit for all of them, or none if the transfer is complete.
+        The source gets one message that it may send more, or none if the transfer is complete.
         """
         transfer = heads[0].transfer
         reservation = self._find_moving(link, transfer)
@@ -349,14 +358,14 @@ class TransferSink:
         return True
 
     def on_fenced(self, link: Link, transfer: int, now: float) -> list[Command]:
-        """End a fetch and free its blocks, because no other agent can write to them any more."""
+        """End a fetch and return its blocks to the engine, as nothing can write there now."""
         reservation = self._find(link, transfer)
         if reservation is None or reservation.state is not SinkState.FENCING:
             return []
         return self._resolve(reservation, now)
 
     def on_all_fenced(self, now: float) -> list[Command]:
-        """End every fetch that waits for the end of writes, because all transports have ended."""
+        """End every fetch of KV, because all transports have ended and write no more."""
         fencing = [
             reservation
             for reservation in self._reservations.values()
@@ -365,7 +374,11 @@ class TransferSink:
         return [command for reservation in fencing for command in self._resolve(reservation, now)]
 
     def confirm_invite(self, link: Link, transfer: int) -> bool:
-        """Return whether a fetch still wants its invitation, which the caller then sends."""
+        """Return whether a fetch of KV still wants to be served, so that its invitation must be
+        sent.
+
+        It may have ended while its memory was registered with a network card.
+        """
         reservation = self._find(link, transfer)
         if reservation is None or reservation.state is SinkState.FENCING:
             return False
@@ -373,7 +386,7 @@ class TransferSink:
         return True
 
     def check(self, request: FetchRequest) -> None:
-        """Raise ValueError for a KV fetch with invalid blocks, tokens or texts; needs no lock."""
+        """Raise ValueError for a fetch of KV with invalid blocks, tokens or texts."""
         check_texts(request.name, request.ticket)
         check_seconds("a landing", request.timeout_s)
         if not 0 <= request.skip_tokens < request.tokens <= MAX_TOKENS:
@@ -428,8 +441,8 @@ class TransferSink:
         if message.layouts != fingerprint:
             source_fingerprint = message.layouts or "none"
             return (
-                f"the source plans with other layouts: {fingerprint} here, "
-                f"{source_fingerprint} there"
+                f"the source plans with other KV layouts (hashes {fingerprint} here, "
+                f"{source_fingerprint} there)"
             )
         if message.window_bytes > self._options.window_bytes:
             return f"windows of {message.window_bytes} bytes are too large"

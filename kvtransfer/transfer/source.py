@@ -1,8 +1,8 @@
-"""The logic of the source, the sending agent: its offers of KV, and their leases.
+"""The logic of the source, the agent that sends KV: what happens to each of its offers.
 
-A lease protects the blocks of an offer from reuse. All races of the sending side are decided here,
-without I/O: events and the time go in, commands come out. Transports move the bytes. agent.py has
-the clock, the lock and the engine's objects.
+A lease, the promise to keep offered KV, protects the blocks of an offer from reuse. All races of
+the sending side are decided here, without I/O: events and the time go in, commands come out.
+Transports move the bytes. agent.py has the clock, the lock and the engine's objects.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from kvtransfer.util.agent_options import AgentOptions
 
 
 class TransferSource:
-    """The KV offers of one agent, by a number that the caller chooses.
+    """All offers of KV of one agent; most methods handle an event and return commands to execute.
 
     key  the fleet's shared secret, for tickets
     """
@@ -96,7 +96,7 @@ class TransferSource:
         return {**counts, "waiting_invitations": len(self._pending_invites)}
 
     def unclaimed_s(self, now: float) -> float:
-        """Return the total seconds that all offers have waited to be fetched."""
+        """Return for how many seconds offers of KV have waited to be fetched, all together."""
         offers = self._offers.values()
         waiting = [now - offer.started_at for offer in offers if offer.is_unclaimed]
         return self._stats.unclaimed_s + sum(waiting)
@@ -107,11 +107,11 @@ class TransferSource:
 
     @property
     def deadline_count(self) -> int:
-        """Return the number of deadlines set; until it grows, `next_deadline` is not earlier."""
+        """Return how many deadlines were set; until it grows, `next_deadline` is not earlier."""
         return self._set_deadlines + self._pending_invites.deadline_count
 
     def next_deadline(self) -> float | None:
-        """Return when to call `tick`: at or before the next deadline; None without one."""
+        """Return when to call `tick` next, at a deadline or before; None without a deadline."""
         while self._deadlines and self._deadlines[0][1] not in self._offers:
             heapq.heappop(self._deadlines)
         waiting = self._pending_invites.next_deadline()
@@ -120,10 +120,11 @@ class TransferSource:
         return self._deadlines[0][0] if waiting is None else min(self._deadlines[0][0], waiting)
 
     def offer(self, number: int, spec: OfferSpec, now: float) -> tuple[str, list[Command]]:
-        """Protect the blocks of an offer from reuse; return its ticket, and commands to execute.
+        """Begin an offer of KV: from now on, its blocks may not be reused.
 
-        If the agent that wanted the offer has given up, the offer ends immediately. Raises
-        ValueError for an invalid offer.
+        Returns its ticket (a text that permits the fetch), and commands to execute. It ends
+        immediately if the agent that wanted it has given up. Raises ValueError for an invalid
+        offer.
         """
         self._check(spec)
         generations = [region.generations_of(spec.blocks) for region in self._regions]
@@ -143,7 +144,7 @@ class TransferSource:
             return offer.ticket, list(chain.from_iterable(answers))
         if gave_up is not None and may_fetch_by_name(spec, gave_up):
             return offer.ticket, self._end(
-                offer, EndReason.CANCELLED, f"{gave_up} gave up before", now
+                offer, EndReason.CANCELLED, f"{gave_up} gave up before it was made", now
             )
         return offer.ticket, []
 
@@ -177,7 +178,7 @@ class TransferSource:
         return offer.ticket
 
     def revoke(self, number: int, reason: EndReason, detail: str, now: float) -> list[Command]:
-        """End an offer immediately. Agents that still read it notice that its blocks changed."""
+        """End an offer now; an agent that still reads it notices that its blocks are void."""
         offer = self._offers.get(number)
         return [] if offer is None else self._end(offer, reason, detail, now)
 
@@ -247,7 +248,7 @@ class TransferSource:
         return commands
 
     def on_invite(self, link: Link, invite: Invite, now: float) -> list[Command]:
-        """Answer an agent's invitation to send KV, or let it wait until the KV is offered.
+        """Answer an agent's request for KV, or let it wait until the KV is offered.
 
         Raises ProtocolError if its transfer number is not higher than earlier ones.
         """
@@ -333,9 +334,9 @@ class TransferSource:
         return self._end(offer, EndReason.LANDED, "", now, tell=False)
 
     def on_credit(self, link: Link, message: Credit, now: float) -> list[Command]:
-        """Send more KV, because the receiving agent has received bytes that were in flight.
+        """Send more KV to an agent, because earlier bytes have arrived there.
 
-        Raises ProtocolError if it reports more bytes than were in flight.
+        Raises ProtocolError if more bytes are reported than were in flight.
         """
         send_queue = self._send_queues[link]
         if message.transfer not in send_queue.claimed:
@@ -347,7 +348,7 @@ class TransferSource:
         return self._pump(send_queue, now)
 
     def on_bad_grant(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
-        """End a transfer, because the transport cannot use the receiver's permission to write."""
+        """End a transfer, because the receiver's permission to write to its memory is invalid."""
         offer = self._send_queues[link].claimed.get(transfer)
         return [] if offer is None else self._end(offer, EndReason.PROTOCOL, detail, now)
 
@@ -391,7 +392,7 @@ class TransferSource:
             return self._refuse(link, invite.transfer, EndReason.BAD_TICKET)
         if invite.tokens > offer.spec.tokens:
             return self._refuse(
-                link, invite.transfer, EndReason.TOKENS, f"{offer.spec.tokens} are on offer"
+                link, invite.transfer, EndReason.TOKENS, f"only {offer.spec.tokens} are offered"
             )
         share = self._sharing.share_for(offer, send_queue.card, now)
         if share is None or share.link is not None:

@@ -38,17 +38,19 @@ class AgentStats:
         self.landings[end.kind, end.reason] += 1
 
     def count_sent(self, pair: tuple[str, str], n_bytes: int, seconds: float) -> None:
-        """Count bytes of KV that this agent sent, and the seconds in which bytes were in flight.
+        """Count bytes of KV that this agent sent to another agent.
 
-        `pair` is (peer, transport).
+        pair     the other agent's name, and the transport
+        seconds  time in which bytes were in flight
         """
         _add(self._sent_bytes, pair, n_bytes)
         _add(self._sent_s, pair, seconds)
 
     def count_received(self, pair: tuple[str, str], n_bytes: int, seconds: float) -> None:
-        """Count bytes that this agent received as a sink.
+        """Count bytes of KV that this agent received from another agent.
 
-        `pair` is (peer, transport); `seconds` is the time since the source accepted the transfer.
+        pair     the other agent's name, and the transport
+        seconds  time since the other agent accepted the transfer
         """
         _add(self._moved_bytes, pair, n_bytes)
         _add(self._moved_s, pair, seconds)

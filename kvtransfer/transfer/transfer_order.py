@@ -1,4 +1,7 @@
-"""The order in which KV transfers to a peer are sent: by priority, deadline and wait. No I/O."""
+"""Decides which of several KV transfers to an agent is sent next: by priority, deadline and wait.
+
+No I/O.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +69,9 @@ class TransferOrder:
         self._turns.pop(transfer, None)
 
     def next(self, now: float) -> int | None:
-        """Return the number of the transfer that sends KV next; None if none is queued.
+        """Return the number of the transfer that may send KV now; None if none is queued.
 
-        The transfer stays queued; the caller removes it when it has no more KV to send.
+        It stays queued; the caller removes it when it has no more KV to send.
         """
         if len(self._turns) < 2:
             return next(iter(self._turns), None)

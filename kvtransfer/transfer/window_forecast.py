@@ -1,7 +1,8 @@
-"""Predicts in which order the windows (pieces of KV) of a transfer arrive.
+"""Predicts which bytes of a KV transfer arrive next, so that C code can receive them in one call.
 
-Both agents compute the same plan, and windows are sent in order. A wrong prediction only costs
-time: sink.py checks every window when it has arrived.
+KV is sent in windows, units of some byte ranges. Both agents compute the same plan, and windows are
+sent in its order. A wrong prediction only costs time: sink.py checks every window when it has
+arrived.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MOST_SKIPPED = 64  # windows that may be missing before a forecast is given up
 
 
 class WindowForecast:
-    """The windows (pieces of KV) of a transfer, in the order of its plan. Not thread-safe."""
+    """The order in which the units (windows) of one KV transfer should arrive. Not thread-safe."""
 
     def __init__(self, transfer: int, plan: TransferPlan, window_bytes: int) -> None:
         self.window_bytes = window_bytes
@@ -28,10 +29,15 @@ class WindowForecast:
     def following(
         self, head: WindowHead, tracker: ReceiveTracker, most: int, most_bytes: int
     ) -> list[tuple[WindowHead, ByteRuns]]:
-        """Return at most `most` windows that follow the one with this header, and where they go.
+        """Return the units of KV (windows) that will follow the one with this header, and where
+        they go.
 
-        They belong to its layer group or the next one, and none of them has begun. All windows
-        together, including the given one while it arrives, have at most `most_bytes` bytes.
+        head        header of the given window
+        tracker     which bytes have arrived
+        most        maximum number of windows to return
+        most_bytes  maximum bytes of all windows, including the given one while it arrives
+
+        They belong to its group of layers or the next one, and none of them has begun.
         """
         windows: list[tuple[WindowHead, ByteRuns]] = []
         is_arriving = tracker.is_arriving(head.group, head.pair, head.first, head.count)

@@ -1,6 +1,4 @@
-"""Tests of the KV transfer agent: invalid arguments, closing despite failing transports,
-notifications.
-"""
+"""Tests of a KV agent: invalid arguments, transports that fail, and wake-ups of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Property tests of ReceiveTracker, which records what KV has arrived, for data in any order."""
+"""Property tests of ReceiveTracker, which records what KV has arrived, in any order."""
 
 from __future__ import annotations
 

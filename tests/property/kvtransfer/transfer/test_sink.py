@@ -1,6 +1,7 @@
-"""Property tests of TransferSink: each fetch of KV ends once, under any order of events.
+"""Property tests of TransferSink, the receiving side of KV transfers, with events in any order.
 
-When it has ended, no more bytes are written to its blocks. It ends as LANDED only if complete.
+Each fetch of KV ends once. After its end, no more bytes are written to its blocks. It ends as
+LANDED only if it is complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Property tests of TransferSource: each offer of KV ends once, under any order of events."""
+"""Property tests of TransferSource, the sending side of KV transfers, with events in any order.
+
+Each offer of KV ends once.
+"""
 
 from __future__ import annotations
 

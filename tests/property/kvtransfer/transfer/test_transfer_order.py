@@ -1,4 +1,4 @@
-"""Property tests of the order of KV transfers and the limit on bytes in flight.
+"""Property tests of what a KV agent sends next, and of the limit on bytes in flight.
 
 No bytes are lost, and every transfer is sent at some time.
 """

@@ -1,4 +1,4 @@
-"""Tests of the measured bandwidth to other agents."""
+"""Tests of measuring how fast KV is sent to each other agent."""
 
 from __future__ import annotations
 

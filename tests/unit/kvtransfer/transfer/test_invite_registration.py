@@ -1,4 +1,4 @@
-"""Tests that memory is registered before another agent is invited to write KV to it.
+"""Tests that memory is registered with a network card before another agent may write KV to it.
 
 This happens on another thread, in order, and only if needed.
 """

@@ -1,4 +1,4 @@
-"""Tests of agents that ask for KV before it is offered: one per name, for a limited time."""
+"""Tests of requests for KV that is not offered yet: one waits per name, for a limited time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that received byte ranges are accepted in any order, each once, and only planned ones."""
+"""Tests that arriving KV is accepted in any order, if it is planned and has not arrived before."""
 
 from __future__ import annotations
 

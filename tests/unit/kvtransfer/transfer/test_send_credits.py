@@ -1,4 +1,4 @@
-"""Tests of the limit on the bytes of KV that are in flight to one peer."""
+"""Tests of the limit on KV that is sent to an agent before its arrival is reported."""
 
 from __future__ import annotations
 

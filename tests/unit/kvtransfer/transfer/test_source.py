@@ -1,4 +1,4 @@
-"""Tests of TransferSource, the logic of offered KV, by example."""
+"""Tests by example of TransferSource, which decides what happens to offered KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the order in which KV transfers are sent."""
+"""Tests of which KV transfer is sent next, by priority, deadline and wait."""
 
 from __future__ import annotations
 

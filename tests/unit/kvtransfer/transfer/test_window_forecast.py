@@ -1,4 +1,4 @@
-"""Tests that an agent predicts which pieces of KV (windows) it will receive next."""
+"""Tests that a KV agent predicts which units of KV (windows) arrive next."""
 
 from __future__ import annotations
 
