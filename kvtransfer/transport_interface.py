@@ -1,7 +1,8 @@
-"""The interface of KV transports: connections (links) that carry messages and KV between agents.
+"""The interface between an agent and its transports, which move bytes to and from other agents.
 
-KV is sent in windows, pieces of a transfer that are acknowledged one by one. A transport moves
-bytes and stops moving them. LinkOwner, the interface of its user, decides what may be moved. The
+A connection to another agent is a link. It carries messages, and KV in windows: units of some byte
+ranges that are verified and acknowledged one by one. A transport moves bytes and stops moving them.
+The agent decides what may be moved; it implements LinkOwner, and gets the events of links. The
 transports are in kvtransfer/transports.
 """
 
@@ -27,10 +28,10 @@ class TransportError(Exception):
 
 
 class WindowVerdict(StrEnum):
-    """Whether the bytes of a window (a piece of a KV transfer) arrived intact.
+    """Whether a unit of KV (window) arrived intact.
 
-    OK       they are intact
-    STALE    the source's blocks got a new owner while they were read
+    OK       it is intact
+    STALE    the source's blocks were released for reuse while they were read
     CORRUPT  the bytes differ from those that were sent
     """
 
@@ -40,10 +41,10 @@ class WindowVerdict(StrEnum):
 
 
 class WindowHead(msgspec.Struct, frozen=True, array_like=True):
-    """The header of a window (piece of a KV transfer), which says what the window contains.
+    """The header of a window, a unit in which KV is sent. It says which bytes of a transfer follow.
 
     transfer  number of the transfer
-    group     number of the layer group (layers that are sent together)
+    group     number of the group of layers, which are sent together
     pair      number of the pair of source rank and sink rank
     first     number of the first byte range in the plan of that group and pair
     count     number of byte ranges
@@ -62,14 +63,14 @@ class WindowHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WindowSlice(msgspec.Struct, frozen=True):
-    """The memory of a window (a piece of a KV transfer) at one of the two agents.
+    """Where one unit of KV (window) lies in memory, at one of the two agents.
 
-    runs        the window's byte ranges
+    runs        its byte ranges
     region      the memory to read from or to write to
     src_rank    rank of the source, as an index of its agent's regions
     dst_rank    rank of the sink, as an index of its agent's regions
-    is_current  function that returns whether the source's blocks still have the same owner; None at
-                a sink. A transport calls it right before and right after the blocks are read
+    is_current  function that returns whether the source's blocks were not released for reuse; None
+                at a sink. A transport calls it right before and right after the blocks are read
     """
 
     runs: ByteRuns
@@ -80,11 +81,11 @@ class WindowSlice(msgspec.Struct, frozen=True):
 
 
 class Link(Protocol):
-    """A connection between two KV agents. The agent that opened it is the sink (receiver of KV).
+    """A connection between two KV agents, of any transport. The agent that opened it receives KV.
 
-    All methods may be called from any thread, also with the owner's lock held. They do not block,
-    and call no method of the owner before they return. On a closed or lost link, all methods except
-    `fence` do nothing.
+    That agent is the sink, the other one the source. All methods may be called from any thread,
+    also with the owner's lock held. They do not block, and call no method of the owner before they
+    return. On a closed or lost link, all methods except `fence` do nothing.
     """
 
     transport: str
@@ -118,51 +119,57 @@ class Link(Protocol):
         ...
 
     def put(self, head: WindowHead, window: WindowSlice) -> None:
-        """Queue a window (a piece of a KV transfer) to be sent. Only the source calls this.
+        """Queue a unit of KV (window) for sending. Only the sending agent calls this.
 
-        `on_sent` is called at the source when its memory has been read, and `on_landed` at the sink
-        when the window has arrived.
+        head    which bytes of the transfer it has
+        window  where they are in memory
+
+        `on_sent` is called here when the memory has been read. `on_landed` is called at the other
+        agent when the window has arrived.
         """
         ...
 
     def drop(self, transfer: int) -> None:
-        """Drop the queued windows (pieces) of a KV transfer. Only the source calls this.
+        """Send no more of a KV transfer: drop what is queued. Only the sending agent calls this.
 
-        A window that has already been sent in part ends as STALE.
+        A window that has already been sent in part ends as STALE, that is, useless.
         """
         ...
 
     def expect_windows(self) -> None:
-        """Prepare for windows (pieces of KV) that will soon be sent or received.
+        """Prepare to send or receive KV soon, for example by keeping threads awake.
 
         Both agents call this when a transfer is agreed on. It changes nothing but speed.
         """
         ...
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """Permit the source to write to these blocks; return data to send in the invitation.
+        """Let the other agent write to these blocks. Only the receiving agent calls this, once per
+        transfer.
 
-        Only the sink calls this, once per transfer. For rdma, the data are memory keys. After the
-        transfer's fence, the call permits nothing and returns b"".
+        Returns data to send in the invitation, which the other agent needs to write; for rdma, they
+        are memory keys. After the transfer's fence (the end of its writes), the call permits
+        nothing and returns b"".
         """
         ...
 
     def accept(self, transfer: int, grant: bytes) -> None:
-        """Use the permission to write to the sink's memory. Only the source calls this.
+        """Store the permission to write to the receiver's memory. Only the sending agent calls
+        this.
 
         transfer  number of the transfer
-        grant     the data that the sink's method `grant` returned
+        grant     the data that `grant` returned at the receiver
 
-        For shared memory, this also lets the sink read the source's memory.
+        For shared memory, this also lets the receiver read the sender's memory.
         """
         ...
 
     def fence(self, transfer: int) -> None:
-        """Stop all writes to a transfer's blocks, whatever the other agent does. Only the sink
-        calls it.
+        """Stop all writes to a transfer's blocks, whatever the other agent does.
 
-        `on_fenced` always follows, even on a lost link and without a permission, because no other
-        event returns the blocks. `on_landed` does not follow for windows that were stopped.
+        Only the receiving agent calls this, before it returns the blocks to the engine. `on_fenced`
+        always follows, even on a lost link and without a permission, because no other event returns
+        the blocks. `on_landed` does not follow for windows that were stopped.
         """
         ...
 
@@ -182,7 +189,7 @@ class Link(Protocol):
 
 @runtime_checkable
 class MultiLaneLink(Protocol):
-    """A connection to another agent that can share its KV with parallel connections (lanes)."""
+    """A connection to another agent that can share its KV with parallel ones (lanes)."""
 
     lanes: int
     """The number of parallel links wanted, including this one, as decided by the end that opened
@@ -194,45 +201,43 @@ class MultiLaneLink(Protocol):
     """
 
     def add_lane(self, lane: Link) -> None:
-        """Let a parallel connection (lane) to the same agent carry KV for this link.
+        """Let the connection `lane` carry KV of this one in parallel.
 
-        The other agent must have proven its identity on the lane. The lane reports windows as those
-        of this link. Its messages and its end remain its own. Call this on the lane's thread.
+        The other agent must have proven its identity on the lane. The lane reports received KV as
+        that of this connection. Its messages and its end remain its own. Call this on the lane's
+        thread.
         """
         ...
 
 
 class LinkOwner(Protocol):
-    """The interface for the user of links, which receives their events.
+    """The methods of an agent that its connections (links) call to report events.
 
-    Methods are called on a thread of the transport, one at a time per link. Windows are reported
-    one at a time per parallel connection (lane). The transport must hold no lock at that time,
-    because an owner calls links with its own lock held.
+    They are called on a thread of the transport, one at a time per link. KV is reported one window
+    at a time per parallel connection (lane). The transport must hold no lock at that time, because
+    an agent calls links with its own lock held.
     """
 
     def on_linked(self, link: Link) -> None:
-        """Add a connection that another agent has opened; its identity is not proven yet."""
+        """Handle that another agent has opened a connection; its identity is not proven yet."""
         ...
 
     def on_message(self, link: Link, data: bytes) -> None: ...
 
     def place_window(self, link: Link, head: WindowHead) -> WindowSlice | None:
-        """Return where to write an arriving window (piece of a KV transfer), or None to discard it.
+        """Return where to write a unit of KV (window) that begins to arrive, or None to discard it.
 
-        Called at a sink only. A window is discarded if it is not expected or has arrived before.
-        Nothing further is reported about it.
+        Called at the receiving agent only. A window is discarded if it is not expected or has
+        arrived before. Nothing further is reported about it.
         """
         ...
 
     def on_landed(self, link: Link, head: WindowHead, verdict: WindowVerdict) -> None:
-        """Record that a window (piece of a KV transfer) has arrived.
-
-        Its bytes may be used only if `verdict` is OK.
-        """
+        """Handle that a unit of KV (window) has arrived; it is usable only if `verdict` is OK."""
         ...
 
     def on_sent(self, link: Link, head: WindowHead) -> None:
-        """Record that a queued window (piece of KV) has been read from the source's memory."""
+        """Handle that the memory of a queued unit of KV (window) has been read."""
         ...
 
     def on_fenced(self, link: Link, transfer: int) -> None: ...
@@ -242,23 +247,29 @@ class LinkOwner(Protocol):
 
 @runtime_checkable
 class WindowForecaster(Protocol):
-    """The owner of a link that can predict which windows (pieces of KV) will arrive on it next."""
+    """The methods of an agent by which a connection learns which KV will probably arrive on it
+    next.
+
+    A transport can then receive several units of KV (windows) at once.
+    """
 
     def following_windows(
         self, link: Link, head: WindowHead, most: int
     ) -> Sequence[tuple[WindowHead, WindowSlice]]:
-        """Return at most `most` windows that will probably follow the one with this header, in
+        """Return the units of KV (windows) that will probably follow the one with this header, in
         order.
 
-        The given window has begun or landed; none of the returned ones has begun. A transport may
-        write the bytes of a window with exactly such a header before it calls `place_window` for
-        it. If that call then returns None, the remaining bytes are discarded. `on_fenced` is still
-        called only when nothing is written any more.
+        At most `most` are returned. The given window has begun or landed; none of the returned ones
+        has begun.
+
+        A transport may write the bytes of a window with exactly such a header before it calls
+        `place_window` for it. If that call then returns None, the remaining bytes are discarded.
+        `on_fenced` is still called only when nothing is written any more.
         """
         ...
 
     def on_intact_windows(self, link: Link, heads: Sequence[WindowHead]) -> None:
-        """Record several windows (pieces of KV) of one transfer that have arrived intact, in order.
+        """Handle that several units of KV (windows) of one transfer have arrived intact, in order.
 
         This replaces a call of `on_landed` with the verdict OK for each of them.
         """
@@ -266,7 +277,7 @@ class WindowForecaster(Protocol):
 
 
 class Transport(Protocol):
-    """A way to reach other agents, such as TCP or shared memory.
+    """The interface of a way to reach other agents, such as TCP or shared memory.
 
     is_sealed  whether KV is encrypted when it leaves this host; None: it does not leave the host
     """
@@ -275,16 +286,17 @@ class Transport(Protocol):
     is_sealed: bool | None
 
     def start(self, owner: LinkOwner, regions: Sequence[Region]) -> str:
-        """Listen for other agents, if the transport can, and return this agent's address.
+        """Listen for other agents, if the transport can, and return the address for them.
 
+        owner    the agent, which gets the events of connections
         regions  the KV memory of each local rank
         """
         ...
 
     def dial(self, address: str) -> Link:
-        """Listen for other agents, if the transport can, and return this agent's address.
+        """Open a connection to the agent at `address`, and return it.
 
-        regions  the KV memory of each local rank
+        Raises TransportError if the agent cannot be reached.
         """
         ...
 

@@ -1,1 +1,1 @@
-"""KV transports, which copy bytes from one agent's memory to another's: inproc, shm, tcp, rdma."""
+"""The ways to move KV bytes from one agent's memory to another's: inproc, shm, tcp and rdma."""

@@ -1,4 +1,4 @@
-"""Accepts the connections of a transport in a thread, and keeps the open ones.
+"""Accepts the connections of other agents to a transport, in a thread, and keeps the open ones.
 
 tcp.py and shm.py make a link (connection between agents) of a socket.
 """

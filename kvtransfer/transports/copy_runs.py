@@ -86,9 +86,10 @@ def _copy_regular(
 
 
 def is_fine_grained(runs: ByteRuns, n_bytes: int) -> bool:
-    """Return whether byte ranges should be copied to one buffer first, because that is faster.
+    """Return whether to copy byte ranges to one buffer before sending, because they are many and
+    short.
 
-    This is so if they are many and short. `n_bytes` is the sum of their lengths.
+    `n_bytes` is the sum of their lengths.
     """
     return runs.count >= _MANY and n_bytes < runs.count * _FINE
 

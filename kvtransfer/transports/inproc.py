@@ -35,11 +35,11 @@ _TRICKLE_S = 0.02
 
 
 class WireConditions(msgspec.Struct, frozen=True):
-    """The simulated behaviour of a network. Probabilities (0 to 1) are per window (piece of KV).
+    """How a simulated network behaves: its speed and its faults.
 
     latency_s    seconds that every message takes
     bytes_per_s  bandwidth; None: as fast as memory
-    corrupt      probability that one byte of the window is changed
+    corrupt      probability that one byte of a window is changed
     truncate     probability that the end of the window is lost
     duplicate    probability that the window arrives twice
     delay        probability that later windows arrive before it
@@ -47,6 +47,8 @@ class WireConditions(msgspec.Struct, frozen=True):
     sever        probability that the connection breaks instead of delivering the window
     fence_s      maximum seconds that a fence (stop of all writes) takes; until then, windows that
                  are on the way are still written
+
+    Probabilities are from 0 to 1, and apply to each window, a unit in which KV is sent.
     """
 
     latency_s: float = 0.0
@@ -295,7 +297,10 @@ class InprocLink:
         self._leave()
 
     def notify_owner(self, tell: Callable[[LinkOwner], None]) -> None:
-        """Call `tell` with the owner of this end of the connection. Does nothing after a close."""
+        """Report an event: call `tell` with the agent that has this end of the connection.
+
+        Does nothing after a close.
+        """
         if not self._closed and self._end.owner is not None:
             self.received_bytes += 1
             tell(self._end.owner)

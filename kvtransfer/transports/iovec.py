@@ -1,5 +1,4 @@
-"""Scatter/gather I/O: reads from a socket into many pieces of memory, or writes them, without a
-copy.
+"""Reads from a socket directly into many pieces of memory, or writes them, in one system call.
 
 The pieces are iovecs, pairs of address and length, which are rows of a numpy array. So a transfer
 of a thousand pieces needs no Python object for each. The C functions readv and writev use the rows
@@ -81,7 +80,11 @@ def check_result(count: int) -> int | None:
 
 
 class Iovecs:
-    """A table of iovecs (address, length), in memory that is reused for every transfer."""
+    """A table of addresses and lengths (iovecs) for a system call that moves several pieces of
+    memory.
+
+    The table's memory is reused for every transfer.
+    """
 
     __slots__ = ("_rows", "address", "words")
 
@@ -106,7 +109,9 @@ class Iovecs:
 
 
 class MemoryPieces:
-    """Memory of `size` bytes in several pieces, of which the first `done` bytes have been moved.
+    """Some pieces of memory that are sent, or filled by received bytes, and how far this has come.
+
+    They have `size` bytes together, of which the first `done` bytes have been moved.
 
     fed_count  number of pieces that a digest (running checksum) has consumed
     was_short  whether the last call moved fewer bytes than requested, because the socket is empty
@@ -160,7 +165,7 @@ class MemoryPieces:
         *,
         fed: bool = False,
     ) -> MemoryPieces:
-        """Return the pieces of memory that one window (piece of a KV transfer) fills or reads.
+        """Return the pieces of memory of one unit of KV (window), which is to be sent or received.
 
         fed  whether a digest (running checksum) consumes the pieces. Each call then moves at most
              as many bytes as fit into the processor's cache, where the digest finds them
@@ -187,7 +192,8 @@ class MemoryPieces:
 
     @classmethod
     def over(cls, scratch: Bytes, size: int, iovecs: Iovecs) -> MemoryPieces:
-        """Return `size` bytes of memory to read into and discard.
+        """Return `size` bytes of memory whose content is not needed, to discard what a socket
+        receives.
 
         All pieces are the same buffer `scratch`.
         """
@@ -199,7 +205,7 @@ class MemoryPieces:
 
     @classmethod
     def in_order(cls, buffer: Bytes, most: int, iovecs: Iovecs) -> MemoryPieces:
-        """Return `buffer` as pieces of memory of at most `most` bytes each, for a digest."""
+        """Divide `buffer` into pieces of at most `most` bytes, for a running checksum."""
         offsets, lengths = _split_long(np.zeros(1, np.int64), np.array([buffer.size]), most)
         return cls(buffer, address_of(buffer), offsets, lengths, iovecs)
 
@@ -217,7 +223,8 @@ class MemoryPieces:
         return self._iovecs
 
     def rows(self) -> tuple[int, int]:
-        """Return the address of the iovecs of the remaining pieces, and their number.
+        """Return the table of the pieces that are left to move: the address of its first row, and
+        its length.
 
         The rows before and after them are free.
         """
@@ -252,7 +259,8 @@ class MemoryPieces:
         optional: int,
         digest: Digest | None,
     ) -> int | None:
-        """Move all remaining pieces by the native pump (C code), and pass them to `digest`.
+        """Move all remaining pieces by the native pump (C code), which adds them to the checksum
+        `digest`.
 
         ahead     memory to move before the first piece
         behind    memory to move after the last piece
@@ -310,9 +318,10 @@ class MemoryPieces:
         self._row = row + 1
 
     def feed(self, update: Callable[[memoryview], object], end: int) -> None:
-        """Pass pieces of memory to a digest (running checksum) in order, by calls of `update`.
+        """Add the pieces of memory that end at byte `end` or before to a checksum, by calls of
+        `update`.
 
-        These are the pieces that were not passed yet and end at byte `end` or before.
+        Each piece is added once, in order.
         """
         last = bisect_right(self._ends, end)
         if last > self.fed_count:
@@ -322,7 +331,7 @@ class MemoryPieces:
 
     @property
     def unfed_bytes(self) -> int:
-        """Return the number of bytes that have been moved but not consumed by a digest."""
+        """Return how many bytes were moved, but are not yet part of the checksum."""
         return self.done - (self._ends[self.fed_count - 1] if self.fed_count else 0)
 
     def parts(self, first: int = 0, last: int | None = None) -> list[memoryview]:

@@ -69,15 +69,18 @@ def clear_eventfd(fd: int, pump: PumpFunctions | None) -> None:
 
 
 class PumpCalls:
-    """The calls of the pump (C code that moves bytes) for one direction of a connection.
+    """The arguments and the state of calls of the pump (C code that moves bytes), for one
+    connection.
+
+    There is one object for each direction.
 
     pump         functions of the pump
     fd           the socket
     stop_fd      an eventfd; when it becomes readable, the pump stops waiting
     is_writing   True if bytes are written to the socket, False if they are read
     patience_ms  maximum milliseconds to wait for bytes or for room in the socket
-    may_wait     function that returns whether the pump may wait. It is called after `is_waiting`
-                 is set, so that new work for this thread makes stop_fd readable
+    may_wait     function that returns whether the pump may wait. It is called after `is_waiting` is
+                 set, so that new work for this thread makes stop_fd readable
     is_waiting   whether a call may be waiting now
     spin_us      microseconds to poll at the beginning of a wait, before sleeping
     was_stopped  whether stop_fd was readable at the end of the last call
@@ -111,9 +114,9 @@ class PumpCalls:
 
 
 class Digest:
-    """An XXH3-64 checksum that C code updates: the equivalent of xxhash.xxh3_64.
+    """An XXH3-64 checksum that C code can update while it moves bytes; like xxhash.xxh3_64.
 
-    The pump gets addresses, which are valid as long as this object exists.
+    C code gets addresses, which are valid as long as this object exists.
 
     update_address  address of the C function that adds bytes
     state_address   address of the checksum's state

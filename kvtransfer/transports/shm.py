@@ -1,8 +1,8 @@
-"""A KV transport through shared memory, between processes of one user on one host.
+"""Moves KV through shared memory, between processes of one user on one host.
 
 The source shares its memory read-only, and the sink's thread copies from it. A small frame on a
-Unix socket announces each window (piece of KV). The memory file also has the blocks' owner
-counters, so the sink itself detects blocks that were reused meanwhile.
+Unix socket announces each unit of KV (window). The memory file also has a counter per block, raised
+when the block is released for reuse. So the sink itself detects blocks that changed meanwhile.
 
 stream/link.py has the thread, layout/memory_files.py the memory files.
 """
@@ -57,9 +57,7 @@ _DIAL_S = 3.0
 
 
 class SharedOutbound(Outbound):
-    """The sending side of a shared-memory connection. It announces KV instead of sending its
-    bytes.
-    """
+    """The sending side of a shared-memory connection: it announces KV that the receiver copies."""
 
     def __init__(self, sock: socket.socket, sent: Callable[[WindowHead], None]) -> None:
         super().__init__(sock.fileno(), sent, checked=False)
@@ -119,8 +117,9 @@ class ShmLink(StreamLink):
         self._is_fenced = False
 
     def accept(self, transfer: int, grant: bytes) -> None:
-        """Share this agent's KV memory read-only, at the first transfer that the other agent
-        accepts.
+        """Share this agent's KV memory read-only, when the first transfer is agreed on.
+
+        The receiving agent copies KV from there.
         """
         if self._shared:
             return
@@ -331,11 +330,11 @@ class Shm:
 
 
 def generation_mark(region: Region, runs: ByteRuns) -> int:
-    """Return the sum of the generations (owner counters) of the blocks that these byte ranges read.
+    """Return a number by which a change of the blocks during a copy is detected.
 
-    Generations only grow, so an equal sum means that no block has changed its owner. The sum must
-    be read before and after a copy. x86-64 does not reorder these loads; elsewhere, this transport
-    does not start.
+    It is the sum of the generations (reuse counters) of the blocks that these byte ranges read.
+    Generations only grow, so an equal sum means that no block was released. Compare it before and
+    after a copy. x86-64 does not reorder these loads; elsewhere, this transport does not start.
     """
     size = region.block_bytes
     if runs.count == 1:

@@ -14,10 +14,11 @@ import threading
 
 
 class SwitchInterval:
-    """The switch interval of this process, which several links (holders) shorten together.
+    """The process-wide interval at which Python switches threads, shortened while KV is moving.
 
-    The last release restores the application's own interval, unless the application has set another
-    one meanwhile. There is one object per process; any thread may use it.
+    Several connections may ask for a short interval. When the last one no longer needs it, the
+    application's own interval returns, unless the application has set another one meanwhile. There
+    is one object per process; any thread may use it.
     """
 
     __slots__ = ("_application_s", "_count", "_lock", "_set_s")
@@ -28,7 +29,10 @@ class SwitchInterval:
         self._application_s = self._set_s = 0.0
 
     def shorten(self, seconds: float) -> None:
-        """Begin one use of a switch interval of at most `seconds`; the first use sets it."""
+        """Let Python switch threads at least every `seconds` seconds, until restore() is called.
+
+        Several users may call this at the same time; the first one sets the interval.
+        """
         with self._lock:
             self._count += 1
             self._application_s = 0.0 if self._count == 1 else self._application_s
@@ -38,7 +42,7 @@ class SwitchInterval:
                 self._set_s = sys.getswitchinterval()
 
     def restore(self) -> None:
-        """End one use of the short switch interval.
+        """End one use of the short thread-switch interval.
 
         The last one restores the application's interval.
         """
@@ -64,12 +68,12 @@ os.register_at_fork(after_in_child=SWITCH_INTERVAL.restore_after_fork)
 
 
 class SwitchIntervalHold:
-    """One link's request for the short switch interval.
+    """One connection's request for a short thread-switch interval while it moves KV.
 
-    seconds  the interval while it is held; 0: the interval is never changed
-    is_held  whether the link holds it now
+    seconds  the interval while it is requested; 0: the interval is never changed
+    is_held  whether the connection requests it now
 
-    Any thread may begin to hold it; only the link's thread may stop.
+    Any thread may begin the request; only the connection's thread may end it.
     """
 
     __slots__ = ("_lock", "is_held", "seconds")
@@ -80,7 +84,7 @@ class SwitchIntervalHold:
         self._lock = threading.Lock()
 
     def take(self) -> None:
-        """Shorten the interpreter's switch interval, unless this link has already done so."""
+        """Let Python switch threads more often, unless this connection has already asked for it."""
         if self.is_held or not self.seconds:
             return
         with self._lock:
@@ -89,16 +93,14 @@ class SwitchIntervalHold:
                 self.is_held = True
 
     def drop(self) -> None:
-        """Stop holding the short interval; does nothing if it is not held."""
+        """End this connection's request for a short thread-switch interval, if there is one."""
         with self._lock:
             if self.is_held:
                 self.is_held = False
                 SWITCH_INTERVAL.restore()
 
     def close(self) -> None:
-        """Stop holding the interval forever, because the link has ended. Later calls do
-        nothing.
-        """
+        """End the request for a short thread-switch interval forever; later calls do nothing."""
         with self._lock:
             self.seconds = 0.0
         self.drop()

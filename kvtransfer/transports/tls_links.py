@@ -148,7 +148,7 @@ class TlsLink(LanedLink):
             self._broken = f"TLS: {_error_text(error)}"
         except Exception:
             _log.exception("kv: handling an event of the link to %s failed", self.peer)
-            self._broken = "the owner of the link failed"
+            self._broken = "this agent failed to handle an event of the link"
         finally:
             self._handshake_over.set()
 

@@ -32,12 +32,11 @@ def host_id() -> str:
 def better_transport(
     mine: AgentCard, theirs: AgentCard, names: Iterable[str], than: str
 ) -> str | None:
-    """Return the name of a transport that both agents have and that is better than `than`.
+    """Return a transport that two connected agents should use instead of `than`; None to keep it.
 
-    names  transports of this agent
-    than   the transport in use
-
-    Returns None if there is no better one.
+    mine, theirs  identities of this and the other agent
+    names         transports of this agent
+    than          the transport in use
     """
     both = set(names) & theirs.addresses.keys()
     for name in ("shm", "rdma"):

@@ -27,10 +27,10 @@ _EVENTS = 256  # sockets that are looked at in one round
 
 
 class WaitingSockets:
-    """A limited set of accepted sockets that wait to become links (connections between agents).
+    """Accepted sockets that wait to become connections between agents; the number is limited.
 
-    Sockets that have sent the beginning of a frame become links before all others. A client that
-    sends one byte at a time therefore gains nothing.
+    Sockets that have sent the beginning of a message become connections before all others. A client
+    that sends one byte at a time therefore gains nothing.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -66,7 +66,8 @@ class WaitingSockets:
         self._count_of[address] += 1
 
     def wait_ready(self, now: float) -> list[tuple[socket.socket, str]]:
-        """Wait until accepted sockets may become links (connections to agents), and return them.
+        """Wait until some of the accepted sockets may become connections between agents; return
+        those.
 
         now  current time in monotonic seconds
 
@@ -82,7 +83,7 @@ class WaitingSockets:
         return sockets
 
     def wake(self) -> None:
-        """End the wait of take(), now or when it is called next; callable on any thread."""
+        """End the call of wait_ready(), the present or else the next one, from any thread."""
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:

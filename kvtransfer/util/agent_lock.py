@@ -1,4 +1,7 @@
-"""The lock of a KV agent, with work that is deferred until the lock is released."""
+"""The lock of a KV agent: work can be added that runs as soon as the lock is released.
+
+Such work is long, or wakes other threads that need the lock.
+"""
 
 from __future__ import annotations
 
@@ -35,5 +38,8 @@ class AgentLock:
             deferred.popleft()()
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Run `work` when the lock is finally released. The caller must hold the lock."""
+        """Run the function `work` as soon as this thread has released the lock completely.
+
+        The caller must hold the lock.
+        """
         self._deferred.append(work)

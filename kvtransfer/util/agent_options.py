@@ -65,7 +65,5 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def silence_s(self) -> float:
-        """Return the seconds for which another agent may be silent before its connection counts as
-        lost.
-        """
+        """Return for how many seconds another agent may be silent before it counts as lost."""
         return self.beat_s * self.max_missed_beats

@@ -29,10 +29,10 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 class QueuePairSetup(
     msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True
 ):
-    """A control message with the address of the sender's queue pair of this epoch.
+    """The message with which an agent describes its end of an RDMA connection to the other agent.
 
-    A queue pair is one end of an RDMA connection. When one ends, a new pair with the next epoch
-    replaces it. An agent that receives a newer epoch than its own also creates a new one.
+    An end is called a queue pair. When one ends, a new pair replaces it, whose number `epoch` is
+    higher by one. An agent that receives a newer epoch than its own also creates a new one.
     """
 
     epoch: Count
@@ -42,13 +42,16 @@ class QueuePairSetup(
 class QueuePairReady(
     msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True
 ):
-    """A control message that the sender's queue pair of this epoch is ready to be written to."""
+    """The message that an agent's end of the RDMA connection can be written to from now on.
+
+    Its number is `epoch`.
+    """
 
     epoch: Count
 
 
 class RdmaTrailer(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """The source's message that a window (piece of KV) has been written.
+    """The sending agent's message that a unit of KV (window) has been written completely.
 
     number   number of the window
     verdict  whether the source's blocks were unchanged while they were read
@@ -65,7 +68,7 @@ class RdmaTrailer(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_un
 
 
 class OwnerMessage(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """A message from one agent to the other, which RDMA connections pass on unread."""
+    """A message between the agents, which an RDMA connection passes on without reading it."""
 
     data: bytes
 
@@ -73,7 +76,10 @@ class OwnerMessage(msgspec.Struct, frozen=True, array_like=True, tag=4, forbid_u
 class GrantWithdrawn(
     msgspec.Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True
 ):
-    """The sink's message that the memory keys of a transfer are no longer valid."""
+    """The receiving agent's message that no more KV of a transfer may be written into its memory.
+
+    The memory keys that permitted it are no longer valid.
+    """
 
     transfer: Count
 
@@ -113,9 +119,9 @@ class ControlDecoder:
 
     @property
     def room_bytes(self) -> int:
-        """Return how many bytes may be fed to the decoder now.
+        """Return how many bytes may be passed to feed() now.
 
-        With at most this many, it never buffers more than one message.
+        With at most this many, the decoder never buffers more than one message.
         """
         return self.most_bytes + _LENGTH.size - len(self._buffer)
 

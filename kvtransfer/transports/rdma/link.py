@@ -78,8 +78,9 @@ class RdmaOptions(msgspec.Struct, frozen=True):
 
 
 class RdmaLink:
-    """One end of an RDMA connection. `begin` starts its thread, which does everything except
-    `grant`.
+    """One end of an RDMA connection between agents, with a thread that does almost everything.
+
+    begin() starts the thread. Only `grant` runs on other threads.
 
     refused_writes  number of writes that the other agent's device refused, because the other agent
                     had stopped the transfer

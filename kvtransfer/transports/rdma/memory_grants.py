@@ -1,8 +1,8 @@
-"""Permissions to write to memory over RDMA (grants): keys for exactly the blocks of a transfer.
+"""Which memory another agent may write to over RDMA: a grant, for exactly the blocks of a transfer.
 
-There is one key per range of adjacent blocks of each rank, and the other agent writes directly into
-the blocks. If this needs too many keys, a staging buffer is permitted instead, from which received
-bytes are copied to the blocks.
+A device writes to memory for which it has a key. There is one key per range of adjacent blocks of
+each rank, and the other agent writes directly into the blocks. If this needs too many keys, it may
+write to a staging buffer instead, from which the bytes are copied to the blocks.
 
 A key must not cover the gaps between blocks, because a device refuses only writes that no key
 covers. link.py decides when a permission begins and ends.
@@ -32,7 +32,7 @@ _IN_PLACE, _STAGED = b"\0", b"\1"
 
 
 class RegisteredHandle(Protocol):
-    """Registered memory to which another agent may write until it is closed."""
+    """The interface of memory to which another agent may write by RDMA, until it is closed."""
 
     remote_key: int
 
@@ -40,7 +40,7 @@ class RegisteredHandle(Protocol):
 
 
 class Registry(Protocol):
-    """The interface of an RDMA device with which memory is registered for remote writes."""
+    """The interface of an RDMA device by which memory is opened for another agent's writes."""
 
     def register(
         self, address: int, length: int, *, writable_by_peer: bool
@@ -56,7 +56,9 @@ class RankRange(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One RDMA write request: pieces of local memory, written to consecutive remote addresses.
+    """One request to an RDMA device: write some pieces of local memory to the other agent's memory.
+
+    The pieces are written one after another, to consecutive addresses.
 
     address  first remote address
     key      key of the remote memory
@@ -69,7 +71,8 @@ class Write(NamedTuple):
 
 
 def rank_ranges(regions: Sequence[Region], blocks: Blocks) -> list[RankRange]:
-    """Return the byte ranges of these KV blocks on every rank, with adjacent ranges joined.
+    """Return which bytes of each rank's memory these KV blocks occupy; adjacent blocks are one
+    range.
 
     Raises ValueError for a block outside the regions.
     """
@@ -89,11 +92,9 @@ def rank_ranges(regions: Sequence[Region], blocks: Blocks) -> list[RankRange]:
 
 
 class GrantedMemory:
-    """The memory that a sink has registered for one KV transfer.
+    """The memory to which another agent may write the KV of one transfer over RDMA, until `close`.
 
-    grant  data that the source needs for writing; b"" if the memory could not be registered
-
-    After `close`, the source cannot write to the memory any more.
+    grant  data that the other agent needs for writing; b"" if the memory could not be registered
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class GrantedMemory:
     def check_arrival(
         self, runs: ByteRuns, region: Region, offset: int | None, digest: int | None
     ) -> bool:
-        """Return whether received bytes are equal to those that the source read.
+        """Check that received KV equals what the other agent has read from its memory.
 
         Bytes in the staging buffer are copied to their blocks first.
 
@@ -151,7 +152,7 @@ class GrantedMemory:
         return digest is None or digest == digest_of(region, runs.dst, runs.length)
 
     def close(self) -> None:
-        """Remove the registration of all memory of the KV transfer from the device.
+        """Withdraw the permission: no other agent can write to this memory by RDMA any more.
 
         Raises TransportError if the device fails. The next call then tries again.
         """
@@ -170,7 +171,7 @@ class GrantedMemory:
 
 
 class RemoteGrant:
-    """A sink's permission to write to its memory, as the source uses it.
+    """The receiver's permission to write to its memory over RDMA, as the sending agent uses it.
 
     Raises TransportError for invalid data.
     """
@@ -190,9 +191,10 @@ class RemoteGrant:
         self._next = 0
 
     def claim(self, n_bytes: int) -> int | None:
-        """Return the offset of the next `n_bytes` bytes of KV in the sink's staging buffer.
+        """Reserve the next `n_bytes` bytes of the receiver's staging buffer, and return their
+        offset.
 
-        Returns None if the sink uses no staging buffer.
+        Returns None if the receiver uses no staging buffer.
         """
         if not self.staged:
             return None
@@ -203,13 +205,13 @@ class RemoteGrant:
     def writes(
         self, runs: ByteRuns, dst_rank: int, staging_offset: int | None, gather: int
     ) -> list[Write]:
-        """Return the RDMA write requests for one window (piece of KV).
+        """Return the requests to the RDMA device by which one unit of KV (window) is written.
 
         runs            the window's byte ranges
-        dst_rank        rank of the sink
+        dst_rank        rank of the receiving engine
         staging_offset  position in the staging buffer; None: write directly into the blocks
         gather          maximum number of byte ranges in one request; ranges that are adjacent at
-                        the sink are combined
+                        the receiver are combined
 
         Raises TransportError for bytes outside the permitted memory.
         """

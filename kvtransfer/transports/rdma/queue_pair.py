@@ -1,7 +1,7 @@
-"""The queue pairs of one RDMA connection. Each is numbered by its epoch.
+"""Creates and replaces the ends of one RDMA connection, which RDMA calls queue pairs.
 
-A queue pair is one end of an RDMA connection. It can be used after both agents have sent Setup and
-Ready. When it ends, both agents replace it by one of the next epoch.
+A queue pair can be used after both agents have sent QueuePairSetup and QueuePairReady. A refused
+write ends it. Both agents then replace it by a new one, numbered by the next epoch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MOST_EPOCHS = 1 << 24
 
 
 class QueuePairEpochs:
-    """The current queue pair (end) of an RDMA connection, and its completion queue.
+    """This agent's end of an RDMA connection: the current queue pair, and its completion queue.
 
     A refused write ends a queue pair. `renew` then replaces it; the number of the pair is its
     epoch.
@@ -36,7 +36,8 @@ class QueuePairEpochs:
         self._joined = False
 
     def renew(self) -> QueuePairSetup:
-        """Replace the current queue pair by one of the next epoch, and return the message about it.
+        """Replace this agent's end of the RDMA connection, and return the message that describes
+        the new one.
 
         Raises TransportError after the last possible epoch.
         """
@@ -53,7 +54,8 @@ class QueuePairEpochs:
         return QueuePairSetup(self.epoch, self.pair.card)
 
     def join(self, setup: QueuePairSetup) -> QueuePairReady | None:
-        """Connect to the other agent's queue pair, which its message `setup` describes.
+        """Connect to the other agent's end of the RDMA connection, which its message `setup`
+        describes.
 
         Returns the message to send back, or None if that epoch is over or already connected. Raises
         TransportError if it is a later epoch than this agent's.

@@ -1,8 +1,8 @@
-"""The sink's (receiver's) side of an RDMA connection: permitted memory and received KV. No I/O.
+"""The receiving side of an RDMA connection: which memory may be written, and what has arrived.
 
-A window (piece of KV) is complete when two things have arrived, in either order: its last write,
-which carries the window's number, and its trailer over the TCP connection. link.py creates and ends
-queue pairs.
+A unit of KV (window) is complete when two things have arrived, in either order. One is its last
+write, which carries the window's number. The other is a message over TCP, its trailer, which has
+the checksum. link.py creates and ends queue pairs. No I/O.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _MAX_INCOMPLETE = 1024
 
 
 class RdmaReceiver:
-    """The permissions to write (grants) and the arriving windows of one RDMA connection.
+    """Which memory another agent may write to over one RDMA connection, and what has arrived.
 
-    A window is a piece of KV. Permissions may be made on any thread; all other methods must be
-    called on one thread. A grant is None while a thread registers its memory, without a lock.
+    A grant is such a permission, for one transfer. It may be made on any thread; all other methods
+    must be called on one thread. A grant is None while a thread registers its memory, without a
+    lock.
     """
 
     def __init__(self, registry: Registry, most_keys: int) -> None:
@@ -37,7 +38,8 @@ class RdmaReceiver:
         self._newest = -1
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """Register the memory of these blocks, and return the keys with which it can be written to.
+        """Let another agent write to these blocks: register their memory, and return the keys for
+        it.
 
         Returns b"" if the device refuses, or after the transfer's fence or `close`. Without keys,
         the source cannot write.
@@ -60,7 +62,7 @@ class RdmaReceiver:
         return opening.grant
 
     def fence(self, transfer: int) -> bool:
-        """Stop all RDMA writes of a transfer (its fence).
+        """Stop all RDMA writes of a transfer, before its blocks are returned to the engine.
 
         Returns False while its memory is still being registered; call again then. Raises
         TransportError if the device cannot end the registration. The source can then write until
@@ -98,9 +100,10 @@ class RdmaReceiver:
             raise error
 
     def on_written(self, number: int) -> RdmaTrailer | None:
-        """Record that the last write of a window (piece of KV) has arrived.
+        """Record that the last write of a unit of KV (window) has arrived, which carries its
+        number.
 
-        Returns the window's trailer if the window is now complete, else None.
+        Returns the window's trailer (checksum message) if the window is now complete, else None.
         """
         trailer = self._waiting.pop(number, None)
         if trailer is None and number > self._newest:
@@ -109,7 +112,8 @@ class RdmaReceiver:
         return trailer
 
     def on_trailer(self, trailer: RdmaTrailer) -> RdmaTrailer | None:
-        """Record the trailer of a window (piece of KV), which has its checksum.
+        """Record the trailer of a unit of KV (window): the message with its checksum, sent over
+        TCP.
 
         Returns the trailer if the window is now complete, else None. Numbers only grow, so all
         windows with lower numbers have ended.
@@ -138,7 +142,7 @@ class RdmaReceiver:
             return transfer in self._openings
 
     def verify(self, trailer: RdmaTrailer, window: WindowSlice) -> WindowVerdict:
-        """Return whether a complete window (piece of KV) is intact.
+        """Return whether a unit of KV (window) that has arrived completely is intact.
 
         Bytes in the staging buffer are copied to their place first.
         """

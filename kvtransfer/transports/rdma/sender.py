@@ -1,8 +1,8 @@
-"""The source's (sender's) side of an RDMA connection: it sends KV by write requests. No I/O.
+"""The sending side of an RDMA connection: it writes KV into the other agent's memory. No I/O.
 
-The device reads a window (piece of KV) at some time between a write request and its completion. So
+The device reads a unit of KV (window) at some time between a write request and its completion. So
 only after the completion is it known whether the blocks were unchanged. link.py creates queue pairs
-and reports the result to the sink.
+and reports the result to the receiver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SIGNAL_EVERY = 64
 
 
 class QueuePairWriter(Protocol):
-    """The methods of an RDMA queue pair (verbs.QueuePair) that the sender of KV uses."""
+    """The interface of one end of an RDMA connection by which RdmaSender writes KV."""
 
     def write(
         self,
@@ -36,7 +36,7 @@ class QueuePairWriter(Protocol):
 
 
 class OutgoingWindow:
-    """A window (piece of KV) that is being sent.
+    """A unit of KV (window) that waits to be written over RDMA, or is being written.
 
     writes   its write requests; None until it begins
     verdict  whether its blocks were unchanged; None until this is known
@@ -72,7 +72,7 @@ class OutgoingWindow:
 
 
 class RdmaSender:
-    """Sends windows (pieces of KV) over one connection by RDMA writes.
+    """Sends KV over one connection by RDMA writes, one unit (window) after another.
 
     `ended` is called once for each window that has begun, when its memory is not read any more.
     """
@@ -103,7 +103,7 @@ class RdmaSender:
         self._grants.pop(transfer, None)
 
     def put(self, head: WindowHead, window: WindowSlice) -> OutgoingWindow:
-        """Queue a window (piece of KV) for sending, and return it.
+        """Queue a unit of KV (window) for sending, and return the object that represents it.
 
         Raises TransportError when the connection has used its 4 billion window numbers.
         """
@@ -117,7 +117,10 @@ class RdmaSender:
         return departure
 
     def drop(self, transfer: int) -> None:
-        """Drop the queued windows (pieces) of a KV transfer. Those in flight end as STALE."""
+        """Send no more of a KV transfer: drop what is queued.
+
+        What is being written already ends as STALE, that is, useless.
+        """
         self.withdraw(transfer)
         remaining: deque[OutgoingWindow] = deque()
         for departure in self._queue:
@@ -130,7 +133,7 @@ class RdmaSender:
                 departure.verdict = WindowVerdict.STALE
 
     def post(self, pair: QueuePairWriter, epoch: int) -> bool:
-        """Post as many RDMA writes as the device accepts. Returns whether any was posted."""
+        """Pass as many writes to the RDMA device as it accepts; return whether any was."""
         posted = False
         while self._queue:
             departure = self._queue[0]
@@ -144,7 +147,7 @@ class RdmaSender:
         return posted
 
     def on_completion(self) -> None:
-        """Record the next completion of the device. It ends this write and all earlier ones."""
+        """Record that the device has completed a write request, and so all earlier ones."""
         count, departure = self._signalled.popleft()
         self._free += count
         if departure is not None:
@@ -155,16 +158,14 @@ class RdmaSender:
             self._end(departure)
 
     def on_refused(self, number: int) -> None:
-        """Mark a window (piece of KV) as stale, because the receiver has stopped its transfer."""
+        """Mark a unit of KV (window) as useless, because the receiver has stopped its transfer."""
         departure = self._in_flight.get(number)
         if departure is not None:
             departure.verdict = WindowVerdict.STALE
             self.withdraw(departure.head.transfer)
 
     def restart(self) -> None:
-        """Send the windows (pieces of KV) in flight again completely, because their queue pair
-        ended.
-        """
+        """Write all KV that is in flight again, because the connection was renewed."""
         self._signalled.clear()
         self._free, self._unsignalled = MOST_WRITES, 0
         in_flight = list(self._in_flight.values())

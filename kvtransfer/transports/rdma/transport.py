@@ -163,7 +163,7 @@ class Rdma:
         except (TransportError, OSError) as error:
             _release(sock, own)
             raise TransportError(str(error)) from error
-        reason = "the transport is closing, or has too many links"
+        reason = f"the transport is closing, or has {MOST_LINKS} connections already"
         with self._gate:
             if not self._closed.is_set() and len(self._links) < MOST_LINKS:
                 try:
@@ -171,7 +171,7 @@ class Rdma:
                     self._links.add(link)
                     return link
                 except RuntimeError as error:
-                    reason = f"no thread for it: {error}"
+                    reason = f"its thread cannot be started: {error}"
         link.abandon()
         _release(sock, own)
         raise TransportError(reason)

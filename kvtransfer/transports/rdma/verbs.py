@@ -145,14 +145,17 @@ class RegisteredMemory:
 
 
 class ProtectionDomain:
-    """An RDMA protection domain, whose queue pairs reach only memory that is registered in it."""
+    """Memory registered with an RDMA device, and the connections that may access it.
+
+    A queue pair (end of a connection) reaches only memory of its own protection domain.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._enums = _module("enums")
         self._regions: dict[int, RegisteredMemory] = {}
         self._lock = threading.Lock()
-        with _as_transport_error("no protection domain"):
+        with _as_transport_error("no RDMA protection domain can be created"):
             self.handle = _module("pd").PD(device.context)
         # Receives carry a number and no bytes, but pyverbs needs a buffer for them.
         self._scratch = np.zeros(64, np.uint8)
@@ -168,12 +171,13 @@ class ProtectionDomain:
         access = self._enums.IBV_ACCESS_LOCAL_WRITE
         if writable_by_peer:
             access |= self._enums.IBV_ACCESS_REMOTE_WRITE
-        with _as_transport_error(f"{length} bytes cannot be registered"):
+        with _as_transport_error(f"the RDMA device cannot register {length} bytes"):
             return RegisteredMemory(_module("mr").MR(self.handle, length, access, address=address))
 
     def key_of(self, region: Region) -> int:
-        """Return the key with which the local device reads a region. It is registered on
-        first use.
+        """Return the key with which this host's RDMA device reads the memory of a region.
+
+        The memory is registered at the first call.
         """
         with self._lock:
             if region.address not in self._regions:
@@ -182,7 +186,7 @@ class ProtectionDomain:
             return self._regions[region.address].key
 
     def close(self) -> None:
-        with self._lock, _as_transport_error("the protection domain is still in use"):
+        with self._lock, _as_transport_error("the RDMA protection domain cannot be closed"):
             for memory in self._regions.values():
                 memory.close()
             self._regions.clear()
@@ -190,12 +194,15 @@ class ProtectionDomain:
 
 
 class CompletionQueue:
-    """The completion queue of an RDMA connection, with a file descriptor to wait on."""
+    """Where an RDMA device reports finished requests, with a file descriptor to wait on."""
 
     def __init__(self, device: Device, size: int) -> None:
         cq = _module("cq")
         self._channel, self.fd = _channel(cq, device.context)
-        with _close_on_error(self._channel), _as_transport_error("no completion queue"):
+        with (
+            _close_on_error(self._channel),
+            _as_transport_error("no RDMA completion queue can be created"),
+        ):
             self._queue = cq.CQ(device.context, size, None, self._channel, 0)
 
     def poll(self, most: int = 64) -> list[Completion]:
@@ -211,11 +218,14 @@ class CompletionQueue:
 
         Earlier completions are not reported, so the caller must poll once more.
         """
-        with _as_transport_error("completions cannot be awaited"):
+        with _as_transport_error("the RDMA device cannot report completions"):
             self._queue.req_notify(0)
 
     def clear_event(self) -> None:
-        """Consume the event that made the completion queue's descriptor `fd` readable."""
+        """Consume the event by which the RDMA device has reported a finished request.
+
+        It had made the descriptor `fd` readable.
+        """
         try:
             self._channel.get_cq_event(self._queue)
         except _errors() as error:
@@ -225,13 +235,13 @@ class CompletionQueue:
             self._queue.ack_events(1)
 
     def close(self) -> None:
-        with _as_transport_error("the completion queue is still in use"), _DESCRIPTORS:
+        with _as_transport_error("the RDMA completion queue cannot be closed"), _DESCRIPTORS:
             self._queue.close()
             self._channel.close()
 
 
 class QueuePair:
-    """One end of a reliable RDMA connection.
+    """One end of an RDMA connection, with its queues of write and receive requests.
 
     writes    maximum number of write requests in flight
     arrivals  maximum number of posted receive requests
@@ -295,7 +305,7 @@ class QueuePair:
             self._qp.to_rts(attr)
 
     def post_receive(self) -> None:
-        """Post one more receive request to the RDMA device, for a window's last write."""
+        """Post one more receive request, by which the device reports that KV was written."""
         with _as_transport_error("no receive request can be posted to the RDMA device"):
             self._qp.post_recv(self._arrival)
 
@@ -346,9 +356,7 @@ def is_refused(status: int) -> bool:
 
 
 def ends_connection(status: int) -> bool:
-    """Return whether a failed RDMA request ended only this connection, so that a new one can
-    work.
-    """
+    """Return whether an RDMA request failed for a reason that a new connection may not have."""
     enums = _module("enums")
     return status in (
         enums.IBV_WC_WR_FLUSH_ERR,
@@ -411,7 +419,7 @@ def _channel(cq: Any, context: Any) -> tuple[Any, int]:
     # Open a completion channel, and return it with its file descriptor.
     #
     # pyverbs does not expose the descriptor. It is the lowest free number, which is found before.
-    with _DESCRIPTORS, _as_transport_error("no completion channel"):
+    with _DESCRIPTORS, _as_transport_error("no RDMA completion channel can be created"):
         for _ in range(_ATTEMPTS):
             fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             os.close(fd)

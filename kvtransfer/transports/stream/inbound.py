@@ -1,4 +1,4 @@
-"""The receiving side of a socket connection: parses frames, and reads KV directly into its place.
+"""The receiving side of a socket connection between agents: messages, and KV written to its place.
 
 Lengths are checked before anything is read. Bytes are written only where this agent's own plan
 places them. link.py decides when to read, and owns the socket.
@@ -58,10 +58,10 @@ _WORTH_BYTES = 512 << 10  # wake up for this much of a large payload
 
 
 class InboundListener(Protocol):
-    """The interface of the object that receives decoded frames and KV."""
+    """The methods of a connection that its receiving side, Inbound, calls for messages and KV."""
 
     def on_frame(self, kind: FrameKind, header: bytes) -> None:
-        """Handle a frame (unit of the connection) that was received and has no payload."""
+        """Handle a received frame (unit of the connection) that carries no KV."""
         ...
 
     def place_window(self, head: WindowHead) -> WindowSlice | None: ...
@@ -69,13 +69,13 @@ class InboundListener(Protocol):
     def following_windows(
         self, head: WindowHead, most: int
     ) -> Sequence[tuple[WindowHead, WindowSlice]]:
-        """Return the windows (pieces of KV) that will probably follow; see WindowForecaster."""
+        """Return the units of KV (windows) that will probably follow; see WindowForecaster."""
         ...
 
     def on_landed(self, head: WindowHead, verdict: WindowVerdict) -> None: ...
 
     def on_intact_windows(self, heads: Sequence[WindowHead]) -> None:
-        """Record the windows (pieces of KV) of a batch; see WindowForecaster."""
+        """Handle that several units of KV (windows) have arrived intact; see WindowForecaster."""
         ...
 
 
@@ -122,7 +122,8 @@ class _Arrival:
 
 
 class Inbound:
-    """Reads the socket `fd`, and reports frames and received KV to its listener.
+    """Reads the socket `fd`, writes received KV to its place, and reports it and messages to
+    `listener`.
 
     `receive` works like socket.recv_into. It is not used with the native pump (C code).
     """
@@ -161,7 +162,7 @@ class Inbound:
 
     @property
     def is_drained(self) -> bool:
-        """Return whether the last read got less than requested, and no payload is expected.
+        """Return whether the last read got less than requested, and no more KV is expected soon.
 
         Always False without the native pump, because TLS may hold bytes that poll does not show.
         """
@@ -174,17 +175,17 @@ class Inbound:
 
     @property
     def is_in_payload(self) -> bool:
-        """Return whether the next bytes belong to a payload, whose place in memory is known."""
+        """Return whether the next bytes belong to KV, or to a large message, already begun."""
         return self._arrival is not None and self._arrival.pieces.remaining > 0
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the next bytes begin a frame, and poll(2) will show their arrival."""
+        """Return whether the next bytes begin a message or KV, so that poll(2) shows them."""
         return not self.is_in_payload
 
     @property
     def is_in_large_payload(self) -> bool:
-        """Return whether a large payload is being received.
+        """Return whether much KV, or a large message, is being received.
 
         Longer waits with fewer calls are then better.
         """
@@ -193,9 +194,10 @@ class Inbound:
 
     @property
     def wanted_bytes(self) -> int:
-        """Return the number of bytes to wait for before the next read.
+        """Return for how many bytes to wait before the next read.
 
-        It is more than 1 within a large payload, where short reads would need more calls.
+        It is more than 1 while many bytes of KV are expected, where short reads would need more
+        calls.
         """
         arrival = self._arrival
         return (

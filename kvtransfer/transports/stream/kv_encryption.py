@@ -21,11 +21,11 @@ class WindowSealError(Exception):
 
 
 class WindowSeal:
-    """Encrypts or decrypts the windows (pieces of KV) of one direction of a connection.
+    """Encrypts or decrypts the KV of one direction of a connection, one unit (window) at a time.
 
-    The n-th window uses nonce n, so a repeated or missing window is detected. A void window, whose
-    bytes are not sent, has separate nonces, because it can replace the n-th window after that was
-    encrypted.
+    The n-th window uses nonce n, so a repeated or missing window is detected. A window whose bytes
+    are not sent, because they became invalid, is called void. It has separate nonces, because it
+    can replace the n-th window after that was encrypted.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -44,7 +44,7 @@ class WindowSeal:
         self._buffer = bytearray()
 
     def void(self, about: bytes, *, instead: bool) -> bytes:
-        """Return the authentication tag of a void window, whose bytes are not sent.
+        """Return the tag of a unit of KV (window) whose bytes are not sent, as they became invalid.
 
         instead  whether the tag replaces that of the window which was encrypted last
         """
@@ -54,9 +54,10 @@ class WindowSeal:
     def close(
         self, parts: Iterable[memoryview], size: int, about: bytes
     ) -> tuple[memoryview, bytes]:
-        """Encrypt `size` bytes of KV in parts, and return the ciphertext and the authentication
-        tag.
+        """Encrypt a unit of KV (window) of `size` bytes; return the ciphertext and the
+        authentication tag.
 
+        parts  its bytes, in pieces
         about  bytes that are authenticated but not encrypted
 
         The ciphertext is valid until the next call.
@@ -70,7 +71,11 @@ class WindowSeal:
         return view[:size], cipher.tag
 
     def open(self, sealed: bytearray, tag: bytes, about: bytes) -> memoryview:
-        """Decrypt a window (piece of KV) and return its bytes, which are valid until the next call.
+        """Decrypt a unit of KV (window) and return its bytes, which are valid until the next call.
+
+        sealed  the ciphertext
+        tag     its authentication tag
+        about   bytes that are authenticated but not encrypted
 
         Raises WindowSealError if the bytes were altered.
         """

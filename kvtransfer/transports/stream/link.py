@@ -1,7 +1,8 @@
 """A connection between agents (link) over a stream socket: the base class of the tcp and shm links.
 
-Each link has a thread. It polls for a moment after the last byte, then sleeps until the socket or
-another thread wakes it. Another thread that waits anyway can send and receive itself (`drive`).
+Each link has a thread, which sends and receives. It polls for a moment after the last byte, then
+sleeps until the socket or another thread wakes it. A thread that waits for a transfer can do the
+sending and receiving itself (`drive`).
 
 tcp.py and shm.py listen and connect. inbound.py and outbound.py have the format of the bytes.
 """
@@ -66,9 +67,10 @@ _log = logging.getLogger("penstock")
 class StreamLink:
     """One end of a connection between two agents (link) over a stream socket.
 
-    Only the thread that holds `_driver_lock` reads the socket and writes the memory: the link's own
-    thread, or a thread in `drive`. The link's own thread releases it while it sleeps in the pump,
-    because a driver would otherwise wait until that thread has the interpreter lock.
+    Its own thread sends and receives, or another thread does so in `drive`. Only the one that holds
+    `_driver_lock` reads the socket and writes the memory. The link's thread releases this lock
+    while it sleeps in the pump (C code). Otherwise a driver would wait until that thread has the
+    interpreter lock.
     """
 
     transport = "stream"
@@ -225,12 +227,12 @@ class StreamLink:
             self._thread.join()
 
     def drive(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Send and receive on the calling thread until `done()` is true, or `timeout_s` seconds
-        passed.
+        """Send and receive on the calling thread until `done()` is true, for `timeout_s` seconds at
+        most.
 
         This saves the time to wake the link's own thread. The owner's methods are called on this
-        thread meanwhile. Returns whether `done()` became true in time; a batch of windows that is
-        being moved may exceed it by a second.
+        thread meanwhile. Returns whether `done()` became true in time; a batch of KV that is being
+        moved may exceed it by a second.
 
         Raises TransportError if the link is lost.
         """
@@ -299,7 +301,7 @@ class StreamLink:
         return True
 
     def _note_window(self) -> None:
-        """Keep Python's switch interval short while windows (pieces of KV) are sent or received.
+        """Let Python switch threads more often while KV is sent or received over this connection.
 
         The link's own thread stops that, if not before, when the next heartbeat wakes it.
         """
@@ -360,7 +362,7 @@ class StreamLink:
             self._broken = error.strerror or str(error)
         except Exception:
             _log.exception("kv: handling an event of the link to %s failed", self.peer)
-            self._broken = "the owner of the link failed"
+            self._broken = "this agent failed to handle an event of the link"
         finally:
             self._stepping_thread = 0
 

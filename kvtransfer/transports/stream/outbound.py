@@ -1,6 +1,6 @@
-"""The sending side of a socket connection: messages, and KV directly from the source's memory.
+"""The sending side of a socket connection between agents: messages, and KV straight from memory.
 
-Items are queued from any thread and sent by one. link.py decides when to send, and owns the socket.
+Any thread may queue them; one thread sends. link.py decides when to send, and owns the socket.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class _Body:
 
 
 class Outbound:
-    """Writes frames and windows (pieces of KV) to the socket `fd`.
+    """Writes messages and KV to the socket `fd`, in the order in which they were queued.
 
-    sent     function that is called for each window that has been read from memory
-    checked  whether windows carry an xxh3 digest
+    sent     function that is called for each unit of KV (window) that has been read from memory
+    checked  whether KV is followed by an xxh3 checksum
     calls    the native pump, which waits for room in the socket; while it is used, no other
              function writes. None: Python code writes
     """
@@ -124,7 +124,7 @@ class Outbound:
         self._batch: WindowBatch | None = None  # allocated for the first batch
 
     def enqueue(self, item: bytes | tuple[WindowHead, WindowSlice]) -> None:
-        """Queue a complete frame or a window (piece of KV) for sending.
+        """Queue a message (as a complete frame), or a unit of KV (window), for sending.
 
         It may be called on any thread.
         """
@@ -136,7 +136,7 @@ class Outbound:
         return self._begin == self._end and not self._queue and self._body is None
 
     def send_at_once(self, frame: bytes) -> bool:
-        """Write a frame now, without queueing it. Returns False if it must be queued instead.
+        """Write a message now if nothing is queued; otherwise do nothing and return False.
 
         A part for which the socket has no room is buffered. Errors of the socket are left to
         `send_available`.
@@ -159,10 +159,10 @@ class Outbound:
         self._bounce = np.empty(0, np.uint8)
 
     def drop(self, transfer: int) -> None:
-        """Drop the queued windows (pieces of KV) of a transfer.
+        """Send no more of a KV transfer: drop its queued units (windows).
 
-        A window that has begun is completed with zeros, and ends as STALE, because its memory may
-        have a new owner. An encrypted window was read completely before, so it stays OK.
+        One that has begun is completed with zeros, and ends as STALE, because its memory may have
+        other content now. An encrypted one was read completely before, so it stays OK.
         """
         with self._gate:
             remaining = [
@@ -184,7 +184,7 @@ class Outbound:
             body.verdict = WindowVerdict.STALE
 
     def allow_lanes(self, transfer: int) -> None:
-        """Allow parallel connections (lanes) to send the KV of this transfer too.
+        """Let the parallel connections (lanes) of this one send the KV of this transfer too.
 
         May be called on any thread.
         """
@@ -195,7 +195,8 @@ class Outbound:
                 del self._shared[next(iter(self._shared))]
 
     def deny_lanes(self, transfer: int) -> None:
-        """Forbid parallel connections (lanes) to send more of this transfer, which will be dropped.
+        """Let the parallel connections (lanes) of this one send no more of a transfer that will be
+        dropped.
 
         May be called on any thread, with locks held.
         """
@@ -204,7 +205,8 @@ class Outbound:
             self._withheld.add(transfer)
 
     def take_spare(self) -> tuple[WindowHead, WindowSlice] | None:
-        """Remove and return a queued window (piece of KV) for a parallel connection (lane) to send.
+        """Remove and return a queued unit of KV (window) that a parallel connection (lane) will
+        send.
 
         Returns None if there is none. May be called on any thread.
         """
@@ -425,7 +427,7 @@ class Outbound:
         small = self._end - self._begin
         batch.begin(body.pieces, (self._address + self._begin, small))
         assert isinstance(body.current, GenerationCheck)
-        batch.check(0, body.current)
+        batch.set_check(0, body.current)
         items, bodies = self._fill(batch, body.pieces.remaining)
         index = 0
         try:

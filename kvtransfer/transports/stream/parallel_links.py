@@ -1,7 +1,7 @@
-"""Lanes: additional TCP connections to an agent, which carry KV in parallel with the first one.
+"""Sends KV to an agent over several TCP connections in parallel, which are called lanes.
 
 With one connection, only one core of the receiver copies, which is too slow for a fast network. A
-lane belongs to the first connection, its owner. An idle lane sends the next window (piece of KV) of
+lane belongs to the first connection, its owner. An idle lane sends the next unit of KV (window) of
 the owner's queue. Agents prove their identity on each lane.
 
 Messages are sent only on the first connection, so that their order is kept. A window must not

@@ -1,7 +1,7 @@
-"""Batches of windows (pieces of KV) that the pump (C code) sends or receives in one call.
+"""Lets the pump (C code) send or receive several units of KV (windows) in one call.
 
-The pump works without the interpreter lock. inbound.py and outbound.py decide which windows form a
-batch, and continue where the pump stopped.
+The pump works without the interpreter lock, so it need not wait for it between two windows.
+inbound.py and outbound.py decide which windows form a batch, and continue where the pump stopped.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _ROW_WORDS = 10  # number of words in `struct window` of _pump.c
 
 
 class WindowBatch:
-    """A table of windows (pieces of KV) for the pump: a connection's current one and the next ones.
+    """The windows (units of KV) that the pump sends or receives in one call, as a table for C code.
 
-    Before the bytes of a window come the trailer of the window before it and its own header,
-    together called its frame. The pump compares it with what it receives, or completes it before it
-    sends it.
+    Between the bytes of two windows, two things are sent together: the trailer of the first one,
+    with its checksum, and the header of the second one. They are called the frame of the second
+    one. When the pump receives, it compares the frame with the expected one. When it sends, it adds
+    the checksum.
     """
 
     def __init__(self, calls: PumpCalls) -> None:
@@ -55,9 +56,11 @@ class WindowBatch:
         return int(self._progress.item())
 
     def begin(self, pieces: MemoryPieces | None, ahead: Stretch = (0, 0)) -> None:
-        """Start a batch with the window that is being moved. None: with the next one to come.
+        """Start a batch with the window (unit of KV) that is being moved now, whose bytes are in
+        `pieces`.
 
-        ahead  bytes that are sent before it
+        pieces  None: the batch starts with a window that is yet to come
+        ahead   address and length of bytes to send before it
         """
         self._count = 0
         self._is_awaited = pieces is None
@@ -69,20 +72,26 @@ class WindowBatch:
         self._fill(pieces, ahead)
 
     def next_iovecs(self) -> Iovecs:
-        """Return an unused table of iovecs (address, length), for the next window that is added."""
+        """Return an unused table for the memory of the next unit of KV that is added."""
         return self._free[self._count - 1]
 
     def add(self, pieces: MemoryPieces, header: bytes, check: GenerationCheck | None) -> None:
-        """Add the next window (piece of KV) to the batch. Its frame ends with `header`."""
+        """Add the next window (unit of KV) to the batch.
+
+        pieces  memory of its bytes
+        header  its header, which is sent before it
+        check   how the pump notices that its blocks were released for reuse; None at a receiver
+        """
         index = self._count
         self._frames[index, TRAILER_BYTES:] = np.frombuffer(header, np.uint8)
         self._fill(pieces, self._frame(index))
-        self.check(index, check)
+        self.set_check(index, check)
 
-    def check(self, index: int, check: GenerationCheck | None) -> None:
-        """Set the owner counters that the blocks of window `index` must have.
+    def set_check(self, index: int, check: GenerationCheck | None) -> None:
+        """Let the pump check that the blocks of window `index` were not released for reuse.
 
-        The caller must keep `check` alive.
+        check  the blocks and their expected reuse counters; None: no check. The pump gets addresses
+               in it, so the caller must keep it until move() has returned
         """
         words = (0, 0, 0, 0, 0)
         if check is not None:
@@ -102,26 +111,34 @@ class WindowBatch:
         return self._count
 
     def frame_bytes(self, index: int, begin: int) -> bytes:
-        """Return the frame (trailer and header) of window `index` from byte `begin` on.
+        """Return what is sent before window `index`: the last window's trailer, and its header.
 
-        The pump has completed it.
+        The pump has completed it with the checksum. `begin` is the first byte to return.
         """
         return bytes(self._frames[index, begin:])
 
     def last_trailer_bytes(self, begin: int) -> bytes:
-        """Return the trailer of the batch's last window from byte `begin` on.
+        """Return the trailer (checksum) that is sent after the batch's last window, from byte
+        `begin` on.
 
         The pump has completed it if it has sent a part of it.
         """
         return bytes(self._frames[MOST_WINDOWS, begin:TRAILER_BYTES])
 
     def move(self, digest: Digest | None, stage: int = 0) -> tuple[int, int | None, int]:
-        """Send the batch, or receive it if `stage` is the address for what follows a window.
+        """Send or receive the batch by one call of the pump, as far as possible.
 
-        Returns the index of the last window that was begun, the bytes of it, its frame and its
-        trailer that were moved (None if the call would block), and the bytes of all windows. All
-        windows before it are complete. If none was begun, the index is -1, and the bytes are those
-        that came in place of a header. Raises OSError.
+        digest  the checksum; None: there is none
+        stage   0: send. Otherwise: receive, and write what follows the last window to this address
+
+        Returns three numbers:
+
+        - the index of the last window that was begun; all before it are complete
+        - how many bytes of it were moved, with its frame and trailer; None: the call would block
+        - how many bytes of all windows were moved
+
+        If none was begun, the index is -1, and the second number counts bytes that came in place of
+        a header. Raises OSError.
         """
         calls = self._calls
         function = calls.pump.receive_windows if stage else calls.pump.send_windows

@@ -1,4 +1,4 @@
-"""Tells whether a function keeps the interpreter lock, for tests."""
+"""A test helper that finds out whether a function keeps Python's interpreter lock while it runs."""
 
 from __future__ import annotations
 

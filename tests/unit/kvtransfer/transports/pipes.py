@@ -1,4 +1,4 @@
-"""One direction of a KV connection on a socket pair, without threads, for tests."""
+"""A test helper: one direction of a connection between KV agents, without threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that many short byte ranges are received together, verified, and then copied."""
+"""Tests of KV in many short byte ranges: received in one buffer, verified, then copied."""
 
 from __future__ import annotations
 

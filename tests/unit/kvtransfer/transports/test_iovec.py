@@ -1,6 +1,6 @@
-"""Tests of system calls that move several pieces of memory: complete and in order.
+"""Tests of reading and writing many pieces of memory in one system call: all of them, in order.
 
-With a checksum, a call moves at most as many bytes as fit into the CPU cache.
+If a checksum is computed, a call moves at most as many bytes as fit into the CPU cache.
 """
 
 from __future__ import annotations

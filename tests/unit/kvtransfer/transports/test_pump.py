@@ -1,4 +1,4 @@
-"""Tests of the pump, C code that moves KV bytes: checksums, and when it returns."""
+"""Tests of the pump, C code that moves KV bytes: its checksums, and when a call returns."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ needs_pump = pytest.mark.skipif(PUMP is None, reason="the pump is not compiled")
 
 
 class Ends:
-    """Two connected sockets: the native pump (_pump.c) writes to one and reads from the other."""
+    """Two connected sockets for tests: the pump (C code) writes to one, reads from the other."""
 
     def __init__(self, pump: PumpFunctions) -> None:
         self.near, self.far = socket.socketpair()
@@ -235,7 +235,7 @@ def _sends_all_windows(ends: Ends, count: int) -> bool:
     batch = WindowBatch(ends.writing)
     windows = [pieces(np.zeros(size, np.uint8), []) for _ in range(count)]
     batch.begin(windows[0])
-    batch.check(0, None)
+    batch.set_check(0, None)
     for window in windows[1:]:
         batch.add(window, bytes(FRAME_BYTES), None)
     _, _, moved = batch.move(None)

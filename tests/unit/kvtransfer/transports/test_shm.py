@@ -1,4 +1,4 @@
-"""Tests of the shared memory transport: access, checks before mapping, and reused blocks."""
+"""Tests of KV transfers through shared memory: access, checks, and reused blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that Python's switch interval is short while KV moves, and restored afterwards."""
+"""Tests that Python switches threads more often while KV moves, and as before afterwards."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of accepted sockets that wait to become connections: which come first, which are
-dropped.
-"""
+"""Tests of which accepted sockets are served first as KV agents, and which are closed."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ NO_REGIONS: tuple[Region, ...] = ()
 
 
 class Sockets:
-    """Connected pairs of sockets; the accepted end of each pair is in a WaitingSockets."""
+    """Connected pairs of sockets for tests, whose accepted ends wait to become connections."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))

@@ -1,4 +1,4 @@
-"""Tests that deferred work runs in the thread that releases the lock, after the release."""
+"""Tests of work that runs when a KV agent's lock is released, in the thread that releases it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of RDMA connections with a fake device: untrusted peers and failing devices."""
+"""Tests of RDMA connections between KV agents with a fake device that fails, or untrusted peers."""
 
 from __future__ import annotations
 

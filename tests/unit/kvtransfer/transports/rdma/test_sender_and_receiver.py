@@ -1,4 +1,4 @@
-"""Tests of both sides of an RDMA connection without a device: keys, writes, control messages."""
+"""Tests of sending and receiving KV over RDMA without a device: keys, writes, control messages."""
 
 from __future__ import annotations
 

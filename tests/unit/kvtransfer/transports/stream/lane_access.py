@@ -1,4 +1,4 @@
-"""Helpers for tests of parallel connections (lanes): access to them, and paused threads."""
+"""Helpers for tests of parallel connections (lanes): find them, and pause their threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of connections over real sockets: use by the caller's thread, closing, hostile peers."""
+"""Tests of connections over real sockets: sending by the caller, closing, hostile peers."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ def test_an_owner_that_fails_loses_its_link_and_not_its_silence(
     moves = scattered(1, 3, 100)
     pair.admit(1)
     pair.put(window(1, moves), moves)
-    assert pair.sink_owner.wait("lost") == ["the owner of the link failed"]
+    assert pair.sink_owner.wait("lost") == ["this agent failed to handle an event of the link"]
     assert "the test's owner has no plan for this window" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Tests of when a thread stops polling, because other threads want its core."""
+"""Tests that a connection's thread stops polling for a while if other threads want its core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests that pieces of KV moved in batches by C code end like those moved one by one."""
+"""Tests that C code which moves several units of KV (windows) per call changes no result.
+
+The same transfers with one window per call are compared.
+"""
 
 from __future__ import annotations
 
