@@ -50,7 +50,7 @@ class AudioChunks:
         self._made = 0
 
     def begin(self) -> bytes:
-        """Return no bytes: a transcript stream has no event before its first token."""
+        """Return no bytes: nothing is sent before a transcript's first token."""
         return b""
 
     def next(self, cached: int | None) -> bytes:

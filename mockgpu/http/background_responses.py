@@ -1,7 +1,7 @@
-"""Responses that are generated in the background, which clients poll, follow or cancel, as in vLLM.
+"""Runs responses of the Responses API in the background: clients poll, follow or cancel them.
 
 A run records the events of the response's stream. A client may read them at any time, from any
-sequence number on.
+sequence number on. The behaviour is vLLM's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class BackgroundRun:
         self._task = asyncio.get_running_loop().create_task(work)
 
     def add(self, chunk: bytes) -> None:
-        """Record events, given as one HTTP chunk (its size, a line end, data, a line end)."""
+        """Record events of the response's stream, and pass them to the clients that follow it.
+
+        `chunk` has the events as one HTTP chunk (its size, a line end, data, a line end).
+        """
         _, _, data = chunk.partition(b"\r\n")
         self.events += [event + _END for event in data[:-2].split(_END)[:-1]]
         self._changed.set()
@@ -76,7 +79,7 @@ class BackgroundRun:
 
 
 class RecordingSink:
-    """The token sink of a response in the background: it records the events of each token."""
+    """Receives the tokens of a response in the background, and records their stream events."""
 
     __slots__ = ("_answer", "_cached", "_chunks", "_job", "_run", "on_failure")
 

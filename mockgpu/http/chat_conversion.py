@@ -1,4 +1,4 @@
-"""Converts requests of the Messages, Responses and audio APIs to chat requests.
+"""Converts requests of other APIs (Messages, Responses, audio) to chat requests.
 
 The functions here convert text parts, tool definitions, tool calls and tool results.
 """

@@ -1,4 +1,4 @@
-"""One choice of a response: generates its text and finish reason, and builds its scheduler job.
+"""One generated answer of a request (a choice): its text, its finish reason and its scheduler job.
 
 A request with `n: 2` has two choices. The text is generated before the engine's first step, and is
 cut at a stop string. If a later check finds that the prompt's KV cache is wrong, another text of
@@ -81,7 +81,7 @@ class Choice(msgspec.Struct, eq=False):
     def states(self, start: int, end: int) -> Words:
         """Return the simulated KV of tokens [start, end) of the prompt and answer.
 
-        It is one 64-bit word per token, called the token's state (mockgpu/kv_bytes.py).
+        It has one 64-bit word per token. mockgpu/kv_bytes.py explains the words.
         """
         from mockgpu.kv_bytes import token_states
 
@@ -115,7 +115,7 @@ class Choice(msgspec.Struct, eq=False):
             self.describe_job()
 
     def describe_job(self) -> None:
-        """Give the job the answer's tokens and cache salt, which the engine's KV events contain."""
+        """Give the job the tokens and the cache salt that KV events must contain."""
         self.job.tokens, self.job.salt = self.prompt + self.tokens, self.salt
 
 

@@ -1,4 +1,4 @@
-"""Test routes of a mock engine: its state, injected faults, and leases on KV.
+"""HTTP routes for tests of a mock engine: its state, its injected faults, and longer keeping of KV.
 
 Real engines do not have these routes. All paths start with /mock/. Tests and `penstock chaos` use
 them.
@@ -32,10 +32,11 @@ class FaultRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RenewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The JSON body of POST /mock/renew: which KV to keep, and the permission to do so.
+    """The body of POST /mock/renew, by which a decode engine asks a prefill engine to keep KV
+    longer.
 
-    A decode engine sends it so that the prefill engine keeps the KV longer. Real engines use a
-    separate connection for this.
+    It names the KV, and has the ticket (permission to fetch it). Real engines use a separate
+    connection for this.
     """
 
     name: str
@@ -62,10 +63,7 @@ class ControlPages:
         ]
 
     async def state(self, _: web.Request) -> web.Response:
-        """Serve GET /mock/state: the use of KV memory, and the prefill or decode role.
-
-        For tests.
-        """
+        """Serve GET /mock/state, for tests: role, use of KV memory, and KV kept for others."""
         scheduler, metrics = self._group.scheduler, self._group.metrics
         state: dict[str, Any] = {
             "role": self._group.spec.role,

@@ -79,7 +79,8 @@ if TYPE_CHECKING:  # groups without real KV start without numpy and kvtransfer's
 
 
 class GenerationHandlers:
-    """The HTTP handlers of one mock engine for the requests that it computes.
+    """The HTTP handlers of one mock engine for requests that cost it time: chats, embeddings,
+    audio.
 
     `formats` maps the path of an API with named stream events (Messages, Responses) to its
     converter.
@@ -126,10 +127,9 @@ class GenerationHandlers:
         return await self._serve_whole(request, parsed, choices, answer, fault)
 
     async def converse(self, request: web.Request) -> web.StreamResponse:
-        """Serve a POST to the Messages or the Responses API, with a streamed or a complete
-        response.
+        """Serve a POST to the Messages or the Responses API, as a stream or a complete response.
 
-        The mock converts the request to a chat request, and converts the generated text back.
+        The request is converted to a chat request, and the generated text is converted back.
         """
         form, fault = self.formats[request.path], self._pick_fault(request)
         check_content_type(request)

@@ -1,4 +1,4 @@
-"""Helpers of the mock's HTTP handlers: forms, JSON responses, and connections that faults break."""
+"""Helpers of the mock engine's HTTP handlers: forms, JSON responses, and broken connections."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""HTTP routes of a mock engine about KV events, the messages on changes of its prefix cache.
+"""HTTP routes of a mock engine about its KV events: where they are published, and cached blocks.
 
-They describe the publisher of the events, and list the cached blocks.
+KV events are messages that report which blocks enter and leave the engine's prefix cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mockgpu.tp_group import TpGroup
 
 
 class KvEventPages:
-    """The KV event routes of one mock engine, in the format of the engine that it imitates.
+    """HTTP routes about one mock engine's KV events, in the format of the engine that it imitates.
 
     KV events are messages that report which blocks enter and leave the engine's prefix cache.
     """
@@ -23,7 +23,7 @@ class KvEventPages:
         self._group, self._engine = group, engine
 
     def engine_routes(self) -> list[web.RouteDef]:
-        """Return the routes with which the imitated engine describes its KV event publisher.
+        """Return the routes that the imitated engine has to describe where it publishes KV events.
 
         The list is empty for an engine that has no such route.
         """
@@ -34,12 +34,12 @@ class KvEventPages:
         return []
 
     async def sources(self, _: web.Request) -> web.Response:
-        """Serve vLLM's GET /kv_event_sources: where each rank publishes its KV events."""
+        """Serve GET /kv_event_sources, as vLLM does: where each rank publishes its KV events."""
         events = self._group.kv_events
         return json_answer({} if events is None else {"0": events.describe()})
 
     async def server_info(self, _: web.Request) -> web.Response:
-        """Serve SGLang's GET /server_info, reduced to the fields about KV events."""
+        """Serve GET /server_info, as SGLang does, but only the fields about KV events."""
         events = self._group.kv_events
         return json_answer({} if events is None else {"kv_events": events.describe_as_sglang()})
 

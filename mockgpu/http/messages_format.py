@@ -1,4 +1,4 @@
-"""Anthropic's Messages API as vLLM serves it, implemented over chat completions."""
+"""Anthropic's Messages API as vLLM serves it: requests become chats, and are converted back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessagesFormat:
-    """Converts Messages requests to chat requests, and generated answers to messages and events."""
+    """Converts requests of the Messages API to chat requests, and generated answers back."""
 
     prefix = "msg_"
 

@@ -1,7 +1,8 @@
-"""Interfaces of the HTTP APIs whose stream events have names: Messages and Responses.
+"""Interfaces of the APIs whose stream events have names: the Messages and the Responses API.
 
 A format converts a request of its API to a chat request. It converts the answer back to the objects
-and events of its API. See mockgpu/http/messages_format.py and mockgpu/http/responses_format.py.
+and events of its API. mockgpu/http/messages_format.py and mockgpu/http/responses_format.py are
+these formats.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
 
 
 class EventChunks(Protocol):
-    """The interface that builds the stream events of one answer, as HTTP chunks."""
+    """The interface of an object that builds the stream events of one answer, as HTTP chunks."""
 
     def begin(self) -> bytes:
         """Return the events to send before the first token has been computed."""
@@ -35,7 +36,7 @@ class EventChunks(Protocol):
 
 
 class NamedEventFormat(Protocol):
-    """The interface that converts one HTTP API's requests to chat requests, and answers back."""
+    """The interface of an API whose requests are served as chats: it converts in both ways."""
 
     prefix: str
     """Prefix of the ids of its answers."""

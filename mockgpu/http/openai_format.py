@@ -94,7 +94,7 @@ def _completion_logprobs(
 
 
 class ResponseExtras(msgspec.Struct, frozen=True):
-    """Extra JSON fields that a prefill engine adds to its response for the decode engine.
+    """Fields that a prefill engine adds to its response, so that a decode engine can fetch the KV.
 
     top_level  fields of the response object
     in_choice  fields of the choice object

@@ -1,8 +1,8 @@
-"""APIs that generate no text: embeddings, scores, classification, moderation, detokenization.
+"""The APIs that generate no text: embeddings, scores, classification, moderation, detokenization.
 
-Each function parses a request body and returns a function that builds the response. Results depend
-only on the words of a text, so that texts with common words are similar. The time that an engine
-would compute is simulated by the caller.
+Each function parses a request body, and returns the request with a function that builds the
+response. Results depend only on the words of a text, so texts with common words are similar. The
+caller simulates the time that an engine would compute.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True):
 
 
 class PoolingRequest(msgspec.Struct, frozen=True):
-    """A valid request to an API that generates no text.
+    """A valid request to an API that generates no text, such as embeddings.
 
     parsed  the prompts that the engine must prefill
     build   function that builds the response's JSON; its argument is the time in Unix seconds

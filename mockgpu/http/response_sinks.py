@@ -1,7 +1,7 @@
-"""Writes generated tokens to the client's socket (token sinks), also broken off by a fault.
+"""Receives generated tokens from the engine (token sinks), and writes them to the client's socket.
 
 A sink writes to the transport directly from the engine's step. This saves a task and an await per
-token.
+token. Injected faults break responses off here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEEP_ALIVE = http_chunk(b": keep-alive\n\n")
 
 
 class PendingResponse:
-    """A response that is being generated, with one or more choices.
+    """A response whose choices the engine is still generating; its handler waits for `done`.
 
     `done` is a future. Its result is None when all choices have ended, or the ApiError of a choice
     that failed.
@@ -44,18 +44,20 @@ class PendingResponse:
 
 
 class TokenEvents(Protocol):
-    """The interface that builds the stream events of one choice in the format of its API."""
+    """The interface by which a sink gets the stream events of each token, in the API's format."""
 
     def next(self, cached: int | None) -> bytes:
-        """Return the HTTP chunks that carry the next token of a stream."""
+        """Return the HTTP chunks that carry the next token.
+
+        `cached` is the number of prompt tokens found in the prefix cache; None: not reported.
+        """
         ...
 
 
 class WholeSink:
-    """The token sink of one choice of a response that is not streamed.
+    """Receives the tokens of one choice of a response that is not streamed, and waits for its end.
 
-    `stalled` simulates a response that never arrives: the sink does not report the end of the
-    choice.
+    `stalled` simulates a response that never arrives: the end of the choice is not reported.
     """
 
     __slots__ = ("_answer", "_stalled", "on_failure")
@@ -74,7 +76,7 @@ class WholeSink:
 
 
 class StreamSink:
-    """The token sink of one streamed choice: it writes each token to the transport immediately."""
+    """Receives the tokens of one streamed choice, and writes each to the client immediately."""
 
     __slots__ = ("_answer", "_cached", "_chunks", "_job", "_transport", "on_failure")
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API as vLLM serves it, implemented over chat completions."""
+"""OpenAI's Responses API as vLLM serves it: requests become chats, and are converted back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CUSTOM_INPUT = {"type": "object", "properties": _INPUT, "required": ["input"]}
 
 
 class ResponsesFormat:
-    """Converts Responses API requests to chat requests, and generated answers to responses."""
+    """Converts requests of the Responses API to chat requests, and generated answers back."""
 
     prefix = "resp_"
 
@@ -60,7 +60,10 @@ class ResponsesFormat:
         cached: int | None,
         members: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the object of a response that is not streamed, and store it for later requests."""
+        """Return the response object of an answer that is not streamed.
+
+        It is also stored, so that later requests can continue it.
+        """
         response = finished(parsed, choice, created, cached, members)
         self.keep(members, response)
         return response

@@ -21,9 +21,10 @@ _NO_STORE = (
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """A stored response object, and its conversation up to the end of the response.
+    """A response of the Responses API, with its conversation, so that a later request can continue
+    it.
 
-    The conversation leaves out the request's instructions.
+    The conversation ends with the response. It leaves out the request's instructions.
     """
 
     response: dict[str, Any]
@@ -43,7 +44,7 @@ class ResponsesStore:
     def check(self, members: Mapping[str, Any]) -> None:
         """Raise ApiError if the request needs a stored response, but storing is off.
 
-        Only a background request needs one: clients fetch its result later.
+        Only a request in the background needs one, because clients fetch its result later.
         """
         if members.get("background") and not members.get("store", True):
             text = "background can only be used when `store` is true"

@@ -1,4 +1,4 @@
-"""The route table of one mock engine's HTTP server, and short handlers: models, tokenize, version.
+"""The routes of a mock engine's HTTP server, and its short handlers: models, tokenize, version.
 
 generation_handlers.py has the handlers of requests that the engine computes.
 """

@@ -1,6 +1,7 @@
-"""Injected faults of the delivery of KV events: messages lost, late, repeated, reordered. No I/O.
+"""Injects faults into the sending of KV events: messages are lost, late, repeated or reordered.
 
-event_batches.py builds the messages, and zmq_publisher.py sends those that this module returns.
+KV events report changes of an engine's prefix cache. event_batches.py builds the messages, and
+zmq_publisher.py sends those that this module returns. No I/O.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LATE_S = 0.2
 
 
 class FaultyDelivery:
-    """Decides when each message of KV events is delivered.
+    """Decides when each message with KV events is sent, if injected faults delay or drop messages.
 
     strikes  function that returns whether an injected fault of a kind hits the next message
     """

@@ -64,7 +64,10 @@ class KvEventSpec(msgspec.Struct, frozen=True):
 
 
 class KvEventStream:
-    """Collects KV events and numbers them in batches, which are delivered with injected faults."""
+    """Collects the KV events of one engine, and returns them as numbered messages to publish.
+
+    Injected faults may change which messages are published, and when.
+    """
 
     def __init__(
         self, spec: KvEventSpec, block_tokens: int, strikes: Callable[[FaultKind], bool]
@@ -87,14 +90,16 @@ class KvEventStream:
         return bool(self._events) or self._run is not None
 
     def hash_of(self, key: int) -> int:
-        """Convert a block key to the block hash of KV events.
+        """Return the hash by which KV events name a block, from the block's key in the prefix
+        cache.
 
-        SGLang's hashes are signed integers.
+        The key is an unsigned number of 64 bits. It is also the hash, except for SGLang, where
+        hashes are signed.
         """
         return key - (1 << 64) if self._spec.form == "sglang" and key >> 63 else key
 
     def on_stored(self, job: Job, index: int, medium: str = "GPU") -> None:
-        """Record that block number `index` of a job is now stored in `medium`.
+        """Record an event: block number `index` of a job is now stored in `medium`.
 
         The medium is "GPU" (the engine's prefix cache), "CPU" or "STORAGE" (memory and disk of the
         host's store of KV blocks).
@@ -137,9 +142,7 @@ class KvEventStream:
         self._events.append(event)
 
     def on_removed(self, key: int, medium: str = "GPU") -> None:
-        """Record that the KV block with this key was removed from `medium` ("GPU", "CPU" or
-        "STORAGE").
-        """
+        """Record an event: the block with this key was removed from `medium`; see on_stored()."""
         self._end_run()
         if self._spec.form == "array":
             self._events.append(["BlockRemoved", [self.hash_of(key)], medium])
@@ -171,7 +174,7 @@ class KvEventStream:
         return self.delivery.deliver(message, now) + ready
 
     def replay(self, start: int) -> list[Message]:
-        """Return the buffered KV event messages whose sequence number is `start` or higher."""
+        """Return recent messages from number `start` on, for a subscriber that missed them."""
         return [message for message in self._buffer if message[0] >= start]
 
     def restart(self) -> None:

@@ -1,4 +1,4 @@
-"""StoreAnnouncer: KV events for blocks that are in the host's store of KV blocks.
+"""StoreAnnouncer: publishes which of an engine's blocks are in the host's KV store, as KV events.
 
 The store is shared by many engines, and evicts blocks without notice. So the engine regularly asks
 where its blocks are, and publishes the changes. The event's medium is CPU for the store's memory,
@@ -29,12 +29,13 @@ class _Tracked(NamedTuple):
 
 
 class StoreAnnouncer:
-    """Publishes in which tiers (memory, disk) the store has the blocks that this engine uses.
+    """Publishes KV events when blocks of this engine enter or leave the host's KV store.
 
     stream  the engine's KV events
-    places  async function: block keys -> one byte per block, with one bit per tier that has it
+    places  async function that returns one byte per block key, with one bit for each tier (memory,
+            disk) of the store that has the block
 
-    It tracks the last MAX_BLOCKS blocks that were saved or fetched. Older blocks are published as
+    It watches the last MAX_BLOCKS blocks that were saved or fetched. Older blocks are published as
     removed.
     """
 
@@ -49,7 +50,7 @@ class StoreAnnouncer:
         self._task = asyncio.ensure_future(self._poll())
 
     def track(self, job: Job, keys: Sequence[Key], first: int) -> None:
-        """Track blocks of a job, and publish an event for every tier where the store has them.
+        """Begin to watch blocks of a job; events will say in which tiers of the store they are.
 
         keys   keys of the blocks
         first  position of the first of these blocks in the job
@@ -63,7 +64,7 @@ class StoreAnnouncer:
             del self._announced[key]
 
     async def check(self) -> None:
-        """Look up where the next tracked blocks are, and record events for the changes."""
+        """Ask the store where the next watched blocks are, and record events for changes."""
         if self._clears != self._stream.clears:
             # Subscribers have forgotten all blocks of this engine.
             self._clears = self._stream.clears

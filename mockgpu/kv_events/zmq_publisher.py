@@ -25,7 +25,7 @@ END_NUMBER = b"\xff" * 8
 
 
 class KvPublisher:
-    """The ZeroMQ sockets of one engine: one publishes KV events, the other one repeats them."""
+    """Publishes one engine's KV events on a ZeroMQ socket, and repeats missed ones on another."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class KvPublisher:
         return [self.stream.hash_of(key) for key in self._scheduler.pool.cached_keys()]
 
     def describe(self) -> dict[str, Any]:
-        """Return the description of this publisher for vLLM's page /kv_event_sources."""
+        """Return how KV events are published, in the format of vLLM's /kv_event_sources."""
         return {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -94,7 +94,7 @@ class KvPublisher:
         }
 
     def describe_as_sglang(self) -> dict[str, Any]:
-        """Return the description of this publisher for SGLang's page /server_info."""
+        """Return how KV events are published, in the format of SGLang's /server_info."""
         return {
             "publisher": "zmq",
             "endpoint_host": "*",

@@ -1,1 +1,1 @@
-"""How long an engine step takes: roofline model, parallel layouts, measurements, decode runs."""
+"""Computes how long an engine step takes, from a roofline model, layouts and measurements."""

@@ -1,4 +1,5 @@
-"""Computes the end of many decode-only engine steps at once, so that a simulation can skip them.
+"""Computes the times of many engine steps that only decode at once, so that a simulation skips
+them.
 
 Each step reads one more token of KV per sequence, so step times grow almost linearly. A parabola
 through three step times gives all others. `Scheduler.decode_only_steps()` returns how many steps

@@ -29,7 +29,7 @@ DISPATCH_BYTES, COMBINE_BYTES = 1, 2
 
 
 def rank_model(model: Llm, layout: Layout) -> Llm:
-    """Return the part of the model's weights that one TP group of the layout reads in a step.
+    """Return the model with only the weights that one group of `tp` GPUs reads in a step.
 
     If the experts are spread over more ranks (EP) than TP has, the TP group reads only some of
     them. The result then has no measured step times, because those are of the whole model.
@@ -123,7 +123,7 @@ class LayoutTimes:
         return seconds + travel_s(self._model, self._gpu, self._layout, tokens, self._skew)
 
     def experts_s(self, parts: StepTimeParts) -> float:
-        """Return the seconds of a step in which one rank computes its experts.
+        """Return how long one rank computes its experts in a step.
 
         `parts` are the parts of the whole step's duration.
         """
@@ -133,7 +133,7 @@ class LayoutTimes:
 
 
 class LockstepTimes(Protocol):
-    """The interface to the durations of steps that several data-parallel ranks end together."""
+    """The interface to durations of steps that data-parallel ranks begin and end together."""
 
     def step_s(self, works: Sequence[StepWork]) -> float:
         """Return the duration in seconds of one joint step.
@@ -145,7 +145,7 @@ class LockstepTimes(Protocol):
 
 
 class SlowestRank:
-    """Durations of joint steps of independent ranks: a step takes as long as the slowest rank."""
+    """Step durations of ranks that share nothing: a step takes as long as the slowest rank."""
 
     def __init__(self, rank: StepTimes) -> None:
         self._rank = rank
@@ -159,7 +159,7 @@ class SlowestRank:
 
 
 class SharedExperts:
-    """Durations of joint steps of data-parallel ranks that share the experts of an MoE model.
+    """Step durations of data-parallel ranks that share the experts of a mixture-of-experts model.
 
     In every layer, the experts wait for the tokens of all ranks. So attention and dense layers take
     as long as on the slowest rank. An expert rank computes the mean of all ranks' tokens; the
@@ -211,7 +211,7 @@ def step_times_for(
     skew: float = 1.0,
     grids: Sequence[Grid] | None = None,
 ) -> Roofline | LayoutTimes:
-    """Return the step times of an engine, for any layout.
+    """Return the object that computes an engine's step durations, for any parallel layout.
 
     profile        generation of engine software, with its overheads
     budget_tokens  prompt tokens of one micro-batch (vLLM's max_num_batched_tokens)
@@ -233,7 +233,7 @@ def shared_experts_for(
     budget_tokens: int = 8192,
     skew: float = 1.0,
 ) -> SharedExperts:
-    """Return the durations of joint steps of an engine's `dp` ranks, which share their experts.
+    """Return the object that computes the step durations of ranks which share their experts.
 
     budget_tokens  prompt tokens of one micro-batch (vLLM's max_num_batched_tokens)
     skew           load of the busiest expert rank divided by the mean load, at least 1

@@ -1,4 +1,4 @@
-"""The base class of engine descriptions: parallel sizes, and ranks that requests can address."""
+"""RankedEngine: the parallel sizes of an engine, and the ranks that requests can address."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from policies.sizing.parallel_layout import Layout
 
 
 class RankedEngine:
-    """A base of descriptions of engines, whose requests may address data-parallel ranks.
+    """Base class of descriptions of an engine whose requests can name a data-parallel rank.
 
     tp, pp, ep, dp, cp  the engine's parallel sizes
     ranks               number of data-parallel ranks that requests can address
@@ -26,7 +26,7 @@ class RankedEngine:
 
     @property
     def shares_experts(self) -> bool:
-        """Return whether the experts are spread over all addressable ranks.
+        """Return whether the ranks that requests can address share the model's experts.
 
         If not, every rank has all experts.
         """
@@ -39,7 +39,7 @@ class RankedEngine:
 
     @property
     def layout(self) -> Layout:
-        """Return the layout whose step times apply.
+        """Return the parallel layout by which step times are computed.
 
         It is that of the whole engine if its ranks share experts, otherwise that of one rank.
         """

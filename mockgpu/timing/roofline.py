@@ -104,7 +104,11 @@ class StepTimeParts(NamedTuple):
 
 
 class Correction(Protocol):
-    """The interface to factors that correct computed step times: measured / computed."""
+    """The interface to factors by which computed step times are multiplied, because real ones
+    differ.
+
+    A factor is measured time / computed time.
+    """
 
     def prefill(self, tokens: int) -> float:
         """Return the correction factor for a prefill-only step of `tokens` prompt tokens."""
@@ -119,7 +123,7 @@ class Correction(Protocol):
 
 
 class StepTimes(Protocol):
-    """The interface to the step times of an engine, whatever its layout."""
+    """The interface that computes how long an engine's step takes, for any parallel layout."""
 
     def step_s(self, work: StepWork) -> float: ...
 
@@ -154,7 +158,7 @@ class Roofline:
         self._correction = correction if profile.exact else None
 
     def terms(self, work: StepWork) -> StepTimeParts:
-        """Return how long each part of one engine step takes, in seconds, without corrections.
+        """Return the parts of one engine step's duration, in seconds, without corrections.
 
         The total is max(weights, FLOPs) + KV + attention + overheads + collectives.
         """

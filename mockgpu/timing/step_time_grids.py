@@ -1,4 +1,4 @@
-"""Corrects computed step times with measured ones.
+"""Corrects computed step times, so that they agree with measured ones where there are any.
 
 A correction is the ratio measured / computed at the measured points, and is interpolated between
 them. The ratio is near one and varies slowly, so it interpolates better than milliseconds. Outside
@@ -20,7 +20,9 @@ from policies.sizing.model_shapes import Llm
 
 
 class Grid(msgspec.Struct, frozen=True):
-    """The measured step times of one model, GPU type and TP size: one row of the data file.
+    """The measured step times of one model on one type of GPU with one TP size.
+
+    It is one row of the data file.
 
     prefill  milliseconds of a prefill by prompt tokens. Example: {"4096": 93.2}
     decode   milliseconds of a decode step by batch size and context of each sequence. The key
@@ -141,7 +143,7 @@ class GridCorrection:
 
 
 def whole_prompt(tokens: int) -> StepWork:
-    """Return the work of one step that computes a whole prompt without cached tokens."""
+    """Return the work of a step that computes a whole prompt, of which no token is cached."""
     return StepWork(tokens, tokens * tokens / 2)
 
 
@@ -152,9 +154,7 @@ def roofline_for(
     profile: Profile = PROFILES["2026"],
     grids: Sequence[Grid] | None = None,
 ) -> Roofline:
-    """Return the step-time model of an engine, corrected by measured step times if there are
-    any.
-    """
+    """Return an engine's step-time model, corrected by measured step times if there are any."""
     grid = (
         grid_for(model, gpu, tp, load_grids() if grids is None else grids)
         if profile.exact

@@ -1,4 +1,7 @@
-"""Tests of a mock engine's responses: their bytes, and that streams equal whole responses."""
+"""Tests of the exact bytes of a mock engine's responses.
+
+A stream must have the same content as the response that is not streamed.
+"""
 
 from __future__ import annotations
 
