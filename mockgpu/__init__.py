@@ -1,6 +1,6 @@
-"""A simulated LLM engine that needs no GPU: its step times, scheduler, KV cache and HTTP API.
+"""A simulated LLM engine that needs no GPU, for tests, demonstrations and planning.
 
-It imitates a TP group, one engine process on several GPUs, with vLLM's HTTP API. Nothing here
-imports the gateway. The gateway's command line imports `mockgpu.cli` lazily, and the planner
-imports the modules without I/O.
+It imitates one engine process on several GPUs (a TP group): its step times, scheduler, KV cache and
+HTTP API, which is vLLM's. Nothing here imports the gateway. The gateway's command line imports
+`mockgpu.cli` when it is needed, and the planner imports the modules without I/O.
 """

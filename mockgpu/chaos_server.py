@@ -1,8 +1,9 @@
-"""The local HTTP server with which `penstock chaos` sets the faults of a running mock fleet.
+"""The HTTP server with which `penstock chaos` sets faults of running mock engines, such as stalls.
 
-It starts only if the fleet has a port for it. It listens only on 127.0.0.1, and refuses requests of
-web pages. No fault affects it, so that an engine that refuses connections can be healed. The syntax
-of faults is in mockgpu/fault_grammar.py, their effects are in mockgpu/group_faults.py.
+It starts only if the mock engines were given a port for it. It listens only on 127.0.0.1, and
+refuses requests of web pages. No fault affects it, so that an engine that refuses connections can
+be healed. The syntax of faults is in mockgpu/fault_grammar.py, their effects are in
+mockgpu/group_faults.py.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @asynccontextmanager
 async def run_chaos_server(members: Sequence[FleetGroup], port: int) -> AsyncIterator[int]:
-    """Run the fault server during an `async with` block, and yield its port.
+    """Run the server that sets the mock engines' faults during an `async with` block; yield its
+    port.
 
     Raises OSError if the port is in use.
     """
@@ -44,7 +46,7 @@ async def run_chaos_server(members: Sequence[FleetGroup], port: int) -> AsyncIte
 
 
 def application(members: Sequence[FleetGroup]) -> web.Application:
-    """Return the web application of the fault server.
+    """Return the web application with which faults of the given mock engines are set.
 
     - GET /faults returns the faults of all engines.
     - POST /faults/{port} sets the faults of the engine that listens on this port.
@@ -65,7 +67,9 @@ def application(members: Sequence[FleetGroup]) -> web.Application:
         port = request.match_info["port"]
         member = next((member for member in members if str(member.listener.port) == port), None)
         if member is None:
-            return _json({"error": f"no group of this fleet has port {port[:8]}"}, 404)
+            return _json(
+                {"error": f"no mock engine of this process listens on port {port[:8]}"}, 404
+            )
         jobs, before = member.group.in_flight, member.faults.spec
         try:
             spec = decode_body(await request.read(), FaultRequest).spec

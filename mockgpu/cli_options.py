@@ -90,8 +90,8 @@ KvTransport = Annotated[
     str,
     Option(
         help=(
-            "Transport of KV transfers: auto, tcp, shm (shared memory) or inproc (within this "
-            "process)."
+            "How KV is transferred: tcp, shm (shared memory), inproc (within this process) or auto "
+            "(the best)."
         )
     ),
 ]
@@ -123,7 +123,10 @@ KvScale = Annotated[
     ),
 ]
 KvGbps = Annotated[
-    float, Option(help="Simulated KV link speed in gigabits per second. 0: no limit.")
+    float,
+    Option(
+        help="Simulated speed at which an engine receives KV, in gigabits per second. 0: no limit."
+    ),
 ]
 KvLease = Annotated[
     float,

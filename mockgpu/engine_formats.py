@@ -1,4 +1,4 @@
-"""The differences of SGLang's and TensorRT-LLM's HTTP APIs from vLLM's: errors and some fields.
+"""How the HTTP APIs of SGLang and TensorRT-LLM differ from vLLM's: errors and some fields.
 
 vLLM's own format is in mockgpu/http/openai_format.py. Sources: SGLang 0.5.23, tensorrt_llm/serve.
 """
@@ -15,7 +15,7 @@ from mockgpu.request_parser import ApiError, ParsedRequest, RequestBody
 
 
 class EngineFormat(StrEnum):
-    """The kinds of engines whose HTTP API a mock group can imitate."""
+    """The kinds of engines whose HTTP API a mock engine can imitate."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -23,7 +23,10 @@ class EngineFormat(StrEnum):
 
 
 def engine_of(dialect: str | None) -> EngineFormat:
-    """Return the engine that uses this protocol for prefill/decode handoff. None means vLLM."""
+    """Return which engine to imitate if split requests use the protocol `dialect`. None means vLLM.
+
+    A dialect is an engine's protocol for passing KV from a prefill to a decode engine.
+    """
     return EngineFormat(dialect) if dialect in ("sglang", "trtllm") else EngineFormat.VLLM
 
 
@@ -48,7 +51,7 @@ def error_body(error: ApiError, engine: EngineFormat, streaming: bool = False) -
 
 
 def with_extra_key(parsed: ParsedRequest) -> ParsedRequest:
-    """Return the request with SGLang's `extra_key` merged into its cache salt.
+    """Return the request with SGLang's member `extra_key` made a part of its cache salt.
 
     Two requests then share cached blocks only if both their `cache_salt` and `extra_key` are equal.
     """

@@ -22,7 +22,7 @@ import msgspec
 
 
 class FaultKind(StrEnum):
-    """The kinds of faults.
+    """The kinds of faults that can be injected into a mock engine.
 
     GROUP_FAULTS affect the whole engine, the others one request at a time.
     """
@@ -58,7 +58,8 @@ class FaultKind(StrEnum):
 
 
 class InjectedFault(msgspec.Struct, frozen=True):
-    """One injected fault: its kind and options, its probability per request, and its period.
+    """A fault that was set for a mock engine: its kind and options, its probability, and its
+    period.
 
     after          where the fault starts: after so many tokens of the answer, or bytes between KV
                    agents
@@ -87,9 +88,9 @@ class InjectedFault(msgspec.Struct, frozen=True):
     end_s: float = inf
 
     def should_strike(self, elapsed_s: float, rng: Random) -> bool:
-        """Return whether the fault affects a request that arrives now.
+        """Decide whether the fault affects a request that arrives now.
 
-        elapsed_s  seconds since the injection; outside the fault's period, the result is False
+        elapsed_s  seconds since the fault was set; outside the fault's period, the result is False
         rng        random source for the probability `chance`
         """
         return self.start_s <= elapsed_s < self.end_s and (

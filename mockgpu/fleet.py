@@ -71,7 +71,7 @@ class GroupListener:
             self._opening = asyncio.ensure_future(self._listen(self._server))
 
     async def wait_rebound(self) -> None:
-        """Wait until the background task of `open()` listens on the port."""
+        """Wait until the port that open() opens in the background accepts connections."""
         if self._opening is not None:
             await asyncio.wait((self._opening,))
 
@@ -106,7 +106,7 @@ class FleetGroup:
         self.server = MockServer(self.group, self.faults, self.pd_role)
 
     def app(self) -> web.Application:
-        """Return the HTTP application.
+        """Return the HTTP application of the mock engine.
 
         If the engine has several ranks, it dispatches requests to them.
         """
@@ -122,9 +122,9 @@ class FleetGroup:
                 group.kv_events.close()
 
     async def close_store(self) -> None:
-        """Disconnect from the store of KV blocks, and release the engine's memory.
+        """Disconnect from the host's KV store, and release the engine's KV memory.
 
-        The memory of an engine with a prefill or decode role is released by its PdRole.
+        If the engine serves prefill or decode halves of requests, its PdRole releases the memory.
         """
         if self.kv_store is not None:
             await self.kv_store.close()

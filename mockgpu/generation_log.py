@@ -1,7 +1,7 @@
-"""The generation log of mock engines: for each sequence, how many tokens were really generated.
+"""Logs how many tokens a mock engine really generated for each sequence, which tests compare.
 
-A client sees only the tokens that reach it. An engine also generates tokens of a request that was
-interrupted, until it notices. The log counts them. `GroupSpec.generation_log` names its file.
+A client sees only the tokens that reach it. After an interruption, an engine generates further
+tokens until it notices. `GroupSpec.generation_log` names the file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class GeneratedSequence(msgspec.Struct):
-    """One line of the log: a sequence that ended, or was aborted or failed.
+    """One line of the log of generated tokens: a sequence that ended, was aborted, or failed.
 
     prompt     token ids of the prompt
     generated  number of generated tokens
@@ -31,13 +31,22 @@ class GeneratedSequence(msgspec.Struct):
 
 
 class GenerationLog:
-    """Appends a line of JSON to a file for each sequence. Several engines may use one file."""
+    """Writes a line of JSON for each sequence that a mock engine generated, with the number of
+    tokens.
+
+    Several engines may use one file.
+    """
 
     def __init__(self, path: str) -> None:
         """Open the file, and create it if it is missing. Raises OSError if that fails."""
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the engine
 
     def write(self, prompt: bytes, generated: int, began_s: float) -> None:
-        """Append the line of a sequence that ends now; `prompt` has four bytes per token."""
+        """Append a line for a sequence that ends now.
+
+        prompt     tokens of the prompt, four bytes each
+        generated  number of generated tokens
+        began_s    monotonic time at which the engine received the request, in seconds
+        """
         line = GeneratedSequence(token_ids(prompt), generated, began_s, monotonic())
         self._file.write(_encode(line) + b"\n")

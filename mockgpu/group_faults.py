@@ -1,7 +1,7 @@
-"""Schedules the faults of one mock engine, such as stalls or closed ports, and chooses requests.
+"""Applies injected faults to one mock engine: begins and ends them, and chooses affected requests.
 
 The syntax is in mockgpu/fault_grammar.py. Timers begin and end the faults that affect the whole
-engine.
+engine, such as closed ports.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ON_THE_WIRE = _STALLING | WIRE_FAULTS
 
 
 class FaultyListener(Protocol):
-    """The interface to a listening port that an injected fault can close and open again."""
+    """The interface of a mock engine's listening port: an injected fault can close and open it."""
 
     def shut(self) -> None: ...
 
@@ -41,7 +41,7 @@ class FaultyListener(Protocol):
 
 
 class FaultyConnection(Protocol):
-    """The interface to the connections between an engine's KV transfer agent and its peers."""
+    """The interface by which faults are injected into the KV transfers of a mock engine."""
 
     @property
     def supports_faults(self) -> bool:
@@ -49,12 +49,12 @@ class FaultyConnection(Protocol):
         ...
 
     def set_fault(self, fault: InjectedFault | None) -> None:
-        """Apply this fault to the connections from now on. None ends the fault."""
+        """Apply this fault to the engine's KV connections from now on. None ends the fault."""
         ...
 
 
 class GroupFaults:
-    """The faults set on one mock engine, and the timers that begin and end them."""
+    """The faults of one mock engine that are set now, and the timers that begin and end them."""
 
     def __init__(
         self,
@@ -85,9 +85,10 @@ class GroupFaults:
             await self._reconnected.wait()
 
     def apply(self, spec: str) -> None:
-        """Replace all faults by those of a specification. An empty one ends all faults.
+        """Set the faults of the mock engine to those of a specification such as "stall@10-20".
 
-        Raises FaultError if the specification is invalid. The earlier faults then stay active.
+        They replace all earlier ones; an empty specification ends all faults. Raises FaultError if
+        the specification is invalid. The earlier faults then stay active.
         """
         faults = parse_faults(spec)
         self.check(faults)
@@ -124,7 +125,7 @@ class GroupFaults:
         self.spec, self._faults = "", ()
 
     def pick_fault(self) -> InjectedFault | None:
-        """Return the first fault that affects the arriving request; None: no fault does."""
+        """Return the first fault that affects the request arriving now; None: no fault does."""
         elapsed_s = self._loop.time() - self._set_at
         for fault in self._faults:
             if fault.kind not in _NOT_OF_REQUESTS and fault.should_strike(elapsed_s, self._rng):
@@ -132,7 +133,7 @@ class GroupFaults:
         return None
 
     def strikes_events(self, kind: FaultKind) -> bool:
-        """Return whether an injected fault of this kind affects the next KV event message."""
+        """Decide whether a fault of this kind affects the next message of KV events."""
         elapsed_s = self._loop.time() - self._set_at
         return any(
             fault.kind is kind and fault.should_strike(elapsed_s, self._rng)

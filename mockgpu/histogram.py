@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 
 class BucketHistogram:
-    """A Prometheus histogram: the number of observed values per bucket, and the sum of the values.
+    """A Prometheus histogram that is cheap to update: one integer per bucket, and the sum of the
+    values.
 
-    Each count is that of one bucket alone. Rendering makes the counts cumulative, as Prometheus
-    demands.
+    Each integer counts one bucket alone. The counts are added up only when they are written,
+    because Prometheus wants each bucket to contain all lower ones.
     """
 
     __slots__ = ("_counts", "bounds", "sum")

@@ -1,8 +1,8 @@
-"""Faults of one job of an engine: its KV is corrupted or lost, or the engine dies while it runs.
+"""Injects faults into one job of a mock engine: its KV is damaged or lost, or the engine dies.
 
 mockgpu/fault_grammar.py parses these faults; error responses and broken answers are in
-mockgpu/http. An engine creates this object only when the first such fault occurs, so that healthy
-engines pay nothing.
+mockgpu/http. An engine creates the object KillFaults only when the first such fault occurs, so that
+healthy engines pay nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ WATCH_S = 0.0005
 
 
 class FaultTarget(Protocol):
-    """The interface of a mock engine that its KillFaults use: its jobs, its KV, and a way to
-    stop it.
-    """
+    """The attributes and methods of a mock engine that KillFaults uses to inject a fault."""
 
     scheduler: Scheduler
     memory: KvMemory | None
@@ -34,10 +32,10 @@ class FaultTarget(Protocol):
 
 
 class KillFaults:
-    """The faults that will affect single jobs of one mock engine, at most one per job.
+    """Injects a fault into single jobs of one mock engine when the job reaches a certain point.
 
-    A fault waits for an event of its job: a step, the end of its prompt, the offer of its KV to
-    another engine, or a KV transfer.
+    That point is a step, the end of its prompt, the offer of its KV to another engine, or a KV
+    transfer. A job has one fault at most.
     """
 
     def __init__(self, target: FaultTarget, loop: asyncio.AbstractEventLoop) -> None:
@@ -52,13 +50,13 @@ class KillFaults:
         self._fault_by_job.pop(job, None)
 
     def on_step_planned(self, plan: StepPlan, step_s: float) -> None:
-        """Stop the engine half-way through the step if the step prefills a job marked for that."""
+        """Let the engine die in the middle of this step, if it prefills a job with that fault."""
         for chunk in plan.chunks:
             if self._kind(chunk.job) is FaultKind.DIE_IN_PREFILL:
                 self._loop.call_later(step_s / 2, self._target.fail_rank, 0)
 
     def on_step_done(self) -> None:
-        """Stop the engine if a job marked to die while decoding has generated enough tokens."""
+        """Let the engine die if a job with that fault has decoded enough tokens."""
         scheduler = self._target.scheduler
         for job, fault in list(self._fault_by_job.items()):
             if fault.kind is FaultKind.DIE_MID_DECODE and scheduler.count_output(job) > fault.after:
@@ -66,7 +64,7 @@ class KillFaults:
                 return
 
     def on_prompt_computed(self, job: Job) -> None:
-        """Flip one bit of the prompt's KV if the job is marked for corruption."""
+        """Flip one bit of the prompt's KV, if the job has the fault that corrupts KV."""
         memory = self._target.memory
         if self._kind(job) is FaultKind.KV_CORRUPT and memory is not None:
             block = job.blocks[len(job.blocks) // 2]
@@ -74,11 +72,11 @@ class KillFaults:
             region.bytes[block * region.block_bytes] ^= 1
 
     def loses_offer(self, job: Job) -> bool:
-        """Return whether the job's KV must be lost as soon as it is offered to another engine."""
+        """Return whether this job's KV must disappear as soon as another engine may fetch it."""
         return self._kind(job) is FaultKind.KV_LOST
 
     def on_transfer(self, job: Job, under_way: Callable[[Job], bool | None]) -> None:
-        """Stop the engine while a job's KV is being transferred, if the job is marked for that.
+        """Let the engine die while this job's KV is being transferred, if the job has that fault.
 
         `under_way()` is polled. It returns False before the transfer, True during it, and None
         after it. A transfer that begins and ends between two polls does not stop the engine.

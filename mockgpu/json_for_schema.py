@@ -1,8 +1,9 @@
-"""Builds JSON that fits a schema around generated words, for structured output and tool calls.
+"""Writes JSON around a mock engine's words, so that the answer fits the requested schema.
 
-A mock engine generates words, but the client parses the JSON that it requested. The words become
-the value of the first string in the schema that may hold any text. The JSON text around them (the
-frame) counts no tokens. Not supported: `pattern`, `not`, `if`, regular expressions and grammars.
+A mock engine generates words, but a client that asked for structured output or a tool call parses
+JSON. The words become the value of the first string in the schema that may hold any text. The JSON
+text around them (the frame) counts no tokens. Not supported: `pattern`, `not`, `if`, regular
+expressions and grammars.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _FORMATS: Mapping[str, str] = {
 
 
 class JsonFrame(msgspec.Struct, frozen=True):
-    """The JSON text around the generated words.
+    """The JSON text around a mock engine's generated words.
 
     before     JSON text before the words
     after      JSON text after the words
@@ -55,9 +56,9 @@ def fixed_frame(text: str) -> JsonFrame:
 
 
 def frame_of(schema: object) -> JsonFrame:
-    """Return the frame of the smallest JSON value that fits a JSON Schema.
+    """Return the JSON text to put around the generated words, so that it fits a JSON Schema.
 
-    The generated words become the first string of the value that may hold any text.
+    It is the smallest value that fits. The words become its first string that may hold any text.
     """
     value = _Sample(schema if isinstance(schema, dict) else {}).value(schema, 0)
     text = msgspec.json.encode(value).decode()

@@ -132,9 +132,9 @@ class KvMemory:
         )
 
     def bump(self, blocks: Sequence[int]) -> None:
-        """Increment the generation numbers of KV blocks that will get new content.
+        """Raise the generations (reuse counters) of KV blocks that will get new content.
 
-        A transfer of the old content detects by the number that the block has changed.
+        A transfer of the old content notices by its counter that a block has changed.
         """
         if blocks:
             for region in self.regions:
@@ -156,10 +156,10 @@ class KvMemory:
                 view[chosen, :, :, :, first:last] = part[:, None, None, None, :, None] ^ masks
 
     def taint(self, blocks: Sequence[int], states: Words) -> int:
-        """Verify the KV of the first tokens of a prompt on all ranks.
+        """Compare a prompt's KV on all ranks with the expected bytes.
 
         blocks  the blocks that store the KV
-        states  the expected state of each token (token_states)
+        states  the expected word of each token, from token_states()
 
         Returns 0 if all bytes are correct, otherwise a digest of the errors. Every layer, head and
         copy of the KV is compared.

@@ -1,4 +1,4 @@
-"""The specification of how a mock engine transfers KV (dialect, ports), or uses a KV store."""
+"""The options of a mock engine for moving KV: between engines, and to or from a KV store."""
 
 from __future__ import annotations
 

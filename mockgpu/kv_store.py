@@ -1,11 +1,11 @@
-"""StoreTier: saves a mock engine's KV blocks in its host's store (kvtransfer/store/), and fetches
-them.
+"""StoreTier: saves a mock engine's KV in the store that all engines of the host share.
 
 - When a request ends, its blocks are saved.
 - When a prompt arrives whose beginning the store has, blocks are fetched as long as that is faster
   than to compute them (kvtransfer/store/fetch_rule.py).
 
-The bytes really move. The duration is that of the real model's KV at the simulated speeds.
+The bytes really move (kvtransfer/store/). The duration is that of the real model's KV at the
+simulated speeds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ loop.
 
 
 class StoreOwner(Protocol):
-    """The interface of a mock engine that its StoreTier uses: the scheduler, and the KV memory."""
+    """The attributes of a mock engine that StoreTier uses: the scheduler, and the KV memory."""
 
     scheduler: Scheduler
     memory: KvMemory | None
@@ -103,20 +103,25 @@ class StoreTier:
         return len(self._tasks)
 
     def announce_on(self, stream: KvEventStream) -> None:
-        """Publish KV events for the blocks of this engine that are in the store."""
+        """Begin to publish KV events when this engine's blocks enter or leave the host's store.
+
+        `stream` collects the engine's KV events.
+        """
         self._announcer = StoreAnnouncer(stream, self.places)
 
     def fetch(self, job: Job, chunks: Sequence[PrefillChunk]) -> None:
-        """Fetch the stored beginning of a FETCHING job's prompt, then let the job continue.
+        """Fetch the beginning of a job's prompt from the store, as far as that pays; then the job
+        continues.
 
-        Blocks are fetched as long as that is faster than to compute them. `chunks` are the parts of
-        prompts in the step that begins now. The fetch runs at the same time.
+        The job is in the state FETCHING. Blocks are fetched as long as that is faster than to
+        compute them. `chunks` are the parts of prompts in the step that begins now. The fetch runs
+        at the same time.
         """
         step_s = sum(self._rule.compute_s(part.start, part.start + part.tokens) for part in chunks)
         self._spawn(self._fetch(job, step_s))
 
     def on_step(self, plan: StepPlan, step_s: float) -> None:
-        """Measure from a step of `step_s` seconds how fast the engine computes prompts."""
+        """Learn from a step that took `step_s` seconds how fast the engine computes prompts."""
         if plan.chunks:
             work = plan.work
             self._rule.on_step(work.prefill_tokens, work.attention_area, step_s)

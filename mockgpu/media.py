@@ -1,4 +1,4 @@
-"""Renders images, audio and files in messages as a fixed number of tokens.
+"""Converts images, audio and files in messages to a fixed number of tokens each.
 
 Real engines count the tokens of a medium by its size or duration. Here each medium has
 MEDIUM_TOKENS tokens, which depend on its content. So the same image has the same tokens again, and
@@ -33,7 +33,8 @@ def render_medium(part: object) -> bytes | None:
 
 
 def render_parts(parts: list[Any]) -> list[bytes] | None:
-    """Return the rendered content parts of a message, or None if no part has media.
+    """Convert the content parts of a message to prompt bytes; None if no part is an image or other
+    medium.
 
     Text parts are not padded to whole tokens here. Media fill whole tokens already.
     """

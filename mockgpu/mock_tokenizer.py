@@ -131,7 +131,10 @@ def block_keys(tokens: bytes) -> list[int]:
 
 
 def salt_keys(keys: list[int], salt: str) -> list[int]:
-    """Return the keys combined with a cache salt. They match only keys with the same salt."""
+    """Return the keys of blocks in a prefix cache, changed by a request's cache salt.
+
+    So only requests with the same salt share cached blocks.
+    """
     mask = xxh3_64_intdigest(salt.encode()) if salt else 0
     return [key ^ mask for key in keys] if mask else keys
 
@@ -144,9 +147,10 @@ def is_generated(tokens: bytes) -> bool:
 
 
 def variation(seed: int | None, choice: int) -> int:
-    """Return a number that makes this choice differ from other choices of the same prompt.
+    """Return a number that makes the answers to the same prompt differ.
 
-    It is 0 for the first choice of a request without a seed.
+    It depends on the request's seed, and on the number of the choice if a request has several. It
+    is 0 for the first choice of a request without a seed.
     """
     return 0 if seed is None and choice == 0 else xxh3_64_intdigest(f"{seed}/{choice}".encode())
 

@@ -51,11 +51,11 @@ class BlockPool:
         self.on_cleared: Callable[[], None] | None = None
 
     def record_allocations(self) -> None:
-        """Start to record which KV blocks are allocated; pop_allocated() returns them."""
+        """Begin to note which KV blocks are allocated; pop_allocated() returns them."""
         self._taken = []
 
     def pop_allocated(self) -> list[int]:
-        """Return the KV blocks allocated since the last call, and clear the record."""
+        """Return which KV blocks were allocated since the last call of this method."""
         taken, self._taken = self._taken or [], []
         return taken
 
@@ -65,9 +65,9 @@ class BlockPool:
         return 1 - self.free / self.total
 
     def count_hits(self, keys: Sequence[int], limit: int) -> int:
-        """Return how many leading keys are cached: the search ends at the first missing key.
+        """Return how many blocks of a prompt are cached, from the first to the first missing one.
 
-        At most the first `limit` keys are looked up.
+        keys  keys of the prompt's blocks; at most the first `limit` are looked up
         """
         by_key = self._by_key
         for i in range(min(limit, len(keys))):
@@ -76,14 +76,16 @@ class BlockPool:
         return min(limit, len(keys))
 
     def count_free_hits(self, keys: Sequence[int], hits: int) -> int:
-        """Return how many of the first `hits` cached blocks are free, that is, used by no request.
+        """Return how many of the first `hits` cached blocks of a prompt no request is using now.
 
-        If a request uses them, the number of free blocks falls by the result.
+        Such blocks count as free. If a request uses them, the number of free blocks falls by the
+        result.
         """
         return sum(self._references[self._by_key[keys[i]]] == 0 for i in range(hits))
 
     def acquire_cached(self, keys: Sequence[int], hits: int) -> list[int]:
-        """Add a reference to the cached KV blocks of the first `hits` keys, and return the blocks.
+        """Use the cached KV blocks of the first `hits` keys for one more request, and return their
+        numbers.
 
         All of these keys must be cached.
         """
@@ -166,10 +168,11 @@ class BlockPool:
                 del stale[block]
 
     def register(self, block: int, key: int) -> bool:
-        """Add a full KV block to the prefix cache, and return whether it was added.
+        """Make a full KV block available to later prompts, by adding it to the prefix cache under
+        `key`.
 
-        If another block with the same key is cached already, that block stays, and the result is
-        False.
+        Returns whether it was added. If another block with the same key is cached already, that
+        block stays, and the result is False.
         """
         if key in self._by_key or self._keys[block] is not None:
             return False
@@ -178,9 +181,9 @@ class BlockPool:
         return True
 
     def register_blocks(self, blocks: Sequence[int], keys: Sequence[int]) -> None:
-        """Add full KV blocks to the prefix cache, each with the key at the same position.
+        """Make full KV blocks available to later prompts; see `register`.
 
-        Blocks whose key is cached already are left out, as in `register`.
+        `keys` has the key of each block, in the same order.
         """
         by_key, keys_of_blocks = self._by_key, self._keys
         for block, key in zip(blocks, keys, strict=True):

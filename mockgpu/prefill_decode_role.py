@@ -1,8 +1,7 @@
-"""Owns what a prefill or decode mock engine needs: KV memory, transfer agent, bootstrap server.
+"""PdRole: all that a mock engine needs for split requests: KV memory, transfer agent and protocol.
 
-PdRole owns the engine's KV memory, KV transfer agent, KvHandoff and handoff protocol (dialect).
-When the engine loses a rank, all of it stops. When the ranks return, the role starts with a new
-identity, a new agent and no offers, like a restarted engine.
+When the engine loses a GPU, all of it stops. When the GPU returns, the role starts with a new
+identity, a new agent and no offers of KV, like a restarted engine.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ PULL_S = 30.0
 
 
 class ProcessWire(InprocWire):
-    """The connection between the KV transfer agents of one process. It has its own clock."""
+    """The simulated network between KV transfer agents of one process. It has its own clock."""
 
     def __init__(self) -> None:
         self._own = ThreadClock("kv-wire")
@@ -56,9 +55,11 @@ class ProcessWire(InprocWire):
 
 
 class PdRole:
-    """Owns an engine's KV memory, transfer agent, KvHandoff and bootstrap server.
+    """The parts of a mock engine that serve the prefill or decode half of split requests.
 
-    `wire` connects the agents of one process. Only the transport inproc uses it.
+    It owns the KV memory, the agent that transfers KV, and the bootstrap server, where decode
+    engines ask for this engine's address. `wire` connects the agents of one process; only the
+    transport inproc uses it.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class PdRole:
         self.agent = None
 
     async def wait_applied(self) -> None:
-        """Wait until this role has finished its reaction to the last loss or return of ranks."""
+        """Wait until this role has stopped or restarted after the last loss or return of a GPU."""
         while self._change_task is not None and not self._change_task.done():
             await asyncio.wait((self._change_task,))
 
@@ -192,11 +193,11 @@ class PdRole:
     def read(
         self, raw: bytes, body: RequestBody, headers: Mapping[str, str], request_id: str
     ) -> ParsedHandoff:
-        """Parse the handoff fields of a request. Raises ApiError if the real engine would refuse
-        them.
+        """Find out from a request's fields whether it is a prefill or a decode half, or a whole
+        request.
 
-        Raises MalformedHandoffError for malformed fields. They are counted, and stop this engine if
-        they would crash the real one.
+        Raises ApiError if the real engine would refuse them. Raises MalformedHandoffError for
+        malformed fields. They are counted, and stop this engine if they would crash the real one.
         """
         try:
             reading = self.dialect.read(raw, body, headers, request_id, self.identity)
@@ -222,9 +223,7 @@ class PdRole:
         self._relay.set(fault)
 
     def set_url(self, url: str) -> None:
-        """Set the URL of the engine's HTTP server, which is part of the identity sent to other
-        engines.
-        """
+        """Set the URL of the engine's HTTP server, which other engines get to know."""
         self.identity = msgspec.structs.replace(self.identity, url=url)
 
     def startup_members(self) -> dict[str, Any]:

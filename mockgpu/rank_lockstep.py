@@ -22,7 +22,7 @@ _NO_WORK = StepWork()
 
 
 class SteppingRank(Protocol):
-    """The interface of one data-parallel rank whose steps a StepTimer runs.
+    """The interface of a data-parallel rank of a mock engine, whose steps a StepTimer runs.
 
     slow_prefill  multiplies the duration of steps with prompt tokens; 1: normal speed
     slow_decode   multiplies the duration of steps without prompt tokens; 1: normal speed
@@ -48,7 +48,9 @@ class SteppingRank(Protocol):
 
 
 class StepTimer:
-    """Runs the joint steps of an engine's ranks. A rank without work computes a dummy batch.
+    """Runs the steps of an engine, each of which all of its ranks begin and end together.
+
+    A rank without work computes a dummy batch.
 
     speed  factor by which simulated time is faster than real time; inf: no waiting
     """

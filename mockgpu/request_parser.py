@@ -95,7 +95,7 @@ class ApiError(Exception):
 
 
 class MalformedHandoffError(ApiError):
-    """Raised for a request whose prefill/decode handoff fields are malformed.
+    """Raised for a split request whose fields about KV are malformed.
 
     what   the field, and what it must be
     fatal  whether the real engine would crash instead of sending an error
@@ -171,11 +171,11 @@ class RequestBody(msgspec.Struct, frozen=True):
 
 
 class ParsedHandoff(msgspec.Struct, frozen=True):
-    """The handoff fields of a request, as the engine's handoff protocol interprets them.
+    """What the fields of a request say about KV that another engine has, or will fetch.
 
-    leg         which half of a split request it is; None: it is a whole request
-    prompt      the prompt as tokens, if the other engine has already rendered it
-    one_token   whether the engine stops after the first token, whatever limit the request has
+    leg        which half of a split request it is; None: it is a whole request
+    prompt     the prompt as tokens, if the other engine has already rendered it
+    one_token  whether the engine stops after the first token, whatever limit the request has
     """
 
     leg: PrefillLeg | DecodeLeg | None = None
@@ -265,9 +265,9 @@ def client_request_id(headers: Mapping[str, str]) -> str:
 
 
 def check_handoff(body: RequestBody, headers: Mapping[str, str]) -> None:
-    """Raise MalformedHandoffError if the request has handoff fields or headers.
+    """Raise MalformedHandoffError if a whole request has fields or headers of a split request.
 
-    Only a prefill/decode router sends them, so a client's request must not have any.
+    Only a router that splits requests sends them, so a client's request must not have any.
     """
     for field in HANDOFF_FIELDS:
         if getattr(body, field) is not None:

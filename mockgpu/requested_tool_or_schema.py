@@ -1,4 +1,4 @@
-"""The form of answer that a chat requests: free text, a tool call, or JSON that fits a schema.
+"""Finds out which form of answer a chat requests: free text, a tool call, or JSON.
 
 A mock engine calls a tool if the request forces it, or if the user's message contains `call the
 tool NAME with {ARGUMENTS}`. So agents can be tested without a real model.

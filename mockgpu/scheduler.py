@@ -45,12 +45,12 @@ class JobState(Enum):
 
 
 class Content(Protocol):
-    """The interface to the simulated KV of one job, and to the answer text that depends on it."""
+    """The interface to a job's simulated KV, and to the answer text that depends on it."""
 
     def states(self, start: int, end: int) -> Words:
-        """Return the KV of tokens `start` to `end` - 1 of prompt and answer, one word per token.
+        """Return the simulated KV of tokens `start` to `end` - 1 of prompt and answer.
 
-        mockgpu/kv_bytes.py defines the words.
+        It has one 64-bit word per token. mockgpu/kv_bytes.py explains the words.
         """
         ...
 
@@ -104,8 +104,9 @@ class Job:
 
     @property
     def known_tokens(self) -> int:
-        """Return how many tokens a prefill must compute: the prompt, plus the output if
-        preempted.
+        """Return how many tokens a prefill of this job must compute.
+
+        They are those of the prompt. If the job was preempted, its output so far is computed again.
         """
         return self.prompt_tokens + self.generated_count
 
@@ -145,7 +146,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The result of one engine step.
+    """Which jobs one engine step has advanced or ended.
 
     first_token_jobs  jobs that got their first output token
     decoded           number of output tokens of jobs that were already decoding
@@ -217,7 +218,7 @@ class Scheduler:
 
     @property
     def kept_blocks(self) -> int:
-        """Return the number of KV blocks of ended jobs that are kept for transfers."""
+        """Return how many KV blocks of ended jobs are kept, because they are still read."""
         return sum(map(len, self.kept.values()))
 
     def fits(self, job: Job) -> bool:
@@ -262,7 +263,8 @@ class Scheduler:
         job.state = JobState.DONE
 
     def to_fetch(self) -> list[Job]:
-        """Return the jobs admitted since the last call whose KV comes from elsewhere.
+        """Return the jobs that have got blocks since the last call, and whose KV comes from
+        elsewhere.
 
         A job in the state FETCHING waits for `on_landed()`, `on_restored()` or `recompute()`. The
         KV of the other jobs is already cached here.
@@ -354,10 +356,11 @@ class Scheduler:
         return StepOutcome(first_token_jobs, decoded, ended)
 
     def decode_only_steps(self, most: int) -> int:
-        """Return how many steps, from the planned one on, will only decode: at most `most`.
+        """Return for how many steps, from the planned one on, nothing but decoding will happen.
 
-        No sequence ends or is preempted in them. Call it after `step()` has planned a step without
-        prompts. `advance()` can then run that many steps at once.
+        At most `most` steps are considered. No sequence ends or is preempted in them. Call this
+        after `step()` has planned a step without prompts. `advance()` can then run that many steps
+        at once.
         """
         if not self.decoding or self.prefilling or self.fetched:
             return 0

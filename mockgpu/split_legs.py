@@ -1,7 +1,7 @@
-"""The values that a split request adds to a mock engine's job: which KV to offer or to fetch.
+"""What a request to a mock engine means for KV, if it is one half (leg) of a split request.
 
-A leg is the request that one of the two engines gets. These types are the same for all engines'
-handoff protocols (dialects). Each dialect has its own wire format.
+A prefill leg offers KV to another engine, and a decode leg fetches KV from one. These types are the
+same for the protocols of all engines; each protocol has its own wire format.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class AnswerTime(Enum):
 
 
 class PrefillLeg(msgspec.Struct, frozen=True):
-    """The prefill half of a split request. Its KV is offered as `name` for `hold_s` seconds.
+    """The prefill half of a split request: after it, the engine offers its KV to a decode engine.
+
+    The KV is offered as `name` for `hold_s` seconds.
 
     is_public  True: any engine that knows the name may fetch the KV, as in protocols where the
                prefill engine writes it (push). False: a ticket is required
@@ -37,13 +39,13 @@ class PrefillLeg(msgspec.Struct, frozen=True):
 
 
 class AgentPeer(msgspec.Struct, frozen=True):
-    """A prefill engine whose KV transfer agent has a known address."""
+    """Where to fetch KV: a prefill engine whose KV transfer agent has a known address."""
 
     address: str
 
 
 class BootstrapPeer(msgspec.Struct, frozen=True):
-    """A prefill engine whose KV transfer agent must be looked up at a bootstrap server.
+    """Where to fetch KV: a prefill engine whose address must be asked at a bootstrap server.
 
     bootstrap  address of the bootstrap server
     engine_id  id of the engine in Mooncake's protocol; None: the server is SGLang's

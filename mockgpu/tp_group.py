@@ -1,4 +1,4 @@
-"""TpGroup: one running mock engine (tensor-parallel group): accepts jobs, runs steps, loses ranks.
+"""TpGroup: one running mock engine (a tensor-parallel group), which computes the jobs it gets.
 
 A caller submits jobs, each with a sink, an object that receives the job's tokens. All methods run
 on the event loop without awaiting. HTTP is in mockgpu/http, the content of a step in scheduler.py,
@@ -100,7 +100,7 @@ class GroupSpec(RankedEngine, msgspec.Struct, frozen=True):
     generation_log: str | None = None
 
     def times(self) -> LockstepTimes:
-        """Return the step times of one rank, or of several ranks that step together."""
+        """Return what computes the durations of steps, of one rank or of several together."""
         options = (self.profile, self.max_num_batched_tokens, self.ep_skew)
         if self.shares_experts and self.is_lockstep:
             return shared_experts_for(self.model, self.gpu, self.layout, *options)
@@ -109,10 +109,9 @@ class GroupSpec(RankedEngine, msgspec.Struct, frozen=True):
 
     @property
     def capacity_tokens(self) -> int:
-        """Return the KV cache capacity in tokens of one addressable rank.
+        """Return how many tokens fit into the KV cache, of one rank if requests can address ranks.
 
-        An engine without such ranks counts as one rank. Raises ValueError if the weights do not fit
-        in GPU memory.
+        Raises ValueError if the weights do not fit in GPU memory.
         """
         tokens = self.kv_tokens
         if tokens is None:
@@ -209,15 +208,15 @@ class TpGroup:
 
     @property
     def is_dead(self) -> bool:
-        """Return whether a rank (GPU) is lost.
+        """Return whether the engine has stopped, because a GPU is lost.
 
-        One lost rank stops the engine, because every layer needs all ranks.
+        One lost GPU stops the engine, because every layer needs all of them.
         """
         return not all(self._ranks_up)
 
     @property
     def reads_tokens(self) -> bool:
-        """Return whether the engine needs the tokens of its jobs, for KV events or a KV store."""
+        """Return whether jobs must have their tokens, for KV events or a KV store."""
         return self.kv_events is not None or self.kv_store is not None
 
     @property
@@ -387,9 +386,7 @@ class TpGroup:
         return plan
 
     def on_step_timed(self, plan: StepPlan, step_s: float) -> None:
-        """Report the duration of the step that begins now to the faults that stop an engine in
-        a step.
-        """
+        """Pass the duration of the step that begins now to faults that occur within a step."""
         if self._kill_faults is not None:
             self._kill_faults.on_step_planned(plan, step_s)
 

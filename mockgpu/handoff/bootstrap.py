@@ -25,7 +25,7 @@ QUERY_S = 5.0
 
 
 class BootstrapServer:
-    """The bootstrap server of one prefill engine: decode engines ask it for the engine's address.
+    """The server at which decode engines ask for the address of one prefill engine.
 
     If it is restarted, it listens on the same port again.
 
@@ -91,16 +91,20 @@ def _route(identity: EngineIdentity) -> dict[str, Any]:
 
 
 class PeerResolver:
-    """Looks up the address of a prefill engine's KV transfer agent, and caches it."""
+    """Finds out where a prefill engine's KV transfer agent listens, and remembers it.
+
+    The KV transfer agent is the part of an engine that sends and receives KV.
+    """
 
     def __init__(self) -> None:
         self._http: aiohttp.ClientSession | None = None
         self._addresses: dict[BootstrapPeer, str] = {}
 
     async def address(self, leg: DecodeLeg) -> str:
-        """Return the address of the prefill engine's KV transfer agent.
+        """Return the address from which to fetch the KV of a split request.
 
-        Raises UnknownPeerError if the address cannot be found.
+        It is that of the prefill engine's KV transfer agent. Raises UnknownPeerError if it cannot
+        be found.
         """
         if isinstance(leg.peer, AgentPeer):
             return leg.peer.address

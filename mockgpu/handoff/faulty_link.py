@@ -1,4 +1,4 @@
-"""A TCP relay in front of an engine's KV transfer agent, which injects faults into the bytes.
+"""A TCP relay through which KV transfers pass, so that faults can be injected into the bytes.
 
 It can flip a byte, or cut, repeat or stall the stream. It does not parse the bytes.
 """
@@ -13,7 +13,7 @@ from mockgpu.fault_grammar import FaultKind, InjectedFault
 
 
 class FaultyRelay:
-    """A TCP relay that listens in front of a KV transfer agent and injects one fault at a time."""
+    """A TCP relay in front of a KV transfer agent, which injects a fault into the bytes."""
 
     def __init__(self, host: str) -> None:
         self.fault: InjectedFault | None = None
@@ -43,7 +43,7 @@ class FaultyRelay:
             end.abort()
 
     def set(self, fault: InjectedFault | None) -> None:
-        """Apply this fault to the relayed bytes from now on, instead of the previous fault.
+        """Inject this fault into the relayed bytes from now on, instead of the previous fault.
 
         None ends the fault, and relays the bytes that it held back.
         """

@@ -1,5 +1,6 @@
-"""Interfaces of a mock engine that serves split requests: handoff protocol and KV transfer
-agent.
+"""The interfaces between a mock engine and the two parts it needs for split requests.
+
+These are the protocol of the imitated engine, and the agent that transfers KV.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from mockgpu.split_legs import OfferedKv, PrefillLeg
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
-    """The identity of this engine, which the other engine of a split request receives.
+    """What the other engine of a split request gets to know about this engine.
 
-    generation   how many times the engine has registered its KV memory; a restart adds one
-    version      version of the engine, such as (0, 33)
-    url          URL of the engine's HTTP server
+    generation  how many times the engine has registered its KV memory; a restart adds one
+    version     version of the engine, such as (0, 33)
+    url         URL of the engine's HTTP server
     """
 
     engine_id: str
@@ -48,10 +49,11 @@ def agent_address(host: str, port: int) -> str:
 
 
 class EngineDialect(Protocol):
-    """The protocol with which one kind of engine hands KV from a prefill to a decode engine.
+    """The interface of a protocol by which one kind of engine passes KV from prefill to decode.
 
-    Its only state is the set of transfer names that have been used, because a name must not be
-    reused.
+    A mock engine calls it to read the protocol's fields in requests, and to write those of
+    responses. Its only state is the set of transfer names that have been used, because a name must
+    not be reused.
     """
 
     name: str
@@ -64,7 +66,8 @@ class EngineDialect(Protocol):
         request_id: str,
         identity: EngineIdentity,
     ) -> ParsedHandoff:
-        """Parse the handoff fields of a request: which half of a split request it is, if any.
+        """Find out from a request's fields whether it is a prefill or a decode half, or a whole
+        request.
 
         raw       the request's body as bytes
         body      the request's parsed fields
@@ -82,7 +85,8 @@ class EngineDialect(Protocol):
         offered: OfferedKv | None,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the handoff fields to add at the top level of a prefill response.
+        """Return the protocol's fields at the top level of a prefill response, for the decode
+        engine.
 
         `offered` describes the KV that the decode engine may fetch; None: the engine keeps no KV.
         """
@@ -95,7 +99,8 @@ class EngineDialect(Protocol):
         first: bytes,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the handoff fields to add to the choice object of a prefill response.
+        """Return the protocol's fields in the choice object of a prefill response, for the decode
+        engine.
 
         offered  description of the KV that the decode engine may fetch; None: the engine keeps no
                  KV
@@ -105,7 +110,7 @@ class EngineDialect(Protocol):
 
 
 class OfferPort(Protocol):
-    """The methods of kvtransfer's Offer that a mock engine uses.
+    """The methods of kvtransfer's class Offer that a mock engine uses.
 
     An offer is KV that stays in memory so that one other engine can fetch it.
     """
@@ -121,7 +126,10 @@ class OfferPort(Protocol):
 
 
 class LandingPort(Protocol):
-    """The methods of kvtransfer's Landing (one incoming KV transfer) that a mock engine uses."""
+    """The methods of kvtransfer's class Landing that a mock engine uses.
+
+    A landing is KV that this engine fetches from another one.
+    """
 
     def cancel(self, detail: str = ...) -> None: ...
 
@@ -129,9 +137,9 @@ class LandingPort(Protocol):
 
 
 class AgentPort(Protocol):
-    """The methods of kvtransfer's Agent that a mock engine uses.
+    """The methods of kvtransfer's class Agent that a mock engine uses.
 
-    An agent is the endpoint of an engine's KV transfers, both outgoing and incoming.
+    An agent does the KV transfers of an engine, both outgoing and incoming.
     """
 
     address: str

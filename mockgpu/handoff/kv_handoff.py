@@ -1,8 +1,9 @@
-"""KvHandoff: offers and fetches the KV of split requests between two mock engines, job by job.
+"""KvHandoff: passes the KV of split requests from one mock engine to another.
 
-An offer is KV that an engine keeps for another engine to fetch. A landing is an incoming transfer.
-Both go through an agent of the library kvtransfer. A job states which of the two it needs in its
-leg (mockgpu/split_legs.py). The scheduler owns the KV blocks. All code runs on the event loop.
+After a prefill, the engine offers the KV: it keeps it until another engine has fetched it. For a
+decode job, it fetches the KV. The library kvtransfer moves the bytes. A job's leg says which of the
+two is needed (mockgpu/split_legs.py). The scheduler owns the KV blocks. All code runs on the event
+loop.
 """
 
 from __future__ import annotations
@@ -27,10 +28,7 @@ DECLINE_S = 1.0
 
 
 class HandoffOwner(Protocol):
-    """The interface of a mock engine that its KvHandoff uses.
-
-    The KvHandoff reads the scheduler, and reports the KV that was sent or received.
-    """
+    """The part of a mock engine that KvHandoff uses, to report sent or received KV."""
 
     scheduler: Scheduler
 
@@ -48,12 +46,13 @@ class HandoffOwner(Protocol):
 
 
 class PeerDirectory(Protocol):
-    """The interface that finds the addresses of prefill engines' KV transfer agents."""
+    """The interface by which KvHandoff finds out from where to fetch the KV of a split request."""
 
     async def address(self, leg: DecodeLeg) -> str:
-        """Return the address of the prefill engine's KV transfer agent.
+        """Return the address from which to fetch the KV of a split request.
 
-        Raises UnknownPeerError if the address cannot be found.
+        It is that of the prefill engine's KV transfer agent. Raises UnknownPeerError if it cannot
+        be found.
         """
         ...
 
@@ -125,14 +124,14 @@ class KvHandoff:
         yield f"mock:kv_unclaimed_seconds_total{{{labels}}} {stats['unclaimed_s']}"
 
     def is_sending(self, job: Job) -> bool | None:
-        """Return whether the KV of this job is being sent; None: the job has no offer any more."""
+        """Return whether an engine is fetching this job's KV; None: it is no longer offered."""
         if job not in self._offers:
             return None
         leases = self.agent.stats()["leases"]
         return bool(leases["claimed"] + leases["moving"])
 
     def is_receiving(self, job: Job) -> bool | None:
-        """Return whether KV for this job is being received; None: the job does not wait for KV."""
+        """Return whether KV for this job is arriving; None: the job does not wait for KV."""
         if job.state is not JobState.FETCHING:
             return None
         return bool(self.agent.stats()["reservations"]["moving"])
@@ -166,7 +165,7 @@ class KvHandoff:
         return offer.ticket if offer is not None and offer.renew(self._lease_s * 2 / 3) else None
 
     def on_queued(self, job: Job) -> None:
-        """Start to renew the lease on the KV of a queued decode job.
+        """Begin to remind the prefill engine to keep the KV of a decode job that is queued here.
 
         The job may wait so long for free blocks that the prefill engine would free the KV before.
         """
@@ -227,14 +226,12 @@ class KvHandoff:
             self._free(job)
 
     def decline(self, leg: DecodeLeg) -> None:
-        """Notify the sending engine that its KV will not be fetched, so that it frees the
-        blocks.
-        """
+        """Inform the prefill engine that its KV is not needed, so that it frees the blocks."""
         if not leg.is_parked and not self._closed:
             self._spawn(self._decline(leg))
 
     def drop_all(self) -> None:
-        """End all offers and all incoming transfers of KV, because the engine has died."""
+        """End all KV transfers in both directions, because this engine has died."""
         for job in list(self._renewal_timers):
             self._stop_renewing(job)
         for offer in list(self._offers.values()):
@@ -300,9 +297,9 @@ class KvHandoff:
             return unreachable_outcome(str(error))
         if job.state is not JobState.FETCHING:
             self.decline(leg)
-            return unreachable_outcome("aborted before it began")
+            return unreachable_outcome("the request was aborted before the transfer began")
         if self._closed:
-            return unreachable_outcome("the engine is going down")
+            return unreachable_outcome("this engine is stopping")
         landing = self._landings[job] = self.agent.fetch(
             address,
             leg.name,
@@ -348,5 +345,9 @@ class KvHandoff:
 
 
 def unreachable_outcome(detail: str) -> TransferOutcome:
-    """Return the outcome of a KV transfer that could not start; `detail` is the reason."""
+    """Return how a KV transfer ended that could not start, because the other engine was not
+    reached.
+
+    `detail` is the reason.
+    """
     return outcome_for(EndReason.UNREACHABLE, detail=detail)

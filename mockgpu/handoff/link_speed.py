@@ -1,6 +1,7 @@
-"""Simulates how long a KV transfer takes at a given network speed.
+"""Makes KV transfers of mock engines as slow as those of real engines over a given network.
 
-A mock stores and sends fewer bytes than a real engine. The duration is that of the real model's KV.
+A mock stores and sends fewer bytes than a real engine. The simulated duration is that of the real
+model's KV.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from math import inf
 
 
 class PacedLink:
-    """The simulated network link of one engine, which carries one transfer at a time.
+    """The simulated network connection of one engine, over which one KV transfer moves at a time.
 
     A second transfer waits until the first one has ended. Times are in seconds of the event loop.
     """
@@ -25,7 +26,7 @@ class PacedLink:
         self._free_at_s = 0.0
 
     async def transfer(self, tokens: int) -> None:
-        """Wait as long as a transfer of the KV of `tokens` tokens takes on this link."""
+        """Wait as long as the KV of `tokens` tokens takes to move over this connection."""
         if not self._token_s:
             return
         now_s = asyncio.get_running_loop().time()

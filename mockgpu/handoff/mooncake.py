@@ -77,7 +77,7 @@ class MooncakeDialect:
         offered: OfferedKv | None,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return no fields: Mooncake's decode engine needs nothing from the prefill response."""
+        """Return no fields: a decode engine of Mooncake does not read the prefill response."""
         return {}
 
     def choice_members(

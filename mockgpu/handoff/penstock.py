@@ -41,7 +41,7 @@ class PenstockDialect:
         request_id: str,
         identity: EngineIdentity,
     ) -> ParsedHandoff:
-        """Parse the handoff fields of a request. The two requests have the same `kv_transfer`."""
+        """Find out which half of a split request this is. Both have the same `kv_transfer`."""
         params = checked_object(body)
         if params is None:
             return NO_LEG

@@ -1,4 +1,4 @@
-"""The mock engine's side of SGLang's disaggregation: both engines get the same request body.
+"""The mock engine's side of split requests as SGLang serves them: both engines get the same body.
 
 - The two requests are matched by the number `bootstrap_room` in the body.
 - A prefill engine stops after one token, and responds when its KV has been fetched.
@@ -30,7 +30,7 @@ MOST_ROOMS = 1 << 16
 
 
 class SglangDialect:
-    """The handoff protocol of SGLang, an EngineDialect.
+    """SGLang's protocol for split requests, as an EngineDialect.
 
     It remembers the numbers of past handoffs (bootstrap rooms), because each may be used only once.
     """
@@ -48,7 +48,8 @@ class SglangDialect:
         request_id: str,
         identity: EngineIdentity,
     ) -> ParsedHandoff:
-        """Parse the handoff fields of a request.
+        """Find out which half of a split request this is, and under which number the KV is passed
+        on.
 
         The role of this engine decides whether it prefills or decodes, because both get the same
         body.

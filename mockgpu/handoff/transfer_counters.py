@@ -13,7 +13,7 @@ BYTES_BUCKETS = tuple(float(1 << exponent) for exponent in range(10, 34, 2))
 
 
 class HandoffStats:
-    """Counters of one engine's KV transfers, as sender and as receiver.
+    """Counts the KV that one engine sent and received, and writes it as vLLM's metrics.
 
     `connector` is "nixl" or "mooncake"; metric names contain it.
     """

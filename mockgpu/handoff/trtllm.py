@@ -1,4 +1,4 @@
-"""The mock engine's side of TensorRT-LLM's disaggregated serving, in the order "context first".
+"""The mock engine's side of split requests as TensorRT-LLM serves them, "context first".
 
 - The context (prefill) server generates the first token. It returns the token in its choice, with
   an opaque state.
@@ -141,9 +141,7 @@ class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OpaqueState(msgspec.Struct, frozen=True, array_like=True):
-    """The content of TensorRT-LLM's opaque handoff state: the KV's location, and a ticket to
-    fetch it.
-    """
+    """The content of TensorRT-LLM's opaque state: where the KV is, and permission to fetch it."""
 
     address: str
     name: str
@@ -151,9 +149,9 @@ class OpaqueState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TrtllmDialect:
-    """The handoff protocol of TensorRT-LLM, an EngineDialect.
+    """TensorRT-LLM's protocol for split requests, as an EngineDialect.
 
-    It remembers the request ids it has seen.
+    It remembers the request ids it has seen, because each may be used only once.
     """
 
     name = "trtllm"
@@ -284,7 +282,8 @@ class TrtllmDialect:
         first: bytes,
         identity: EngineIdentity,
     ) -> dict[str, Any]:
-        """Return the parameters that the generation (decode) server needs.
+        """Return the parameters that the generation (decode) server needs, for the prefill
+        response.
 
         They are null if the answer already ended with the first token.
         """

@@ -35,9 +35,9 @@ NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
 class VllmNixlDialect:
-    """The handoff protocol of vLLM's NixlConnector, an EngineDialect.
+    """The protocol of vLLM's NixlConnector for split requests, as an EngineDialect.
 
-    The decode engine pulls KV.
+    The decode engine reads the KV from the prefill engine (pull).
     """
 
     name = "vllm_nixl"
@@ -87,9 +87,10 @@ class VllmNixlDialect:
 
 
 def checked_object(body: RequestBody) -> dict[str, Any] | None:
-    """Return the handoff object `kv_transfer_params` of a request, or None if it is absent.
+    """Return the object `kv_transfer_params` of a request, which says what happens with its KV.
 
-    Raises ApiError if the request has handoff fields of another engine.
+    Returns None if it is absent. Raises MalformedHandoffError if the request has fields of another
+    engine's protocol, and ApiError if the object has the wrong type.
     """
     for field in ("bootstrap_host", "bootstrap_port", "bootstrap_room", "disaggregated_params"):
         if getattr(body, field) is not None:
@@ -106,9 +107,11 @@ def checked_object(body: RequestBody) -> dict[str, Any] | None:
 
 
 def prefill_leg(request_id: str, identity: EngineIdentity) -> PrefillLeg:
-    """Return the prefill half of a request in pull mode, which keeps its KV for a renewable lease.
+    """Return what a prefill request in pull mode means: keep the KV until a decode engine has read
+    it.
 
-    Old versions of vLLM keep the KV for a fixed time instead.
+    It is kept for a limited time, which the decode engine can extend. Old versions of vLLM keep the
+    KV for a fixed time instead.
     """
     leases = identity.version >= LEASES_SINCE
     return PrefillLeg(
@@ -150,7 +153,7 @@ def _cached_tokens(params: dict[str, Any]) -> int | None:
 
 
 def given_prompt(params: dict[str, Any], body: RequestBody) -> bytes | None:
-    """Return the prompt's token ids from a handoff object, as tokens; None: the object has none.
+    """Return the prompt's tokens if the handoff object has their ids; None: it has none.
 
     Only chats without `echo` use them. Raises ApiError 400 if the field is not a list of token ids.
     """

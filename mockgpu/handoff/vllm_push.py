@@ -44,7 +44,11 @@ class VllmPushDialect:
         request_id: str,
         identity: EngineIdentity,
     ) -> ParsedHandoff:
-        """Parse the handoff fields of a request. The two requests have the same X-Request-Id."""
+        """Find out from a request's fields whether it is a prefill or a decode half, or a whole
+        request.
+
+        The two halves have the same X-Request-Id.
+        """
         params = checked_object(body)
         if params is None:
             return NO_LEG

@@ -1,6 +1,6 @@
-"""Tests that modelled step times of engines are positive, and grow with the work.
+"""Tests that the mock engine's step durations are positive, and grow with the work in the step.
 
-The tests cover any GPU, model, tensor-parallel size and profile.
+The tests cover any GPU, model, tensor-parallel size and software profile.
 """
 
 from __future__ import annotations

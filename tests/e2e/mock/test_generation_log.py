@@ -1,4 +1,7 @@
-"""Tests of the mock's generation log on real sockets."""
+"""Tests of the mock engine's log of generated tokens, which also counts tokens no client received.
+
+The requests are sent over real sockets.
+"""
 
 from __future__ import annotations
 

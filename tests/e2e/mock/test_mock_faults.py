@@ -1,5 +1,6 @@
-"""Tests of faults injected into a mock engine on real sockets, and of the command that serves mock
-engines.
+"""Tests that a mock engine on real sockets shows the faults that are injected into it.
+
+Some test the command that serves mock engines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tests of mock engines on real sockets that share a store of KV, itself a real process."""
+"""Tests of mock engines that share a KV store on their host; the store is a real process.
+
+Requests are sent over real sockets.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Property test of the order in which a mock engine's KV blocks are allocated and evicted.
+"""Property test of which free KV block a mock engine uses next, and so evicts from its cache.
 
-It is that of one list of free blocks: blocks without content first, then the longest unused.
+The expected order is that of one list of free blocks: blocks without content first, then the
+longest unused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ TOTAL = 10
 
 
 class OneList:
-    """The same pool with one ordered list of free blocks, which every call updates."""
+    """A simple pool of KV blocks to compare with: all free blocks are in one ordered list."""
 
     def __init__(self) -> None:
         self.free = OrderedDict.fromkeys(range(TOTAL))

@@ -1,6 +1,6 @@
-"""Property tests of a mock engine's pool of KV blocks: none is lost, or freed twice.
+"""Property tests of a mock engine's pool of KV blocks: none is lost, and none is freed twice.
 
-A cache hit means equal keys.
+Two prompts share a cached block only if their keys are equal.
 """
 
 from __future__ import annotations

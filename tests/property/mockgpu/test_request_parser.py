@@ -1,4 +1,7 @@
-"""Property tests that any JSON is a valid request or gets a 4xx status, and never a crash."""
+"""Property tests that the mock engine accepts any JSON request or answers with a 4xx status.
+
+It never crashes.
+"""
 
 from __future__ import annotations
 

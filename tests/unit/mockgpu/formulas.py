@@ -1,4 +1,4 @@
-"""Textbook formulas for GPUs and models, for comparison with published numbers."""
+"""Textbook formulas for the speed and memory of LLMs on GPUs, to check published numbers."""
 
 from __future__ import annotations
 

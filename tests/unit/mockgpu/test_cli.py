@@ -1,4 +1,4 @@
-"""Tests that `penstock mock` refuses invalid options with an error of one line."""
+"""Tests that the command `penstock mock` refuses invalid options with an error of one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the syntax of faults, when a fault hits a request, and how faults begin and end."""
+"""Tests of the syntax of injected faults, and of when a fault begins, ends and strikes."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class ManualClock:
         return self.now
 
     def call_soon(self, act: Callable[..., None], *what: object) -> None:
-        """Ignore a call scheduled for now, because the test computes nothing."""
+        """Ignore a call that the tested code schedules, because no step is computed in the test."""
 
     def call_later(
         self, delay_s: float, act: Callable[..., None], *what: object

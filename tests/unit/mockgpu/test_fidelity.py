@@ -1,4 +1,4 @@
-"""Tests that simulated step times are close to measured ones, which are in mockgpu/data.
+"""Tests that simulated durations of engine steps are close to measured ones (mockgpu/data).
 
 The errors are printed with pytest's option -s.
 """

@@ -1,4 +1,4 @@
-"""Tests of an engine that dies during a KV transfer: all blocks are freed, and it can restart."""
+"""Tests of a mock engine that dies during a KV transfer: it frees all blocks, and can restart."""
 
 from __future__ import annotations
 

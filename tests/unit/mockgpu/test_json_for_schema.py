@@ -1,4 +1,4 @@
-"""Tests that the JSON which a mock engine writes around its words fits the requested schema."""
+"""Tests that a mock engine's answer fits the JSON Schema which the request demands."""
 
 from __future__ import annotations
 

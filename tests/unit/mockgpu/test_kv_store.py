@@ -1,4 +1,7 @@
-"""Tests of a mock engine with a KV store, in simulated time: what is fetched, and its cost."""
+"""Tests of what a mock engine fetches from the host's KV store, and how long that takes.
+
+Time is simulated.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of data-parallel ranks that step together: durations of steps, and faults."""
+"""Tests of data-parallel ranks of a mock engine that begin and end each step together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a mock engine's tokens and text, and of answers that are continued."""
+"""Tests of how a mock engine tokenizes text, generates answers, and continues them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of when a mock engine calls a tool or writes JSON."""
+"""Tests of which requests a mock engine answers with a tool call or JSON instead of free text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a mock engine's scheduler: which jobs run, in which steps, with which cached tokens."""
+"""Tests of which requests a mock engine computes in each step, and which tokens are cached."""
 
 from __future__ import annotations
 

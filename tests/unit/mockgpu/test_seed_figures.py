@@ -1,4 +1,4 @@
-"""Tests that the mock engine computes published performance numbers of LLM engines.
+"""Tests that the mock engine reproduces performance numbers of LLM engines that were published.
 
 Numbers that agree with each other are in one table. Those that contradict each other, or the
 hardware, are named fixtures with a note.
@@ -180,12 +180,12 @@ def test_the_2023_profile_has_splitwises_floor_below_which_more_ranks_gain_littl
 
 
 class TestHarborAnalytics:
-    """A published example that contradicts itself, so that each figure is checked separately.
+    """A published example whose numbers contradict each other, so each is checked separately.
 
-    94 ms at TP 8 is nine times an H100 engine and twice a 2023 A100 engine: it implies a slow
-    fabric under every all-reduce. 38 ms at TP 4 fp8 matches a 2023 stack on A100. The profile
-    `harbor` has both. But 2,400 tok/s at batch 16 means 6.7 ms per step, which contradicts 38 ms at
-    batch 1.
+    94 ms at TP 8 is nine times an H100 engine and twice a 2023 A100 engine. It implies a slow
+    network between the GPUs, at every all-reduce. 38 ms at TP 4 fp8 matches software of 2023 on
+    A100. The profile `harbor` has both. But 2,400 tok/s at batch 16 means 6.7 ms per step, which
+    contradicts 38 ms at batch 1.
     """
 
     def test_94_ms_at_tp8_needs_a_fabric_term(self) -> None:

@@ -1,4 +1,4 @@
-"""Tests that the numbers in docs/when-splitting-pays.md are those that the simulator computes."""
+"""Tests that docs/when-splitting-pays.md has the numbers that the simulator computes."""
 
 from __future__ import annotations
 

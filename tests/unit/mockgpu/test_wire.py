@@ -1,4 +1,7 @@
-"""Tests of the relay in front of a KV agent that injects faults: connections that end early."""
+"""Tests of the relay that injects faults into KV connections of mock engines.
+
+One end of the connection leaves early or comes late.
+"""
 
 from __future__ import annotations
 
