@@ -1,4 +1,4 @@
-"""Builds command-line programs from annotated functions; argparse parses the arguments.
+"""Makes command-line programs of annotated functions, with argparse.
 
 def serve(port: Annotated[int, Option("--port", help="Port to listen on.")] = 8080) -> None: ...
 

@@ -23,7 +23,7 @@ class UsageError(Exception):
 
 
 class Argument(msgspec.Struct, frozen=True, kw_only=True):
-    """Annotation of a function's parameter that becomes a positional command-line argument.
+    """Marks a function's parameter as a positional command-line argument, in its annotation.
 
     help      text for `--help` and the reference page
     metavar   name of the value in the help; by default the parameter's name in capitals
@@ -46,20 +46,20 @@ class _OptionTraits(Argument, frozen=True, kw_only=True):
 
 
 def Option(*flags: str, **traits: Any) -> _OptionTraits:  # noqa: N802
-    """Return the annotation of a function's parameter that becomes a command-line option.
+    """Mark a function's parameter as a command-line option, in its annotation.
 
     flags   names of the option, such as "--port", or "--yes/--no" for a bool. By default they are
             made from the parameter's name: a bool `dry_run` gets --dry-run and --no-dry-run
-    traits  keyword arguments: those of Argument, and
-            envvar: environment variable that is read if the option is not given
-            parse: function that converts the text; raises ValueError or UsageError for invalid text
-            check: function called with a given value; raises UsageError if the value is invalid
+    traits  keyword arguments: those of Argument, and the following ones
+    envvar  environment variable that is read if the option is not given
+    parse   function that converts the text; raises ValueError or UsageError for invalid text
+    check   function called with a given value; raises UsageError if the value is invalid
     """
     return _OptionTraits(flags=flags, **traits)
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """One command-line option or argument of a command.
+    """One command-line option or argument, made from a parameter of the command's function.
 
     name         name of the function's parameter
     on           flags that are followed by a value, or that turn a bool on; () for an argument

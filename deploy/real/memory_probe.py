@@ -48,9 +48,12 @@ def engine_config(folder: str, tp: int, options: Iterable[str]) -> VllmConfig:
 
 
 def measure(rank: int, tp: int, kv_bytes: int, jobs: list[list[str]]) -> None:
-    """Load one rank's part of each model, and measure its weights and KV cache in bytes.
+    """Print how many bytes the weights and the KV cache of each model take on one rank.
 
-    Rank 0 prints one line of JSON per model. If vLLM rejects a model, the line has its error.
+    The rank loads its part of each model. Rank 0 prints one line of JSON per model. If vLLM rejects
+    a model, the line has its error.
+
+    jobs  folder and options of each model
     """
     os.environ["VLLM_DIST_IDENT"] = "probe"  # names the ranks' shared memory, as an engine does
     for folder, *options in jobs:

@@ -19,7 +19,11 @@ _KEPT = ("embed_tokens", "lm_head")
 
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round the groups of a weight matrix to integers of `bits` bits times a scale per group."""
+    """Return a weight matrix rounded to `bits` bits, as in a quantised model.
+
+    The weights are divided into groups; each becomes an integer of that many bits times the scale
+    of its group.
+    """
     most = 2 ** (bits - 1) - 1
     groups = weight.float().reshape(-1, GROUP)
     scales = groups.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / most

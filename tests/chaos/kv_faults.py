@@ -1,7 +1,7 @@
-"""Injects faults into any KV transport: altered, repeated, lost or delayed messages and data.
+"""A KV transport for tests that injects faults: altered, repeated, lost or delayed messages and KV.
 
-Data is sent in windows, which are batches of KV bytes. This module also has a TCP proxy that breaks
-connections.
+It wraps any real transport. KV is sent in windows, units of some byte ranges. This module also has
+a TCP proxy that breaks connections.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from kvtransfer.util.clock import Clock
 
 
 class FaultProbabilities(msgspec.Struct, frozen=True):
-    """The probabilities (0 to 1) of injected faults.
+    """How often faults are injected into a KV transport: probabilities from 0 to 1.
 
     Fields ending in `message` apply to each message. Fields ending in `window` apply to each
-    window, a batch of KV bytes.
+    window, a unit in which KV is sent.
 
     late_s  maximum seconds of a delay
     """
@@ -199,7 +199,8 @@ class FaultyLink:
 
 
 class Proxy:
-    """A TCP proxy to `target` that can delay, drop or close connections when a test tells it to.
+    """A TCP proxy in front of `target`, which a test can command to delay, drop or close
+    connections.
 
     Its threads end with the connections.
     """

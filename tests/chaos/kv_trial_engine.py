@@ -61,9 +61,10 @@ class Request:
 
 
 class TrialEngine:
-    """A simulated engine with a pool of KV blocks and a KV transfer agent.
+    """A simulated engine for trials of KV transfer, which checks that received KV is right.
 
-    It overwrites blocks as soon as they are free again, so that late writes to them are detected.
+    It has a pool of KV blocks and a KV transfer agent. It overwrites blocks as soon as they are
+    free again, so that late writes to them are detected.
     """
 
     def __init__(

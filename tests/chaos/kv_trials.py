@@ -425,7 +425,10 @@ def main() -> None:
 
 @contextmanager
 def small_batches() -> Iterator[None]:
-    """Let the native pump (C code) move pieces of any size in batches, in the whole process."""
+    """Let the native pump (C code that moves KV bytes) combine pieces of any size in one call.
+
+    Usually it combines only large ones. This applies to the whole process.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for module in (inbound, outbound):
             patch.setattr(module, "LEAST_BYTES", 1)

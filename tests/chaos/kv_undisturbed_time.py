@@ -1,6 +1,6 @@
-"""Measures how long a KV transfer without faults takes on this machine.
+"""Measures how long a KV transfer without injected faults takes on this machine.
 
-On slow machines, tests with faults then use longer time limits.
+Tests that inject faults use longer time limits on slow machines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process that writes to a KV block store or reads from it, and that tests kill.
+"""A process that writes blocks to a KV store, or reads them, until a test kills it.
 
 python -m tests.chaos.store_peer SOCKET write SEED       stores blocks until it is killed
 python -m tests.chaos.store_peer SOCKET tear SEED        sends half of a block, reports it, waits

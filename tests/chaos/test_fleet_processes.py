@@ -1,4 +1,4 @@
-"""Tests that the chaos tests report at once if their gateway ends while it starts."""
+"""Tests of a helper of the chaos tests: it reports a gateway that ends while it starts."""
 
 from __future__ import annotations
 

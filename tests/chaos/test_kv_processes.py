@@ -1,4 +1,7 @@
-"""Tests that KV transfer agents notice suspended and killed processes, and free all KV memory."""
+"""Tests of KV transfers between processes, one of which is suspended or killed.
+
+The transfer agent of the other process must notice this, and free all KV memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests that run several hundred randomized KV transfers, and that these detect injected bugs."""
+"""Runs several hundred KV transfers with random faults, in which no wrong KV may be accepted.
+
+Bugs that are built in on purpose must be detected by these trials.
+"""
 
 from __future__ import annotations
 

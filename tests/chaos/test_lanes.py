@@ -1,4 +1,4 @@
-"""Tests of KV sent over several parallel connections (lanes), and aborted at any moment.
+"""Tests of a KV transfer that is aborted at any moment while several connections (lanes) carry it.
 
 An abort ends with a fence: after it, no more bytes of the transfer are written.
 """

@@ -1,5 +1,6 @@
-"""Tests that broken streams continue on another endpoint exactly where they broke, or end with an
-error event.
+"""Tests of streamed answers that break off because their engine fails.
+
+Another endpoint must continue the answer exactly where it broke, or it ends with an error event.
 """
 
 from __future__ import annotations

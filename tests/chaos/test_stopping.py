@@ -1,4 +1,4 @@
-"""Tests that a stopping gateway still answers requests that wait for a retry."""
+"""Tests that a gateway which is being stopped still answers requests that wait for a retry."""
 
 from __future__ import annotations
 

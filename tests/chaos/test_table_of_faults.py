@@ -1,4 +1,4 @@
-"""Tests of what a client receives for each engine fault, on real sockets.
+"""Tests which answer a client receives for each fault of an engine, on real sockets.
 
 The expected results are those of the gateway's table of errors.
 """

@@ -1,4 +1,4 @@
-"""Tests that engines can die, lose ranks or hang under load without effect on other requests."""
+"""Tests that engines which die, lose GPUs or hang under load do not affect other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers for tests of two KV transfer agents: layouts, time limits, and fetches to be refused."""
+"""Helpers for tests of two KV transfer agents: memory layouts, time limits, and invalid fetches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Simulated engines for tests of KV transfer agents: they fill and verify KV memory.
+"""Simulated engines for tests of KV transfer: they fill their KV memory, and check what they
+receive.
 
 `cell` computes addresses from the layout's description, independently of the tested code.
 """

@@ -205,7 +205,7 @@ def until(holds: Callable[[], object]) -> None:
 
 @dataclass
 class Pair:
-    """The two connected ends of a link between KV agents.
+    """Two agents' ends of one connection (link), for tests.
 
     `sink` has connected to `source`. Each has one region of BLOCKS blocks.
     """

@@ -1,5 +1,6 @@
-"""Tests of KV transfers that end early, over every transport: cancelled, revoked, expired or
-lost.
+"""Tests of KV transfers that do not complete: they are cancelled, revoked, expire or lose the link.
+
+Each test runs over every transport.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tests of KV fetches that an agent refuses: invalid tickets, limits, other layouts, other keys."""
+"""Tests that a KV transfer agent refuses other agents' requests for KV if they are not allowed.
+
+Reasons are invalid tickets (permissions), limits, other layouts and other keys.
+"""
 
 from __future__ import annotations
 

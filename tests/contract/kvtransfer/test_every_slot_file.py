@@ -1,4 +1,4 @@
-"""Contract tests of the files in which a KV block store keeps blocks, in memory and on disk."""
+"""Tests that every kind of file in which a KV store keeps its blocks must pass: memory and disk."""
 
 from __future__ import annotations
 

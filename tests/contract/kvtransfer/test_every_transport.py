@@ -1,4 +1,7 @@
-"""Contract tests that every KV transport must pass (kvtransfer/transport_interface.py), with real bytes."""
+"""Tests that every KV transport must pass, such as TCP and shared memory, with real bytes.
+
+They check the contract in kvtransfer/transport_interface.py.
+"""
 
 from __future__ import annotations
 

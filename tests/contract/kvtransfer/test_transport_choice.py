@@ -1,4 +1,4 @@
-"""Tests that two KV agents choose the best transport that both have, or another one if it fails."""
+"""Tests that two KV agents use the best transport that both have, or another one if it fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests that TCP connections without the secret key use limited memory, and lock no agent out."""
+"""Tests of TCP connections whose clients do not have the fleet's secret key.
+
+They may use only limited memory, and must not keep real agents out.
+"""
 
 from __future__ import annotations
 

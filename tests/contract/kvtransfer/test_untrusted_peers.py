@@ -1,6 +1,4 @@
-"""Tests that KV agents refuse and count untrusted peers: unauthorised, lying, or sending
-garbage.
-"""
+"""Tests that a KV agent refuses and counts agents that are unauthorised or send wrong data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A process that acts as one engine: KV transfer agents for all ranks, with KV in memory files.
+"""The process of one simulated engine, for tests of KV transfer between different memory layouts.
 
-It reads commands from stdin and writes replies to stdout, as lines of JSON.
+It has transfer agents for all ranks, with KV in memory files. It reads commands from stdin and
+writes replies to stdout, as lines of JSON.
 """
 
 from __future__ import annotations

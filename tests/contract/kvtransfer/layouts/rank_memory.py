@@ -1,4 +1,4 @@
-"""Describes the KV memory of an engine's ranks by numpy axes, without the tested layout code.
+"""Computes with numpy where the KV of an engine's ranks must lie, independently of the tested code.
 
 The KV of a request is an array of rows, one per token. Where single tokens cannot be located, it is
 an array of pages. `view` gives a rank's memory the same axes, whatever its order.
@@ -22,9 +22,7 @@ TOKENS = 75
 
 @dataclass
 class Shape:
-    """The KV cache of one engine in a layout test: the model's shape, its memory and number of
-    ranks.
-    """
+    """The KV cache of one engine in a layout test: the model's shape, the memory and the ranks."""
 
     kv_heads: int
     is_latent: bool
@@ -88,7 +86,8 @@ def shape_of(
 
 @dataclass
 class Request:
-    """The part of a request in one group of layers: its KV, and its blocks at both engines.
+    """What a test transfers of a request in one group of layers: its KV, and its blocks at both
+    engines.
 
     rows  array (layer, part, head, token, byte); of pages: (layer, head, block, byte)
     """
@@ -101,7 +100,7 @@ class Request:
     def places(
         self, shape: Shape, rank: int, blocks: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], Bytes]]:
-        """Yield each place in a rank's memory that the request fills, with its expected bytes."""
+        """Yield each piece of a rank's memory that a transfer fills, with the expected bytes."""
         for layer in range(LAYERS):
             for local, head in enumerate(shape.heads_of(rank)):
                 if shape.memory.content == "pages":
@@ -118,10 +117,13 @@ class Request:
 
 
 def requests_of(row: LayoutRow, src: Shape, rng: np.random.Generator) -> list[Request]:
-    """Return a request's part in each group of layers.
+    """Return what a test transfers of one request, for each group of layers.
 
     All groups share the memory, but each block belongs to one of them. A group with a sliding
     window has only the blocks in its window.
+
+    row  row of the table of layouts
+    src  the sending engine
     """
     most = TOKENS // 16 + 1
     from_blocks, to_blocks = (rng.permutation(BLOCKS)[: 2 * most].tolist() for _ in range(2))

@@ -1,5 +1,6 @@
-"""Tests of every row of the table of KV layouts, by a transfer of real bytes between two
-processes.
+"""Tests each pair of memory layouts in the documentation's table by a real KV transfer.
+
+It moves real bytes between two processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two processes with the KV transfer agents of a prefill and a decode engine."""
+"""Runs a prefill and a decode engine as processes, with KV caches of different layouts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EngineClient:
 
 
 class Part(NamedTuple):
-    """The part of a request in one group of layers: its tokens, and its blocks at both engines."""
+    """The part of a request in one group of layers that a test transfers, with its blocks."""
 
     tokens: int
     src_blocks: list[int]
