@@ -82,7 +82,7 @@ group (Ranking.group).
 
 
 class CandidateOrder:
-    """The candidate endpoints of one route, sorted by the policy's ranking.
+    """Keeps the endpoints of one route sorted by cost, so that most picks look at a few of them.
 
     The order is built by build(), or at the first pick, and updated at every later pick. Use it
     from one event loop only.

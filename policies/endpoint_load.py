@@ -21,10 +21,11 @@ CHANGES = 4096
 
 
 class LoadChanges:
-    """A ring buffer of the endpoints whose loads have changed, for any number of readers.
+    """Records which endpoints' loads have changed, so that readers need not look at all endpoints.
 
-    An endpoint is represented by its slot, a small integer. A reader remembers how many changes it
-    has read. If it is more than CHANGES behind, it has missed changes and must read every load.
+    It is a ring buffer of slots (small integers that identify endpoints), for any number of
+    readers. A reader remembers how many changes it has read. If it is more than CHANGES behind, it
+    has missed some, and must read every load.
 
     count  number of changes so far; change `n` is in `slots[n % CHANGES]`
     """
@@ -142,17 +143,18 @@ class EndpointLoad(EngineLoad):
         self.timeline.refresh_forecast(self, 0.0)
 
     def mark_changed(self) -> None:
-        """Record that a value of this load has changed which filters or scorers read."""
+        """Tell readers that this load has changed in a value that filters or scorers use."""
         self.timeline.answers_due_at = -inf
         if self.changes is not None:
             self.changes.record(self.slot)
 
 
 def join_ranks(loads: Sequence[EndpointLoad]) -> None:
-    """Declare that the data-parallel ranks with these loads begin and end their steps together.
+    """Declare that these are the data-parallel ranks of one engine, which step together.
 
-    They then share what is learned of their speed, because they take part in the same steps. A
-    single rank steps alone. What was declared for the loads before is replaced.
+    In such an engine, each rank waits for the slowest one. The ranks then share what is learned of
+    their speed. A list of one rank means that it steps alone. An earlier declaration for the same
+    loads is replaced.
     """
     ranks = tuple(loads) if len(loads) > 1 else ()
     for load in loads:

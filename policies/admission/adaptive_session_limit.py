@@ -55,10 +55,13 @@ A pool of n endpoints may therefore admit n sessions in this time.
 
 
 class SessionGate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters of the limit on sessions, which keeps the contexts of active sessions cached.
+    """The parameters of a limit on the number of sessions that a pool serves at a time.
 
-    The limit is `memory_share`, the share of the fleet's KV memory that sessions may fill. It
-    changes with the share of tokens that were expected to be cached but had been evicted ("lost").
+    A session is a series of requests with a growing context, such as a conversation. The limit
+    keeps the contexts of all active sessions in the engines' KV caches: together they may fill
+    `memory_share` of the fleet's KV memory. That share is adjusted while requests run. It shrinks
+    if too many tokens that should have been cached had been evicted ("lost"), and grows if few
+    were.
 
     start       initial memory_share. None: there is no limit at first. It begins when returning
                 sessions lose more than lost_most while prompts queue at the engines. It ends when
@@ -232,12 +235,15 @@ class WorkingSet:
         return False
 
     def can_enter_beyond(self, candidates: Sequence[Candidate], now: float) -> bool:
-        """Return whether a session may enter although its context does not fit, and count it if so.
+        """Return whether a session may enter although its context does not fit; if so, count it.
 
-        Without this exception, an idle fleet would refuse clients until ended sessions expire,
+        This exception keeps an idle fleet from refusing clients until ended sessions expire,
         minutes after their last answer. It applies only if the limit has begun because of losses
         (`start` is None), and hardly any prompt waits at the engines. One session may then enter
         every EXTRA_S seconds per endpoint.
+
+        candidates  the endpoints of the pool
+        now         the time in seconds
         """
         if self.gate.start is not None or waiting_prompts(candidates) >= CALM:
             return False
@@ -337,20 +343,21 @@ class WorkingSet:
     # Several gateways
 
     def set_key_function(self, named: Callable[[str], SessionKey]) -> None:
-        """Identify sessions by a hash of their name, so that several gateways can exchange them.
+        """Set how a session's name is hashed, so that several gateways recognise the same session.
 
-        `named` maps a session's name to the hash. All gateways must compute the same hash. Call
-        this method before any session enters.
+        `named` is a function from the name to the hash. All gateways must compute the same hash.
+        Call this method before any session enters.
         """
         self._key_of = named
 
     def apply_peer_sessions(
         self, members: Iterable[SessionUpdate], age_s: float, now: float
     ) -> None:
-        """Add sessions that another gateway reported `age_s` seconds ago.
+        """Count sessions that another gateway reported as active `age_s` seconds ago.
 
-        They count like own sessions until they have been idle for too long, because the engines
-        have their contexts cached. More recent data of this gateway is kept.
+        The gateways share the engines, whose caches contain these contexts. The sessions expire
+        like own ones after they have been idle for too long. If this gateway has more recent data
+        about a session, it keeps that.
         """
         for member in members:
             seen_s = now - age_s - member.silent_s
@@ -377,7 +384,7 @@ class WorkingSet:
         ]
 
     def all_sessions(self, now: float) -> Iterator[SessionUpdate]:
-        """Yield all active sessions, for another gateway that has just started."""
+        """Yield all active sessions as messages for another gateway that has just started."""
         return _members(tuple(self._active.items()), now)
 
     # Time

@@ -70,10 +70,10 @@ class RequestOutcome(msgspec.Struct, frozen=True):
 
 
 class WaitQueueLimits(msgspec.Struct, frozen=True):
-    """The limits of a pool's queue of waiting requests.
+    """The limits of a pool's wait queue, in which requests wait until the pool has capacity.
 
     size          maximum number of waiting requests
-    timeout_s     maximum seconds that a request waits
+    timeout_s     maximum seconds that a request waits; then it is refused
     starvation_s  seconds of waiting after which a request is served before more urgent ones
     """
 
@@ -178,8 +178,9 @@ class Admission(Protocol):
     ) -> float | None:
         """Reserve capacity for the retry of a request that the wait queue refuses.
 
-        Returns the seconds until the retry. The result is inf if the client should not retry, and
-        None if nothing was measured yet.
+        The wait queue calls this if it refuses a request itself, for example because it is full.
+        Returns the seconds after which the client should retry: inf if the client should not retry,
+        and None if nothing was measured yet.
         """
         ...
 

@@ -70,10 +70,11 @@ class WindowPlan(msgspec.Struct, frozen=True):
 
 
 class WindowPlanner:
-    """Decides how much capacity of one pool is reserved for its batches.
+    """Decides how much capacity of one pool is reserved so that its batches end in time.
 
-    A place is capacity for one running request. Places stay reserved until batches are clearly
-    ahead of time. Otherwise they would be reserved and returned many times a second.
+    A batch has a window, the time within which its requests must be answered. Capacity is counted
+    in places; a place can run one request at a time. Reserved places are returned only when batches
+    are clearly ahead of time. Otherwise they would be reserved and returned many times a second.
     """
 
     __slots__ = ("_is_hurried",)

@@ -121,10 +121,11 @@ class CapAdmission:
     def retry_after_s(
         self, query: RoutingQuery, candidates: Sequence[Candidate], queue: WaitQueueView
     ) -> float | None:
-        """Reserve the next free time for the retry of a refused request.
+        """Reserve a time for the retry of a refused request, and return the seconds until then.
 
-        Returns the seconds until then. Every request counts as the same amount of work. The result
-        is inf or None in the same cases as in Admission.retry_after_s.
+        Times are given out one after another at the measured drain rate, as if all requests were
+        equal work. The result is inf if the client should not retry, and None if no rate is known
+        yet.
         """
         if not query.can_return:
             return None
@@ -173,10 +174,11 @@ class CapParams(AdmissionParams, frozen=True):
 
 
 class SessionCap(CapAdmission):
-    """An admission policy with concurrency caps that also limits sessions.
+    """An admission policy with a cap on concurrent requests, and a limit on the number of sessions.
 
-    Requests without a session are treated as by CapAdmission. So are all requests while sessions
-    are not limited.
+    A new session is refused if its context would not fit the fleet's KV memory beside those of the
+    active sessions. Requests without a session are treated as by CapAdmission. So are all requests
+    while there is no limit on sessions.
     """
 
     __slots__ = ("_limit",)

@@ -33,23 +33,25 @@ class ConcurrencyLimit:
         return self.own + sum(self._peers.values()) if self._peers else self.own
 
     def has_place(self, requests: int) -> bool:
-        """Return whether so many more requests may begin now.
+        """Return whether `requests` more requests of the tenant may begin now, within its limit.
 
-        A request with more prompts than the limit may begin while no other request is in progress.
+        The limit counts each prompt of a request. A request with more prompts than the limit may
+        begin while no other one is in progress, since it could never begin otherwise.
         """
         busy = self.in_progress
         return busy + requests <= self.limit or not busy
 
     def take(self, requests: int) -> None:
-        """Count `requests` more of the tenant's requests as in progress at this gateway."""
+        """Count `requests` more requests of the tenant as in progress at this gateway."""
         self.own += requests
 
     def release(self, requests: int, held_s: float | None) -> None:
         """Count `requests` of the tenant's requests as ended.
 
-        held_s  time in seconds that they were in progress; None if they were refused
-        Under overload most requests are refused immediately, which does not tell how long others
-        take.
+        held_s  seconds for which they were in progress; None if they were refused
+
+        The durations give the expected wait of later requests (`wait_s`). Refused requests are left
+        out: they end immediately, and say nothing about how long others take.
         """
         self.own -= requests
         if held_s is not None:

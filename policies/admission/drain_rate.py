@@ -6,12 +6,11 @@ from math import exp, expm1
 
 
 class DrainRate:
-    """The rate at which requests, or seconds of work, are completed per second.
+    """The measured rate at which a pool completes work: requests, or seconds of work, per second.
 
-    It is an exponentially decaying mean.
-
-    The time constant is `tau_s` seconds. The rate is None (unknown) before the second completion,
-    and again after a long silence. The object is not thread-safe.
+    It is an exponentially decaying mean with a time constant of `tau_s` seconds. The rate is None
+    (unknown) before the second completion, and again after a long silence. The object is not
+    thread-safe.
     """
 
     __slots__ = ("_began", "_last", "_presence", "_tau_s", "_weight")

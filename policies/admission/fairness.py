@@ -86,16 +86,17 @@ class TenantCounters:
         return counter
 
     def advance_to(self, counter: float) -> None:
-        """Raise the pool's virtual time, `floor`, to the counter of the tenant that is served now.
+        """Record that a tenant whose counter is `counter` is served now.
 
-        Call it when a request is served. Its tenant has the lowest counter of all tenants with
-        waiting requests.
+        It is the lowest counter of all tenants with waiting requests. The pool's virtual time,
+        `floor`, rises to it, so that tenants without past usage start there.
         """
         self.floor = max(self.floor, counter)
 
     def forgive(self, now: float) -> None:
-        """Reduce the debt of all tenants, by the time that has passed.
+        """Let past usage of all tenants decay by the time since the last call.
 
+        Usage above `floor` (a tenant's debt) makes a tenant's requests wait behind those of others.
         While no request waits, usage delays no other tenant, so it decays within a few times calm_s
         seconds. Call this regularly while nothing waits, and before a request starts to wait.
         """

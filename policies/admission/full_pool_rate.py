@@ -27,10 +27,11 @@ one.
 
 
 class FullLoadRate:
-    """The rate at which a pool completes work while it is full, learned from past overloads.
+    """The rate at which a pool completes work while it is full, remembered from past overloads.
 
-    The rate is per unit, such as one endpoint or one permit. The caller chooses the unit. So the
-    rate stays valid when endpoints are added or removed.
+    At the beginning of the next overload, this rate is known at once. It is per unit of capacity,
+    such as one endpoint or one permit; the caller chooses the unit. So the rate stays valid when
+    endpoints are added or removed.
 
     per_unit  work per second of one unit; None: the pool has not been full for `SETTLED_S` seconds
               yet

@@ -56,10 +56,13 @@ def quota_usage(quota: Quota, requests: int, tokens: int, now: float) -> QuotaUs
 
 
 def apply_peer_usage(quota: Quota, theirs: QuotaUsage, ours: QuotaUsage) -> None:
-    """Subtract a tenant's usage at another gateway from this gateway's quota for the same tenant.
+    """Subtract what a tenant has used at another gateway from this gateway's copy of the quota.
 
-    The bucket levels also move a little towards those of the other gateway (DRIFT).
+    All gateways together enforce one quota per tenant, and each has its own token buckets. The
+    bucket levels also move a little towards those of the other gateway (DRIFT), so that differences
+    vanish.
 
+    quota   this gateway's quota of the tenant
     theirs  the other gateway's message
     ours    this gateway's usage that the other gateway has not received yet
     """

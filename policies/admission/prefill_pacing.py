@@ -21,10 +21,11 @@ Otherwise a TPOT budget that cannot be met would stop prefill altogether.
 
 
 class PrefillPace:
-    """Measures by how much the prompts sent to each endpoint exceed the allowed pace.
+    """Measures whether prompts are sent to an endpoint too fast for its running answers.
 
-    The pace is the fraction of time that prefill may take without delaying running answers beyond
-    their budget of seconds per token (TPOT). The excess is in seconds of prefill.
+    Each prompt that an engine computes delays its running answers. The allowed pace is the fraction
+    of time that prefill may take before those answers exceed their budget of seconds per token
+    (TPOT). The result is by how many seconds of prefill an endpoint is ahead of that pace.
 
     share  fraction (0 to 1) of the TPOT budget that decoding and prefill may use; the rest is a
            margin
@@ -38,11 +39,11 @@ class PrefillPace:
         self._at: dict[int, float] = {}
 
     def ahead_s(self, load: EndpointLoad, tpot_s: float, now: float) -> float:
-        """Return by how many seconds of prefill the endpoint exceeds its allowed pace at time
-        `now`.
+        """Return by how many seconds of prefill an endpoint is ahead of its allowed pace.
 
         If the result is 0, another prompt may be sent immediately.
 
+        load    the endpoint
         tpot_s  the TPOT budget of the endpoint's answers, in seconds per token
         """
         level = self._level.get(load.slot, 0.0)
@@ -53,10 +54,10 @@ class PrefillPace:
         )
 
     def record(self, load: EndpointLoad, prefill_s: float, tpot_s: float, now: float) -> float:
-        """Record that a prompt of `prefill_s` seconds was sent to the endpoint.
+        """Record that a prompt which takes `prefill_s` seconds to compute was sent to the endpoint.
 
-        Returns by how many seconds of prefill the endpoint now exceeds its allowed pace. `tpot_s`
-        is the TPOT budget of its answers, in seconds per token.
+        Returns how many seconds of prefill the endpoint has now got beyond its allowed pace.
+        `tpot_s` is the TPOT budget of its answers, in seconds per token.
         """
         level = self._level[load.slot] = self.ahead_s(load, tpot_s, now) + prefill_s
         self._at[load.slot] = now

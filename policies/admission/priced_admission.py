@@ -136,7 +136,9 @@ class PricedAdmissionParams(AdmissionParams, frozen=True):
 
 
 class PricedAdmission:
-    """Admits requests to one pool by a price that rises with the expected queue.
+    """Decides which requests enter a pool, by a price that rises with the expected queue.
+
+    A request is refused if its value is less than the price of its work.
 
     is_calm  whether every request may enter as long as a permit is free: there is no queue, no
              limit on sessions, and no reservation for retries
@@ -396,7 +398,7 @@ class PricedAdmission:
     ) -> float | None:
         """Reserve capacity for the retry of a refused request, and return the seconds until then.
 
-        The result is inf or None in the same cases as in Admission.retry_after_s.
+        The result is inf if the client should not retry, and None if no rate was measured yet.
         """
         return self._retry_after(query, estimate_cost(query, candidates), queue, 0.0)
 

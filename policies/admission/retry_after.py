@@ -32,7 +32,7 @@ The schedule stores one entry per different capacity, so noise must not create n
 
 
 class ReturnTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parameters of the schedule by which refused clients retry.
+    """The parameters of the schedule that tells refused clients when to retry.
 
     share       share of the measured capacity that is reserved for scheduled retries
     soonest_s   minimum Retry-After in seconds
@@ -92,17 +92,20 @@ class ReturnSchedule:
         return self._times.share
 
     def seconds_early(self, key: Key | None, now: float) -> float | None:
-        """Return how many seconds too early a retry comes; None: it is on time, or was not
-        scheduled.
+        """Return by how many seconds a retry comes before the time that its client was given.
 
-        Also returns None for a short prompt, which cannot be recognised with certainty (see
-        `request_key`).
+        Returns None if it is on time, or if no retry of this request was scheduled. Also returns
+        None for a short prompt, which cannot be recognised with certainty (see `request_key`).
         """
         due = self._due.get(key) if key is not None and key[0] >= 0 else None
         return due[0] - now if due and due[0] - now > self._times.early_s else None
 
     def is_due(self, key: Key | None, now: float) -> bool:
-        """Return whether the request has a reservation for now, within the accepted tolerance."""
+        """Return whether this request was refused before and given about this time for its retry.
+
+        key  identifies the request (`request_key`)
+        now  the time in seconds; it may differ from the given one by early_s or late_s
+        """
         times = self._times
         due = self._due.get(key) if key is not None else None
         return due is not None and any(

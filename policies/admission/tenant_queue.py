@@ -69,9 +69,10 @@ class WaitingRequest(Generic[T]):
 
 
 class TenantQueue(Generic[T]):
-    """The waiting requests of one tenant as a heap, most urgent first.
+    """The waiting requests of one tenant, most urgent first (a heap).
 
-    `counter` is the tenant's usage in tokens.
+    `counter` is how many tokens the tenant has used; the tenant with the lowest counter is served
+    next.
     """
 
     __slots__ = ("counter", "heap", "size")

@@ -54,9 +54,11 @@ LOOK_AGAIN_S = 0.1
 
 
 class WaitQueue(Generic[T]):
-    """The permits to run in one pool, and the requests that wait for a permit.
+    """The wait queue of one pool: the permits to run, and the requests that wait for one.
 
-    Each request that arrives must end in one of three ways: a refusal, `cancel` or `release`.
+    A permit allows one request to run in the pool until its end. Each request that arrives must end
+    in one of three ways: a refusal, `cancel` (it stopped waiting) or `release` (it returned its
+    permit).
 
     in_flight       permits in use
     capacity        maximum number of concurrent requests of all available endpoints
@@ -134,7 +136,7 @@ class WaitQueue(Generic[T]):
 
     @property
     def busy_permits(self) -> int:
-        """Return the number of permits of requests that run on available endpoints.
+        """Return how many requests run on available endpoints, each with a permit from this queue.
 
         Requests that still run on an ejected or removed endpoint are not counted.
         """
@@ -217,9 +219,10 @@ class WaitQueue(Generic[T]):
     # Entering and leaving the queue
 
     def try_enter(self) -> bool:
-        """Take a permit without calling the admission policy, if every request may enter now.
+        """Take a permit for a new request without a decision, if every request may enter now.
 
-        Returns whether a permit was taken.
+        A permit allows one request to run in the pool. Returns whether it was taken. This fast path
+        skips the admission policy while permits are free and nothing waits.
         """
         if (
             self._tickets
@@ -232,9 +235,9 @@ class WaitQueue(Generic[T]):
         return True
 
     def take_permit(self) -> bool:
-        """Take a permit if one is free, before all waiting requests.
+        """Take a permit if one is free, ahead of all waiting requests.
 
-        Returns whether it was taken.
+        A permit allows one request to run in the pool. Returns whether it was taken.
         """
         is_free = self.busy_permits < self.capacity
         self.in_flight += is_free
@@ -247,13 +250,18 @@ class WaitQueue(Generic[T]):
         ticket: T,
         again: Callable[[float], RoutingQuery] | None = None,
     ) -> Verdict:
-        """Return the verdict on a new request, and queue the request if the verdict is Wait.
+        """Decide about a new request, queue it if it must wait, and return the verdict.
 
-        - Admit: the request holds a permit until `release`.
-        - Wait: `take_verdicts` returns `ticket` with a verdict after `timeout_s` at the latest.
+        - Admit: the request holds a permit to run until `release`.
+        - Wait: it is queued. `take_verdicts` returns `ticket` with a verdict after `timeout_s` at
+          the latest.
+        - Shed: it is refused.
 
-        `again` rebuilds the query at a later time, because cached prefixes change while the request
-        waits. None keeps the query.
+        query       the request, with the time
+        candidates  the pool's endpoints with their loads
+        ticket      any hashable value by which the caller recognises the request later
+        again       function that rebuilds the query at a later time, because cached prefixes change
+                    while the request waits; None: the query stays the same
         """
         verdict = self.decide_without_queueing(query, candidates)
         if isinstance(verdict, Wait):
@@ -263,7 +271,7 @@ class WaitQueue(Generic[T]):
     def decide_without_queueing(
         self, query: RoutingQuery, candidates: Sequence[Candidate]
     ) -> Verdict:
-        """Return the verdict on a new request like `arrive`, but never queue it."""
+        """Decide about a new request like `arrive`, but do not queue it if it must wait."""
         self.is_new_arrival = True
         try:
             verdict = self.admission.decide(query, candidates, self)
@@ -274,7 +282,11 @@ class WaitQueue(Generic[T]):
         return verdict
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Charge the tenant of an admitted request, which was sent to an endpoint."""
+        """Charge the tenant of an admitted request for its tokens: it was sent to an endpoint.
+
+        query  the request, with the time
+        pick   the endpoint, with the number of prompt tokens that it has cached, which cost nothing
+        """
         request = query.request
         tokens = billable_tokens(request, pick.cached_tokens) - self._charged.pop(request.id, 0)
         self._charge(request.tenant, tokens)
@@ -289,7 +301,7 @@ class WaitQueue(Generic[T]):
         self.on_ended(request, outcome)
 
     def free_place(self, now: float) -> bool:
-        """Release the permit of a request that has ended, and return whether other requests wait.
+        """Take back the permit of a request that has ended; return whether others wait for one.
 
         The caller must report the request's outcome separately, with `on_ended`.
         """
@@ -298,20 +310,20 @@ class WaitQueue(Generic[T]):
         return bool(self._tickets)
 
     def undo_admit(self) -> None:
-        """Release the permit of a request that was admitted but did not use it.
+        """Take back the permit of a request that was admitted but never ran.
 
-        Call `take_verdicts` afterwards.
+        Call `take_verdicts` afterwards, because a waiting request may now enter.
         """
         self.in_flight -= 1
 
     def on_not_routed(self, request: Request) -> None:
-        """Refund the tenant's charge for a request that got a permit but no endpoint."""
+        """Refund the tokens that a tenant was charged for a request that then found no endpoint."""
         tokens = self._charged.pop(request.id, 0)
         if tokens:
             self._charge(request.tenant, -tokens)
 
     def on_ended(self, request: Request, outcome: RequestOutcome) -> None:
-        """Correct the tenant's charge by the answer's length, and tell the policy the outcome."""
+        """Correct a tenant's charge by the answer's length; report the outcome to the policy."""
         self._charge(request.tenant, outcome.output_tokens - request.output_tokens)
         self.admission.on_ended(request, outcome)
 
@@ -336,9 +348,9 @@ class WaitQueue(Generic[T]):
         self.admission.tick(now, self._candidates)
 
     def next_due(self) -> float | None:
-        """Return when `take_verdicts` must be called at the latest, in seconds on the policy clock.
+        """Return when `take_verdicts` must be called at the latest, for the next timeout.
 
-        Returns None while no request waits.
+        The time is in seconds on the policy clock; None while no request waits.
         """
         while self._due and self._due[0][-1].is_removed:
             heappop(self._due)

@@ -27,9 +27,11 @@ LIMIT + EXCESS / (n - 1)."""
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """The gains in goodput that one comparison of policies found.
+    """The result of one simulated comparison of routing policies on recent requests.
 
-    at_s  time of the comparison in seconds, on the decider's clock
+    at_s      when it was made, in seconds on the clock of the code that decides
+    requests  number of replayed requests
+    members   for each policy, how much more goodput it would have had than the current one
     """
 
     at_s: float
@@ -38,7 +40,10 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class PooledGains:
-    """The gains of other policies over the current one, since it became the current one.
+    """Collects what several comparisons of routing policies found, to average over them.
+
+    One comparison of a few minutes of traffic is too noisy. It counts only comparisons made since
+    the current policy has been in use.
 
     until_s  Unix time before which the compared requests arrived; 0: no comparisons yet
     """
@@ -65,7 +70,7 @@ class PooledGains:
 
     @property
     def comparisons(self) -> int:
-        """Return the number of comparisons of routing policies whose gains are pooled."""
+        """The number of stored comparisons over which `pooled` averages."""
         return len(self._comparisons)
 
     @property
@@ -74,10 +79,10 @@ class PooledGains:
         return sum(comparison.requests for comparison in self._comparisons)
 
     def pooled(self, now: float) -> list[MemberEstimate]:
-        """Return the pooled estimate of each policy in the last comparison, except the current
-        policy.
+        """Return the average gain of each other policy over all stored comparisons, with its error.
 
-        The field `gains` of the estimates is empty.
+        Old comparisons count less. Policies that the last comparison does not have are left out.
+        The field `gains` of each result is empty.
         """
         if not self._comparisons:
             return []

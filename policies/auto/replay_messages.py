@@ -20,7 +20,7 @@ class PolicyMember(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """Return the policy's label: its name, followed by its parameters if there are any."""
+        """Return the policy's name for messages, followed by its parameters if it has any."""
         if not self.parameters:
             return self.policy
         texts = (f"{key}={value}" for key, value in sorted(self.parameters.items()))

@@ -40,9 +40,9 @@ It prevents a pool from switching back and forth between two policies of similar
 
 
 class Action(StrEnum):
-    """What to do after an estimate of the routing policies.
+    """What the gateway does after a simulated comparison of routing policies.
 
-    Keep the current policy, switch to another one, or advise the operator to switch.
+    It keeps the current policy, switches to another one, or advises the operator to switch.
     """
 
     KEEP = "keep"
@@ -66,9 +66,10 @@ class PolicyDecision(msgspec.Struct, frozen=True):
 
 
 class PolicyDecider:
-    """Decides about one pool's routing policy.
+    """Decides when one pool should switch to another routing policy.
 
-    It remembers the switches of the last hour, and the estimates since the last switch.
+    It decides after each simulated comparison of policies. It remembers the switches of the last
+    hour, of which there may be three, and all comparisons since the last one.
     """
 
     def __init__(self) -> None:
@@ -120,7 +121,7 @@ class PolicyDecider:
         return self._evidence.until_s
 
     def on_switched(self, now: float, left: str) -> None:
-        """Record that the pool has switched its routing policy.
+        """Record that the pool now uses another routing policy, to limit switches and start over.
 
         `left` is the label of the old policy.
         """
