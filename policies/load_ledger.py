@@ -95,7 +95,7 @@ class LoadReservation(QueuedPrompt):
         return None if self._reserved_at is None else self._token_s
 
     def rejoin_timeline(self, now: float) -> None:
-        """Add this request, with its progress so far, to the engine model after its restart."""
+        """Add this request, with its progress so far, to an engine model that was started again."""
         self._begin(now, self._context > 0 and not self._uncached)
 
     def _begin(self, now: float, handed: bool) -> None:
@@ -145,7 +145,7 @@ class LoadReservation(QueuedPrompt):
         load.timeline.on_sent(load, self, now)
 
     def recompute_prompt(self, now: float) -> None:
-        """Let this endpoint compute the prompt: no usable KV arrived from another one."""
+        """Let this endpoint compute the prompt: no usable KV cache came from another one."""
         load = self._load
         if self._open and self._context and not self.is_decoding and not self._uncached:
             self._uncached = max(1, self._context - self.cached_tokens)
@@ -158,9 +158,9 @@ class LoadReservation(QueuedPrompt):
             load.mark_changed()
 
     def on_kv_arrived(self, now: float) -> None:
-        """Start to decode a request whose KV has arrived from another endpoint.
+        """Start to decode: the prompt's KV cache has arrived from another endpoint.
 
-        Its first token will not be reported, because it came from that endpoint.
+        No first token will be reported, because it came from that endpoint.
         """
         if self._open and self._context and not self.is_decoding and not self._uncached:
             load = self._load
@@ -179,9 +179,9 @@ class LoadReservation(QueuedPrompt):
             load.timeline.on_first_token(load, self, now)
 
     def mark_decoding(self) -> None:
-        """Count the request as decoding instead of prefilling.
+        """Count the request as decoding, not as prefill, in the endpoint's load.
 
-        The engine model gets no event.
+        The engine model gets no event, unlike with `on_first_token`.
         """
         load, prompt = self._load, self._request.prompt_tokens
         load.prefill_tokens -= self._uncached
@@ -236,20 +236,26 @@ def reserve_decode(
     now: float,
     sees_first_token: bool = True,
 ) -> LoadReservation:
-    """Reserve load for a split request at its decode endpoint.
+    """Reserve load for a split request at the endpoint that decodes it.
 
-    The endpoint receives the prompt's KV from another endpoint. So the KV counts from the start,
-    and prefill does not count. `cached_tokens` is the number of prompt tokens that the endpoint is
-    believed to have cached.
+    Another endpoint computes the prompt, and sends its KV cache here. So its KV memory counts from
+    the start, but no prefill does.
+
+    cached_tokens     prompt tokens that this endpoint is believed to have cached
+    sees_first_token  whether the first token can be observed
     """
     return LoadReservation(load, request, cached_tokens, now, sees_first_token, True)
 
 
 def set_modelled(load: EndpointLoad, modelled: bool, now: float) -> None:
-    """Start or stop to model an endpoint's engine. It is modelled if any policy reads the forecast.
+    """Start or stop the simulation of an endpoint's engine, from which its load is forecast.
 
-    The timeline (simulated engine) restarts with the current reservations, but without the progress
-    of prompts in prefill. The learned speed and answer lengths stay.
+    It is needed only while some policy reads the forecast. A started simulation contains the
+    current reservations, but not the progress of prompts in prefill. The learned speed and answer
+    lengths stay.
+
+    load      the endpoint's load
+    modelled  whether the engine is simulated from now on
     """
     if load.is_modelled == modelled:
         return

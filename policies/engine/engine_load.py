@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class EngineLoad:
-    """The reserved requests, learned speed and load forecast of one engine.
+    """The load of one inference engine as a policy knows it: requests, learned speed, and forecast.
 
-    Written by load_ledger.py:
+    The load ledger (load_ledger.py), which counts the requests sent to the engine, writes:
 
     answers            reserved requests that expect more than one output token. The prefill half of
                        a split request is not one

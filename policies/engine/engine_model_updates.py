@@ -29,7 +29,10 @@ STALE_S = 0.002
 
 
 class EngineTimeline(EngineModel):
-    """Keeps the model of one endpoint's engine up to date by the events of its requests.
+    """Follows one engine through the events of its requests, so that its load can be forecast.
+
+    It updates its base class, a model of the engine's scheduler, when a prompt is sent, when its
+    first token comes, when it ends, and when metrics are read.
 
     arrivals  running means of the prompts recently sent to the endpoint
     """
@@ -41,9 +44,7 @@ class EngineTimeline(EngineModel):
         self.arrivals = ArrivalAverages(now)
 
     def on_sent(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Queue a prompt that was sent to the engine, and update the forecast of the endpoint's
-        load.
-        """
+        """Add a prompt that was sent to the engine to the model's queue; update the forecast."""
         left = prompt.remaining_tokens
         self.answers_due_at = -inf
         uncached: float = left
@@ -64,10 +65,10 @@ class EngineTimeline(EngineModel):
             load.next_first_token_at = load.prefill_done_at + self.step_overhead_s
 
     def expect_kv(self, load: EngineLoad, prompt: QueuedPrompt) -> None:
-        """Record a prompt that another endpoint computes, and that will be decoded here.
+        """Record a prompt that another engine computes, and that will be decoded here.
 
-        The prompt is not queued. The forecast counts its KV immediately, but other prompts may
-        still begin before that KV arrives.
+        The prompt is not queued here, because its KV cache will be sent. The forecast counts its KV
+        memory immediately, but other prompts may still begin before that KV arrives.
         """
         prompt.remaining_tokens, prompt.is_planned, prompt.awaits_kv = 0, True, True
         self.answers_due_at = -inf
@@ -76,16 +77,13 @@ class EngineTimeline(EngineModel):
         load.kv_used_tokens += prompt.prompt_tokens
 
     def on_handoff(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Record that the KV of a prompt has arrived from another endpoint.
-
-        Decoding starts here.
-        """
+        """Let a prompt decode, because its KV cache has arrived from another engine."""
         self.advance(load, now)
         self.start_decoding(prompt, now)
         self._update_forecast(load, now)
 
     def on_first_token(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Record a prompt's first token, which ends the step that completed the prompt."""
+        """Record the first token of a prompt: the engine step that computed it has ended."""
         # The prompt belongs to the step that has ended, and no step was planned since.
         if not prompt.is_planned and self.is_same_step(now):
             self.unplanned_tokens += prompt.remaining_tokens
@@ -118,11 +116,11 @@ class EngineTimeline(EngineModel):
     def on_ended(
         self, load: EngineLoad, prompt: QueuedPrompt, now: float, output_tokens: int | None
     ) -> None:
-        """Remove a prompt from the engine model, because its request has ended.
+        """Remove the prompt of a request that has ended from the engine model, computed or not.
 
-        The prompt may or may not have been computed. `output_tokens` is the length of a complete
-        answer; None: the answer is incomplete, or its length is unknown. The model must have been
-        advanced to `now`.
+        output_tokens  length of the answer; None: it is incomplete, or its length is unknown
+
+        The model must have been advanced to `now`.
         """
         if prompt.output_tokens > 1.0:
             length = None if output_tokens is None else output_tokens / prompt.sequences

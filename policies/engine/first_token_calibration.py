@@ -35,9 +35,12 @@ DELAYED_VAR = 0.1
 
 
 class PrefillLesson(NamedTuple):
-    """What a span of engine steps has shown about the speed of prefill.
+    """What the time between observed first tokens has shown about an engine's prefill speed.
 
-    The fields are the arguments of SpeedBelief.observe_prefill, which describes them.
+    ratio      real time of the prefill work divided by its predicted time
+    fills      predicted seconds of that work, by how full the engine's steps were
+    pairs_s    the part of these seconds that is attention
+    noise_var  variance of the ratio's logarithm
     """
 
     ratio: float
@@ -47,10 +50,11 @@ class PrefillLesson(NamedTuple):
 
 
 class StepSpan:
-    """The engine steps since the engine's state was last observed.
+    """The predicted work of an engine's steps since its real state was last observed.
 
-    The span sums up the predicted work of these steps. When the next first token arrives, the
-    prediction is compared with the real time, which corrects the learned speed.
+    A first token shows when the step that computed its prompt ended. The real time between two of
+    them is compared with the work that was predicted for the steps in between. This corrects the
+    engine's learned speed.
 
     anchor           when the steps began: at a first token. If `entered` is set: at the end of the
                      decode step during which a prompt entered
@@ -94,11 +98,11 @@ class StepSpan:
         self.begin(0.0)
 
     def begin(self, at: float, wait_s: float = 0.0, entered: float | None = None) -> None:
-        """Begin a new span without steps.
+        """Begin a new, empty span: a period whose real and predicted time will be compared.
 
-        at       when the steps begin (`anchor`)
-        wait_s   the mean wait for the end of a decode step, in seconds; see the class
-        entered  when the prompt entered; see the class
+        at       when its first step begins
+        wait_s   expected seconds that the first prompt waited for the end of a running decode step
+        entered  when that prompt reached the engine; None: the span begins at a first token
         """
         self.anchor, self.wait_s, self.entered, self.waits_for_kv = at, wait_s, entered, False
         self.fills = [0.0] * (FILLS + 1)
@@ -133,9 +137,10 @@ class StepSpan:
             self.peer_tokens = peer_tokens
 
     def resize_last(self, prefill_s: float, filling: tuple[int, float], share: float) -> None:
-        """Replace the last step by one that computed `share` times its prompt tokens.
+        """Correct the last step: it computed `share` times as many prompt tokens as predicted.
 
-        The other arguments are those of `add`.
+        prefill_s  seconds of prefill that the step has then
+        filling    how full it is then with prompt tokens (StepCosts.filling)
         """
         before_s, (part, beyond), pairs_s, decode_s = self.last
         self.fills[part] -= before_s * (1.0 - beyond)
@@ -146,15 +151,19 @@ class StepSpan:
         self.add(prefill_s, filling, share * pairs_s, decode_s, 0)
 
     def prefill_s(self, belief: SpeedBelief) -> float:
-        """Return the predicted seconds of prefill in these steps, with the present factors."""
+        """Return the seconds of prefill that these steps should take at the learned speed."""
         return float(sum(map(mul, self.fills, belief.paces)))
 
 
 def is_due(span: StepSpan, load: EngineLoad, now: float) -> bool:
-    """Return whether an engine's speed should be corrected by the steps until `now`.
+    """Return whether a learned speed should be corrected now by the steps of a span.
 
-    That is so once they tell more about it than is known, and at the latest after LEARN_S seconds.
-    A short first step measures the API latency, which it does best alone.
+    It should once their duration tells more than is known already, and at the latest after LEARN_S
+    seconds. A short first step is used alone, because it shows the API latency best.
+
+    span  the engine's steps since the last correction
+    load  the engine's load, with its learned speed
+    now   time of an observed first token
     """
     spent_s = now - span.anchor
     if spent_s > LEARN_S:

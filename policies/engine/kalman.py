@@ -47,9 +47,9 @@ class KalmanFilter:
     def restore(
         self, logs: Sequence[float], covar: Sequence[Sequence[float]], var: float, last: float
     ) -> None:
-        """Restore the state of the filter from that of another filter with the same prior.
+        """Set the filter to the state of an earlier one, for example after a restart.
 
-        logs   logarithms of the factors
+        logs   logarithms of the correction factors
         covar  covariance of these logarithms
         var    the attribute `var`
         last   logarithm of the last observed ratio, limited to -1 to 1

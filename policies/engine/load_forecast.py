@@ -21,7 +21,7 @@ MOST_BUSY = 0.95  # upper bound of the share of time that prefill is predicted t
 
 
 def add_sequence(load: EngineLoad, prompt_tokens: int) -> None:
-    """Add one decoding sequence with `prompt_tokens` tokens of context to the forecast."""
+    """Add a decoding sequence with `prompt_tokens` tokens of context to an endpoint's forecast."""
     load.decode_s_per_token += (
         load.decode_s_per_sequence + load.decode_s_per_context_token * prompt_tokens
     )
@@ -52,7 +52,10 @@ def predict_tpot_s(
 
 
 def refresh_forecast(timeline: EngineModel, load: EngineLoad, now: float) -> None:
-    """Recompute the forecast of an endpoint's load. EngineLoad describes its fields."""
+    """Forecast an endpoint's load (queue, free KV memory, time per token) from its engine model.
+
+    EngineLoad describes the fields that this sets.
+    """
     timeline.forecast_at, timeline.is_stale, timeline.answers_due_at = now, False, -inf
     belief, others = load.belief, load.peer_load
     running: float = timeline.batch

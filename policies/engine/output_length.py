@@ -92,10 +92,11 @@ class OutputLengths:
 
 
 class RecentLengths:
-    """The lengths of a pool's recent answers, each divided by its expected length.
+    """How the lengths of a pool's recent answers compare with the lengths that were expected.
 
-    All endpoints of a pool share it. If each endpoint had its own, an endpoint whose answers take
-    long would count only its short ones, and would seem cheaper than the others.
+    Each length is divided by its expected length. All endpoints of a pool share the object. If each
+    had its own, an endpoint whose answers take long would count only its short ones, and would seem
+    cheaper.
 
     Answers count in the order in which they began. In the order of their ends, all answers after a
     burst would seem short, because short answers end first. So an ended answer is held back until
@@ -113,7 +114,7 @@ class RecentLengths:
         self._new = 0  # number of lengths since the quantiles were computed
 
     def begin(self, answer: Hashable) -> None:
-        """Record that an engine has begun this answer. A second call for it has no effect."""
+        """Record that an engine has begun this answer. Further calls have no effect."""
         if answer not in self._held:
             self._held[answer] = RUNNING
             self._begun.append(answer)
@@ -171,8 +172,12 @@ class RecentLengths:
         return self._quantiles
 
     def inverse_moments(self) -> Sequence[InverseMoments]:
-        """Return moments of 1 / ratio: for the classes from each one on, and last for a ratio
-        of 1.
+        """Return the means of 1 / ratio, its square and its cube, by the age of a running answer.
+
+        A ratio is an answer's length divided by its expected length. Ratios are sorted into classes
+        (see `quantiles`). Item k is for an answer that is longer than k of them: it averages over
+        the other classes, in the form (largest value, mean, mean square, mean cube). The last item
+        is for a ratio of 1.
         """
         self.quantiles()
         return self._inverses
@@ -180,7 +185,7 @@ class RecentLengths:
     def remaining_tokens(
         self, generated_tokens: float, expected_tokens: float, share: float
     ) -> float:
-        """Return a quantile of the number of tokens that a running answer will still generate.
+        """Estimate from earlier answers how many tokens a running one will still generate.
 
         generated_tokens  tokens of the answer so far
         expected_tokens   its expected length

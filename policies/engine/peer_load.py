@@ -15,10 +15,10 @@ Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 
 
 class PeerShare(msgspec.Struct, frozen=True, array_like=True):
-    """The load that one gateway has reserved at one endpoint.
+    """The load that one other gateway has reserved at one endpoint which both use.
 
-    Each field has the meaning of the field with the same name in EndpointLoad or EngineLoad, for
-    the requests of this one gateway.
+    The fields are those of EndpointLoad and EngineLoad with the same names, such as the number of
+    requests and their prompt tokens, but count only the requests of that gateway.
     """
 
     in_flight: Amount = 0

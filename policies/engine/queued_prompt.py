@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class QueuedPrompt:
-    """A reserved prompt in the engine model.
+    """One prompt in the model of its engine: its progress, and the KV memory that it uses.
 
     enters_at         time at which the engine's scheduler receives the prompt, on the policy clock
     prompt_tokens     number of its tokens
@@ -90,9 +90,10 @@ class QueuedPrompt:
         return max(1, self.prompt_tokens - self.prefix_tokens)
 
     def mark_decoding(self) -> None:
-        """Mark the prompt as decoding when its step ends, because its first token will not be
-        reported.
+        """Mark the prompt as decoding at the end of its step.
+
+        This is for a prompt whose first token will not be reported.
         """
 
     def rejoin_timeline(self, now: float) -> None:
-        """Add the prompt to the engine model of its endpoint, which has just been restarted."""
+        """Add the prompt to its endpoint's engine model, which was just restarted."""

@@ -32,11 +32,12 @@ class EngineAverages:
         self.seen_steps = 0
 
     def update(self, planned: int, prefill_s: float, prefill_steps: int, now: float) -> None:
-        """Add the engine's work since the last update to the means.
+        """Add the work that the engine model has simulated since the last update to the means.
 
-        planned        prompt tokens planned since then
+        planned        prompt tokens computed since then
         prefill_s      total seconds of steps with prompts since the start
         prefill_steps  total number of these steps
+        now            the time in seconds
         """
         passed = now - self.at
         decay = exp(-passed / RATE_S)

@@ -42,11 +42,12 @@ and the mean of `prefill_s` (EngineModel) at their first tokens."""
 
 
 class RunningAnswers:
-    """The running answers of one engine by age, with an estimate of their final lengths.
+    """The answers that one engine is generating, with an estimate of how long each will become.
 
-    Lengths are divided by the expected length of the request, and sorted into CLASSES classes of
-    equal probability. An answer has the age k if it is longer than the median lengths of k classes.
-    So its final length is in one of the other classes, each with the same probability.
+    The estimate uses earlier answers. Their lengths, divided by the expected length, form CLASSES
+    classes of equal probability. An answer that is already longer than k of these typical lengths
+    has the age k. Its final length is then one of the other classes, each with the same
+    probability.
 
     age_groups  the answers by age, as of the last `update`; never changed in place
     ratios      the length classes at that time (RecentLengths.quantiles)
@@ -80,14 +81,14 @@ class RunningAnswers:
         self._is_current, self._answers, self._expected_tokens = False, 0, 0
 
     def add(self, prompt: QueuedPrompt) -> None:
-        """Add a running answer to the estimate, because its first token has arrived."""
+        """Add an answer that the engine has begun: the first token of `prompt` has come."""
         if prompt.output_tokens > 1.0:
             self._enter(prompt, prompt.decode_begin_step)
             self._lengths.begin(prompt)
             self._is_current = False
 
     def remove(self, prompt: QueuedPrompt) -> None:
-        """Remove an ended answer from the estimate; does nothing if it was not added."""
+        """Remove an answer that has ended. Does nothing if it was not added."""
         if prompt.length_class >= 0:
             self._leave(prompt)
             prompt.length_class = -1
@@ -96,11 +97,13 @@ class RunningAnswers:
                 self._drop_ended()
 
     def update(self, load: EngineLoad, steps: float, prefill_s: float) -> float:
-        """Update `age_groups`, and return the step at which an answer reaches its next age.
+        """Sort the running answers by age, and return the decode step at which this next changes.
 
-        Returns inf if no answer does. Answers without a first token count as well. The answers of
-        other gateways are assumed to have the same distribution.
+        The age of an answer is how many of the typical lengths it has exceeded. The result is in
+        `age_groups`; the returned step is inf if no answer gets older. Requests without a first
+        token count too, and those of other gateways are assumed to be distributed like own ones.
 
+        load       the engine's load, with its number of answers
         steps      number of decode steps of the engine so far
         prefill_s  total seconds of its steps with prompts
         """
@@ -119,13 +122,22 @@ class RunningAnswers:
     def restore(
         self, load: EngineLoad, age_groups: list[AgeGroup], ratios: Sequence[float]
     ) -> None:
-        """Replace the groups by those that `update` once computed for `load`, for explanations."""
+        """Set the groups to earlier ones, so that a past decision can be explained.
+
+        load        the load as it was then
+        age_groups  the answers by age that `update` computed for it
+        ratios      the typical lengths at that time, relative to the expected length
+        """
         self.age_groups, self.ratios = age_groups, ratios
         self._is_current, self._answers = True, load.answers
         self._expected_tokens = load.expected_tokens
 
     def length_groups(self) -> Iterator[LengthGroup]:
-        """Yield the running answers in groups by their probable final length in tokens."""
+        """Yield the running answers in groups of about the same estimated final length.
+
+        A group has the expected number of its answers, 1 / length in tokens, and the mean total
+        prefill seconds of the engine at their first tokens.
+        """
         for count, inverse, began_s, _, _, _, _, age in self.age_groups:
             ratios = self.ratios[age:] or (1.0,)
             for ratio in ratios:
@@ -196,5 +208,5 @@ class RunningAnswers:
 
 
 def per_token(inverse: float) -> float:
-    """Return 1 over a length in tokens, for a length of at least LEAST_TOKENS."""
+    """Return 1 / (length in tokens), limited as if the length were at least LEAST_TOKENS."""
     return min(MOST_PER_TOKEN, inverse)

@@ -48,10 +48,10 @@ A prompt that was predicted to fit may then in fact be waiting for KV.
 
 
 class EngineModel:
-    """The predicted state of one engine: queue, current step, decoding batch and KV.
+    """A model of one inference engine: its queue of prompts, its running batch, and its KV memory.
 
-    A step is one pass of the engine over its batch. Events of EngineTimeline,
-    first_token_calibration.py and load_forecast.py change the state. Times are on the policy clock.
+    The model predicts the engine's next steps; a step is one pass over its batch. Observed events
+    correct it. Times are on the policy clock.
 
     queue                  prompts with tokens that no step computes yet, in order of arrival
     queued_tokens          number of those tokens
@@ -212,7 +212,10 @@ class EngineModel:
             self._decode_until(now)
 
     def is_same_step(self, now: float) -> bool:
-        """Return whether first tokens that arrive now may be from the step that has just ended."""
+        """Return whether a first token that comes now may belong to the step that has just ended.
+
+        First tokens of one step do not arrive at exactly the same time.
+        """
         spread_s = TOGETHER * self.decode_s
         if self.awaited:
             spread_s = max(spread_s, LATE_SHARE * self.ended_step_s)
@@ -275,9 +278,9 @@ class EngineModel:
         self.is_stale = True
 
     def complete_only_prompt(self, prompt: QueuedPrompt, now: float) -> None:
-        """Complete the engine's only queued prompt, which was computed since the last event.
+        """Complete the engine's only queued prompt without simulating the step that computed it.
 
-        No step is planned for it. This saves time if nothing can be learned from the prompt.
+        This is faster than a simulation, for prompts from which no speed needs to be learned.
         """
         # The prompt may have waited for a slot until the current step began.
         began_at = min(now, max(prompt.enters_at, self.step_began_at))
@@ -412,9 +415,9 @@ class EngineModel:
         self.is_busy, self.span.waits_for_kv = False, True
 
     def close_step(self, now: float) -> None:
-        """End the engine's current step at `now`.
+        """End the engine's current simulated step at `now`.
 
-        Prompts whose first token is not reported start to decode.
+        Prompts that this step completed start to decode, if their first token will not be reported.
         """
         self.prefill_steps += 1
         self.prefill_s += now - self.step_began_at
@@ -451,14 +454,14 @@ class EngineModel:
         self.context_base += prompt.sequences * (prompt.prompt_tokens - self.steps)
 
     def answer_groups(self, load: EngineLoad, now: float) -> list[LengthGroup]:
-        """Return the running answers of the engine by their probable final length."""
+        """Return the engine's running answers, grouped by their probable final length."""
         self.update_answers(load, now)
         return list(self.answers.length_groups())
 
     def update_answers(self, load: EngineLoad, now: float) -> None:
-        """Update the ages of the running answers.
+        """Update the estimated final lengths of the running answers to the time `now`.
 
-        Steps since the last event are counted if the engine only decodes.
+        While the engine only decodes, the steps since the last event are counted too.
         """
         steps = self.steps
         is_decoding = self.decode_s > 0.0 and not (self.is_busy or self.queue)
@@ -478,9 +481,9 @@ class EngineModel:
         self.kv_prompts += prompt.prompt_tokens
 
     def catch_up_to(self, load: EngineLoad, prompt: QueuedPrompt, now: float) -> None:
-        """Advance the model to the step that completes this prompt.
+        """Advance the model to the step that completes this prompt: its first token has come.
 
-        The real engine has already reported the first token: it was faster than predicted.
+        The real engine was faster than the model predicted.
         """
         if prompt.enters_at > now:
             belief = load.belief

@@ -24,11 +24,10 @@ class SharedPrefixKv:
         self.tokens, self.distinct = 0, 0.0
 
     def exclusive_share(self) -> float:
-        """Return the estimated share (0 to 1) of a sequence's cached prefix that no other sequence
-        uses.
+        """Estimate the share (0 to 1) of a sequence's cached prefix that no other sequence uses.
 
-        If sequences use some of the prefixes at random, this is nearly the square of `distinct /
-        tokens`.
+        Only this share becomes free when the sequence ends. If sequences use some of the prefixes
+        at random, the result is nearly the square of `distinct / tokens`.
         """
         if self.distinct >= self.tokens:
             return 1.0

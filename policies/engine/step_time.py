@@ -162,7 +162,7 @@ class SpeedFactor(NamedTuple):
 
 
 class UsualSpeeds(NamedTuple):
-    """The learned speeds of an engine for its usual work.
+    """How fast an engine is compared with its estimate, for the mix of work that it usually does.
 
     prefill  factor on the time of prefill
     pairs    factor on the time of attention in prefill
@@ -175,15 +175,15 @@ class UsualSpeeds(NamedTuple):
 
 
 class SpeedBelief:
-    """The learned speed of one endpoint: the estimated step costs `shape`, and correction factors.
+    """The learned speed of an engine: estimated costs of its steps, and factors that correct them.
 
-    The endpoint's timeline and ledger change it. A full step is divided into FILLS parts
-    (StepCosts.filling).
+    `shape` has the estimates, by the engine's GPUs and model. The factors are learned while
+    requests run, from the times of their tokens. A full step is divided into FILLS parts
+    (StepCosts.filling), because small matrices do not fill a GPU.
 
     prompts        factors on the prefill part of steps: one for all of it; one each for steps that
-                   are 0, 1, 2 and 3 quarters full, because small matrices do not fill the GPU; one
-                   for attention
-    decodes        factors on steps without prompts: one for all of it, and one for reading the
+                   are 0, 1, 2 and 3 quarters full; one for attention
+    decodes        factors on steps without prompts: one for the whole step, and one for reading the
                    context
     layers         factor on the fixed part of a step with prompts
     speeds         one factor each for prefill, attention and decode steps, for the usual work
@@ -239,11 +239,11 @@ class SpeedBelief:
 
     @property
     def was_reached(self) -> bool:
-        """Whether the first token of a short prompt has shown the API latency."""
+        """Whether a short prompt has shown how long requests take to reach the engine."""
         return self._reached > 1.0
 
     def apply_factors(self) -> None:
-        """Recompute the corrected costs of an engine step from the changed correction factors."""
+        """Multiply the estimated step costs by the learned factors, after these have changed."""
         self._settle_prompts()
         self._settle_layers()
         self._settle_decodes()
@@ -274,18 +274,22 @@ class SpeedBelief:
         self.base_s = slower * shape.step_s
 
     def pace(self, tokens: float) -> float:
-        """Return the correction factor for the prefill part of a step with `tokens` prompt
-        tokens.
+        """Return the learned factor on the estimated prefill time of a step with `tokens` tokens.
+
+        It is above 1 if the engine is slower than estimated, and depends on how full the step is.
         """
         part, beyond = self.shape.filling(tokens)
         less = self.paces[part]
         return less + beyond * (self.paces[part + 1] - less)
 
     def prompts_s(self, tokens: float, pairs: float) -> float:
-        """Return the estimated seconds that prompt tokens and query-key pairs add to an engine
-        step.
+        """Estimate how many seconds prompt tokens add to an engine step, before most corrections.
 
-        Only attention's own factor is included. Multiply the result by `pace(tokens)`.
+        Of the learned factors, only that of attention is included. Multiply the result by
+        `pace(tokens)`.
+
+        tokens  number of prompt tokens in the step
+        pairs   number of their query-key pairs, for attention
         """
         compute_s, weights_s = self.shape.token_s * tokens, self.shape.weights_s
         return (
@@ -323,9 +327,9 @@ class SpeedBelief:
         self._settle_prompts()
 
     def observe_step_overhead(self, ratio: float, noise_var: float) -> None:
-        """Update the correction factor of the fixed part of prefill steps.
+        """Learn the time of a prefill step that does not depend on its number of tokens.
 
-        ratio      observed over predicted time of that part
+        ratio      observed time of that part divided by the predicted time
         noise_var  variance of the ratio's logarithm
         """
         self.layers.observe(ratio, (1.0,), noise_var)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def backlog_s(load: EngineLoad, now: float) -> float:
-    """Return the seconds until the endpoint will have computed all prompts reserved there."""
+    """Return the seconds until the endpoint has computed all prompts that were sent to it."""
     if (
         now > load.next_first_token_at
     ):  # A late first token was mispredicted: expect it to take as long again.
@@ -28,17 +28,17 @@ def backlog_s(load: EngineLoad, now: float) -> float:
 
 
 def is_first_token_late(load: EngineLoad, now: float) -> bool:
-    """Return whether the endpoint's next first token is later than forecast.
+    """Return whether the next first token of an endpoint is overdue, compared with its forecast.
 
-    If so, the endpoint's `backlog_s` rises with time instead of falling.
+    If so, its backlog (`backlog_s`) is assumed to grow with time instead of shrinking.
     """
     return now > load.next_first_token_at
 
 
 def room_s(load: EngineLoad, prompt_tokens: float) -> float:
-    """Return the seconds until the endpoint has free KV memory for `prompt_tokens` tokens.
+    """Return how many seconds a prompt must wait until the endpoint has free KV memory for it.
 
-    Memory becomes free as requests end. Returns 0 if that much is free already.
+    Memory becomes free as requests end. Returns 0 if enough is free already.
     """
     missing = prompt_tokens - load.free_kv_tokens
     return missing * load.s_per_freed_kv_token if missing > 0.0 else 0.0
@@ -91,10 +91,9 @@ def tpot_s(load: EngineLoad, context_tokens: float) -> float:
 def ttfts(
     candidates: Sequence[Candidate], held: Sequence[int], prompt_tokens: int, now: float
 ) -> list[float]:
-    """Return the expected seconds to the first token for every candidate, in order.
+    """Return the expected seconds to a request's first token at each candidate, in order.
 
-    `held` is the number of prompt tokens that each candidate has cached, in the same order. See
-    `ttft_s`.
+    held  number of prompt tokens that each candidate has cached, in the same order
     """
     return [
         ttft_s(candidate.load, prompt_tokens - cached, cached, now)

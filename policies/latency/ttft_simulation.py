@@ -92,10 +92,10 @@ class EngineSimulation:
             self._start_decoding(timeline.completing)
 
     def first_token(self) -> tuple[float, float]:
-        """Return when the step that completes the last queued prompt begins, and how long it takes.
+        """Simulate steps until the last queued prompt is computed.
 
-        Both are in seconds. Prompts that arrive before the step begins are computed in the same
-        step.
+        Returns when the step that completes it begins, on the policy clock, and how many seconds it
+        takes. Prompts that arrive before that step begins are computed in it too.
         """
         now = self.queue[-1].enters_at - self.load.belief.request_s
         while True:
@@ -252,9 +252,10 @@ def simulate_ttft_s(
 def run_simulation(
     timeline: EngineTimeline, load: EngineLoad, prompt: QueuedPrompt, now: float
 ) -> float:
-    """Return the expected seconds until the first token of a prompt, at an idle or a busy engine.
+    """Simulate an engine until it has computed a new prompt; return the seconds to its first token.
 
-    The timeline must have been advanced to `now`.
+    An idle engine has a faster way. The timeline, which models the engine, must have been advanced
+    to `now`.
     """
     simulation = EngineSimulation(timeline, load, now)
     for queued in timeline.queue:
