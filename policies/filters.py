@@ -107,9 +107,9 @@ def prefer_proven(query: RoutingQuery, candidates: Sequence[Candidate]) -> Seque
 
 
 def applicable(filters: tuple[Filter, ...], candidates: Sequence[Candidate]) -> tuple[Filter, ...]:
-    """Return the filters that may remove one of these candidates for some request.
+    """Return those of the filters that may remove one of these candidates for some request.
 
-    The caller can skip all other filters.
+    The caller can skip the others, which keep all candidates.
     """
     no_effect = set()
     if all(candidate.endpoint.context_tokens is None for candidate in candidates):

@@ -126,10 +126,7 @@ class Rotation:
         return chosen
 
     def last_turn(self, candidate: Candidate, now: float) -> float:
-        """Return the number of the pick that last chose this candidate, counted from 1.
-
-        Returns 0 if no pick has chosen it yet.
-        """
+        """Return the number of the pick that chose this candidate last, from 1; 0: none did."""
         return max(0.0, self._last_turn.get(candidate.load.slot, 0.0))
 
     def _add_new_slots(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> None:

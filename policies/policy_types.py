@@ -56,7 +56,7 @@ It is called only to explain a pick, so it may be slow.
 
 
 class LinkLoad(NamedTuple):
-    """The transfers of KV cache over one direction of an endpoint's network link.
+    """How busy one direction of an endpoint's network link is with transfers of KV cache.
 
     waiting    number of transfers that have not ended
     wait_s     seconds until they will have ended
@@ -69,7 +69,7 @@ class LinkLoad(NamedTuple):
 
 
 class PhaseShare(msgspec.Struct, frozen=True):
-    """Which phases of a request an endpoint would serve.
+    """Which part of a request an endpoint would serve: its prefill, its decoding, or both.
 
     prefills     1.0 if the endpoint computes the prompt, else 0.0
     decodes      1.0 if the endpoint generates the answer, else 0.0
@@ -95,11 +95,11 @@ Lower is better. The costs of two phases can be added.
 
 
 class Ranking(msgspec.Struct, frozen=True):
-    """How a routing policy keeps candidates sorted between requests (policies/candidate_order.py).
+    """How a routing policy keeps many endpoints sorted, so that a pick needs to score only a few.
 
-    With a ranking, the policy scores only a shortlist: the candidates that have most of the prompt
-    cached, and the best of the others. The shortlist contains the candidate that a scan of all
-    would pick, if the policy's score has these properties:
+    At a pick, the policy scores a shortlist: the candidates that have most of the prompt cached,
+    and the best of the others by this ranking. The shortlist contains the candidate that a scan of
+    all would pick, if the policy's score has these properties:
 
     1. Apart from `now`, a score depends only on the request, on the candidate's load, and on the
        tokens that this candidate and the best one have cached. It does not rise when fewer are
@@ -121,10 +121,10 @@ class Ranking(msgspec.Struct, frozen=True):
                 change, as for an engine whose first token is late. Such candidates are ranked again
                 if they are among the best. None: no key rises like that. A key that falls with time
                 needs no such function, because the candidate is only found later
-    tests       function of all candidates: the indexes of those of which nothing but a label is
-                known that keeps them from the best places. While they are idle, one of them in turn
-                is scored in addition, because the policy may test it. None: there are none
-    is_tested   function of a load: whether it needs no test any more
+    tests       function of all candidates: the indexes of those that rank low only because of a
+                label, which may be wrong. While they are idle, one of them in turn is scored in
+                addition, so that the policy may test it with a request. None: there are none
+    is_tested   function of a load: whether the endpoint needs no such test any more
     """
 
     key: Callable[[Candidate, float], float]

@@ -24,7 +24,7 @@ LEAST_PROBABILITY = 1e-6
 
 
 class AnswerPair(msgspec.Struct, frozen=True):
-    """The comparison of two answers to one prompt.
+    """How two answers to the same prompt differ.
 
     same         1.0 if they are equal, else 0.0
     shared       fraction (0 to 1) of the first answer before the first difference
@@ -181,10 +181,11 @@ def judge(
     tolerance: float,
     took_s: tuple[float, float],
 ) -> GoldenReport:
-    """Return the report of a golden comparison.
+    """Decide from compared answers whether a candidate engine is worse than the base engine.
 
-    floors     the base engine's answers compared with its own second answers
-    pairs      the base engine's answers compared with the candidate's
+    floors     for each prompt, the base engine's answer compared with its own second answer. These
+               differences are chance
+    pairs      for each prompt, the base engine's answer compared with the candidate's
     tolerance  accepted difference beyond chance, as a share or in nats
     took_s     mean seconds of an answer of the base engine and of the candidate
     """

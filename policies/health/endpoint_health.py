@@ -112,15 +112,16 @@ class _Transition(msgspec.Struct, frozen=True):
 def next_health(
     health: Health, event: HealthEvent, now: float, rng: Random, limits: HealthLimits
 ) -> Health:
-    """Return an endpoint's health after `event` at time `now`.
+    """Return the health of an endpoint after an event, such as a failed request or a good probe.
 
     health  its health before
+    event   what happened, at the time `now`
     rng     random source for the length of an ejection
     limits  when an endpoint is ejected, and for how long
 
-    Events that are not in the table change nothing. Among these are results of requests that were
-    sent before an ejection: if twenty streams break together, the ejection must not double twenty
-    times.
+    Events that do not matter in a state change nothing. Among these are results of requests that
+    were sent before an ejection: if twenty streams break together, the ejection must not double
+    twenty times.
     """
     rule = _TABLE.get((health.state, event))
     return rule(health, _Transition(event, now, rng, limits)) if rule else health

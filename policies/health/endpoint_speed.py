@@ -171,10 +171,10 @@ class SpeedRecord:
         self._queue.append(tokens)
 
     def is_behind(self, sent_at: float) -> bool:
-        """Return whether a prompt sent at `sent_at` is certainly not in the engine's current step.
+        """Return whether a prompt sent at `sent_at` certainly waits for the next engine step.
 
-        Such a prompt waits for the end of the step. The engine completes a step even if the
-        requests in it have been cancelled.
+        Prompts sent shortly after the current step began may be part of it. The engine completes a
+        step even if its requests have been cancelled.
         """
         return sent_at - self._running_since >= JOIN_S
 
@@ -219,16 +219,17 @@ class SpeedRecord:
     def on_overtaken(
         self, tokens: int, work: int, now: float, *, late_s: float, step_s: float = 0.0
     ) -> None:
-        """Record that a request moved to another endpoint before its first token here.
+        """Record that a waiting request was answered by, or moved to, another endpoint.
 
-        The other endpoint answered first, or this one was late.
+        Its first token had not come from this endpoint, which is evidence that the endpoint is
+        slow.
 
         tokens  uncached tokens of the prompt
         work    tokens of the step in which the prompt would have been computed
         now     monotonic seconds
         late_s  minimum seconds that this step will take, if it is late; 0: it is not late. If the
                 prompt was the next to be computed, this is added as a sample, at most one per step
-        step_s  as for on_dropped()
+        step_s  total seconds of the step that computes the prompt; 0: unknown
         """
         if late_s and self.is_timed and self._queue and self._queue[0] == tokens:
             self._end_step()
@@ -297,7 +298,7 @@ class SpeedRecord:
         self.tracks[2].add(tokens, seconds)
 
     def try_start_probe(self, now: float) -> bool:
-        """Return whether a scheduled probe may be sent to an ejected endpoint now.
+        """Return whether an ejected endpoint may be sent a probe (a test request) now.
 
         If so, the interval until the next probe doubles.
         """
@@ -308,7 +309,7 @@ class SpeedRecord:
         return True
 
     def accept(self) -> None:
-        """Discard all samples and the verdict, so that the endpoint may get requests again."""
+        """Forget all samples and the verdict "slow", so that the endpoint gets requests again."""
         self.restart()
         self.slowness, self._probe_gap_s = None, FIRST_PROBE_GAP_S
 
@@ -322,10 +323,10 @@ class SpeedRecord:
         self.verdict = SpeedVerdict.NORMAL
 
     def prepare(self, now: float) -> None:
-        """Sum up the endpoint's samples since the last review, to compare it with other endpoints.
+        """Sum up the samples since the last review, so that the next one can compare the endpoints.
 
-        Samples since the last review are summed up. The last prefill step counts as ended if no
-        prompt waits, or if no first token has arrived for longer than SAME_STEP_S.
+        The last prefill step counts as ended if no prompt waits, or if no first token has arrived
+        for longer than SAME_STEP_S.
         """
         if not self.waiting or now - self.since > SAME_STEP_S:
             self._end_step()

@@ -70,7 +70,7 @@ prompt changes the expected times considerably, so they are computed whenever th
 
 
 class Expectations:
-    """The times that work is expected to take at the endpoints of a pool.
+    """How long work is expected to take at each endpoint of a pool, to recognise late requests.
 
     peer_times_by_kind  the usual times of each kind of endpoint; each review replaces them
     """
@@ -92,10 +92,10 @@ class Expectations:
         self._peer_times_by_kind, self._usual_s = times, {}
 
     def stalled(self, members: Sequence[Reviewed], now: float) -> list[tuple[float, int]]:
-        """Return (ratio, index) of each endpoint with a stall, the highest ratio first.
+        """Find endpoints whose running prefill step takes much longer than at other endpoints.
 
-        A stall is a running prefill step that takes much longer than at peers. While little is
-        known, the peers' times are computed from what has been completed since the last review.
+        Returns (ratio of the times, index of the endpoint), the highest ratio first. While little
+        is known, the others' times are computed from what has been completed since the last review.
         """
         if not _are_enough(members):
             self.peer_times_by_kind = speed_outlier.compute_peer_times(members, now)
@@ -117,9 +117,10 @@ class Expectations:
         is_doubted: bool = False,
         is_behind: bool = False,
     ) -> float | None:
-        """Return the seconds that a request will probably still wait for its first byte.
+        """Predict how many more seconds a late request will wait for its first byte.
 
-        Returns None while the request is not late.
+        Returns None while the request is not late. The gateway compares the result with other
+        endpoints.
 
         member      the request's endpoint
         measure     the measure by which it is judged, such as TTFT
@@ -156,9 +157,10 @@ class Expectations:
         )
 
     def step_ratio(self, member: Reviewed, now: float) -> float:
-        """Return the time of a running prefill step so far, as a multiple of its peers' time.
+        """Compare the age of a running prefill step with the time that other endpoints take.
 
-        Returns 0 if that is unknown.
+        Returns the age divided by their time for the same work, or 0 if no step runs or the time is
+        unknown.
         """
         record = member.record
         age_s, peer_times = (
@@ -173,12 +175,12 @@ class Expectations:
         return age_s / usual_s if usual_s else 0.0
 
     def late_step_s(self, member: Reviewed, now: float) -> float:
-        """Return the minimum seconds that a late prefill step will take in all; 0 if it is not
-        late.
+        """Return how many seconds a late prefill step will take at least; 0 if it is not late.
 
-        A step is late after LATE_FACTOR times its peers' time. It is expected to last as long again
-        as it has lasted, unless the endpoint's own steps usually take less. At an endpoint whose
-        steps usually take longer, it is late after DOUBTED_FACTOR times its peers' time.
+        A step is late after LATE_FACTOR times the time that it would take at the endpoint's peers.
+        It is expected to last as long again as it has lasted, unless the endpoint's own steps
+        usually take less. At an endpoint whose steps usually take longer, it is late after
+        DOUBTED_FACTOR times that time.
         """
         record = member.record
         age_s, ratio = now - record.since, self.step_ratio(member, now)
@@ -195,10 +197,10 @@ class Expectations:
         return max(age_s, min(own_s, LATE_FACTOR * age_s))
 
     def running_step_s(self, member: Reviewed) -> float:
-        """Return the seconds that the running prefill step probably takes in all; 0 if unknown.
+        """Estimate how many seconds the running prefill step takes from its beginning to its end.
 
-        The endpoint's own times count more than its peers'. An engine ends the step of a prompt
-        that is given up, but computes no further part of it.
+        Returns 0 if that is unknown. The endpoint's own earlier times count more than its peers'.
+        An engine ends the step of a prompt that is given up, but computes no further part of it.
         """
         track, budget = member.record.tracks[0], member.shape.budget_tokens
         work = min(budget, member.record.current_step_tokens(member.step_tokens))
@@ -231,12 +233,14 @@ class Expectations:
 
 
 def choose_doubted(stalled: Sequence[tuple[float, int]], doubted: Sequence[bool]) -> list[int]:
-    """Return the indices of stalled endpoints that get few requests from now on (in doubt).
+    """Choose the stalled endpoints that get few requests until the next review (they are in doubt).
 
-    At least half of all endpoints stay undoubted.
+    At least half of all endpoints are never in doubt.
 
-    stalled  (ratio, index) of stalled endpoints, the highest ratio first
+    stalled  (ratio, index) of endpoints whose prefill step takes too long, the highest ratio first
     doubted  for every endpoint, whether it is in doubt already
+
+    Returns their indices.
     """
     free, result = len(doubted) - sum(doubted), list[int]()
     for ratio, index in stalled:
@@ -259,15 +263,15 @@ def is_doubted(load: EndpointLoad) -> bool:
 
 
 def raised_ceiling(ceiling: int) -> int:
-    """Return the next higher limit of concurrent requests for an endpoint that was in doubt.
+    """Return the next higher limit of requests for an endpoint that was suspected to be slow.
 
-    The result is NO_SOFT_CAP (no limit) once the limit would reach the end of the ramp.
+    Its limit doubles step by step. The result is NO_SOFT_CAP (no limit) at the end.
     """
     return max(1, 2 * ceiling) if ceiling < RAMP_END else NO_SOFT_CAP
 
 
 def is_proven(record: SpeedRecord) -> bool:
-    """Return whether the endpoint was as fast as its peers and no review suspects it now."""
+    """Return whether an endpoint has been as fast as its peers, and no review suspects it now."""
     return record.has_kept_pace and record.verdict is SpeedVerdict.NORMAL
 
 
@@ -298,15 +302,14 @@ def remaining_wait_s(
 def doubted_wait_s(
     record: SpeedRecord, expected_s: float, waited_s: float, *, is_behind: bool
 ) -> float | None:
-    """Return the seconds that a request will probably still wait at an endpoint that was found
-    slow.
+    """Predict the further wait of a late request at an endpoint that was found to be slow.
 
-    expected_s  seconds that the endpoint would usually need, as in `remaining_wait_s`
+    Like `remaining_wait_s`, but the endpoint is expected to take at least DOUBT_RATIO times as
+    long. Returns seconds until the first byte, or None while the request is not late.
+
+    expected_s  seconds that the endpoint would usually need
     waited_s    seconds that the request has waited
     is_behind   whether other prompts are computed before its own; it is then late immediately
-
-    The result is computed as in `remaining_wait_s`, except that the endpoint is expected to take at
-    least DOUBT_RATIO times as long. Returns None while the request is not late.
     """
     is_late = is_behind or waited_s >= DOUBTED_FACTOR * expected_s
     if expected_s <= 0.0 or waited_s < LEAST_LATE_S or not is_late:

@@ -10,7 +10,7 @@ import msgspec
 
 
 class RetryLimits(msgspec.Struct, frozen=True):
-    """The limit on concurrent retries: `floor` plus the fraction `share` of active requests."""
+    """How many retries may run at once: `floor` plus the fraction `share` of active requests."""
 
     share: float = 0.2
     floor: int = 3

@@ -58,7 +58,7 @@ class SlowLimits(msgspec.Struct, frozen=True):
 
 
 class ReviewedEndpoint(msgspec.Struct, frozen=True, eq=False):
-    """One endpoint of a pool whose speed is reviewed.
+    """One endpoint in a review, which compares the speeds of a pool's endpoints.
 
     record       the endpoint's speed samples and verdict
     kind         any value; endpoints with equal values are compared with each other (peers)
@@ -73,7 +73,11 @@ class ReviewedEndpoint(msgspec.Struct, frozen=True, eq=False):
 
 
 class Reviewed(Protocol):
-    """The interface of ReviewedEndpoint, for callers that compute its values when they are read."""
+    """What a review of speeds reads of an endpoint, such as its samples of recent times.
+
+    Any object with these properties can be reviewed. The gateway passes its own endpoint objects,
+    which compute a value only when the review reads it.
+    """
 
     @property
     def record(self) -> SpeedRecord: ...
@@ -89,7 +93,7 @@ class Reviewed(Protocol):
 
 
 def review(members: Sequence[Reviewed], now: float, limits: SlowLimits) -> PeerTimesByKind:
-    """Compare a pool's endpoints, set each one's verdict, and return times by kind and measure."""
+    """Decide which of a pool's endpoints are slow, set their verdicts, and return usual times."""
     for member in members:
         member.record.prepare(now)
     findings = [_Finding() for _ in members]
@@ -153,10 +157,10 @@ class _Finding:
 
 
 class PeerTimes:
-    """The mean times of several endpoints in one measure, such as TTFT.
+    """How long several endpoints of one kind take for work, in one measure such as TTFT.
 
-    They are sorted into bins by size of work. Within a bin, the roofline model `shape` scales means
-    to work of the same size.
+    An endpoint is judged by what the others would take for the same work. Times are sorted into
+    bins by size of work. Within a bin, the roofline model `shape` scales them to the exact size.
     """
 
     # _means: by bin with samples, in ascending order, the endpoints' means, in ascending order
@@ -177,12 +181,12 @@ class PeerTimes:
         self._means = {bin_: means[bin_] for bin_ in sorted(means)}
 
     def expected_s(self, recent: SpeedSamples, own: SpeedSamples) -> float:
-        """Return the seconds that other endpoints would take for the work of these samples.
+        """Return the seconds that the other endpoints would take for one endpoint's work.
 
-        recent  the samples of the endpoint that is judged
-        own     the same endpoint's samples among the references, which are left out
+        recent  the recent samples of that endpoint, with the sizes of its work
+        own     its part of these times, which is left out
 
-        Returns 0 if that time is unknown.
+        Returns 0 if that is unknown.
         """
         total = 0.0
         for bin_ in recent.bins:
@@ -195,11 +199,13 @@ class PeerTimes:
         return total
 
     def usual_s(self, work: int) -> float:
-        """Return the median seconds of all endpoints for work of this size; 0 if unknown."""
+        """Return the endpoints' median seconds for work of this size; 0 if unknown."""
         return self.other_s(work, None)
 
     def other_s(self, work: int, own: SpeedSamples | None) -> float:
-        """Return the median seconds that all endpoints except `own` take for work of this size.
+        """Return the median time, in seconds, that the other endpoints take for work of this size.
+
+        own  the samples of the endpoint to leave out; None: all endpoints count
 
         Returns 0 if unknown.
         """
@@ -208,11 +214,14 @@ class PeerTimes:
         return middle_s * self._size(bin_, work)
 
     def fixed_s(self, own: SpeedSamples | None) -> float:
-        """Return the fixed part of the other endpoints' time per sample, whatever the size of the
-        work.
+        """Estimate the seconds of each sample that do not depend on the size of the work.
 
-        It is in seconds: the intercept of a line through their times over the roofline's times.
-        `own` is left out. Returns 0 if only work of one size was measured.
+        This is the intercept of a line through the endpoints' times, over the times that the
+        roofline model computes for the same work.
+
+        own  the samples of the endpoint to leave out; None: all endpoints count
+
+        Returns 0 if only work of one size was measured.
         """
         points = [
             (self._middle_s(bin_), seconds)

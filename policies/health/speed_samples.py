@@ -91,7 +91,7 @@ class SpeedSamples:
         return same
 
     def minus(self, other: SpeedSamples) -> SpeedSamples:
-        """Return the samples added since `other`, an earlier copy of these samples."""
+        """Return the samples added since `other`, an earlier copy of this object."""
         difference = SpeedSamples(self.least)
         difference.seconds = [*map(sub, self.seconds, other.seconds)]
         difference.work = [*map(sub, self.work, other.work)]
@@ -117,7 +117,7 @@ class SpeedSamples:
 
 
 class SampleTrack:
-    """The speed samples of one measure (such as TTFT) at one endpoint.
+    """One endpoint's times in one measure, such as TTFT, from which its speed is judged.
 
     recent           the samples with fast decay, by which this endpoint is judged
     reference        the same samples with slow decay, by which its peers are judged
@@ -156,7 +156,10 @@ class SampleTrack:
             self._uncounted.append((work, seconds))
 
     def aggregate(self) -> None:
-        """Add the samples recorded since the last review to `recent` and `reference`."""
+        """Add the recorded times to the sums `recent` and `reference`. A review calls this first.
+
+        Recording itself only appends, so that it costs little for each request.
+        """
         samples, self._uncounted = self._uncounted, []
         self.fresh_count += len(samples)
         for work, seconds in samples:
@@ -173,7 +176,7 @@ class SampleTrack:
         self.fresh_count = 0
 
     def since_last_review(self, judged: SpeedSamples) -> SpeedSamples:
-        """Return the samples in `judged` that were recorded since the last review."""
+        """Return the part of the samples `judged` that was recorded after the last review."""
         return judged.minus(self._reviewed)
 
     def restart(self) -> None:
@@ -191,7 +194,7 @@ class SampleTrack:
         return exp(self.log_usual_ratio) if self.review_count >= LEAST_USUAL else 0.0
 
     def update_usual_ratio(self, ratio: float) -> None:
-        """Move the usual ratio of the endpoint's time to its peers' time towards `ratio`.
+        """Learn the usual ratio of an endpoint's time to its peers': move it towards `ratio`.
 
         Call it only for a review that found no fault.
         """
