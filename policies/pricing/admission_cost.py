@@ -16,7 +16,9 @@ from policies.routing_types import Candidate, RoutingQuery
 
 
 class CostEstimate(msgspec.Struct, frozen=True):
-    """The estimated cost of one request, over all available endpoints; times are in seconds.
+    """What one request would cost a pool, and how soon its first token could come, for admission.
+
+    The times are in seconds, over all available endpoints.
 
     ttft_s         from now to the first token where that is earliest, queue included; inf if none
                    is available
@@ -37,7 +39,7 @@ class CostEstimate(msgspec.Struct, frozen=True):
 
     @property
     def work_s(self) -> float:
-        """Return how many seconds of one endpoint's time the request should take."""
+        """Return the seconds of an endpoint's time that the request takes, decoding included."""
         return self.prefill_s + self.decode_s
 
 
@@ -47,7 +49,10 @@ def remaining_ttft_s(query: RoutingQuery) -> float:
 
 
 def estimate_cost(query: RoutingQuery, candidates: Sequence[Candidate]) -> CostEstimate:
-    """Estimate the request's cost over the available candidates, in O(candidates) time."""
+    """Estimate what a request costs at these endpoints, and how soon its first token can come.
+
+    Admission uses this to decide whether the request may enter. It takes O(candidates) time.
+    """
     request, cached, now = query.request, query.cached_by_slot, query.now
     prompt, slots = request.prompt_tokens, len(query.cached_by_slot)
     earliest = cheapest = inf
@@ -80,9 +85,10 @@ def estimate_cost(query: RoutingQuery, candidates: Sequence[Candidate]) -> CostE
 
 
 def decode_work_s(load: EndpointLoad, prompt_tokens: int, output_tokens: int) -> float:
-    """Return the seconds of an endpoint's time that generating an answer takes.
+    """Return how many seconds of an endpoint's time the generation of an answer uses up.
 
-    This is the share of KV memory times the time it is held, or the share of steps if that is more.
+    An answer runs beside others. Its part is its share of the KV memory times the time for which it
+    is held, or its share of the steps if that is more.
     """
     context = prompt_tokens + output_tokens / 2
     steps_s = output_tokens * (

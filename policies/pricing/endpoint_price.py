@@ -63,52 +63,57 @@ _SPEEDS, _RANKS = attrgetter("load.belief.speeds"), attrgetter("load.lockstep_ra
 
 
 class PricedPolicy(PolicyParams, frozen=True):
-    """A policy that picks the endpoint where a request causes the least expected loss, to itself
-    and to all other requests.
+    """A policy that picks the endpoint where a request does least harm, to itself and others.
 
-    The unit of all losses is one request that uses up exactly its budget. A delay of x budgets is a
-    loss of x cubed, so that small delays are nearly free. From `late` budgets on, a loss grows only
-    by `overdue` per budget: a request that misses its budget in any case must not displace others.
+    Harm is measured as a price: the expected loss by delays. The loss is 1 if one request uses up
+    exactly its latency budget (TTFT for the first token, TPOT for each further one). A delay of x
+    budgets is a loss of x cubed, so small delays are nearly free. From `late` budgets on, a loss
+    grows only by `overdue` per budget: a request that is late in any case must not displace others.
 
-    The price of an endpoint is the sum of five terms:
+    The price of an endpoint is the sum of five terms, which docs/how-the-price-works.md explains:
 
-        ttft    Loss by the wait for this request's first token. The wait is the queue (or the time
-                until KV or a slot is free, if that is longer) plus the prefill, as a share of what
-                is left of the TTFT budget. A request that only decodes here queues as well, because
-                its KV waits behind the prompts. If the first token is overdue already, it is
-                expected to take as long again.
-        tpot    tpot_weight x loss by this request's decoding: the expected step time as a share of
-                the TPOT budget. The part of it that other prompts' prefills take counts `lumps`
-                times, since it comes in a few long pauses, which a short answer cannot average out.
-        others  others_weight x the additional loss of the answers that run or wait there, from this
-                request's prefill and from its place in each decode step. An answer's delays so far,
-                the queue before this request and this prefill are divided by the answer's length.
-                That length is unknown: the loss is a mean over the lengths that are still possible
-                at the answer's age (running_answer_lengths.py). Prompts that wait for KV delay no
-                answer. Of the queue, only prompts known to this gateway count: the others are
-                assumed to take as long as this one, so a longer prefill would seem to do less harm.
-                A request that only prefills here has one token, and nothing to lose after it.
-        work    work_weight x what later requests lose by this prefill. The next one finds a queue
-                that is longer by it, and loses so much more; of a queue in which all are late,
-                as much counts as the next one in time would have. Those behind it lose the engine's
-                time: the prefill as a share of the TTFT budget, x the share of time for which the
-                engine has computed prompts lately. So time that would not be used costs little.
-                To it comes regret_weight x the regret for evicted cache: the prefill that later
-                requests must repeat. KV that was computed elsewhere evicts cache too. A transfer of
-                KV delays the next ones over both links in the same way.
-        kv      kv_weight x the expected number of other requests that will lack KV or a slot. A
-                full engine loses about one request for each that it takes, and the probability that
-                it will be full is taken as the cube of the used share of KV. So for KV the number
-                is that cube x this request's KV, in units of one answer's equal part; for slots it
-                is the used share to the power of 4. Shared prefixes count once, and of the tokens
-                that answers are expected to generate, half.
+    ttft    loss by the wait for this request's first token: for the queue (or for KV memory or a
+            slot, if that takes longer) and for its own prefill, as a share of what is left of the
+            TTFT budget
+    tpot    tpot_weight x loss by this request's decoding: the expected time of a step, as a share
+            of the TPOT budget
+    others  others_weight x additional loss of the answers that run or wait there. This request's
+            prefill delays them, and its decoding lengthens each of their steps
+    work    work_weight x loss of later requests, which find a queue that is longer by this prefill.
+            Added is regret_weight x the regret: the prefill that they must repeat because of
+            evicted cache
+    kv      kv_weight x the expected number of other requests that will lack KV memory or a slot
+
+    The details of each term:
+
+    - ttft: A request that is only decoded here queues as well, because its KV waits behind the
+      prompts. If the first token is overdue already, it is expected to take as long again.
+    - tpot: The part of a step that other prompts' prefills take counts `lumps` times. It comes in a
+      few long pauses, which a short answer cannot average out.
+    - others: An answer's delays so far, the queue before this request and this prefill are divided
+      by the answer's length. That length is unknown: the loss is a mean over the lengths that are
+      still possible at the answer's age (running_answer_lengths.py). Prompts that wait for KV delay
+      no answer. Of the queue, only prompts known to this gateway count. The others are assumed to
+      take as long as this one, so a longer prefill would seem to do less harm. A request that is
+      only prefilled here has one token, and nothing to lose after it.
+    - work: The next request loses by the longer queue. Of a queue in which all are late, as much
+      counts as the next request in time would lose. Requests behind it lose the engine's time: the
+      prefill as a share of the TTFT budget, times the share of time for which the engine has
+      computed prompts lately. So time that would not be used costs little. KV that was computed
+      elsewhere evicts cache too. A transfer of KV delays the next ones over both links in the same
+      way.
+    - kv: A full engine loses about one request for each that it takes. The probability that it will
+      be full is taken as the cube of the used share of KV. So for KV the number is that cube times
+      this request's KV, in units of one answer's equal part. For slots it is the used share to the
+      power of 4. Shared prefixes count once, and of the tokens that answers are expected to
+      generate, half.
 
     Other parameters:
 
-    equal_speed_factor  Endpoints count as equally fast if their learned speeds differ from the
-                        median by less than this factor, within the uncertainty of the speeds.
-    fresh_s             Maximum age of a scrape of the engine's metrics, in seconds. The load is
-                        what this gateway has reserved; a scrape only adds requests from elsewhere.
+    equal_speed_factor  endpoints count as equally fast if their learned speeds differ from the
+                        median by less than this factor, within the uncertainty of the speeds
+    fresh_s             maximum age of a scrape of the engine's metrics, in seconds. The load is
+                        what this gateway has reserved; a scrape only adds requests from elsewhere
 
     Related work: opportunity costs in online routing (Awerbuch, Azar, Plotkin 1993). Mooncake's
     TTFT and LMetric's product are first-order cases. JITServe's density treats deadlines that
@@ -167,9 +172,9 @@ class PriceTerms(msgspec.Struct, frozen=True):
 
 
 class PriceScorer:
-    """The price function of the policy `priced`, for one set of weights.
+    """Computes the prices of the routing policy `priced`, for one set of its parameters.
 
-    `prices` is called for every request.
+    PricedPolicy describes the price. `prices` is called for every request.
     """
 
     __slots__ = (
@@ -192,9 +197,7 @@ class PriceScorer:
         self._late_tests = LateTests()
 
     def scores(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-        """Return the negative price of serving the whole request at each candidate endpoint, in
-        order.
-        """
+        """Return a score per candidate: the negative price of serving the request there."""
         loop, factors = self._loop, self.speeds(candidates)
         loop.set_request(query.request, query.now, WHOLE_REQUEST)
         rows = zip(candidates, *factors, repeat(0.0))
@@ -256,7 +259,7 @@ class PriceScorer:
     def terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate]
     ) -> list[Mapping[str, float]]:
-        """Return the named terms of each candidate's price, to explain a pick."""
+        """Return the parts of each candidate's price by name, so that a pick can be explained."""
         return [
             msgspec.structs.asdict(self.explain(query, candidates, index))
             for index in range(len(candidates))
@@ -279,10 +282,10 @@ class PriceScorer:
         return prices
 
     def usual_price(self, candidate: Candidate, now: float) -> float:
-        """Return the price of a usual request without cached tokens, by which the candidate is
-        ranked.
+        """Return the price of a usual request without cached tokens, to keep endpoints sorted.
 
-        Speeds are not equalized here; that is done for the candidates of the shortlist.
+        Differences of learned speeds count in full here. For the best endpoints of the order,
+        prices are computed again, without differences that may be noise.
         """
         usual = self._usual
         usual.now = now
@@ -296,9 +299,11 @@ class PriceScorer:
         index: int,
         part: PhaseShare = WHOLE_REQUEST,
     ) -> PriceTerms:
-        """Return the named terms of the price at candidates[index], for the explanation of a pick.
+        """Return the parts of one candidate's price by name: the slow, readable form of `prices`.
 
-        The arithmetic is that of `prices`, written to be read.
+        candidates  the endpoints, because some parts depend on all of them
+        index       which of them is explained
+        part        whether the endpoint would compute the prompt, generate the answer, or both
         """
         weights, request, load = self.weights, query.request, candidates[index].load
         fast, attention, slow = (factors[index] for factors in self.speeds(candidates))
@@ -436,11 +441,11 @@ class PriceScorer:
         return loss
 
     def speeds(self, candidates: Sequence[Candidate]) -> SpeedFactors:
-        """Return lists of correction factors, by candidate, for prefill, attention and decode
-        steps.
+        """Return the learned speed of each candidate as three lists of factors on estimated times.
 
-        With these factors, endpoints of similar learned speed count as equally fast. The last
-        two results are kept, because they change only when a speed is observed.
+        The lists are for prefill, for attention and for decode steps, in the candidates' order.
+        Endpoints of similar speed get equal factors, because small differences may be noise. The
+        last two results are kept, because they change only when a speed is observed.
         """
         learned = list(map(_SPEEDS, candidates))
         if learned != self._learned:

@@ -29,11 +29,15 @@ class ModelTier(msgspec.Struct, frozen=True):
 
 
 def alternatives(query: RoutingQuery, tiers: Sequence[ModelTier]) -> list[tuple[ModelTier, float]]:
-    """Return the models that could serve the request, each with its price, cheapest first.
+    """Return the smaller models that could serve a request instead of a refusal, cheapest first.
 
-    The price is in lost value: the penalty plus, of the remaining value, the share of the TTFT
-    budget that queue and prefill would use. Models that would miss the budget, have no available
-    endpoint, or accept no prompt of this length are left out.
+    Each comes with its price as a share of the request's value: the model's penalty plus, of the
+    remaining value, the share of the TTFT budget that queue and prefill would use. Left out are
+    models that would miss the budget, have no available endpoint, or accept no prompt of this
+    length.
+
+    query  the request
+    tiers  the models
     """
     budget_s, priced = remaining_ttft_s(query), []
     for tier in tiers:

@@ -45,7 +45,7 @@ PriceLoop._harm_of_ranks."""
 
 
 class PriceWeights(Protocol):
-    """The parameters of the policy `priced` that the loop reads; its docstring describes them."""
+    """The parameters of the routing policy `priced` that the price computation reads."""
 
     @property
     def late(self) -> float: ...
@@ -305,7 +305,7 @@ class PriceLoop:
 
 
 def prefill_share(load: EndpointLoad) -> float:
-    """Return the share (0 to 1) of an endpoint's step time that later requests' prefills take.
+    """Return the share (0 to 1) of an endpoint's time that prefills of later requests will take.
 
     A running answer is slowed down by half of these prefills: on average, half of its tokens are
     already generated.
@@ -317,7 +317,10 @@ def prefill_share(load: EndpointLoad) -> float:
 
 
 def patience_s(request: Request, now: float) -> float:
-    """Return how many seconds of a request's TTFT budget are left; at least LEAST_BUDGET of it."""
+    """Return how many seconds a request may still wait for its first token within its TTFT budget.
+
+    A nearly used-up budget counts as LEAST_BUDGET of the whole one.
+    """
     budget_s = request.slo.ttft_s
     waited_s = now - request.arrived_s if request.arrived_s else 0.0
     return max(LEAST_BUDGET * budget_s, budget_s - max(0.0, waited_s))
@@ -331,10 +334,9 @@ def waiting_external_requests(load: EndpointLoad) -> int:
 
 
 def usual_slots(candidates: Sequence[Candidate]) -> float:
-    """Return the largest number of slots (concurrent sequences) that any candidate has shown; inf
-    if none has.
+    """Return how many sequences an endpoint may run at once if its own number (slots) is unknown.
 
-    An endpoint whose own number is unknown is assumed to have as many.
+    That is the largest number that any candidate has shown; inf if none has.
     """
     shown: list[float] = list(map(_SLOTS, candidates))
     if min(shown, default=inf) == inf:
@@ -343,9 +345,10 @@ def usual_slots(candidates: Sequence[Candidate]) -> float:
 
 
 def slot_wait_s(load: EndpointLoad, usual: float) -> float:
-    """Return the seconds that one more request would wait at an endpoint until a sequence ends.
+    """Return how many seconds one more request would wait until the engine can run it.
 
-    Returns 0 if a slot is free. `usual` is the slots of an endpoint that has not shown its own.
+    An engine runs a limited number of sequences at once (slots). Returns 0 if one is free. `usual`
+    is the number of slots of an endpoint that has not shown its own.
     """
     slots = min(load.slots, usual)
     missing = load.in_flight + 1 - slots
@@ -356,9 +359,10 @@ def slot_wait_s(load: EndpointLoad, usual: float) -> float:
 
 
 def slot_loss(load: EndpointLoad, usual: float) -> float:
-    """Return how many requests will probably lack a slot: the used share to the power of 4.
+    """Estimate how many later requests will find no free slot if one more request runs here.
 
-    `usual` is the slots of an endpoint that has not shown its own.
+    Slots are the sequences that an engine can run at once. The estimate is their used share to the
+    power of 4. `usual` is the number of slots of an endpoint that has not shown its own.
     """
     crowd: float = min(FULLEST, (load.in_flight + 1) / min(load.slots, usual))
     return crowd * crowd * crowd * crowd
@@ -389,9 +393,9 @@ def prefill_shares(ranks: Sequence[EndpointLoad]) -> float:
 
 
 def joint_work_s(ranks: int, ahead_s: float, known_s: float, work_s: float) -> float:
-    """Return the seconds by which a prefill at one of the ranks lengthens their joint work.
+    """Return the seconds by which a prefill at one rank lengthens the work of all ranks together.
 
-    ranks    number of ranks
+    ranks    number of data-parallel ranks, which step together
     ahead_s  seconds until all ranks have computed their prompts
     known_s  the same for the rank that is priced
     work_s   seconds of the prefill

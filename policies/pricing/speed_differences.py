@@ -32,12 +32,15 @@ UNOBSERVED = SpeedFactor(1.0, PRIOR_VAR)
 
 
 def equalize_speeds(speeds: Sequence[SpeedFactor], most: float) -> list[float]:
-    """Return factors that move each endpoint's learned speed towards the median of all.
+    """Return factors that make endpoints of about the same learned speed count as equally fast.
 
-    Learned speeds of equal endpoints differ by noise, and only differences beyond the noise should
-    count. Otherwise the endpoint that seems slightly faster would get all work. An endpoint without
-    observations would also get it if the others are slower than estimated, and under so much
-    prefill its decode speed could not be observed.
+    Learned speeds of equal endpoints differ by noise. If noise counted, the endpoint that seems
+    slightly faster would get all work. So would an endpoint without observations if the others are
+    slower than estimated, and under so much prefill its decode speed could not be observed. The
+    factors move each speed towards the median of all.
+
+    speeds  the learned speeds
+    most    differences from the median beyond this factor still count
     """
     if not speeds:
         return []
@@ -55,9 +58,10 @@ def equalize_speeds(speeds: Sequence[SpeedFactor], most: float) -> list[float]:
 
 
 def slow_by_label(candidates: Sequence[Candidate]) -> list[int]:
-    """Return the indexes of endpoints that only their labels call slow: they were never observed.
+    """Return the indexes of endpoints that count as slow only because their label names a slow GPU.
 
-    Slow is SLOW_LABEL times the prefill time per token of the candidate with the quickest label.
+    Their real speed was never observed. Slow is SLOW_LABEL times the prefill time per token of the
+    candidate with the quickest label.
     """
     token_s = [candidate.load.belief.shape.token_s for candidate in candidates]
     most_s = SLOW_LABEL * min(token_s, default=0.0)
@@ -79,12 +83,12 @@ of a budget that it would take."""
 
 
 class LateTests:
-    """Decides when an idle endpoint with a slow label gets a request that tests the label.
+    """Decides when an idle endpoint gets a request to test whether its label "slow GPU" is true.
 
-    A label that lets no request be in time is never tested by one that is in time, and the endpoint
-    would stay idle forever if the label is wrong. So once PASSED requests have passed the endpoint
-    by, one is risked that the label makes no later than most. However many such endpoints there
-    are, and whether or not the tests teach anything, PASSED requests pass between two tests.
+    An endpoint whose label says that it would be late for every request gets none. If the label is
+    wrong, it would stay idle forever. So once PASSED requests have passed the endpoint by, one is
+    risked that the label makes no later than most. However many such endpoints there are, and
+    whether or not the tests teach anything, PASSED requests pass between two tests.
     """
 
     # _passed: by slot, the belief that is to be tested, the number of requests since the last test,
@@ -128,5 +132,5 @@ class LateTests:
         return due
 
     def forget(self, slot: int) -> None:
-        """Reset the count of the endpoint in `slot`, because it has got a request."""
+        """Start to count again for the endpoint in `slot`, because it has got a request."""
         self._passed.pop(slot, None)

@@ -151,11 +151,11 @@ class EndpointPair(msgspec.Struct, frozen=True):
 
 
 class SplitDecision(msgspec.Struct, frozen=True):
-    """The decision whether to split a request between two endpoints.
+    """Whether a request is split between two endpoints, between which ones, and why.
 
     pair       the two endpoints; None: one endpoint serves the whole request
     reason     why it was split or not
-    splitting  the hysteresis mode, to be passed to the next decision
+    splitting  whether the rule is now in the mode of splitting; pass it to the next decision
     """
 
     pair: EndpointPair | None
@@ -164,8 +164,10 @@ class SplitDecision(msgspec.Struct, frozen=True):
 
 
 def build_splitter(rule: SplitRule, policy: Policy) -> Splitter:
-    """Return the object that decides about splits for a policy: by price if the policy prices
-    phases, else by threshold.
+    """Return the object that decides which requests are split between two endpoints.
+
+    It compares prices if the routing policy has prices for both phases, else it uses a threshold of
+    prompt tokens.
     """
     crowded = msgspec.structs.replace(
         policy, filters=tuple(filter_ for filter_ in policy.filters if filter_ is not below_cap)
@@ -183,7 +185,13 @@ def build_splitter(rule: SplitRule, policy: Policy) -> Splitter:
 def cheapest_for_phase(
     name: str, part: PhaseShare, filters: tuple[Filter, ...], prices: PhasePrices
 ) -> Policy:
-    """Return a policy that picks the cheapest endpoint for one phase: prefill or decode."""
+    """Return a policy that picks the cheapest endpoint for one phase of a split request.
+
+    name     name of the policy
+    part     the phase: prefill or decode
+    filters  which endpoints may serve the request
+    prices   function that computes the price of the phase at each endpoint
+    """
 
     def score(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [-price for price in prices(query, candidates, part)]
@@ -208,9 +216,9 @@ def transfer_s(
     decode: Pick,
     transfers: TransferTimes | None = None,
 ) -> float:
-    """Return the expected seconds from the end of a prompt's prefill to the arrival of its KV.
+    """Return how many seconds after its prefill a prompt's KV has arrived at the decode endpoint.
 
-    They contain the wait for earlier transfers over the two links, if it outlasts the prefill.
+    If the two network links are still busy with earlier transfers, that wait is included.
     `transfers` are measured times; if they are None, the constants of `rule` are used.
     """
     moved = query.request.prompt_tokens - decode.cached_tokens
@@ -233,9 +241,9 @@ def computed_s(query: RoutingQuery, prefill: Candidate) -> float:
 
 
 def decode_wait_s(query: RoutingQuery, decode: Pick) -> float:
-    """Return the expected seconds from the end of the KV transfer to the first token.
+    """Return how many seconds a request will wait at the decode endpoint after its KV has arrived.
 
-    The KV waits behind the prompts that the decoder computes itself, or for free KV.
+    The KV waits behind the prompts that this endpoint computes itself, or for free memory.
     """
     return ttft_s(decode.candidate.load, 0, query.request.prompt_tokens, query.now)
 
@@ -243,9 +251,15 @@ def decode_wait_s(query: RoutingQuery, decode: Pick) -> float:
 def begin_transfer(
     transfers: TransferTimes, rule: SplitRule, pair: EndpointPair, prompt_tokens: int, now: float
 ) -> PendingTransfer | None:
-    """Queue the KV transfer of a request between the pair that was chosen for it.
+    """Record the KV transfer of a split request, so that later forecasts count it.
 
-    Returns None where the pair was not chosen by price, so that no transfer was forecast.
+    transfers      the known transfers of the fleet
+    rule           the constants for a fleet without measurements
+    pair           the two endpoints
+    prompt_tokens  number of tokens whose KV is sent
+    now            the time in seconds
+
+    Returns None where the pair was not chosen by price, because no transfer was forecast then.
     """
     if pair.decode_wait_s is None:
         return None
@@ -255,9 +269,9 @@ def begin_transfer(
 
 
 def end_transfer(transfer: PendingTransfer, pair: EndpointPair, first_token_at: float) -> None:
-    """End the KV transfer of a request whose first token has come.
+    """Record that a KV transfer has ended, because the request's first token has come.
 
-    The expected wait at the decoder is not part of the transfer.
+    The expected wait at the decode endpoint is subtracted from the time of the token.
     """
     transfer.end(first_token_at - (pair.decode_wait_s or 0.0))
 
@@ -300,10 +314,13 @@ class Splitter(msgspec.Struct, frozen=True):
     ) -> SplitDecision:
         """Decide whether to split one request, and choose the two endpoints for it.
 
-        `transfers` are measured times of KV transfers, for rules that price them.
+        pools      the endpoints
+        query      the request
+        shape      the properties that decide whether it can be split
+        splitting  whether the last decision was in the mode of splitting; False at first
+        transfers  measured times of KV transfers, for rules that price them
 
-        `splitting` is the mode in the last decision; False at first. A request that no endpoint can
-        serve whole is split even when that is slower.
+        A request that no endpoint can serve whole is split even when that is slower.
         """
         why = unsplittable_reason(shape)
         if why is not None:
@@ -323,7 +340,7 @@ class Splitter(msgspec.Struct, frozen=True):
     def choose_pair(
         self, pools: SplitPools, query: RoutingQuery, transfers: TransferTimes | None = None
     ) -> EndpointPair | None:
-        """Return the least loaded decode endpoint that has a prefill partner, and its best partner.
+        """Return the least loaded decode endpoint, and the best prefill endpoint for it.
 
         Returns None if there is no such pair.
         """
@@ -400,9 +417,10 @@ class PricedSplitter(Splitter, frozen=True):
     def choose_pair(
         self, pools: SplitPools, query: RoutingQuery, transfers: TransferTimes | None = None
     ) -> EndpointPair | None:
-        """Return the two endpoints with the lowest sum of their prices, or None if there are none.
+        """Return the prefill and the decode endpoint with the lowest sum of prices.
 
-        Per group of endpoints the cheapest decoders are tried, each with its cheapest partner.
+        Returns None if there are none. Of each group with compatible KV caches, the cheapest decode
+        endpoints are tried, each with its cheapest prefill endpoint.
         """
         pairs = [
             pair

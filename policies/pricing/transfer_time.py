@@ -83,7 +83,7 @@ class DecayingMean:
         self._read_at = None
 
     def remaining(self, now: float) -> tuple[float, float]:
-        """Return the sum and the weight of the measurements, as far as they count at `now`."""
+        """Return the weighted sum and the weight of the measurements that still count."""
         if now != self._read_at:
             kept = exp(min(0.0, self._at_s - now) / MEMORY_S)
             self._read_at, self._remaining = now, (self._total * kept, self._weight * kept)
@@ -91,10 +91,10 @@ class DecayingMean:
 
 
 class PairMeans:
-    """Means of a quantity, such as seconds per token, for each pair of endpoints.
+    """Averages of measured KV transfers, such as seconds per token, for each pair of endpoints.
 
-    A pair without recent measurements is expected to be like the pairs with the same prefill or the
-    same decode endpoint, and these like the whole fleet.
+    A pair without recent measurements is assumed to be like the pairs with the same prefill or the
+    same decode endpoint. If these have none either, it is assumed to be like the whole fleet.
 
     is_empty  whether nothing has been measured
     """
@@ -119,21 +119,24 @@ class PairMeans:
             mean.add(weight, total, now)
 
     def add_to_pair(self, names: Names, weight: float, total: float, now: float) -> None:
-        """Add a measured KV transfer to the mean of its pair only.
-
-        It says nothing about other pairs.
-        """
+        """Add a measured transfer to the mean of its own pair, not to those of similar pairs."""
         self.is_empty = False
         _get_or_add(self._pairs, names, self._new_mean).add(weight, total, now)
 
     def at(self, expected: float, now: float) -> MeansAtOnce:
-        """Return the means of all pairs at this time, for the same expected value."""
+        """Return an object that reads the means of many pairs faster than `mean` does.
+
+        expected  the value to assume in a fleet without measurements
+        now       the time of these means
+        """
         usual = self._merge(expected, now, self._all)
         return MeansAtOnce(self._prior, usual, self._ends, self._pairs, now)
 
     def mean(self, names: Names, expected: float, now: float) -> float:
-        """Return the mean for a pair; `expected` is the value to assume in a fleet without
-        measurements.
+        """Return the mean for a pair of endpoints at the time `now`.
+
+        names     the prefill and the decode endpoint
+        expected  the value to assume in a fleet without measurements
         """
         ends, (prefill, decode) = self._ends, names
         usual = self._merge(expected, now, self._all)
@@ -156,9 +159,10 @@ class PairMeans:
 
 
 class MeansAtOnce:
-    """The means of many pairs at one time, for one expected value: each end is read once.
+    """The means of many pairs of endpoints at one moment, read faster than one by one.
 
-    They equal those of PairMeans.mean, and hold until a measurement is added.
+    They equal those of PairMeans.mean, but each endpoint is read once. They are valid until a
+    measurement is added.
     """
 
     # _prefills: by prefill endpoint, the sum and the weight of its measurements and of the usual
@@ -202,10 +206,10 @@ class MeansAtOnce:
 
 
 class PairSpeed(msgspec.Struct, frozen=True):
-    """How long KV transfers between a pair of endpoints are expected to take.
+    """How long KV transfers between two endpoints are expected to take.
 
     token_s  seconds per token
-    fixed_s  seconds per transfer, in addition to the fixed time that the rule says
+    fixed_s  seconds per transfer, in addition to the configured fixed time (SplitRule.handoff_s)
     """
 
     token_s: float
@@ -253,7 +257,10 @@ class LinkQueue:
         return tuple(self._pairs)
 
     def add(self, transfer: PendingTransfer, speed: PairSpeed) -> None:
-        """Queue a transfer, and expect all transfers of its pair to have this speed from now on."""
+        """Add a transfer to the link's queue.
+
+        speed  its expected speed, which from now on holds for all queued transfers of the same pair
+        """
         self._change(transfer.names, 1, transfer.tokens, speed)
 
     def set_speed(self, names: Names, speed: PairSpeed) -> None:
@@ -283,9 +290,9 @@ class LinkQueue:
 
 
 class PendingTransfer:
-    """One KV transfer, from the choice of its pair until it ends or is cancelled.
+    """One transfer of a prompt's KV cache, from the choice of its two endpoints to its end.
 
-    names, tokens  the pair, and the tokens of KV that it moves
+    names, tokens  the two endpoints, and the number of tokens whose KV is moved
     expected_s     seconds per token that are expected of a fleet without measurements
     links_free_at  when the last transfer before it on either link had ended
     ended_at       when it ended; None before, and if it was cancelled
@@ -326,10 +333,10 @@ class PendingTransfer:
 
 
 class TransferForecast:
-    """What KV transfers take at one moment, for a decision that compares many pairs.
+    """How long KV transfers would take now between many pairs of endpoints, to choose one pair.
 
-    Each endpoint's measurements and queue are read once. The forecast holds until a transfer
-    begins, becomes ready or ends.
+    Each endpoint's measurements and queue are read only once. The forecast is valid until a
+    transfer begins, becomes ready or ends.
     """
 
     # _waits: what waits() has returned
@@ -360,10 +367,10 @@ class TransferForecast:
         return found
 
     def links_to(self, decode: str, prefills: Sequence[str]) -> list[tuple[float, float, float]]:
-        """Return three numbers per prefill endpoint, for a transfer from it to `decode`.
+        """Forecast a transfer from each of these prefill endpoints to the endpoint `decode`.
 
-        They are the seconds per token and per transfer (TransferTimes.speed), and the seconds until
-        both links are free (TransferTimes.backlog_s).
+        Returns three numbers per prefill endpoint, in seconds: the time per token, the additional
+        fixed time of a transfer, and the time until the links of both endpoints are free.
         """
         rates = self._rates.means_to(decode, prefills)
         fixed = [0.0] * len(rates)
@@ -382,7 +389,7 @@ class TransferForecast:
 
 
 class TransferTimes:
-    """How fast KV transfers between pairs of endpoints are, and which ones are in progress.
+    """What is known about KV transfers between endpoints: measured speeds, and those in progress.
 
     The object has one owner at a time, and no lock.
     """
@@ -402,10 +409,10 @@ class TransferTimes:
         return now - self._tested_at <= MEMORY_S
 
     def backlog_s(self, names: Names, now: float) -> float:
-        """Return the seconds until the links of both endpoints have moved all KV that waits.
+        """Return the seconds until the links of both endpoints are free for another KV transfer.
 
-        The value is inf if a transfer is in progress on one of them while the fleet is not measured
-        yet.
+        The result is inf if one of them has a transfer in progress while the speed of the fleet's
+        links is not known: that transfer is then a test.
         """
         sending, receiving = self._links.get((0, names[0])), self._links.get((1, names[1]))
         links = [link for link in (sending, receiving) if link is not None]
@@ -445,11 +452,13 @@ class TransferTimes:
         self._update_queues(transfer, now)
 
     def give_up(self, transfer: PendingTransfer, ready_at: float, now: float) -> None:
-        """End a transfer that has taken too long, and learn that it takes at least so long.
+        """End a transfer that has taken too long, and learn that its pair takes at least so long.
 
-        Because an engine may hang, that holds for its pair only, unless nothing was known before:
-        then the links of the whole fleet may be slow, and each of their tests may take as long.
-        Nothing happens if it has ended before.
+        It holds for this pair only, because the cause may be an engine that hangs. If nothing was
+        known before, it holds for the whole fleet: then all links may be slow, and each test may
+        take as long. Nothing happens if the transfer has ended before.
+
+        ready_at  when its prompt was computed
         """
         if not transfer.is_pending:
             return
@@ -494,7 +503,7 @@ class TransferTimes:
         return PairSpeed(self._rates.mean(names, expected_s, now), self._fixed_s(names, now))
 
     def forecast(self, expected_s: float, now: float) -> TransferForecast:
-        """Return what `speed` and `backlog_s` return at this moment, for many pairs at once.
+        """Return a forecast with which many pairs of endpoints can be compared at this moment.
 
         expected_s  seconds per token, to use for a fleet without measurements
         """

@@ -45,9 +45,10 @@ class ConsistentHash(PolicyParams, frozen=True):
 
 
 class SessionHashPicker:
-    """Picks the endpoint with the highest hash of session and endpoint name.
+    """Picks an endpoint by a hash of the session and the endpoint's name: the highest hash wins.
 
-    The object caches the hashes of names, so each policy needs its own.
+    So a session keeps its endpoint. The object caches the hashes of names, so each policy needs its
+    own.
     """
 
     __slots__ = ("_load_factor", "_salts")

@@ -61,7 +61,10 @@ class DualMap(PolicyParams, frozen=True):
 
 
 class TwoHashPicker:
-    """The picker of the policy DualMap. It remembers hot prefixes, so each policy needs its own."""
+    """Picks the better of two endpoints that hashes of the prompt's prefix select (policy DualMap).
+
+    It remembers which prefixes are hot, so each policy needs its own picker.
+    """
 
     __slots__ = ("_hot", "_salts", "_ttft_slo_s")
 
@@ -113,10 +116,10 @@ class TwoHashPicker:
 
 
 class HotPrefixes:
-    """Chooses how many blocks of a prompt are hashed: one, plus one for each hot prefix.
+    """Finds prefixes that so many requests share that they need more than two endpoints.
 
-    A prefix is hot if many recent requests share it. It stays hot until `_MOST_EXPANDED` newer hot
-    prefixes have replaced it.
+    Such hot prefixes are hashed together with the next block of the prompt, so that their requests
+    are spread. A prefix stays hot until `_MOST_EXPANDED` newer ones have replaced it.
     """
 
     __slots__ = ("_at_least", "_counts", "_expanded", "_recent", "_share", "_window")

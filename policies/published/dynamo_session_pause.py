@@ -89,7 +89,10 @@ class Program:
 
 
 class SessionPauser(CapAdmission):
-    """The admission policy SessionPause for one pool. It keeps sessions by their last request."""
+    """Pauses sessions of one pool while their contexts do not fit an engine's memory.
+
+    SessionPause describes the rule. Sessions are kept in the order of their last requests.
+    """
 
     __slots__ = ("_kv", "_next_s", "_paused", "_programs", "_rule", "_used")
 

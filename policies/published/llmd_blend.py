@@ -92,11 +92,11 @@ def free_memory(fresh_s: float) -> Scorer:
 
 
 class ColdTurns:
-    """A scorer and picker that uses the endpoints in turn for prompts that are cached nowhere.
+    """A scorer and picker that spreads prompts which are cached nowhere over all endpoints.
 
-    The endpoint whose last such prompt is longest ago scores 1, the latest one 0. If any endpoint
-    has part of the prompt cached, all score the same. The object has state, so each policy needs
-    its own.
+    The endpoint that has waited longest for such a prompt scores 1, the one that got the latest
+    scores 0. If any endpoint has part of the prompt cached, all score the same. The object has
+    state, so each policy needs its own.
     """
 
     __slots__ = ("_last", "_turn")

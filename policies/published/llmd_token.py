@@ -95,9 +95,9 @@ def warm_until_saturated(
 
 
 def queued_and_new(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Return each candidate's score: its tokens to prefill before the first token, negated.
+    """Return each candidate's score: minus its prompt tokens to compute before the first token.
 
-    These are the queued prefill tokens and the uncached tokens of this prompt (Q + u).
+    These are the tokens of queued prompts and the uncached tokens of this prompt (Q + u).
     """
     prompt = query.request.prompt_tokens
     return [

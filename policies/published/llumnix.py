@@ -33,9 +33,9 @@ class Llumnix(PolicyParams, frozen=True):
 
 
 def prefill_ahead(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Return the score of each candidate, -(Q + u) in tokens.
+    """Return each candidate's score: minus its prompt tokens to compute before the first token.
 
-    Q is the number of queued prefill tokens, and u the number of uncached tokens of this prompt.
+    These are Q + u: the tokens of queued prompts, and the uncached tokens of this prompt.
     """
     now, prompt, scores = query.now, query.request.prompt_tokens, []
     for candidate, cached in zip(candidates, cached_tokens(query, candidates), strict=True):

@@ -31,7 +31,7 @@ class LMetric(PolicyParams, frozen=True):
 
 
 def product(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[float]:
-    """Return the score of each candidate, -(Q + u) * (N + 1).
+    """Return each candidate's score by the rule LMetric: -(Q + u) * (N + 1).
 
     Q is the number of queued prefill tokens, u that of uncached tokens of this prompt, and N that
     of requests in flight.

@@ -37,9 +37,9 @@ class EarlyRejection(AdmissionParams, frozen=True):
 
 
 class EarlyRejector(CapAdmission):
-    """An admission policy that first refuses by predicted latencies, then applies concurrency caps.
+    """An admission policy that refuses a request whose predicted latencies exceed its budgets.
 
-    EarlyRejection describes the rule.
+    Other requests enter up to the concurrency caps. EarlyRejection describes the rule.
     """
 
     __slots__ = ("_margin",)

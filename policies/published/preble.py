@@ -53,7 +53,7 @@ class Preble(PolicyParams, frozen=True):
 
 
 class ExploitExplore:
-    """The scorer and picker of Preble's rule.
+    """Scores and picks by Preble's rule E2: a long cached prefix, otherwise the lowest cost.
 
     It remembers the picks of a time window, so each policy needs its own.
     """
@@ -125,10 +125,10 @@ class ExploitExplore:
 
 
 class SentWork:
-    """One past pick of Preble's rule: when, which request, which endpoint (slot), and how much
-    work.
+    """One past pick of Preble's rule, which counts as load of its endpoint for some time.
 
-    The work is in GPU seconds. The numbers of cached and of all prompt tokens are stored too.
+    It has the time, the request, the endpoint (slot), the work in GPU seconds, and the numbers of
+    cached and of all prompt tokens.
     """
 
     __slots__ = ("at", "cached", "id", "prompt", "seconds", "slot")
@@ -191,7 +191,7 @@ class SentWindow:
                 self.forget(past.id)
 
     def forget(self, request: str) -> None:
-        """Remove a request from the window, as if it had never been sent."""
+        """Remove a request from the window, because it was not served where it had been sent."""
         past = self._by_id.pop(request, None)
         if past is not None:
             self._count(past, -1.0)

@@ -25,7 +25,7 @@ def cached_tokens(query: RoutingQuery, candidates: Sequence[Candidate]) -> list[
 
 
 def is_fresh(load: EndpointLoad, oldest: float) -> bool:
-    """Return whether the endpoint's metrics were scraped at the time `oldest` or later."""
+    """Return whether an endpoint's metrics are recent: read at the time `oldest` or later."""
     return load.scraped_at is not None and load.scraped_at >= oldest
 
 
@@ -54,11 +54,11 @@ def kv_used(load: EndpointLoad, oldest: float) -> float:
 
 
 def prefill_s(load: EndpointLoad, new: int, cached: int) -> float:
-    """Return the seconds to compute `new` prompt tokens that follow `cached` ones.
+    """Return the seconds that the hardware needs for `new` prompt tokens after `cached` ones.
 
-    Only the properties of the hardware are used, because published predictors are fitted offline,
-    once per kind of engine. The learned speed is left out on purpose: of many noisy estimates, the
-    lowest is the most wrong one, and all requests would go there.
+    The endpoint's learned speed is left out on purpose, because published predictors are fitted
+    offline, once per kind of engine. And of many noisy estimates, the lowest is the most wrong one,
+    and all requests would go there.
     """
     shape = load.belief.shape
     return new * (shape.token_s + shape.wire_s + shape.pair_s * (cached + 0.5 * new))
