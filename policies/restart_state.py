@@ -40,10 +40,10 @@ _NO_MEANS = (None, None, None, None, None)
 
 
 class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
-    """A part of a prefix index as packed arrays: some prompt blocks, oldest first.
+    """Some blocks of a prefix index as packed arrays, oldest first, to save them for a restart.
 
-    A prefix index stores which endpoint has which prompt blocks cached. A stamp is the time when
-    one endpoint last used a block.
+    A prefix index stores which endpoint has which prompt blocks cached. A stamp shows when one
+    endpoint last used a block.
 
     keys    key of each block, unsigned 64-bit
     counts  number of stamps of each block, unsigned 16-bit
@@ -56,7 +56,7 @@ class Blocks(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
 
 
 class HolderState(msgspec.Struct, frozen=True, array_like=True):
-    """The saved state of one endpoint (slot) in a prefix index, without its blocks.
+    """What a prefix index knows of one endpoint apart from its blocks, saved for a restart.
 
     The fields are those of predicted_cache.PredictedCache.
     """
@@ -141,7 +141,7 @@ class LengthState(msgspec.Struct, frozen=True, array_like=True):
 
 
 def index_blocks(index: PrefixIndex) -> Iterator[Blocks]:
-    """Yield all blocks of a prefix index, in several parts.
+    """Yield the blocks of a prefix index in several parts, to save them for a restart.
 
     The index may change between two parts. Prompts inserted meanwhile may be missing.
     """
@@ -159,9 +159,9 @@ def index_blocks(index: PrefixIndex) -> Iterator[Blocks]:
 
 
 def index_holders(index: PrefixIndex) -> list[HolderState]:
-    """Return the state of all slots of a prefix index, without their blocks.
+    """Return what a prefix index knows of each endpoint apart from its blocks, to save it.
 
-    Call it after `index_blocks`, so that the state covers every saved block.
+    Call it after `index_blocks`, so that it covers every saved block.
     """
     return [
         HolderState(
@@ -180,10 +180,14 @@ def index_holders(index: PrefixIndex) -> list[HolderState]:
 
 
 def restore_blocks(index: PrefixIndex, blocks: Blocks, slots: Mapping[int, int]) -> int:
-    """Add saved blocks to a prefix index, and return how many were added.
+    """Add blocks that were saved before a restart to a prefix index; return how many were added.
 
-    `slots` maps saved slots to slots of this process. Blocks of other slots are skipped. Raises
-    ValueError if the lengths of the arrays do not match.
+    index   the prefix index
+    blocks  the saved blocks
+    slots   the present number (slot) of each endpoint, by its number when the blocks were saved.
+            Blocks of other endpoints are skipped
+
+    Raises ValueError if the lengths of the arrays do not match.
     """
     keys = array("Q", blocks.keys)
     counts = array("H", blocks.counts)
@@ -281,9 +285,9 @@ def restore_belief(belief: SpeedBelief, state: BeliefState) -> bool:
 
 
 def copy_belief(belief: SpeedBelief) -> SpeedBelief:
-    """Return a belief of its own with what another one has learned.
+    """Return an independent copy of an endpoint's learned speed.
 
-    If that has a number that is not finite, the copy is as before any observation.
+    If a number in it is not finite, the copy is as before any observation.
     """
     own = SpeedBelief(belief.shape)
     restore_belief(own, belief_state(belief))
@@ -309,7 +313,7 @@ def _fits(live: KalmanFilter, state: KalmanState) -> bool:
 
 
 def admission_state(live: PricedAdmission | SessionCap) -> AdmissionState:
-    """Return the state of an admission policy that limits sessions, as plain values."""
+    """Return what an admission policy has learned about sessions, as plain values to be saved."""
     sessions = live.sessions
     rows = [
         SessionState(name, session.tokens, session.last_used_s)
@@ -323,7 +327,7 @@ def admission_state(live: PricedAdmission | SessionCap) -> AdmissionState:
 
 
 def restore_admission(live: PricedAdmission | SessionCap, state: AdmissionState) -> None:
-    """Restore the state that `admission_state` returned.
+    """Set an admission policy to what `admission_state` returned before a restart.
 
     It may come from another kind of admission policy, if both limit sessions.
     """
@@ -354,9 +358,9 @@ def quota_state(live: Quota) -> QuotaState:
 
 
 def restore_quota(live: Quota, state: QuotaState) -> bool:
-    """Restore the saved levels of a tenant's quota, and return whether they were restored.
+    """Set the levels of a tenant's quota to those saved before a restart.
 
-    They are not restored if the quota's limits have changed.
+    Returns whether they were set: they are not if the quota's limits have changed.
     """
     if state.limits != live.limits:
         return False
@@ -379,10 +383,7 @@ def restore_lengths(live: OutputLengths, states: list[LengthState]) -> None:
 
 
 class DriftState(msgspec.Struct, frozen=True, array_like=True, tag="drift"):
-    """The saved state of a pool's drift detection (DriftWatch): has the traffic changed?
-
-    A window is a span of time whose requests are compared with the traffic that the fleet was sized
-    for. Times are Unix seconds.
+    """What a drift watch, which detects changes of the traffic, has saved for a restart.
 
     sized_for       shares by measure with which the window is compared
     counts          requests of the unfinished window, by measure and bin
@@ -428,10 +429,11 @@ def drift_state(pool: str, live: DriftWatch) -> DriftState:
 
 
 def restore_drift(live: DriftWatch, state: DriftState) -> bool:
-    """Restore the unfinished window of a drift watch, and return whether it was restored.
+    """Continue the unfinished window of a drift watch after a restart.
 
-    The window is not restored if the watch now compares with other shares, or has other bins.
-    Prompt blocks are not saved, so the share of uncached prompts is compared only after some time.
+    Returns whether this was possible. It is not if the watch now compares with other shares, or has
+    other bins. Prompt blocks are not saved, so the share of uncached prompts is compared only after
+    some time.
     """
     own = {name: list(shares) for name, shares in live._sized_for.items()}
     sizes = {name: len(counts) for name, counts in state.counts.items()}
@@ -445,7 +447,7 @@ def restore_drift(live: DriftWatch, state: DriftState) -> bool:
 
 
 def session_turns(live: ShapeMemory) -> Iterator[SessionTurns]:
-    """Yield the sessions that drift detection has seen, in several parts."""
+    """Yield the sessions that a drift watch has counted, in several parts, to save them."""
     rows = iter([(key, turns) for key, turns in live._turns.items() if isinstance(key, int)])
     while part := list(islice(rows, BLOCKS)):
         yield SessionTurns(part)

@@ -43,7 +43,7 @@ def pick(
 def keep(
     policy: Policy, query: RoutingQuery, candidates: Sequence[Candidate]
 ) -> Sequence[Candidate]:
-    """Return the candidates that the policy's filters keep for this request."""
+    """Return the candidates that may serve this request by the filters of the policy."""
     for filter_ in policy.filters if query.failed_endpoints else policy.first_attempt_filters:
         candidates = filter_(query, candidates)
     return candidates
@@ -56,7 +56,7 @@ def pick_of(
     scores: Sequence[float],
     index: int,
 ) -> Pick:
-    """Return the pick of the candidate with this index, for callers with scores of their own."""
+    """Return the decision for the candidate with this index, for callers with their own scores."""
     candidate, cached = candidates[index], query.cached_by_slot
     slot = candidate.load.slot
     cached_tokens = cached[slot] if slot < len(cached) else 0
@@ -66,10 +66,11 @@ def pick_of(
 
 
 def repick(pick: Pick, candidate: Candidate, cached: Sequence[int]) -> Pick:
-    """Return a copy of the pick in which another of its candidates is chosen.
+    """Return a copy of a decision (Pick) that chooses another of its candidates.
 
-    `cached` is the number of prompt tokens that each endpoint is believed to have cached, by slot.
-    The reasons for the pick stay the same.
+    cached  number of prompt tokens that each endpoint is believed to have cached, by slot
+
+    The reasons for the decision stay the same.
     """
     slot = candidate.load.slot
     score = next(

@@ -19,7 +19,7 @@ from policies.sizing.parallel_layout import Layout
 
 
 class Role(StrEnum):
-    """The phases of requests (prefill, decode) that an endpoint may serve.
+    """Which phases of requests an endpoint may serve: prefill, decode, or both.
 
     Only endpoints with BOTH may serve whole requests.
     """
@@ -160,7 +160,7 @@ def endpoint_key(pool: str, url: str, rank: int | None) -> tuple[str, str]:
 
 
 class Candidate(msgspec.Struct, frozen=True, eq=False):
-    """An endpoint with its live load, as filters, scorers and pickers see it."""
+    """An endpoint that may be chosen for a request, with its live load."""
 
     endpoint: Endpoint
     load: EndpointLoad

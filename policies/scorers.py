@@ -64,10 +64,10 @@ def outstanding_work(output_weight: float, request_tokens: float, fresh_s: float
 def reserved_work(
     output_weight: float, request_tokens: float
 ) -> Callable[[Candidate, float], float]:
-    """Return a function of a candidate and the time: its sort key for `outstanding_work`.
+    """Return a sort key for endpoints by outstanding work: a function of candidate and time.
 
-    The best candidate has the lowest key. Among candidates with equally many external requests, the
-    keys and the scorer give the same order.
+    The best candidate has the lowest key. Among candidates with equally many external requests
+    (from outside the gateways), the order is that of the scorer `outstanding_work`.
     """
 
     def key(candidate: Candidate, now: float) -> float:
@@ -82,7 +82,10 @@ def reserved_work(
 
 
 def requests_from_outside(load: EndpointLoad) -> int:
-    """Return the number of external requests at the endpoint's last scrape, whatever its age."""
+    """Return how many requests the engine had at its last scrape that came through no gateway.
+
+    The age of that scrape does not matter here.
+    """
     return load.external_requests
 
 
@@ -185,20 +188,23 @@ def _pressure(load: EndpointLoad) -> float:
 
 
 def has_room_and_own_requests_only(load: EndpointLoad) -> bool:
-    """Return whether the last scrape showed no external requests and enough free KV memory."""
+    """Return whether an endpoint's metrics show free KV memory and no requests from outside.
+
+    Requests from outside are those that came through no gateway.
+    """
     return not load.external_requests and not _pressure(load)
 
 
 def requests_in_flight(load: EndpointLoad) -> int:
-    """Return the number of requests that a redundant prefill at this endpoint would slow down."""
+    """Return the number of requests at an endpoint, which one more prefill would slow down."""
     return load.in_flight
 
 
 def queued_work(decode_weight: float) -> Callable[[Candidate, float], float]:
-    """Return the sort key of the scorer `uncached_work`: a function of a candidate and the time.
+    """Return a sort key for endpoints by prefill work: a function of candidate and time.
 
-    The lowest key is best. Candidates with equally many requests in flight have the same order as
-    by the scorer.
+    The lowest key is best. Candidates with equally many requests in flight are in the same order as
+    by the scorer `uncached_work`.
     """
 
     def key(candidate: Candidate, now: float) -> float:

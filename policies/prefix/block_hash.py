@@ -18,9 +18,10 @@ MASK = 0xFFFFFFFFFFFFFFFF
 
 
 class KeyArithmetic(Protocol):
-    """The interface of a class that computes chained block keys from bytes.
+    """The interface of a class that hashes a prompt block by block; there is a fast and a slow one.
 
-    A word is 8 bytes. The class Fingerprinter explains the steps of the hash.
+    The key of a block depends on all blocks before it, so equal keys mean equal beginnings. A word
+    is 8 bytes. The class Fingerprinter, which calls this, explains the steps of the hash.
 
     word_keys  one secret odd number for each word of a block
     places     one secret number for each position of a block in the prompt
@@ -60,7 +61,9 @@ class ScalarArithmetic:
 def chain_words(  # type: ignore[no-untyped-def]
     words, word_keys, position_keys, fold, mix, key, keys
 ) -> None:
-    """Compute the chained key of every block of a prompt, modulo 2**64, and store it in `keys`.
+    """Hash a prompt block by block, and store the 64-bit key of each block in `keys`.
+
+    The key of a block depends on all blocks before it. The class Fingerprinter explains the hash.
 
     words          the prompt as 8-byte words
     word_keys      one secret odd number for each word of a block
@@ -68,9 +71,7 @@ def chain_words(  # type: ignore[no-untyped-def]
     fold           secret number for the first step of the hash
     mix            secret number for its third step
     key            the number with which the chain begins
-    keys           where the keys are stored, one per block
-
-    The class Fingerprinter explains the hash.
+    keys           array for the results, one per block
     """
     index = 0
     for block in range(len(keys)):

@@ -35,10 +35,10 @@ _TOKEN_BYTES = 4
 
 
 def scope_seed(lora_name: str, salt: str) -> int:
-    """Return the start value of a chain of block keys.
+    """Return the number with which the hash of a prompt's blocks begins.
 
-    It depends on the LoRA adapter and the cache salt, so that blocks of different adapters or salts
-    never have equal content keys.
+    It depends on the LoRA adapter and the cache salt. So equal tokens with another adapter or salt
+    have other hashes, because their KV cache cannot be shared.
     """
     return xxh3_64_intdigest(f"{lora_name}\0{salt}".encode("utf-8", "surrogatepass")) & ~_MEDIA
 
@@ -57,9 +57,11 @@ def chain_keys(tokens: Sequence[int], block_tokens: int, seed: int) -> Keys:
 
 
 class SourceBlocks:
-    """The KV blocks that one data-parallel rank of an engine (a source) reports as cached.
+    """The KV blocks that one source has reported as cached: a data-parallel rank of an engine.
 
-    bit  the bit of this source in the holders of `CachedBlocks`; every `clear` changes it
+    It belongs to an index of all sources (CachedBlocks).
+
+    bit  the bit that stands for this source in the index; every `clear` changes it
     """
 
     __slots__ = ("_index", "_known", "bit")
@@ -76,7 +78,7 @@ class SourceBlocks:
         return name in self._known
 
     def hashes(self) -> frozenset[EngineHash]:
-        """Return the engine's own names of all blocks that it has cached in any medium."""
+        """Return the hashes by which the engine itself names the blocks that it has cached."""
         return frozenset(self._known)
 
     def store(
@@ -137,7 +139,10 @@ class SourceBlocks:
         self._index.blocks += len(known) - before
 
     def remove(self, names: Iterable[EngineHash], medium: int = GPU) -> None:
-        """Record that KV blocks were removed from a storage medium.
+        """Record that the engine removed blocks from a storage medium, such as GPU memory.
+
+        names   the engine's names of the blocks
+        medium  the bit of the medium
 
         A block that is also in another medium stays cached.
         """
@@ -160,7 +165,7 @@ class SourceBlocks:
             self._known, self.bit = {}, self._index.take_bit()
 
     def close(self) -> None:
-        """Remove all blocks of this source from the index, then the source itself."""
+        """Remove all blocks of this source from the index, because the source is no longer used."""
         self._index.retire(self._known, self.bit)
         self._known = {}
 
@@ -201,7 +206,10 @@ class CachedBlocks:
         return 1 << self._bits - 1
 
     def drop(self, key: int, bit: int) -> None:
-        """Record that a source has removed the block with this content key from its cache."""
+        """Record that one source no longer has the block with this content key.
+
+        bit  the bit that stands for the source
+        """
         left = self.holders.get(key, 0) & ~bit
         if left:
             self.holders[key] = left
@@ -209,10 +217,10 @@ class CachedBlocks:
             self.holders.pop(key, None)
 
     def retire(self, known: dict[EngineHash, int], bit: int) -> None:
-        """Mark blocks that a source has lost. `purge` removes them from the index in small steps.
+        """Mark a source's blocks as lost. `purge` then removes them from the index in small steps.
 
-        known  content key by the source's own name of the block
-        bit    the source's bit
+        known  content keys of the blocks by the source's own names
+        bit    the bit that stands for the source
         """
         self._retired.append((known, bit))
 
@@ -236,10 +244,10 @@ class CachedBlocks:
         return bool(self._retired)
 
     def levels(self, chain: Keys, blocks: int) -> list[tuple[int, int]]:
-        """Return which sources have how many of the first `blocks` blocks of a prompt cached.
+        """Return how many of the first `blocks` blocks of a prompt each source has cached.
 
-        The result is a list of (blocks, bits of sources). A source has as many blocks as the
-        largest entry with its bit. Engines evict the end of a prompt first, so a binary search
+        The result is a list of (number of blocks, bits of sources). A source has as many blocks as
+        the largest entry with its bit. Engines evict the end of a prompt first, so a binary search
         finds the end.
         """
         last = min(blocks, len(chain)) - 1

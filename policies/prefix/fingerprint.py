@@ -116,7 +116,7 @@ class Fingerprinter:
 
 
 def default_arithmetic() -> type[block_hash.KeyArithmetic]:
-    """Return the fastest available hash implementation: compiled, numpy, or plain Python."""
+    """Return the fastest available code that hashes prompts: compiled, numpy, or plain Python."""
     if block_hash.is_loop_compiled():
         return block_hash.ScalarArithmetic
     try:

@@ -18,7 +18,7 @@ _PROMPT_COST_BYTES, _KEY_COST_BYTES, _BLOCK_COST_BYTES = 512, 208, 8
 
 
 class KnownPrefix(msgspec.Struct, frozen=True):
-    """The longest beginning of a new prompt that an earlier prompt with known tokens also has.
+    """The longest beginning of a new prompt whose tokens are known from an earlier prompt.
 
     chains           the block keys of the earlier prompt, by block size in tokens, because engines
                      use different block sizes
@@ -95,10 +95,10 @@ class LearnedPrompts:
         return KnownPrefix(prompt.chains, tokens, prompt.tokens / prompt.n_bytes, is_whole)
 
     def learn(self, fingerprint: Fingerprint, chains: Mapping[int, Keys], tokens: int) -> None:
-        """Store the tokens of a prompt, as `chains`: the content keys of its blocks by block size.
+        """Store a prompt's tokens, so that later prompts with the same beginning are known.
 
-        Block sizes are in tokens. A prompt shorter than one block of bytes cannot be recognised,
-        and is ignored.
+        `chains` has the hashes of its token blocks, by block size in tokens. A prompt shorter than
+        one block of bytes cannot be recognised, and is ignored.
         """
         keys = fingerprint.sampled_keys
         if not keys or not tokens:

@@ -17,10 +17,10 @@ MOST_TENANTS = 1024
 
 
 class BlockIds:
-    """Computes ids of prompt blocks with one secret. Equal prefixes of a tenant have equal ids.
+    """Computes ids of prompt blocks for a log: they show shared prefixes, but no prompts.
 
-    Processes compute the same ids if both this secret and the secret of their fingerprints are the
-    same.
+    Equal prefixes of one tenant have equal ids. Processes compute the same ids if both this secret
+    and the secret of their fingerprints are the same.
     """
 
     __slots__ = ("_numbers", "_secret")
@@ -30,7 +30,7 @@ class BlockIds:
         self._numbers: dict[str, tuple[int, int]] = {}
 
     def session_id(self, session: str) -> int:
-        """Return a 48-bit id of a session's key; 0 for "".
+        """Return a 48-bit id to write to a log instead of a session's key; 0 for "".
 
         The key cannot be guessed from the id.
         """

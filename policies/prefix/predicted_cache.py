@@ -49,7 +49,7 @@ class PredictedCache:
         self.reborn = self.stamp
 
     def next_generation(self) -> None:
-        """Begin a new generation, to which later tokens are added."""
+        """Begin a new generation, to which later tokens are added: a group of tokens by age."""
         self.stamp += MAX_SLOTS
         self.tokens[self.stamp] = 0.0
 
@@ -67,9 +67,10 @@ class PredictedCache:
         self.held += tokens
 
     def remove_tokens(self, stamp: int, tokens: float) -> None:
-        """Subtract tokens from the generation `stamp`, and delete the generation if it is empty.
+        """Subtract tokens that are cached no longer, or were used again, from their generation.
 
-        The newest and the oldest generation are not deleted.
+        stamp  the generation, a group of tokens of about the same age. An empty one is deleted,
+               unless it is the newest or the oldest
         """
         known = self.tokens.get(stamp, 0.0)
         if known - tokens > _NOTHING:
@@ -83,9 +84,9 @@ class PredictedCache:
                 del self.tokens[stamp]
 
     def oldest_alive(self) -> int:
-        """Return the stamp of the oldest generation that has not been evicted.
+        """Return the stamp of the oldest generation (group of tokens by age) that is still cached.
 
-        Before that, evict generations until the rest fits the capacity.
+        Before that, older ones are evicted until the rest fits the engine's KV capacity.
         """
         if self.capacity_tokens is not None:
             room = self.capacity_tokens * self.trust
@@ -102,9 +103,9 @@ class PredictedCache:
         self.missed *= fading
 
     def regret(self) -> float:
-        """Return the share (0 to 1) of the evicted tokens that were requested again.
+        """Return the share (0 to 1) of evicted tokens that a later request would have needed.
 
-        A small number of evictions counts as harmless.
+        A few evictions give a low share, because they do little harm.
         """
         if not self.missed or self.capacity_tokens is None:
             return 0.0

@@ -76,15 +76,17 @@ class IndexStats(msgspec.Struct, frozen=True):
 
 
 class PrefixIndex:
-    """Maps block keys to the endpoints (slots) that are believed to have the block cached.
+    """Remembers which endpoints are believed to have which beginnings of prompts cached.
 
-    Use it from one event loop. It survives reloads of the configuration.
+    A prompt is a chain of block keys (Fingerprint). The index maps each key to the slots (numbers)
+    of the endpoints that have the block. Use it from one event loop. It survives reloads of the
+    configuration.
 
-    Age: an entry has a stamp, `generation << 16 | slot`. Each slot counts its own generations; one
-    ends when 1/32 of the engine's capacity has been stamped with it. A block that is used again
-    gets a new stamp. If a slot's valid stamps exceed its capacity, its oldest generation expires:
-    one number (`_oldest_alive[slot]`) is moved. No entry is visited, because expired stamps are
-    recognised when they are read.
+    Age: an entry has a stamp, `generation << 16 | slot`, which shows when the endpoint last used
+    the block. Each slot counts its own generations; one ends when 1/32 of the engine's capacity has
+    been stamped with it. A block that is used again gets a new stamp. If a slot's valid stamps
+    exceed its capacity, its oldest generation expires: one number (`_oldest_alive[slot]`) is moved.
+    No entry is visited, because expired stamps are recognised when they are read.
 
     Storage: the stamps of all holders of a block are packed into one Python int (64 bits each),
     which the garbage collector does not visit, and which consecutive blocks share. Along a prompt,
@@ -383,16 +385,22 @@ class PrefixIndex:
     def trim(
         self, fingerprint: Fingerprint, slot: int, kept_tokens: int, prompt_tokens: int
     ) -> None:
-        """Record that an endpoint failed while it computed a prompt.
+        """Remove the end of a prompt from the index: its endpoint failed while computing it.
 
-        It has then cached at most the first `kept_tokens` tokens.
+        The endpoint has cached at most the first `kept_tokens` tokens.
         """
         if fingerprint.sampled_keys:
             tokens_per_block = prompt_tokens * fingerprint.block_bytes / fingerprint.n_bytes
             self.trim_keys(fingerprint.sampled_keys, slot, kept_tokens, tokens_per_block)
 
     def trim_keys(self, keys: Keys, slot: int, kept_tokens: int, tokens_per_block: float) -> None:
-        """Do what trim() does for a prompt of which only the sampled keys are known."""
+        """Do what trim() does, for a prompt of which only the sampled keys are known.
+
+        keys              some of its block keys (sampled_keys.py)
+        slot              the number of the endpoint
+        kept_tokens       tokens at its beginning that the endpoint may have cached
+        tokens_per_block  tokens of each block
+        """
         if slot >= len(self._holders):
             return
         first = bisect_right(
@@ -412,12 +420,16 @@ class PrefixIndex:
                     self._blocks -= 1
 
     def confirm(self, slot: int, believed_share: float, cached_share: float) -> None:
-        """Compare the share of a prompt that was cached with the expected share, both 0 to 1.
+        """Learn from an answer how large an endpoint's cache is: how much of the prompt was cached?
 
-        Engines evict the oldest blocks first. So a smaller share than expected means that the
-        engine's cache is smaller than assumed, because running requests use the same memory. The
-        assumed capacity then shrinks by 5 %. It grows by 2 % with every correct expectation. If the
-        capacity is unknown, the first estimate is the slot's present content.
+        slot            the number of the endpoint
+        believed_share  share (0 to 1) of the prompt that was expected to be cached
+        cached_share    share that the engine reported
+
+        Engines evict the oldest blocks first. So a smaller share than expected means that the cache
+        is smaller than assumed, because running requests use the same memory. The assumed capacity
+        then shrinks by 5 %. It grows by 2 % with every correct expectation. If the capacity is
+        unknown, the first estimate is the slot's present content.
         """
         if slot >= len(self._holders) or believed_share <= _TOLERANCE:
             return

@@ -10,7 +10,9 @@ from itertools import islice
 
 
 class WideMatch:
-    """A beginning of the prompt that many endpoints have cached, such as a common system prompt.
+    """A prefix of a prompt that many endpoints have cached, such as a common system prompt.
+
+    They are not listed, but looked up one by one.
 
     tokens  length of the prefix in tokens
     """
@@ -32,13 +34,15 @@ class WideMatch:
         return stamp is not None and stamp >= self._oldest_alive[slot]
 
     def some_holders(self, limit: int) -> list[int]:
-        """Return up to `limit` slots of endpoints that have the prefix cached."""
+        """Return the slots (numbers) of up to `limit` endpoints that have the prefix cached."""
         return [slot for slot in islice(self._stamps, limit) if self.holds(slot)]
 
 
 class PrefixMatch(Sequence[int]):
-    """The prompt tokens that each endpoint is believed to have cached, without a list of all
-    endpoints.
+    """How many tokens of one prompt each endpoint is believed to have cached, by slot.
+
+    A slot is the number of an endpoint. Reading an item looks it up, so that no list as long as the
+    pool is needed.
 
     narrow   tokens by slot (EndpointLoad.slot), for prefixes that few endpoints have
     wide     shorter prefixes that many endpoints have, longest first; they change with the index
@@ -70,10 +74,9 @@ class PrefixMatch(Sequence[int]):
         return next((layer.tokens for layer in self.wide if layer.holds(slot)), 0)
 
     def settle(self, slots: Iterable[int]) -> None:
-        """Store the present numbers of cached tokens of these slots, and drop those of all others.
+        """Read the numbers of cached tokens of these endpoints now, and forget all others.
 
-        Call it before the index changes. Other numbers are looked up in the index when they are
-        read.
+        Call it before the index changes, since numbers are otherwise looked up when they are read.
         """
         self.narrow |= {slot: self[slot] for slot in slots if slot < self._slots}
         self.wide = ()

@@ -29,7 +29,11 @@ _FINE_BLOCKS = 256
 
 
 def sample_keys(chain: Keys) -> Keys:
-    """Return the keys of a prompt that a prefix index stores, shortest prefix first."""
+    """Select block keys of a prompt that suffice to recognise its prefixes, shortest prefix first.
+
+    Each key covers everything before it. All keys of the first blocks are selected, and fewer of
+    later ones.
+    """
     if len(chain) <= _FINE_BLOCKS:
         return chain
     sampled, covered, stride = chain[:_FINE_BLOCKS], _FINE_BLOCKS, 2

@@ -53,7 +53,7 @@ def divide_usd(use: EngineUse[Key], seconds: float) -> tuple[dict[Key, float], f
 
 
 class CostMeter(Generic[Key]):
-    """Counts the dollars of each key, and of idle time by pool, since the start.
+    """Counts what each key, such as a tenant, costs in dollars, and what idle engines cost by pool.
 
     Call `advance` often: the requests that are in an engine at that moment pay for the time since
     the last call. So the costs of short requests are right only on average.

@@ -48,9 +48,7 @@ RESERVE_ERROR_BYTES = 2 * GIB
 
 
 class MemoryVerdict(Enum):
-    """Whether an engine can run with a layout: its memory must hold the weights, and KV of a
-    request.
-    """
+    """The result of a memory check: do the weights and the KV of a request fit the GPUs?"""
 
     DOES_NOT_LOAD = "does not load"
     SERVES_NONE = "loads, but serves no request"
@@ -120,7 +118,7 @@ class MemoryCheck(msgspec.Struct, frozen=True):
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One pipeline stage of a layout, with bytes on each GPU of the stage.
+    """The memory that one pipeline stage of a layout needs, in bytes on each of its GPUs.
 
     weights_bytes   bytes of weights
     kv_token_bytes  bytes of KV per token
@@ -131,7 +129,7 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 def stages(model: Llm, layout: Layout) -> Iterator[Stage]:
-    """Yield the pipeline stages of a model in a layout, first to last."""
+    """Yield what each pipeline stage of a model needs of GPU memory in a layout, first to last."""
     counts = layers_of_stages(model.layers, layout.pp)
     kv_layer_bytes = model.kv_rank_bytes(layout.tp) / model.layers / layout.cp
     start = 0
@@ -169,10 +167,10 @@ def _end_params(model: Llm, layout: Layout, ends: tuple[bool, bool]) -> float:
 
 
 def in_flight_tokens(gpu: Gpu, pp: int) -> int:
-    """Return the tokens of all steps that vLLM has in flight by default with `pp` stages.
+    """Return how many tokens vLLM may have in its steps at the same time by default.
 
-    Each stage has a step, and one more is prepared. Source: vLLM 0.32, `get_batch_defaults`
-    (engine/arg_utils.py) and `max_in_flight_tokens` (config/vllm.py).
+    With `pp` pipeline stages there are as many steps, and one more is prepared. Source: vLLM 0.32,
+    `get_batch_defaults` (engine/arg_utils.py) and `max_in_flight_tokens` (config/vllm.py).
     """
     step = 2_048
     if gpu.hbm_bytes >= 160 * GIB:

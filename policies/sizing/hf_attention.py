@@ -28,7 +28,7 @@ _INDEXER_PERIOD = (("index_topk_freq", 1), ("index_skip_topk_offset", 2))
 
 
 class AttentionShape(msgspec.Struct, frozen=True):
-    """The attention of a model. Parameters are sums over all layers.
+    """The sizes of a model's attention layers. Numbers of parameters are sums over all layers.
 
     params             parameters that the ranks of a TP group divide
     kv_params          those of them that are key and value projections
@@ -38,7 +38,8 @@ class AttentionShape(msgspec.Struct, frozen=True):
     window_kv_scalars  scalars cached per token in a layer with a window
     shardable_kv       maximum number of ranks that can divide the KV cache
     extra_kv_bytes     bytes cached per token and layer in addition, whatever the type of the cache
-    window_shardable_kv  the same maximum for a layer with a window; 0: equal to shardable_kv
+    window_shardable_kv  maximum number of ranks that can divide the cache of a layer with a window;
+                         0: equal to shardable_kv
     """
 
     params: float
@@ -65,7 +66,7 @@ class _Heads(msgspec.Struct, frozen=True):
 
 
 def attention_shape(config: ConfigMembers, kinds: LayerKinds) -> AttentionShape:
-    """Return the attention of all layers. Raises ConfigError if its members contradict."""
+    """Read the sizes of a model's attention layers. Raises ConfigError if fields contradict."""
     if config.has("kv_lora_rank"):
         return _mla(config, kinds)
     full, narrow = _heads(config, is_window=False), _heads(config, is_window=True)

@@ -42,9 +42,10 @@ class ConfigError(ValueError):
 
 
 def language_model(config: Any) -> dict[str, Any]:
-    """Return the members of a config.json, with those of the nested language model in front.
+    """Return the fields of a config.json; those of a nested language model replace others.
 
-    Raises ConfigError if the file is not an object.
+    A multimodal model has its language model in a section. Raises ConfigError if the file is not a
+    JSON object.
     """
     if not isinstance(config, dict):
         raise ConfigError(
@@ -87,7 +88,7 @@ class ConfigMembers:
         return self._members.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """Return the value of a config.json field without conversion, or None if it is absent."""
+        """Return the value of a config.json field as it is in the file, or None if it is absent."""
         return self._members.get(name)
 
     def require(self, *names: str) -> None:
@@ -120,9 +121,10 @@ class ConfigMembers:
         return self.count(name) if self._members.get(name) else default
 
     def first(self, *names: str) -> int | None:
-        """Return the first of these fields that is present as an integer; None: all are absent.
+        """Return the first of these config.json fields that the file has, as an integer.
 
-        A field may have a value per layer; then the largest one is returned.
+        Returns None if all are absent. If a field has a value per layer, the largest one is
+        returned.
         """
         for name in names:
             value = self._members.get(name)
@@ -135,7 +137,7 @@ class ConfigMembers:
         return None
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return a config.json field as a boolean, or `default` if it is absent."""
+        """Return a true or false field of config.json, or `default` if it is absent."""
         return bool(self._members.get(name, default))
 
     @property

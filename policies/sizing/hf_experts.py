@@ -30,7 +30,7 @@ _SHARED_COUNT_NAMES = (
 
 
 class ExpertShape(msgspec.Struct, frozen=True):
-    """The experts of one layer.
+    """The experts (alternative MLPs, of which each token uses a few) of one layer of a model.
 
     count        routed experts; 0: the model is dense
     per_token    routed experts that one token uses
@@ -63,7 +63,7 @@ def expert_count(config: ConfigMembers) -> int:
 
 
 def expert_shape(config: ConfigMembers) -> ExpertShape:
-    """Return the experts of a model that has some.
+    """Read the sizes of a model's experts from its config.json. The model must have experts.
 
     Raises ConfigError if a token uses more experts than there are.
     """

@@ -36,8 +36,9 @@ class StateLayer(msgspec.Struct, frozen=True):
 
 
 def state_layer(config: ConfigMembers) -> StateLayer:
-    """Return a state layer of the model; one without a state if the kind of its layers is
-    unknown.
+    """Read from config.json what a layer needs that keeps a state instead of a KV cache.
+
+    If the kind of such layers is unknown, the result is a layer without a state.
     """
     width = config.count("hidden_size")
     linear = config.get("linear_attn_config")
@@ -127,7 +128,11 @@ def _short_convolution(config: ConfigMembers, width: int) -> StateLayer:
 
 
 def kimi_attention_places(config: ConfigMembers, layers: int) -> list[int] | None:
-    """Return the indices of layers with full attention if `linear_attn_config` names them."""
+    """Return the indices of a model's layers with full attention, if its config.json names them.
+
+    They are in `linear_attn_config`, as in Kimi Linear. The other layers keep a state instead of a
+    KV cache.
+    """
     linear: Any = config.get("linear_attn_config")
     places = linear.get("full_attn_layers") if isinstance(linear, dict) else None
     if not isinstance(places, list):

@@ -41,10 +41,11 @@ class Llm(msgspec.Struct, frozen=True):
     kv_bytes           bytes per cached scalar
     embedding_params   parameters of the input embedding, and as many of the output head unless
                        `is_tied`
-    window_kv_scalars  the same for a layer with a window; 0: equal to kv_scalars
+    window_kv_scalars  scalars cached per token in a layer with a window; 0: equal to kv_scalars
     window_shardable_kv  maximum number of ranks that can split the cache of a layer with a window;
                        0: equal to shardable_kv
-    extra_kv_bytes     bytes cached per token and layer beside these scalars, whatever their type
+    extra_kv_bytes     bytes cached per token and layer in addition to the scalars, whatever their
+                       type
     max_context        maximum tokens of prompt plus answer
     grid_name          name of the model in tables of measured step times; empty: it is in none
     experts            number of routed experts per layer; 0: the model is dense
@@ -133,8 +134,9 @@ class Llm(msgspec.Struct, frozen=True):
         return int(scalars * self.kv_bytes + self.kv_layers * self.extra_kv_bytes)
 
     def window_share(self, tp: int = 1) -> float:
-        """Return the scalars that one of `tp` ranks caches per token of a layer with a window,
-        divided by those of a layer without.
+        """Compare the KV per token of a window layer and of a full layer, on one of `tp` ranks.
+
+        Returns the number of cached scalars of the first divided by that of the second.
         """
         share = (self.window_kv_scalars or self.kv_scalars) / self.kv_scalars
         in_window = _share_of_heads(self.window_shardable_kv or self.shardable_kv, tp)
@@ -148,8 +150,9 @@ class Llm(msgspec.Struct, frozen=True):
         return self.shardable_kv == 1 and self.kv_scalars != 2 * self.head_dim
 
     def kv_share(self, tp: int) -> float:
-        """Return the share of the KV cache on one rank of a TP group: whole heads of each layer,
-        and at least one.
+        """Return the share of each layer's KV cache that one of `tp` ranks keeps.
+
+        Ranks keep whole heads, and at least one.
         """
         share = _share_of_heads(self.shardable_kv, tp)
         if not self.window_shardable_kv:

@@ -104,7 +104,7 @@ def layout_findings(group: PlannedGroup) -> Iterator[LayoutFinding]:
 
 
 def valid_tp_sizes(facts: ModelFacts, limit: int) -> list[int]:
-    """Return the TP sizes up to `limit` that an engine accepts for this model."""
+    """Return the tensor-parallel sizes up to `limit` with which an engine can serve this model."""
     return [tp for tp in range(1, limit + 1) if heads_problem(facts, tp) is None]
 
 
@@ -117,7 +117,10 @@ def valid_ep_sizes(facts: ModelFacts, ranks: int) -> list[int]:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a positive integer in ascending order, which may be TP sizes."""
+    """Return the divisors of a positive integer in ascending order.
+
+    They are the sizes into which, for example, a number of ranks or layers divides evenly.
+    """
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

@@ -14,7 +14,10 @@ from policies.sizing.parallel_layout import Layout
 
 
 class PlacedGroup(msgspec.Struct, frozen=True):
-    """An engine with its layout, and the names of the link domains that contain its GPUs."""
+    """An engine whose placement is checked: its layout, and the link domains that contain its GPUs.
+
+    A link domain is a set of GPUs that fast links connect.
+    """
 
     layout: Layout
     domains: Sequence[str]
@@ -28,12 +31,12 @@ class PlacedGroup(msgspec.Struct, frozen=True):
 def placement_problems(
     sizes: Mapping[str, int], groups: Sequence[PlacedGroup]
 ) -> Iterator[tuple[int, str]]:
-    """Yield (index, problem) for each engine that cannot be placed.
+    """Check whether engines fit on the GPUs where they are placed, and yield their problems.
 
     sizes   number of GPUs of each link domain (GPUs connected by fast links)
-    groups  the engines to place; those of unknown size are left out
+    groups  the engines; those of unknown size are left out
 
-    The problem is a text that also states what would be valid.
+    Yields (index of the engine, problem). The problem is a text that also states what is valid.
     """
     used = dict.fromkeys(sizes, 0)
     for place, group in enumerate(groups):

@@ -28,18 +28,18 @@ def usd_per_million(price_hour: float, gpus: int, tokens_s: float) -> float:
 
 
 def tp_tax(tokens_s_gpu: float, base_tokens_s_gpu: float) -> float:
-    """Return the relative change of tokens per second and GPU if the TP size is raised.
+    """Return by what fraction each GPU generates more tokens per second at a larger TP size.
 
     tokens_s_gpu       tokens per second and GPU at the larger TP size
     base_tokens_s_gpu  tokens per second and GPU at the smaller one
 
-    For example, -0.18 means that each GPU generates 18 % fewer tokens.
+    The result is usually negative: -0.18 means that each GPU generates 18 % fewer tokens.
     """
     return tokens_s_gpu / base_tokens_s_gpu - 1
 
 
 class RequestSeconds(msgspec.Struct, frozen=True):
-    """The engine seconds of one request: of the engine alone, or its share of a batch.
+    """How many seconds of an engine's time one request costs, alone or as its share of a batch.
 
     prompt_tokens  its uncached prompt tokens
     cached_tokens  its cached prompt tokens
@@ -127,7 +127,9 @@ class EngineShare:
             self.idle_s += elapsed
 
     def enter(self, now_s: float, weight: float) -> RequestShare:
-        """Add a request with this weight to the engine at the time `now_s`, and return its share.
+        """Add a request to the engine at the time `now_s`; return the counter of its time.
+
+        weight  its weight, by which the engine's time is divided among requests
 
         Raises ValueError if the weight is not positive.
         """
@@ -152,8 +154,9 @@ class EngineShare:
 
 
 class RequestShare:
-    """One request's share of an engine: its weight, its seconds so far, and the sum at its
-    start.
+    """Counts how many seconds of an engine's time one request has used, by its weight.
+
+    It stores the weight, the seconds so far, and the engine's running sum when it started.
     """
 
     __slots__ = ("seconds", "since", "weight")

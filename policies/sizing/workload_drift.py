@@ -75,7 +75,11 @@ class ShapeMemory:
     """
 
     def __init__(self, blocks: int = MAX_BLOCKS, sessions: int = MAX_SESSIONS) -> None:
-        """Create an empty memory of `blocks` blocks (a power of two) and `sessions` sessions."""
+        """Create an empty memory of this size.
+
+        blocks    number of prompt blocks that it can remember, a power of two
+        sessions  number of sessions that it can remember
+        """
         self._shift = 65 - blocks.bit_length()
         self._blocks = array("Q", bytes(8 * blocks))
         self._most_sessions = sessions
@@ -111,7 +115,7 @@ class ShapeMemory:
 
 
 class ShapeCounts:
-    """Counts requests by bin of each measure, such as prompt length."""
+    """Counts requests by size: a histogram for each measure, such as prompt length."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -223,7 +227,7 @@ class DriftWatch:
 
     @property
     def open_window(self) -> ShapeCounts:
-        """Return the counts of requests in the time window that has not ended yet."""
+        """Return the counts of the requests in the current time window, which has not ended."""
         return self._window
 
     def add(self, now_s: float, shape: RequestShape) -> Iterator[DriftWindow]:
