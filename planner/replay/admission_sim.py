@@ -28,9 +28,10 @@ _STATUS: Mapping[RequestEnd, str] = MappingProxyType(
 
 
 class AdmissionSim:
-    """The wait queue of a replay, and its simulated clients, which retry or give up.
+    """Decides in a replay which requests enter, wait or are refused, and simulates their clients.
 
-    If `wait_queue` is None, every request enters at once.
+    Clients retry after a refusal, or give up. The wait queue is the gateway's own; if it is None,
+    every request enters at once.
     """
 
     def __init__(self, fleet: FleetPort, wait_queue: WaitQueue[int] | None) -> None:
@@ -41,7 +42,7 @@ class AdmissionSim:
         self._waiting: dict[int, InflightRequest] = {}
 
     def open(self) -> None:
-        """Set the capacity of the wait queue, and start its periodic work."""
+        """Start the periodic work of the wait queue, before the first request arrives."""
         if self._wait_queue is not None:
             self.refresh(0.0)
             self._fleet.schedule(0.0, self._tick)
@@ -56,13 +57,16 @@ class AdmissionSim:
         self._try_enter(now, inflight)
 
     def refresh(self, now: float) -> None:
-        """Update the capacity of the wait queue after groups were added, removed or failed."""
+        """Update how many requests may run, after simulated engines were added or have failed."""
         if self._wait_queue is not None:
             self._wait_queue.refresh(self._fleet.gateway.candidates)
             self._apply_verdicts(now)
 
     def on_reserved(self, query: RoutingQuery, pick: Pick) -> None:
-        """Charge the tenant of a request that was sent to a group, if there is a wait queue."""
+        """Charge a tenant for the tokens of a request that was sent to a simulated engine.
+
+        Does nothing if there is no wait queue.
+        """
         if self._wait_queue is not None:
             self._wait_queue.on_reserved(query, pick)
 
@@ -74,7 +78,7 @@ class AdmissionSim:
             self._fleet.schedule(now, self._apply_verdicts)
 
     def on_not_routed(self, now: float, inflight: InflightRequest) -> None:
-        """Refuse an admitted request that no group can serve, and release its permit."""
+        """Refuse an admitted request because no simulated engine can serve it."""
         if self._returns_permit(inflight):
             assert self._wait_queue is not None
             self._wait_queue.free_place(now)

@@ -8,10 +8,10 @@ from planner.traces.recorded_request import TraceRequest, to_64_bits
 
 
 def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
-    """Return the chained ids of a prompt's complete blocks of `block_tokens` tokens each.
+    """Return ids of a prompt's complete blocks of `block_tokens` tokens, from a trace's block ids.
 
-    An id represents the whole prompt up to the end of its block, so equal ids mean equal prefixes.
-    The trace may have blocks of another size. A new block then gets the id of the recorded block in
+    Equal ids mean equal prefixes: an id stands for the whole prompt up to the end of its block. The
+    trace may have blocks of another size. A new block then gets the id of the recorded block in
     which it ends. If several end in the same one, their position in it is added.
     """
     whole, size = request.input_tokens // block_tokens, request.block_tokens
@@ -42,7 +42,7 @@ def keys_of(request: TraceRequest, block_tokens: int) -> tuple[int, ...]:
 
 
 class AnswerBlocks:
-    """Creates new ids for blocks that answers fill. No prompt has these ids."""
+    """Creates ids for the KV blocks that answers fill. No prompt has these ids."""
 
     __slots__ = ("_block_tokens", "_next_id")
 
@@ -51,9 +51,12 @@ class AnswerBlocks:
         self._next_id = -1  # ids of prompt blocks are not negative
 
     def append_to(self, keys: tuple[int, ...], request: TraceRequest) -> tuple[int, ...]:
-        """Return the ids of all complete blocks of a prompt and its answer.
+        """Return the ids of all complete KV blocks of a request, with those of its answer.
 
-        `keys` are those of the prompt. Blocks without a recorded id get new ids.
+        keys     the ids of the prompt's blocks
+        request  the request in the trace
+
+        Blocks that the trace has no id for get new ids.
         """
         filled = (request.input_tokens + request.output_tokens) // self._block_tokens
         first = self._next_id

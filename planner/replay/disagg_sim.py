@@ -39,7 +39,10 @@ _NOWHERE = AgentPeer("")
 
 
 class DisaggSim:
-    """Simulates split requests: which are split, and when their KV is transferred."""
+    """Simulates split requests: one engine (group) computes the prompt, another one the answer.
+
+    It decides which requests are split like this, and when their KV cache is transferred.
+    """
 
     def __init__(self, fleet: FleetPort, rule: SplitRule, policy: Policy) -> None:
         self._fleet = fleet
@@ -49,10 +52,10 @@ class DisaggSim:
         self._pools = _pools(fleet.groups)
 
     def fitting(self, request: TraceRequest) -> SplitPools:
-        """Return the groups that may serve the request, as pools for splitting.
+        """Return the engines whose KV memory is large enough for the request, by their role.
 
-        Groups with too little KV memory are left out. A prefill group needs memory for the prompt
-        and one token, a decode group for the prompt and the answer.
+        An engine that prefills needs memory for the prompt and one token, one that decodes for the
+        prompt and the answer.
         """
         front = self._fleet.gateway
         if front.fits_everywhere(request):
@@ -78,9 +81,13 @@ class DisaggSim:
         )
 
     def serve(self, now: float, inflight: InflightRequest, query: RoutingQuery) -> bool:
-        """Send the request to two groups if the gateway would split it, and return whether it was.
+        """Split a request between two engines if the gateway would; return whether it was split.
 
-        If the result is False, a single group must serve the request.
+        If not, a single engine must serve the request.
+
+        now       virtual time in seconds
+        inflight  the request's state in the replay
+        query     the request as policies see it
         """
         front = self._fleet.gateway
         pools = self.fitting(inflight.trace_request)
@@ -132,7 +139,13 @@ class DisaggSim:
     def on_prefilled(
         self, now: float, inflight: InflightRequest, prefill_group: ReplayGroup, given: Job
     ) -> None:
-        """Send the decode half of a split request, after another group has computed its prompt."""
+        """Start the decode half of a split request, because its prompt has been computed.
+
+        now            virtual time in seconds
+        inflight       the request's state in the replay
+        prefill_group  the engine that computed the prompt
+        given          its finished work
+        """
         record, decode_group = inflight.record, inflight.decode_group
         assert inflight.prefill_reservation is not None
         assert decode_group is not None
@@ -158,7 +171,10 @@ class DisaggSim:
         )
 
     def on_first_token(self, now: float, inflight: InflightRequest) -> None:
-        """Record when the KV of a split request arrived at its decode group."""
+        """Record that the answer of a split request has begun, so that its KV cache has arrived.
+
+        The duration of the transfer is learned, as by a real gateway.
+        """
         pair, transfer = inflight.pair, inflight.transfer
         if pair is None or inflight.prefilled_s is None:
             return
@@ -172,9 +188,14 @@ class DisaggSim:
         inflight.transfer = None
 
     def fetch(self, decode_group: ReplayGroup, job: Job, now: float) -> None:
-        """Transfer the KV that the decode group does not have cached.
+        """Simulate the transfer of a prompt's KV cache to the engine that decodes it.
 
-        A group's link carries one transfer at a time, so this one may have to wait.
+        Only what that engine does not have cached is sent. A network link carries one transfer at a
+        time, so this one may have to wait.
+
+        decode_group  the engine
+        job           the request's work there
+        now           virtual time in seconds
         """
         inflight = self._fleet.inflight[job]
         prefill_group = inflight.prefill_group
@@ -215,7 +236,7 @@ class DisaggSim:
             self._fleet.wake(now, prefill_group)
 
     def withdraw(self, now: float, inflight: InflightRequest) -> None:
-        """Cancel the prefill half of a split request and its KV transfer."""
+        """Cancel the prompt computation of a split request and the transfer of its KV cache."""
         if inflight.transfer is not None:
             inflight.transfer.cancel()
         if inflight.prefill_reservation is not None:
@@ -225,7 +246,7 @@ class DisaggSim:
         inflight.decode_group = None
 
     def on_group_died(self, now: float, group: ReplayGroup) -> None:
-        """Record that a group has failed.
+        """Record that a simulated engine (group) has failed.
 
         KV that was not fetched from it yet is lost, and split requests that decode there fail.
         """

@@ -29,7 +29,9 @@ class EngineMetrics(NamedTuple):
 
 
 class JobEvents(NamedTuple):
-    """Functions that a simulated engine calls with a job and the current time.
+    """The functions that a simulated engine calls when something happens to a job.
+
+    A job is a request's work at one engine. Each function gets the job and the current time.
 
     first_token       called when the job's first token has been generated
     last_token        called when the job's last token has been generated
@@ -43,7 +45,7 @@ class JobEvents(NamedTuple):
 
 
 class ReplayEngine:
-    """The request queue and the running batch of one simulated data-parallel rank.
+    """One data-parallel rank of a simulated engine: its queue of requests, and its running batch.
 
     The replay must call `advance()` at the time `due_s`, which is inf while the rank is idle.
 
@@ -87,7 +89,7 @@ class ReplayEngine:
 
     @property
     def busy_s(self) -> float:
-        """Return how many seconds the engine has computed, including dummy batches of this rank."""
+        """Return for how many seconds the engine has computed, empty steps included."""
         return self.clock.busy_s - self._busy_before_s
 
     @property
@@ -109,7 +111,7 @@ class ReplayEngine:
         return self.scheduler.pool.count_hits(keys, limit)
 
     def scheduler_of(self, job: Job) -> Scheduler:
-        """Return the engine's only scheduler, which has all its jobs."""
+        """Return the scheduler that has this job. This engine has only one."""
         return self.scheduler
 
     def add(self, job: Job, now: float) -> None:
@@ -117,7 +119,7 @@ class ReplayEngine:
         self.scheduler.add(job)
 
     def wake(self, now: float) -> None:
-        """Let the engine read its queue, because a job was added.
+        """Let the engine read its queue soon, because a request's work (job) was added to it.
 
         An idle engine starts a step. A busy one ends its current run of steps after the current
         step.
@@ -129,9 +131,9 @@ class ReplayEngine:
         self.clock.advance(now)
 
     def abort(self, job: Job, now: float) -> None:
-        """Remove a job from the simulated engine at once.
+        """Remove a request's work (job) from the simulated engine at once.
 
-        The current run of steps ends after its current step, because the batch changes.
+        The engine's planned steps are cut short, because its batch changes.
         """
         self.clock.shorten(now)
         self.scheduler.abort(job)
@@ -155,7 +157,7 @@ class ReplayEngine:
         return max(self.clock.longest_step_s(since_s), self._pauses.pop(job, 0.0))
 
     def plan_step(self, now: float) -> StepPlan | None:
-        """Plan and return the rank's next step; None: there is nothing to compute."""
+        """Choose what the rank computes in its next step; None: there is nothing to compute."""
         plan = self.scheduler.step()
         for job in self.scheduler.to_fetch():
             self._events.blocks_allocated(job, now)

@@ -75,7 +75,10 @@ def replay(
 
 
 class Fleet:
-    """One running replay: the heap of events, the requests and the groups."""
+    """A replay in progress: its queue of future events, its requests, and its simulated engines.
+
+    A simulated engine is called a group.
+    """
 
     def __init__(
         self,
@@ -199,7 +202,7 @@ class Fleet:
     # Methods that send requests to a group
 
     def serve(self, now: float, inflight: InflightRequest, query: RoutingQuery) -> None:
-        """Pick a group for the request, reserve capacity there, and send the request.
+        """Pick a simulated engine for the request, reserve capacity there, and send the request.
 
         As in the gateway, this is one step: no other request is decided about in between.
         """
@@ -235,7 +238,7 @@ class Fleet:
         self.send(now, inflight, group, pick, job)
 
     def job_keys(self, inflight: InflightRequest) -> tuple[int, ...]:
-        """Return the ids of the blocks that a request's job adds to the prefix cache."""
+        """Return the ids of the KV blocks that a request adds to the cache of its engine."""
         if self._answers is None:
             return inflight.keys
         return self._answers.append_to(inflight.keys, inflight.trace_request)
@@ -250,9 +253,10 @@ class Fleet:
     def send(
         self, now: float, inflight: InflightRequest, group: ReplayGroup, pick: Pick, job: Job
     ) -> None:
-        """Send a job to a group, and record its prompt in the gateway's prefix index.
+        """Send a request's work (job) to a simulated engine (group).
 
-        The job enters the queue of the group's engine after the API latency.
+        The gateway's prefix index records that the engine will have the prompt cached. The job
+        enters the engine's queue after the API latency.
         """
         if inflight.record.entered_s is None:
             inflight.record.entered_s = now
@@ -268,8 +272,9 @@ class Fleet:
         self.schedule(now + group.kind.software.request_s, self.enter, (group, job))
 
     def enter(self, now: float, what: tuple[ReplayGroup, Job]) -> None:
-        """Put a job into the queue of its group's engine, unless the job was cancelled
-        meanwhile.
+        """Put a job that has reached its engine into the queue, unless it was cancelled on the way.
+
+        what  the engine (group) and the job
         """
         group, job = what
         if job in self.inflight:
@@ -309,7 +314,11 @@ class Fleet:
     # Results
 
     def on_first_token(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Record a job's first token, and start the decode half of a split request."""
+        """Record that an engine has generated the first token of a job, and learn from its time.
+
+        It is the first token of the request, unless the job is only the prefill half of a split
+        one.
+        """
         inflight = self.inflight[job]
         if inflight.race is not None:
             inflight = self.hedges.decide(now, inflight)
@@ -353,7 +362,7 @@ class Fleet:
             inflight.group.expect_no_more(inflight.keys)
 
     def on_last_token(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Record a job's last token. Its request ends, or its decode half starts."""
+        """Record that a job is complete: its request ends, or its decode half starts."""
         inflight = self.inflight.pop(job)
         if job.keeps_blocks:
             assert self.disagg is not None
@@ -394,7 +403,10 @@ class Fleet:
             self._schedule_next(now, inflight.next_requests)
 
     def withdraw(self, now: float, inflight: InflightRequest) -> None:
-        """Cancel a request's job, KV transfer and hedge. Tokens computed so far count as wasted."""
+        """Cancel all that runs for a request: its job, its KV transfer, and its second attempt.
+
+        Tokens computed so far count as wasted.
+        """
         job, group = inflight.job, inflight.group
         if inflight.race is not None:
             self.hedges.end_race(now, inflight)
@@ -429,7 +441,10 @@ class Fleet:
         inflight.job = inflight.group = None
 
     def retry_elsewhere(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
-        """Retry a request after its group has failed. If its answer had begun, the request ends."""
+        """Send a request to another engine after its own (`group`) has failed.
+
+        If its answer had begun, the request ends instead.
+        """
         self.withdraw(now, inflight)
         if inflight.is_hedge:
             return

@@ -34,10 +34,10 @@ INDEX_BYTES = 256 << 20
 
 
 class GatewaySim:
-    """The simulated gateway of a replay, with its prefix index and random generators.
+    """The gateway of a replay: it picks engines by a real policy, and learns from the results.
 
     clock         function that returns the wall time in seconds
-    index_tokens  tokens per block of the prefix index
+    index_tokens  tokens per block of the index of cached prompts
     picks         number of routing decisions so far
     pick_s        total wall time of these decisions in seconds
     """
@@ -114,10 +114,10 @@ class GatewaySim:
         return fingerprint_of_chain(keys, block_bytes, n_bytes, salt)
 
     def query(self, inflight: InflightRequest, now: float) -> RoutingQuery:
-        """Return the policy's question: the request, and the cached prompt tokens at each group.
+        """Return the question to the routing policy: which engine should serve this request now?
 
-        The numbers are what the gateway believes. With the option of an exact view, they are the
-        true ones.
+        It contains how many prompt tokens each engine is believed to have cached. With the option
+        of an exact view, these are the true numbers.
         """
         request, fingerprint, keys = inflight.request, inflight.fingerprint, inflight.keys
         cached: Sequence[int] = ()
@@ -131,7 +131,7 @@ class GatewaySim:
         return RoutingQuery(request, now, self.rng, cached, inflight.failed_endpoints, fingerprint)
 
     def fitting(self, request: TraceRequest) -> Sequence[Candidate]:
-        """Return the groups whose KV memory is large enough for the request's prompt and answer."""
+        """Return the engines whose KV memory can hold the request's prompt and answer."""
         if self.fits_everywhere(request):
             return self.candidates
         return self.with_room_for(request.input_tokens + request.output_tokens, self.candidates)
@@ -146,16 +146,17 @@ class GatewaySim:
         )
 
     def with_room_for(self, tokens: int, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return those of the candidate groups whose KV memory is large enough for so many
-        tokens.
-        """
+        """Return those of the candidate engines whose KV memory can hold `tokens` tokens."""
         needed = blocks_for(tokens, self._block_tokens)
         return [
             candidate for candidate in candidates if needed <= self._kv_blocks[candidate.load.slot]
         ]
 
     def pick(self, query: RoutingQuery, candidates: Sequence[Candidate]) -> Pick | None:
-        """Return the group that the policy picks; None: no group. The time is added to `pick_s`."""
+        """Return the policy's pick of an engine for a request; None: no engine may serve it.
+
+        The time that the decision takes is added to `pick_s`.
+        """
         began = self.clock()
         if self._order is not None and candidates is self.candidates:
             pick = self._order.pick(query)
@@ -188,9 +189,9 @@ class GatewaySim:
     def confirm(
         self, slot: int, believed_tokens: int, cached_tokens: int, prompt_tokens: int
     ) -> None:
-        """Correct the prefix index by the number of cached tokens that an answer reports.
+        """Correct the prefix index by how much of a prompt was really cached.
 
-        slot             slot of the group
+        slot             the number of the engine
         believed_tokens  number of cached prompt tokens that was expected
         cached_tokens    number that the engine reported
         prompt_tokens    number of tokens of the prompt
@@ -203,9 +204,12 @@ class GatewaySim:
     def forget_prompt(
         self, fingerprint: Fingerprint | None, slot: int, kept_tokens: int, prompt_tokens: int
     ) -> None:
-        """Remove the part of a prompt after `kept_tokens` tokens from the prefix index.
+        """Remove the end of a prompt from the prefix index, because its engine never computed it.
 
-        That part was never computed.
+        fingerprint    hashes of the prompt's blocks; None: the index does not have it
+        slot           the number of the engine
+        kept_tokens    tokens at the beginning that stay in the index
+        prompt_tokens  number of tokens of the prompt
         """
         if fingerprint is not None:
             self.index.trim(fingerprint, slot, kept_tokens, prompt_tokens)

@@ -30,14 +30,17 @@ UNCAPPED = 1 << 30
 
 
 class JobListener(Protocol):
-    """The interface of the object that receives the events of jobs; the fleet implements it."""
+    """What a simulated engine calls when something happens to one of its jobs (requests' work).
+
+    The class Fleet, which runs the replay, implements it.
+    """
 
     def on_first_token(self, group: ReplayGroup, job: Job, now: float) -> None: ...
 
     def on_last_token(self, group: ReplayGroup, job: Job, now: float) -> None: ...
 
     def on_blocks_allocated(self, group: ReplayGroup, job: Job, now: float) -> None:
-        """Record that KV blocks were allocated for a job whose KV comes from another group."""
+        """Record that KV memory was allocated for a job whose KV cache another engine sends."""
         ...
 
 
@@ -148,11 +151,11 @@ class ReplayGroup:
         self.totals.busy_s += self.engine.busy_s
 
     def expect(self, keys: tuple[int, ...]) -> None:
-        """Count KV blocks as blocks that the group will soon have computed and cached."""
+        """Record that the engine will soon have these KV blocks cached: it got their prompt."""
         self.expected_keys.update(keys)
 
     def expect_no_more(self, keys: tuple[int, ...]) -> None:
-        """Undo `expect`: the group has computed these KV blocks, or will not compute them."""
+        """Undo `expect`: the engine has computed these KV blocks, or will not compute them."""
         coming = self.expected_keys
         for key in keys:
             count = coming[key] - 1
@@ -162,8 +165,9 @@ class ReplayGroup:
                 del coming[key]
 
     def count_cached(self, keys: tuple[int, ...], limit: int) -> int:
-        """Return how many of the first `limit` block ids the group has cached, or will have
-        soon.
+        """Return how many of the first `limit` blocks the engine has cached or will have soon.
+
+        keys  the ids of the prompt's blocks
         """
         engine, coming, matched = self.engine, self.expected_keys, 0
         while matched < limit:

@@ -16,8 +16,9 @@ CREDIT, MOST_SAVED = 200, 50.0  # the values of gateway/forwarding/hedge.py
 
 
 class Hedges:
-    """Starts second attempts (hedges) for late requests, for at most the share `share` of all
-    requests.
+    """Sends late requests to a second engine too (a hedge), and keeps the faster of both attempts.
+
+    At most the share `share` of all requests is hedged.
 
     sent  the times at which hedges were sent
     won   number of hedges that answered before the first attempt
@@ -59,7 +60,9 @@ class Hedges:
         fleet.start(now, second, group, pick)
 
     def decide(self, now: float, first: InflightRequest) -> InflightRequest:
-        """Cancel the slower of a request's two attempts, because the other one has its first token.
+        """End the race of a request's two attempts, because one of them has its first token.
+
+        first  that attempt; the other one is cancelled
 
         Returns the attempt that represents the request from now on.
         """
@@ -86,7 +89,7 @@ class Hedges:
         return first
 
     def end_race(self, now: float, inflight: InflightRequest) -> None:
-        """End the hedging of a request, because one of its two attempts was cancelled.
+        """Record that one of a request's two attempts was cancelled, so that they no longer race.
 
         If that was the first attempt, the second one (the hedge) is cancelled as well.
 

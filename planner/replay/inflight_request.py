@@ -18,7 +18,7 @@ from policies.routing_types import Pick, Request
 
 @dataclass(slots=True, eq=False)
 class InflightRequest:
-    """A request of a replay between its arrival and its end.
+    """What a replay knows of one request between its arrival and its end.
 
     Only fleet_sim.py, admission_sim.py and disagg_sim.py change it. A group is a simulated
     endpoint, and a job is the request's work there.

@@ -23,7 +23,9 @@ Plans = list[StepPlan | None]
 
 
 class ClockedRank(Protocol):
-    """The interface of one rank whose steps the clock of a simulated engine computes.
+    """What a clock of engine steps calls for each data-parallel rank of a simulated engine.
+
+    The ranks' steps begin and end together, so one clock (StepClock) computes them.
 
     slow_prefill  multiplies the duration of steps with prompt tokens; 1: normal speed
     slow_decode   multiplies the duration of steps without prompt tokens; 1: normal speed
@@ -43,7 +45,9 @@ class ClockedRank(Protocol):
 
 
 class StepClock:
-    """The current step of a simulated engine, or a run of decode steps, which ends at `due_s`.
+    """The clock of one simulated engine: it plans the engine's next step, or run of decode steps.
+
+    That ends at `due_s`, in virtual time.
 
     merges_steps  False: every step is simulated separately (for tests and comparison)
     """
@@ -96,7 +100,7 @@ class StepClock:
         self._begin(now)
 
     def shorten(self, now: float) -> None:
-        """End the current run of steps after its current step, because a batch changes."""
+        """End the planned run of decode steps after its current step: a batch has changed."""
         run = self._run
         if run is None:
             return
@@ -106,9 +110,9 @@ class StepClock:
         self._account_run(run, finished)
 
     def completed_steps(self, now: float) -> int:
-        """Return how many steps of the current run have ended by `now`.
+        """Return how many steps of the current run of decode steps have ended by `now`.
 
-        The schedulers do not know these steps yet: they are informed when the run ends.
+        The ranks' schedulers do not know these steps yet: they are informed when the run ends.
         """
         return 0 if self._run is None else self._run.completed_by(now - self._since)
 

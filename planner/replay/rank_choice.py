@@ -16,7 +16,7 @@ from planner.replay.engine_sim import EngineMetrics, ReplayEngine
 
 
 class RankChoice(StrEnum):
-    """Who chooses the data-parallel rank of a request (gateway or engine), and by which rule."""
+    """How the data-parallel rank for a request is chosen: by the gateway, or by the engine."""
 
     GATEWAY = "gateway"  # each rank is an endpoint
     LEAST = "least"  # the engine chooses the rank with the fewest requests, as vLLM does

@@ -18,7 +18,10 @@ from policies.routing_types import Pick, RoutingQuery
 
 
 class AdmissionPort(Protocol):
-    """The interface of the simulated admission (AdmissionSim) for the other parts of a replay."""
+    """What other parts of a replay call of the simulated admission, the wait queue of requests.
+
+    The class AdmissionSim implements it.
+    """
 
     def refresh(self, now: float) -> None:
         """Update the capacity of the wait queue after groups were added, removed or failed."""
@@ -28,16 +31,21 @@ class AdmissionPort(Protocol):
 
 
 class DisaggPort(Protocol):
-    """The interface of the simulation of split requests (DisaggSim) for other parts of a replay."""
+    """What other parts of a replay call of the simulation of split requests.
+
+    The class DisaggSim implements it. A split request is prefilled by one engine and decoded by
+    another.
+    """
 
     def on_group_died(self, now: float, group: ReplayGroup) -> None:
         """Fail or retry the split requests that depend on a group which has failed."""
 
 
 class HedgesPort(Protocol):
-    """The interface of the simulation of hedges for other parts of a replay.
+    """What other parts of a replay call of the simulation of hedges.
 
-    A hedge is a second copy of a late request, sent to another group.
+    A hedge is a second copy of a late request, sent to another engine. The class Hedges implements
+    this.
     """
 
     def may_send(self) -> bool:
@@ -51,7 +59,10 @@ class HedgesPort(Protocol):
 
 
 class SpeedsPort(Protocol):
-    """The interface of the review of groups' speeds for other parts of a replay."""
+    """What other parts of a replay call of the detection of slow engines.
+
+    The class SpeedMonitorSim implements it.
+    """
 
     def on_overtaken(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
         """Record that a request left the group before its first token, a sign that the group is
@@ -60,7 +71,10 @@ class SpeedsPort(Protocol):
 
 
 class FleetPort(Protocol):
-    """The interface of a running replay (Fleet): its events, groups and requests.
+    """What the parts of a replay call of the running replay as a whole (the class Fleet).
+
+    With it, they schedule events, and start, cancel and end requests. A group is one simulated
+    engine, or a rank of one.
 
     engines  the groups of each engine; an engine with several data-parallel ranks has a group for
              each
@@ -112,7 +126,7 @@ class FleetPort(Protocol):
         """
 
     def job_keys(self, inflight: InflightRequest) -> tuple[int, ...]:
-        """Return the ids of the blocks that a request's job adds to the prefix cache."""
+        """Return the ids of the KV blocks that a request adds to the cache of its engine."""
 
     def enter(self, now: float, what: tuple[ReplayGroup, Job]) -> None:
         """Put a job into the queue of its group's engine, unless the job was cancelled
@@ -125,7 +139,7 @@ class FleetPort(Protocol):
         """
 
     def withdraw(self, now: float, inflight: InflightRequest) -> None:
-        """Cancel the jobs of `inflight` in the engines, and release the load reserved for it."""
+        """Cancel what runs for a request on engines, and release the load reserved for it."""
 
     def retry_elsewhere(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
         """Retry a request at another group, because its group has failed.

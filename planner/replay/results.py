@@ -380,7 +380,7 @@ def jain(values: Sequence[float]) -> float:
 
 
 def regret(own: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> float:
-    """Return how close a routing policy comes to the best other policy on its worst workload.
+    """Return how close a routing policy comes to the best of the others, on its worst workload.
 
     own     the policy's figure by workload; more is better
     others  the same for each other policy

@@ -40,9 +40,11 @@ CLEAR = 1.6
 
 
 class SpeedMonitorSim:
-    """Reviews the speeds of the replayed groups once a second, and acts on the verdicts.
+    """Detects slow engines in a replay by the gateway's own rules, and ejects them.
 
-    ejected  (clock, group) of every ejection
+    It compares the engines' speeds once a second.
+
+    ejected  (virtual time, engine) of every ejection
     """
 
     def __init__(self, fleet: FleetPort, factor: float) -> None:
@@ -55,7 +57,7 @@ class SpeedMonitorSim:
         self.ejected: list[tuple[float, int]] = []
 
     def open(self) -> None:
-        """Schedule the periodic review of the groups, unless slow groups are never ejected."""
+        """Start the comparison of speeds once a second, unless slow engines are never ejected."""
         if self._limits.factor:
             self._fleet.schedule(REVIEW_S, self._review)
             self._fleet.schedule(SWEEP_S, self._sweep)
@@ -119,9 +121,9 @@ class SpeedMonitorSim:
         ]
 
     def on_overtaken(self, now: float, inflight: InflightRequest, group: ReplayGroup) -> None:
-        """Record that a request left the group before its first token, as evidence of slowness.
+        """Record that a request left its engine before the first token: the engine may be slow.
 
-        It does the same as EndpointTable.on_overtaken in the gateway.
+        This is what EndpointTable.on_overtaken does in the gateway.
         """
         member = self._member_of[group]
         group.speed.on_overtaken(

@@ -105,9 +105,10 @@ class ComparisonResult(msgspec.Struct, frozen=True):
 
 
 def load_of(comparison: Comparison, load: float) -> Traffic:
-    """Return the requests of the replayed trace at a load.
+    """Return the requests that a replay sends at this load.
 
-    The load is a number of concurrent users, or a factor on the trace's request rate.
+    comparison  has the trace, and what loads mean
+    load        a number of concurrent users, or a factor on the trace's request rate
     """
     if comparison.by_users:
         return users(comparison.requests, _users_at(load), comparison.options.seed)
@@ -124,7 +125,7 @@ def one_run(
     load: float,
     watch: Callable[[float, int], None] | None = None,
 ) -> ReplayRun:
-    """Replay the traffic at one load, with new policies and empty caches.
+    """Do one replay of a comparison: one policy at one load, with empty caches.
 
     comparison  the fleet, traffic and options
     policy      name of the routing policy

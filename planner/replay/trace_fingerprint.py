@@ -13,7 +13,7 @@ from policies.prefix.fingerprint import Fingerprint
 def fingerprint_of_chain(
     ids: Sequence[int], block_bytes: int, n_bytes: int, salt: int = 0
 ) -> Fingerprint:
-    """Return the fingerprint of a prompt from its chained block ids, as traces contain them.
+    """Build the fingerprint (block hashes) of a prompt of which a trace has only block ids.
 
     ids          the ids of the prompt's whole blocks
     block_bytes  bytes per block
