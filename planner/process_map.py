@@ -93,7 +93,10 @@ def map_in_processes(
 
 
 class _Workers:
-    """The running processes of one call of map_in_processes. All have ended when the block ends."""
+    """The child processes of one call of map_in_processes, one for each item in progress.
+
+    All of them have ended when the `with` block ends.
+    """
 
     def __init__(self, work: Callable[..., object]) -> None:
         self._work = work

@@ -51,7 +51,7 @@ def calibrate(
     lately: RecentTraffic,
     on_progress: OnProgress | None = None,
 ) -> PoolCase:
-    """Return the replay case with engine speeds corrected by the access log.
+    """Correct the speed of simulated engines by what an access log shows; return the changed case.
 
     case         the pool's configuration for a replay
     endpoints    names of its endpoints in the log, in order

@@ -51,10 +51,10 @@ class CpuBudget:
         self._paused_at_s = 0.0  # so that the CPU time of the start counts as well
 
     def pause(self, _clock_s: float = 0.0, _ended: int = 0) -> None:
-        """Sleep as long as needed to stay within the allowed share of CPU time.
+        """Sleep as long as needed, so that this process uses no more than its share of a CPU core.
 
-        The CPU time since the last pause counts. The arguments are those of OnProgress, and are not
-        used.
+        The CPU time since the last call counts. The arguments are ignored: they are there so that a
+        replay can call this method to report its progress.
         """
         used_s = self._cpu_s() - self._paused_at_s
         if used_s >= SLICE_S:

@@ -54,6 +54,9 @@ def carry_over(lines: Sequence[LoggedRequest], begins_s: float) -> list[LoggedRe
     Without them, the replay of an overloaded fleet would begin with empty queues. An answer that
     had begun is reduced to its rest, with a prompt of BEGUN_TOKENS tokens, because its prompt was
     computed already.
+
+    lines     the log lines
+    begins_s  when the replay begins
     """
     carried = []
     for line in lines:
@@ -78,7 +81,7 @@ def _duration_s(line: LoggedRequest) -> float:
 def choose_window(
     lately: RecentTraffic, counts_from_s: float, now_s: float, most: int = MOST_REQUESTS
 ) -> RecentTraffic:
-    """Return the traffic with the part that counts, and not too many requests for a comparison.
+    """Choose which recent requests a comparison of policies counts, and which only prepare it.
 
     lately         the recent requests of the log
     counts_from_s  Unix time before which requests only fill caches

@@ -28,7 +28,8 @@ def in_blocks(items: Sequence[Item]) -> list[Sequence[Item]]:
 
 
 def error_of_mean(of_blocks: Sequence[float]) -> float:
-    """Return the error of the mean of BLOCKS values: half the width of its 95 % confidence
-    interval.
+    """Return how uncertain the mean of these values is: half the width of its 95 % interval.
+
+    of_blocks  one value for each of BLOCKS blocks of consecutive requests
     """
     return T_95 * stdev(of_blocks) / sqrt(len(of_blocks))

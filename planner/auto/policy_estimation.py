@@ -108,7 +108,7 @@ def _estimate(
 
 
 class _Runs:
-    """Replays the requests of one pool with each routing policy, and stores the results.
+    """Replays the requests of one pool with different routing policies, and stores the results.
 
     A policy is replayed when its result is first needed.
     """
@@ -125,9 +125,9 @@ class _Runs:
         self._known: dict[tuple[str, int], list[ReplayRecord]] = {}
 
     def records(self, member: PolicyMember, seed: int) -> list[ReplayRecord]:
-        """Replay the traffic with a policy; return the records of the counted requests, by arrival.
+        """Replay the requests with one policy; return the records of those that count, by arrival.
 
-        The same requests are counted for all policies. A stored result is returned again.
+        The same requests count for all policies. A stored result is returned again.
 
         member  the policy and its parameters
         seed    random seed of the replay
@@ -198,7 +198,7 @@ def _served(line: LoggedRequest, case: PoolCase) -> ServedRequest | None:
 
 
 def portfolio(incumbent: PolicyMember, members: Sequence[PolicyMember]) -> tuple[PolicyMember, ...]:
-    """Return the routing policies to compare: first the current policy, then the others.
+    """Return the routing policies that a comparison should try: first the current one, then others.
 
     incumbent  the current policy
     members    the configured policies; the current one may be among them

@@ -76,12 +76,13 @@ def from_record(record: ReplayRecord) -> ServedRequest:
 
 
 def find_doubt(logged: Sequence[ServedRequest], replayed: Sequence[ServedRequest]) -> str:
-    """Return by how much the replay is better than the log, as text; "": within the tolerance.
+    """Check that a replay of the current policy has about the same results as the access log.
+
+    Returns "" if it has. Otherwise the result is a text that states by how much the replay is
+    better, or that there are fewer than LEAST_LINES requests.
 
     logged    the requests as the access log has them
     replayed  the same requests as the replay served them
-
-    If there are fewer than LEAST_LINES requests, the text states that instead.
     """
     if len(logged) < LEAST_LINES or not replayed:
         return f"the log has only {len(logged)} comparable requests of the policy in force"

@@ -15,7 +15,10 @@ class _Details(msgspec.Struct):
 
 
 class ReportedUsage(msgspec.Struct):
-    """The token usage that an engine reports. `cached_tokens` is None if it is not reported."""
+    """The numbers of tokens that an engine reports with an answer.
+
+    `cached_tokens` is None if the engine does not report it.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0

@@ -22,9 +22,7 @@ class BenchError(Exception):
 
 
 class BenchRecord(msgspec.Struct):
-    """Measurements of one request. All times are in seconds of one clock.
-
-    The client writes it, and the report reads it.
+    """What a benchmark measured of one request. All times are in seconds of one clock.
 
     session  number of its session
     turn     number of the request within the session
@@ -71,7 +69,7 @@ class BenchRecord(msgspec.Struct):
 
     @property
     def lag_s(self) -> float:
-        """Return how many seconds too late the client sent the request."""
+        """Return by how many seconds the benchmark sent the request later than planned."""
         return self.sent_s - self.due_s
 
 

@@ -103,9 +103,7 @@ def _cells(summary: Summary | None) -> list[str]:
 
 
 def lines(report: BenchReport) -> list[str]:
-    """Return the numbers of a report that are not latencies: counts, rates, goodput, cache,
-    errors.
-    """
+    """Return a report's numbers that are not latencies: counts, rates, cache hits, errors."""
     failed = len(report.records) - len(report.completed)
     rows = [
         f"{len(report.completed)} answered, {failed} failed, at most {report.peak} at once",

@@ -89,11 +89,11 @@ def poisson(rate: float, seed: int) -> Iterator[float]:
 
 
 def open_loop(shape: WorkloadShape, rate: float, seed: int) -> Iterator[Arrival]:
-    """Yield sessions of a workload with start times.
+    """Yield the sessions of a workload at random start times (open loop).
 
-    shape  the workload
+    shape  the kind of traffic
     rate   requests per second, on average
-    seed   seed of the arrivals and sessions
+    seed   random seed of the start times and of the sessions
     """
     for due_s, session in zip(
         poisson(rate / shape.mean_turns, seed), shape.sessions(seed), strict=False
@@ -102,8 +102,11 @@ def open_loop(shape: WorkloadShape, rate: float, seed: int) -> Iterator[Arrival]
 
 
 def replay(path: Path, limit: int | None, speed: float) -> Iterator[Arrival]:
-    """Yield the requests of a Mooncake trace as single-turn sessions at their recorded times.
+    """Yield the requests of a recorded Mooncake trace at their recorded times.
 
+    Each becomes a session of one message.
+
+    path   the trace file
     limit  maximum number of requests; None: all
     speed  how many times as fast as recorded
     """

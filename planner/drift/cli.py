@@ -264,7 +264,10 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
 
 def pool_of(data: Mapping[str, Any], pool: str | None) -> str:
-    """Return the name of the pool to compare: `pool`, or the only one with a `sized_for`.
+    """Return the name of the pool whose traffic is checked for drift.
+
+    data  the configuration, whose section `sized_for` has the expected traffic by pool
+    pool  the name that the user gave; None: the only pool of that section
 
     Raises DriftError if there is no such pool, or if there are several.
     """
@@ -297,9 +300,9 @@ def models_of(data: Mapping[str, Any], pool: str) -> list[str] | None:
 def sized_for_of(
     data: Mapping[str, Any], pool: str
 ) -> tuple[Mapping[str, Sequence[float]], Sequence[float]]:
-    """Return the shares of requests and the hourly rates in a pool's `sized_for`.
+    """Return the traffic that a pool was sized for: shares of requests by size, and hourly rates.
 
-    Raises DriftError if they are invalid.
+    Both are in the section `sized_for` of the configuration. Raises DriftError if they are invalid.
     """
     block = data["sized_for"][pool]
     return {key: _numbers(block, key, BINS[key]) for key in MEASURES}, (

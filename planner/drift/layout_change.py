@@ -122,13 +122,18 @@ def suggest(given: SuggestionInput, on_progress: Progress | None = None) -> Sugg
 def choose(
     running: Finalist, finalists: Sequence[Finalist], switch_s: float, span_s: float
 ) -> Suggestion:
-    """Compare the running fleet with others (`finalists`), replayed on the same requests.
+    """Decide whether another fleet should replace the running one; both served the same requests.
+
+    running    the result of the running fleet
+    finalists  the results of other fleets
+    switch_s   what reloading the engines costs, in seconds of the whole fleet's work
+    span_s     seconds of traffic that were replayed
 
     A fleet is suggested if it meets three conditions:
 
     - It serves 5 % more requests in time per dollar.
-    - Its attainment is not lower.
-    - It gains more in the replayed `span_s` seconds than reloading costs (Suggestion.switch_s).
+    - Its attainment (share of requests in time) is not lower.
+    - It gains more in `span_s` seconds than reloading costs.
     """
     eligible = [each for each in finalists if each.attainment >= running.attainment - MAX_LOST]
     best = max(eligible or finalists, key=_value)

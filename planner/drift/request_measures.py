@@ -19,7 +19,13 @@ from policies.sizing.workload_drift import (
 
 
 def shape_of(memory: ShapeMemory, request: TraceRequest) -> RequestShape:
-    """Return the measures of the next recorded request. Call it in order of arrival."""
+    """Return the measures of the next recorded request by which drift is detected.
+
+    They are its lengths, the new share of its prompt, and its turn in the session.
+
+    memory   what is remembered of earlier requests, to recognise known prompts and sessions
+    request  the request. Call this in order of arrival
+    """
     return memory.shape(
         request.input_tokens, request.output_tokens, request.blocks, request.session
     )

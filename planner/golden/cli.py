@@ -144,7 +144,14 @@ def report_of(
     again: list[GoldenAnswer],
     tolerance: float,
 ) -> GoldenReport:
-    """Compare a candidate engine's answers with two runs of the base engine. Returns the report."""
+    """Compare a candidate engine's answers with those of the base engine, and return the report.
+
+    prompts    the prompts
+    base       the base engine's answers
+    candidate  the candidate's answers
+    again      the base engine's second answers, which show what is chance
+    tolerance  accepted difference beyond chance
+    """
     floors = [compare(*three) for three in zip(prompts, base, again, strict=True)]
     pairs = [compare(*three) for three in zip(prompts, base, candidate, strict=True)]
     took_s = [sum(answer.took_s for answer in each) / len(each) for each in (base, candidate)]

@@ -134,7 +134,7 @@ class _Config(msgspec.Struct):
 
 
 class PoolCase(msgspec.Struct, frozen=True):
-    """One pool of one configuration, as the input of a replay.
+    """One pool of a gateway's configuration, converted to what a replay of its traffic needs.
 
     models            names of the models that it serves; None: all, because the configuration has
                       none
@@ -172,9 +172,11 @@ class PoolCase(msgspec.Struct, frozen=True):
     index_tokens: int | None = None
 
     def options(self, seed: int = 0) -> ReplayOptions:
-        """Return options with which a replay behaves like a gateway with this configuration.
+        """Return settings with which a replay behaves like a gateway with this configuration.
 
-        The replay learns the lengths of answers, and ejects slow endpoints as configured.
+        It learns the lengths of answers, and ejects slow endpoints as configured.
+
+        seed  random seed of the replay
         """
         return ReplayOptions(
             seed,

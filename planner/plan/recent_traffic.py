@@ -46,9 +46,7 @@ class RecentTraffic(msgspec.Struct, frozen=True):
 
     @property
     def warmup_s(self) -> float:
-        """Return the seconds of traffic that only fill caches, before the requests that are
-        counted.
-        """
+        """Return the seconds of traffic before the requests that count, which only fill caches."""
         return self.from_s - self.begins_s
 
     def counts(self, arrived_s: float) -> bool:
@@ -60,7 +58,9 @@ class RecentTraffic(msgspec.Struct, frozen=True):
         return [request for _, request in self.pairs(models)]
 
     def pairs(self, models: Collection[str] | None) -> list[tuple[LoggedRequest, TraceRequest]]:
-        """Return the log lines for these models (None: all), each with the request to replay.
+        """Return the log lines for these models, each with the request that a replay sends for it.
+
+        models  names of the models; None: all
 
         A refused request is assumed to want an answer of median length. A request that failed for
         another reason is left out.
@@ -76,9 +76,10 @@ class RecentTraffic(msgspec.Struct, frozen=True):
 
 
 def recent(path: Path, last_s: float, tail_bytes: int = TAIL_BYTES) -> RecentTraffic:
-    """Read the last `last_s` seconds of an access log, and as much before them to fill caches.
+    """Read the requests of the last `last_s` seconds from an access log.
 
-    At most the last `tail_bytes` of the log are read.
+    Requests of an equally long time before them are read too, to fill the caches of a replay. At
+    most the last `tail_bytes` of the log are read.
 
     Raises TraceError if the log cannot be read, or has no request in that time.
     """

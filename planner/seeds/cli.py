@@ -58,7 +58,7 @@ def _lines(items: Sequence[SeedItem]) -> Iterator[str]:
 
 
 def counts_text(items: Sequence[SeedItem]) -> str:
-    """Return, as text, how many statements are answered, planned and missing."""
+    """Return a text with the numbers of statements that are answered, planned and missing."""
     counts = {status: sum(item.status is status for item in items) for status in ItemStatus}
     parts = [f"{count} {status.value}" for status, count in counts.items() if count]
     return f"{len(items)} items: {', '.join(parts)}"

@@ -243,9 +243,9 @@ ConfigReader = Callable[[str], Mapping[str, Any]]
 
 
 class SizeOutput(msgspec.Struct, frozen=True):
-    """The options of `penstock size` that choose what to print besides the plan or instead of it.
+    """What `penstock size` prints in addition to its plan or instead of it, as chosen by options.
 
-    read_config  function that reads the emitted gateway.yaml for replays, as the gateway does
+    read_config  function that reads the gateway.yaml of the plan for replays, as the gateway does
     """
 
     front: bool

@@ -39,8 +39,9 @@ Residuals = Callable[[Sequence[float]], list[float]]
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """The fitted constants of a GPU, and their errors on measurements that were not used for the
-    fit.
+    """The speed constants of a GPU that were fitted to an access log, and how exact they are.
+
+    The errors are those on measurements that were not used for the fit.
 
     gpu           the GPU with fitted constants; its `errors` are the 90th percentiles
     prior_errors  the same percentiles with the constants before the fit, for (prefill, decode)

@@ -29,9 +29,10 @@ MAX_CP = 8
 def quantise(
     candidates: Sequence[Llm], plans: Sequence[FleetPlan], problems: Sequence[str], best: FleetPlan
 ) -> RecipeGate:
-    """Return gate 1 of the recipe: do fp8 weights save GPUs at the same latency promises?
+    """Explain the first decision of a sizing plan: do fp8 weights save GPUs at the same promises?
 
-    `best` is the chosen plan. `problems` are the reasons why other candidates have no plan.
+    `plans` has a plan for each candidate (own or fp8 weights) that fits, and `best` is the chosen
+    one. `problems` are the reasons why other candidates have no plan.
     """
     numbers = [
         f"{plan.model.name}: {gb(plan.model.weights_bytes)} of weights, {plan.layout.label}, "
@@ -53,15 +54,20 @@ def quantise(
 
 
 def fits_one(draft: Draft) -> None:
-    """Decide gate 2: can one GPU hold the weights and the requests, with their headroom?"""
+    """Decide for a sizing plan whether one GPU holds the weights, the requests and their headroom.
+
+    This is the second of eight decisions (gates). Each adds its reason to the draft of the plan.
+    """
     check = draft.memory(Layout())
     answer = "yes: TP 1" if check.is_enough else "no"
     draft.add("Does it fit one GPU?", [_memory(check)], answer, "seed 002 (fits? replicate), 003")
 
 
 def least_tp(draft: Draft) -> None:
-    """Decide gate 3: the smallest TP size that divides the attention heads and holds the
-    requests.
+    """Choose the smallest tensor-parallel size that a model can have and whose memory suffices.
+
+    TP must divide the attention heads. This is the third of the eight decisions (gates) of a sizing
+    plan.
     """
     numbers: list[str] = []
     chosen = draft.tp_sizes[-1]
@@ -94,9 +100,10 @@ def _refused_sizes(draft: Draft) -> Iterator[str]:
 
 
 def raise_tp(draft: Draft) -> None:
-    """Decide gate 4: raise TP until a single request is as fast as promised.
+    """Raise a plan's tensor-parallel size until a single request is as fast as promised.
 
-    A promise that no TP size can keep is ignored here, and reported.
+    This is the fourth of the eight decisions (gates) of a sizing plan. A promise that no TP size
+    can keep is ignored here, and reported.
     """
     sizes = [tp for tp in draft.tp_sizes if tp >= draft.layout.tp]
     limits = draft.work.limits
@@ -182,7 +189,7 @@ def _unreachable(draft: Draft, sizes: Sequence[int], names: Sequence[str]) -> st
 
 
 def least_pp(draft: Draft) -> None:
-    """Decide gate 5: the number of pipeline stages, only as many as the memory needs."""
+    """Choose a plan's number of pipeline stages: only as many as the memory needs (gate 5)."""
     numbers: list[str] = []
     tp, limit = draft.layout.tp, draft.hardware.gpus
     most = min(MAX_PP, draft.model.layers)
@@ -249,7 +256,11 @@ def _pp_notes(draft: Draft) -> Iterator[str]:
 
 
 def most_ep(draft: Draft) -> None:
-    """Decide gate 6: spread the experts over all ranks; with MLA, use data-parallel attention."""
+    """Spread a model's experts over all ranks of a plan, and choose how attention is divided.
+
+    With MLA, attention is data-parallel. This is the sixth of the eight decisions (gates) of a
+    sizing plan.
+    """
     source = "seeds 000, 001, 004 (EP maximal for MoE)"
     question = "How are experts spread?"
     experts, tp, pp = draft.model.experts, draft.layout.tp, draft.layout.pp
@@ -292,7 +303,11 @@ def _keeps_promises(draft: Draft, layout: Layout) -> bool:
 
 
 def split_context(draft: Draft) -> None:
-    """Decide gate 7: context parallelism, only if very long prompts are too slow (TTFT)."""
+    """Divide prompts among several ranks (context parallelism) if very long ones are too slow.
+
+    This is the seventh of the eight decisions (gates) of a sizing plan. It counts the time to the
+    first token.
+    """
     work, ttft_s = draft.work, draft.times().prefill_s(draft.work.uncached, draft.work.cached)
     if work.prompt < LONG_PROMPT:
         answer = "CP 1: the prompts are short"

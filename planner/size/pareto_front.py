@@ -30,7 +30,7 @@ MAX_LADDER_TP = 16
 
 
 class FleetPoint(msgspec.Struct, frozen=True):
-    """One layout of a fleet's GPUs at one batch size per replica, with its speed and cost.
+    """One way to use a fleet's GPUs: a layout and a batch size, with its speed and cost.
 
     model         name of the model
     gpu           GPU type
@@ -150,9 +150,7 @@ def _reason(memory: MemoryCheck, batch: int) -> str:
 
 
 def headline(points: Sequence[FleetPoint], work: Workload) -> str:
-    """Return the main result of a sizing in one sentence: use more replicas, or more TP, and
-    why.
-    """
+    """Return the main result of a sizing in one sentence: more replicas, or more TP, and why."""
     feasible = [point for point in points if not point.reason]
     if not feasible:
         return "no layout of these GPUs holds the model"

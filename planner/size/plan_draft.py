@@ -28,7 +28,7 @@ class SizingError(ValueError):
 
 
 class RecipeGate(msgspec.Struct, frozen=True):
-    """One step (gate) of the sizing recipe.
+    """One decision (gate) of the sizing recipe, with its reason.
 
     number    its number in the recipe
     question  what is decided
@@ -117,9 +117,10 @@ class FleetPlan(msgspec.Struct, frozen=True):
 
 
 class Draft:
-    """The decisions of a sizing plan so far.
+    """A sizing plan that is being made: the decisions so far.
 
-    The gates (steps) of the recipe read and change it. `finish` returns the plan.
+    The steps (gates) of the sizing recipe read it and add to it, one after another. `finish`
+    returns the plan.
     """
 
     def __init__(
@@ -159,10 +160,10 @@ class Draft:
     def add(
         self, question: str, numbers: Sequence[str], answer: str, source: str, *notes: str
     ) -> None:
-        """Record the decision of a gate (a step of the sizing recipe) with its reason.
+        """Record one decision (gate) of a sizing plan, with its reason.
 
-        The arguments are the fields of RecipeGate. Numbers begin with 2, because gate 1 compares
-        finished plans.
+        The arguments are the fields of RecipeGate. Gates are numbered from 2 on, because gate 1
+        compares finished plans.
         """
         number = len(self.gates) + 2
         self.gates.append(RecipeGate(number, question, tuple(numbers), answer, source, notes))

@@ -23,10 +23,12 @@ __all__ = ["FleetPlan", "PlanHardware", "RecipeGate", "SizingError", "plan_fleet
 
 
 def variants(model: Llm, quant: str) -> list[Llm]:
-    """Return the candidate models: unchanged, with one-byte weights, or both.
+    """Return the versions of a model to compare: own weights, one-byte weights, or both.
 
-    `quant` is auto, bf16 or fp8. A model with quantised weights has only one candidate. Raises
-    SizingError if bf16 is requested for it.
+    quant  auto, bf16 or fp8
+
+    A model with quantised weights has only one version. Raises SizingError if bf16 is requested for
+    it.
     """
     if model.weight_bytes < 2:
         if quant == "bf16":

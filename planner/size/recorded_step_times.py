@@ -54,7 +54,7 @@ class MeasuredAnswer(msgspec.Struct, frozen=True):
 
 
 class PrefillPhase(msgspec.Struct, frozen=True):
-    """A recorded prefill, and the work that the engine did beside it.
+    """One prefill that an access log shows, with the work that the engine did beside it.
 
     seconds     its duration
     chunks      (tokens, attention area) of each step that computed a part of the prompt; the area
@@ -73,7 +73,7 @@ class PrefillPhase(msgspec.Struct, frozen=True):
 
 
 class DecodePhase(msgspec.Struct, frozen=True):
-    """The tokens of an answer after its first one, and the work that the engine did beside them.
+    """The generation of one recorded answer after its first token, with the work beside it.
 
     seconds  their duration
     steps    number of steps, one per token

@@ -111,9 +111,9 @@ def _budget(draft: Draft, loaded: BatchTimes) -> Iterator[str]:
 
 
 def split_phases(draft: Draft) -> None:
-    """Record the figures of a sizing plan that matter for separate prefill and decode pools.
+    """Add figures to a sizing plan that help to decide about separate prefill and decode engines.
 
-    This is not a gate: only a replay shows whether such pools are better.
+    Nothing is decided: only a replay shows whether separate engines are better.
     """
     work, single = draft.work, at_batch(draft.times(), draft.work, 1)
     loaded = at_batch(draft.times(), work, draft.ceiling)

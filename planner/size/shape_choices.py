@@ -16,7 +16,7 @@ from planner.size.units import ms
 
 
 class LoadChoice(msgspec.Struct, frozen=True):
-    """The smallest fleet of one shape that serves a request rate within the promised latencies.
+    """The smallest fleet of one layout that serves a request rate within the promised latencies.
 
     point   one of its replicas at the best batch; None: no batch keeps the promises
     gpus    number of its GPUs
@@ -50,11 +50,15 @@ def replica_counts(gpus: int) -> list[int]:
 
 
 def with_replicas(point: FleetPoint, replicas: int, gpus: int) -> FleetPoint:
-    """Return the point with another number of replicas.
+    """Return a copy of a compared fleet with another number of replicas.
 
-    If these replicas need more than `gpus` GPUs, the new point has that as its reason. It is marked
-    as one of the best only if `point` is, and if one more replica would not fit. More replicas of a
-    shape are as fast, and serve more requests.
+    point     the fleet: a layout at one batch size
+    replicas  the new number of replicas
+    gpus      number of available GPUs
+
+    If the replicas need more GPUs than there are, the copy has that as its reason. It is marked as
+    one of the best only if `point` is, and if one more replica would not fit. More replicas of a
+    layout are as fast, and serve more requests.
     """
     needed = point.tp * point.pp * replicas
     reason = point.reason or (f"needs {needed} GPUs of {gpus}" if needed > gpus else "")

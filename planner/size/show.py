@@ -219,7 +219,14 @@ def as_plain(
     results: Sequence[Finalist] = (),
     other: FleetPlan | None = None,
 ) -> dict[str, Any]:
-    """Return the plan and all comparisons as a JSON object, in seconds, bytes and dollars."""
+    """Return a sizing plan and all comparisons as a JSON object, in seconds, bytes and dollars.
+
+    plans    the plan for each kind of GPU
+    points   all layouts that were compared
+    steps    decode speeds by TP size
+    results  replayed fleets
+    other    the plan of another model to compare with; None: none
+    """
     plain: dict[str, Any] = {
         "schema": "penstock-size/1",
         "plans": [_plan_members(plan) for plan in plans],

@@ -63,9 +63,10 @@ class LoggedRequest(msgspec.Struct):
 def access(
     lines: Iterable[bytes], name: str = "trace", model: str | None = None
 ) -> Iterator[TraceRequest]:
-    """Yield the requests of an access log in order of arrival, with times relative to the first.
+    """Yield the requests of the gateway's own access log, in order of arrival.
 
-    Refused and failed requests are left out. If `model` is given, so are requests for other models.
+    Times are relative to the first request. Refused and failed requests are left out. If `model` is
+    given, so are requests for other models.
 
     If an engine reported no usage, as in most streams, lengths are estimated: one prompt token per
     four bytes of body, and one answer token per event. Lines are written when requests end, so all

@@ -67,5 +67,5 @@ class TraceRequest(msgspec.Struct, frozen=True):
 
 
 def to_64_bits(number: int) -> int:
-    """Return a block id reduced to 64 bits; an id that fits is unchanged."""
+    """Reduce a block id of a trace to 64 bits; an id that fits already is returned unchanged."""
     return (number + (number >> 64) * _GOLDEN) % (1 << 64)
