@@ -1,4 +1,4 @@
-"""Compiles the gateway's C modules, for tests that compare them with their Python versions."""
+"""Compiles the gateway's C code for tests that compare it with the same functions in Python."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Runs type checks and all tests in a few processes, as `make test` does; with arguments, pytest.
 
-The test files form parts, which the processes take one after another. The process of a part is
-forked from this one, which has imported pytest and the project. So a part starts at once, and its
-heap has no objects of other parts, which keeps garbage collections short.
+The test files are divided into parts. Each process takes the next part when it has finished one.
+The process of a part is forked from this one, which has imported pytest and the project. So a part
+starts at once, and its garbage collections are short, because it has no objects of other parts.
 
-Tests of whole processes mostly wait, and the others mostly compute. One place is for the first
-kind, the others are for the second one, so that the cores are busy while tests wait. A place whose
-kind has no parts left takes those of the other kind.
+Some tests start whole processes, and mostly wait; the others mostly compute. One process runs tests
+of the first kind, the others those of the second kind, so that the cores are busy while tests wait.
+A process whose kind has no parts left takes those of the other kind.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ USUAL_LINES = 1200
 
 @dataclass
 class Running:
-    """A part of the tests that runs now: its place, its name, its output and its start time."""
+    """A part of the tests that is running now: in which process, its output, and its start time."""
 
     place: int
     name: str

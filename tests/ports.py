@@ -25,7 +25,10 @@ def free_port() -> int:
 
 
 def free_run(count: int) -> int:
-    """Return the first of `count` consecutive free ports that no call has returned before."""
+    """Find `count` free ports with consecutive numbers, and return the first one.
+
+    No call, in this or another running process, returns any of them again.
+    """
     while True:
         first = SystemRandom().randrange(LOWEST, HIGHEST - count + 1)
         run = range(first, first + count)

@@ -49,7 +49,7 @@ class RecordedRequest(NamedTuple):
 
 
 class RecordedClient(NamedTuple):
-    """The recorded conversation of one client program with a gateway.
+    """A recorded conversation of one real client program, which tests send again.
 
     session  how the gateway identified the session, as in its access log
     """

@@ -35,7 +35,7 @@ class VirtualTimeLoop(VirtualLoop):
         _replace_monotonic(_real_monotonic, self._own_monotonic)
 
     def pause(self, seconds: float) -> None:
-        """Let time pass as for a process without CPU: nothing runs, and bytes stay unread.
+        """Let virtual time pass as if this process had no CPU: nothing runs, and bytes stay unread.
 
         After the current callback, timers that are due run before sockets are read, as on uvloop.
         """

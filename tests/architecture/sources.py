@@ -55,10 +55,11 @@ def dotted_name(path: Path) -> str:
 
 
 def package_of(name: str) -> str:
-    """Return the package of a module in the table of allowed imports.
+    """Return the package to which a module belongs in imports.txt, the table of allowed imports.
 
-    A package is two levels below a top-level folder, for example 'gateway.http' for the module
-    'gateway.http.engine_connections'. A module directly in such a folder is a package by itself.
+    A package is two levels below a top-level folder: that of the module
+    'gateway.http.engine_connections' is 'gateway.http'. A module directly in such a folder is a
+    package by itself.
     """
     return ".".join(name.split(".")[:2])
 

@@ -1,4 +1,4 @@
-"""Tests of tools/compile: the listed modules exist, and their C classes are declared correctly."""
+"""Tests of the list of compiled modules: they exist, and their C classes are declared."""
 
 from __future__ import annotations
 

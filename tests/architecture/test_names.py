@@ -1,8 +1,8 @@
-"""Tests that names which were replaced are not used again.
+"""Tests that old names of classes, modules, functions and variables are not used again.
 
-renamed.tsv lists them: kind, place, old name and new name. The old name of a class or module must
-not exist anywhere. That of a function or attribute must not exist at its place. That of a variable
-must not be assigned in the modules that its place matches.
+renamed.tsv lists what was renamed: kind, place, old name and new name. The old name of a class or
+module must not exist anywhere. That of a function or attribute must not exist at its place. That of
+a variable must not be assigned in the modules that its place matches.
 """
 
 from __future__ import annotations

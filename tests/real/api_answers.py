@@ -45,10 +45,14 @@ class ApiAnswer(msgspec.Struct, frozen=True):
 def request_of(
     path: str, text: str, tokens: int, *, stream: bool, **members: Any
 ) -> dict[str, Any]:
-    """Return a request of an API with the prompt `text`, for which an engine always answers
-    equally.
+    """Return the body of a request to an API, to which an engine always gives the same answer.
 
     It uses greedy decoding.
+
+    path    path of the API
+    text    the prompt
+    tokens  maximum number of output tokens
+    stream  whether the answer is streamed
     """
     body: dict[str, Any] = {"model": MODEL, "temperature": 0, "stream": stream}
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"

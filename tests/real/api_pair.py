@@ -36,8 +36,8 @@ class Pair:
     async def both(self, path: str, body: dict[str, Any]) -> tuple[Reply, Reply]:
         """Send a request to the gateway and to the engine; return both answers in this order.
 
-        The engine has answered the request before, so that its cache contains the prompt both
-        times.
+        The engine, which is behind the gateway, has answered the request before, so that its cache
+        contains the prompt both times.
         """
         await send(self.engine.url, path, {"model": MODEL, **body})
         own = await send(self.engine.url, path, {"model": MODEL, **body})

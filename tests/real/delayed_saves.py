@@ -1,5 +1,6 @@
-"""A connector for vLLM that keeps the blocks of every ended request for a while, as one that saves
-KV does. It moves nothing.
+"""A connector (plug-in) for vLLM that keeps the KV blocks of each ended request for a while.
+
+So does a connector that saves KV to a slower memory. This one saves nothing.
 """
 
 from __future__ import annotations

@@ -95,10 +95,11 @@ def _events(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def unlike(reply: Reply, engine: Reply, names: tuple[str, str]) -> list[str]:
-    """Compare the gateway's answer with the engine's own answer, and return the differences as
-    text.
+    """Return, as text, how the gateway's answer differs from that of the engine behind it.
 
-    names  the model's name in a request to the gateway, and in one to the engine
+    reply   the gateway's answer
+    engine  the engine's answer
+    names   the model's name in a request to the gateway, and in one to the engine
     """
     if reply.status != engine.status:
         return [f"status {reply.status} {reply.body}, the engine's {engine.status} {engine.body}"]

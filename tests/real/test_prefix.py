@@ -1,4 +1,4 @@
-"""Tests that real engines report the cache hits which prefix-aware routing expects."""
+"""Tests that requests routed by their prefix find their prompts cached at real engines."""
 
 from __future__ import annotations
 

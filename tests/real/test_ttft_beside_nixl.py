@@ -1,8 +1,8 @@
-"""Compares the time to first token of split requests with our KV connector and with vLLM's NIXL.
+"""Measures the time to first token of split requests with our KV connector, beside vLLM's NIXL.
 
 Two pairs of engines run at the same time, each behind a gateway. With our connector, KV is sent
-while the prompt is computed; with NIXL, afterwards. The rounds alternate, and each compares prompts
-of one length.
+while the prompt is computed; with NIXL, afterwards. The rounds alternate between the pairs, and
+each compares prompts of one length.
 """
 
 from __future__ import annotations

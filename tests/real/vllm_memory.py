@@ -98,7 +98,7 @@ class RankCache:
         return encoded
 
     def rows(self, group: int, layer: int, head: int, block: int, part: int) -> list[torch.Tensor]:
-        """Return tensors (token, byte) over the memory of a block: its numbers, then its scales."""
+        """Return a block's memory as tensors (token, byte): first its numbers, then its scales."""
         view = self.groups[group][layer]
         cells = view[block, head]
         if self.order["is_latent"]:

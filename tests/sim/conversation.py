@@ -1,4 +1,4 @@
-"""Reads a part of Mooncake's recorded conversations, and computes cache hit ratios for it."""
+"""Reads recorded conversations of a Mooncake trace, and computes which share could be cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer, and a client that records times on it."""
+"""An event loop whose clock jumps to the next timer, and a client that measures times on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that predicted times to first token are close to the actual ones, in a simulation.
+"""Tests that predicted times to first token are close to those that a simulation then has.
 
 The requests are recorded conversations.
 """

@@ -1,4 +1,7 @@
-"""Tests that prompts cached by a drained engine are computed again by only one other engine."""
+"""Tests that the cached prompts of an engine that is drained move to only one other engine.
+
+Otherwise several engines would compute them again.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tests that clients which wait as long as Retry-After requires are then admitted.
+"""Tests that a refused client is admitted when it retries at the stated time.
 
-They run in simulated time.
+Time is simulated.
 """
 
 from __future__ import annotations

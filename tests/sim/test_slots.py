@@ -1,4 +1,4 @@
-"""Tests, in simulated time, of engines that already run as many requests as they can."""
+"""Tests of simulated engines that run as many requests at once as they can (their slots)."""
 
 from __future__ import annotations
 

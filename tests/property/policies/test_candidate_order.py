@@ -1,4 +1,7 @@
-"""Property tests that the best endpoint of a sorted list is the one that a full scan finds."""
+"""Property tests of picks from a sorted list of endpoints, of which only the best are scored.
+
+The pick must be as good as if all endpoints had been scored.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Property tests of the ledger (reserved load of endpoints), under any order of events.
+"""Property tests of the load that is reserved at endpoints for requests.
 
-All reserved load is released, and the forecast of load stays valid.
+After any order of events, all of it has been released, and the forecast of load is valid.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Property tests of the times of peers: they equal those computed over all bins for each work."""
+"""Property tests of the times by which slow endpoints are found, those of their peers.
+
+Times are stored in bins by size of work. Only bins in use are read, which must give the same times
+as all bins.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Property tests that endpoint health and retry budgets can be saved and restored at any time."""
+"""Property tests that a gateway can save and restore endpoints' health and its retry budget.
+
+A successor process restores them. The tests save them after any events.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of the count of tokens that a batch job's engines generated again."""
+"""Tests of how benchmarks count the tokens of a batch job that engines generated twice."""
 
 from __future__ import annotations
 

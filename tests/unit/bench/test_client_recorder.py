@@ -1,4 +1,4 @@
-"""Tests that the recorder of client programs tells an answer that was read from a broken one."""
+"""Tests of the proxy that records client programs: it knows complete and broken answers."""
 
 from __future__ import annotations
 

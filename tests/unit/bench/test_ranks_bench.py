@@ -1,4 +1,4 @@
-"""Tests of the benchmark of ways to choose data-parallel ranks: sessions, oracle and table."""
+"""Tests of the benchmark of rules that choose an engine's data-parallel rank for each request."""
 
 from __future__ import annotations
 

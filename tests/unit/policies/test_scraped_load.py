@@ -1,4 +1,4 @@
-"""Tests of how many requests an engine runs at the same time, from its label or its metrics."""
+"""Tests of finding out how many requests an engine runs at once, from its metrics or its label."""
 
 from __future__ import annotations
 

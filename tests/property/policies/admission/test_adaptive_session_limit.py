@@ -1,6 +1,6 @@
-"""Property tests of sessions at several gateways.
+"""Property tests of gateways that exchange which sessions are active.
 
-After an exchange of messages, all count the same context tokens.
+After the exchange, all of them count the same number of context tokens.
 """
 
 from __future__ import annotations

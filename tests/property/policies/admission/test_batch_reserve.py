@@ -1,8 +1,9 @@
-"""Property tests of capacity that is reserved for batch jobs whose deadline is near.
+"""Property tests of how much capacity is reserved for batch jobs, so that they end in time.
 
-Pools of places for requests are simulated on virtual time. Live requests want all places except
-`idle` ones, whose number changes every few seconds. Batch jobs get the idle places or the reserved
-ones, whichever are more.
+A simulated pool has places, each of which runs one request at a time. Live requests use most of
+them, and leave `idle` ones to batch jobs; their number changes every few seconds. If batch jobs may
+not end in time on these, the rule reserves places for them. They then use the idle or the reserved
+places, whichever are more. Time is virtual.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Job(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of simulating batch jobs on a pool.
+    """How simulated batch jobs ended on a pool, and what was reserved for them meanwhile.
 
-    It has the time at which each batch job ended, the reserved places at each step, and the plans
-    with their demands.
+    ended_s  the time at which each batch job ended
+    plans    what the rule decided at each step, with the demands that it was given
     """
 
     ended_s: list[float]
@@ -49,10 +50,11 @@ class Outcome(NamedTuple):
 
 
 class Pool:
-    """A simulated pool that runs batch jobs on idle or reserved places.
+    """A simulated pool of places for requests, on which batch jobs run.
 
-    idle     function that returns the number of idle places at a time
-    reserve  the tested rule for reserved places
+    jobs     the batch jobs
+    reserve  how many places the tested rule may reserve for them
+    idle     function that returns the number of places that live requests leave free at a time
     """
 
     def __init__(self, jobs: list[Job], reserve: int, idle: Callable[[float], int]) -> None:

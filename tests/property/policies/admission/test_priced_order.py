@@ -1,4 +1,7 @@
-"""Property tests of what the admission price depends on: overload, retries and pacing."""
+"""Property tests of parts of admission by price: fair shares, promised retry times, and pacing.
+
+Pacing means that prompts are not sent to an engine faster than it may compute them.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Property tests of quotas: they never admit more than allowed per minute.
+"""Property tests of tenants' quotas: no more is admitted than a quota allows per minute.
 
-A client that retries at the stated time is admitted.
+A refused client gets a time for its retry, and is admitted then.
 """
 
 from __future__ import annotations

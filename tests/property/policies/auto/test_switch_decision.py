@@ -1,4 +1,4 @@
-"""Property tests of the decider that chooses among routing policies."""
+"""Property tests of the rule that decides when a pool switches to another routing policy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Property tests of the record of answers that are being generated.
+"""Property tests of the record of an engine's running answers.
 
-After any events, it contains exactly these answers.
+After any events, it contains exactly the answers that have begun and not ended.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Property tests of the price of an endpoint.
+"""Property tests of the price of serving a request at an endpoint, which is its expected harm.
 
-Less free memory never lowers it, and a longer cached prefix never raises it.
+The price never falls when there is less free memory, and never rises when more of the prompt is
+cached.
 """
 
 from __future__ import annotations

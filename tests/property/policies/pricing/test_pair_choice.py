@@ -1,4 +1,8 @@
-"""Property tests of the choice of a pair: it equals the choice that computes every pair alone."""
+"""Property tests of the choice of a prefill and a decode endpoint for a split request.
+
+A fast method compares all pairs at once. It must choose the same pair as if the cost of each was
+computed alone.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Property test of choosing the cheapest endpoint without computing all prices completely.
+"""Property test of a short cut that finds the cheapest endpoint without complete prices of all.
 
-The same endpoint must be chosen as by a complete comparison, after any history of the endpoints.
+It must choose the same endpoint as a complete comparison, after any history of the endpoints.
 """
 
 from __future__ import annotations

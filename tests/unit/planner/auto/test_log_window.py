@@ -1,4 +1,4 @@
-"""Tests of which part of an access log a comparison of policies uses."""
+"""Tests of which requests of an access log count when routing policies are compared by it."""
 
 from __future__ import annotations
 

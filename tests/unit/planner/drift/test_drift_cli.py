@@ -1,4 +1,4 @@
-"""Tests of `penstock drift`, which compares the traffic of two access logs."""
+"""Tests of the command `penstock drift`: has traffic changed since the fleet was sized?"""
 
 from __future__ import annotations
 

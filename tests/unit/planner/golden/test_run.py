@@ -1,4 +1,4 @@
-"""Tests of `penstock golden run`, which compares engines' answers with recorded ones."""
+"""Tests of the command `penstock golden run`, which compares the answers of two engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tests of simulations that learn the lengths of answers, or have wrong hardware labels."""
+"""Tests of what a simulated gateway expects: lengths of answers, and speeds of labelled engines.
+
+It learns lengths from answers. A wrong label changes what it expects of an engine, but not the
+engine.
+"""
 
 from __future__ import annotations
 

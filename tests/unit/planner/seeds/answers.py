@@ -1,6 +1,6 @@
-"""Computes the results of the statements on parallelism that `penstock seeds` lists.
+"""Computes what Penstock says about each statement on parallelism that `penstock seeds` lists.
 
-Some statements have a command, which this module runs; the others have a function.
+For some statements this runs a command, for the others a function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of the admission rule `cap`, which limits concurrent requests and sessions."""
+"""Tests of refusing new sessions whose contexts do not fit the engines' KV memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of combining the gains of several comparisons of policies."""
+"""Tests of averaging what several comparisons of routing policies found, with the error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of how many more tokens an endpoint's running answers may have."""
+"""Tests of estimating how many more tokens an endpoint's running answers will have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of which prompts a modelled step holds: those whose first tokens end it, and no others."""
+"""Tests of which prompts a modelled engine step contains, as their first tokens show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of comparing answers with recorded ones; alarms need more than normal differences."""
+"""Tests of comparing the answers of two engines: an alarm needs more than differences by chance."""
 
 from __future__ import annotations
 

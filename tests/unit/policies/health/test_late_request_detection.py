@@ -1,4 +1,4 @@
-"""Tests of detecting engines that hang while they compute prompts."""
+"""Tests of detecting requests that wait too long, because their engine hangs or is slow."""
 
 from __future__ import annotations
 

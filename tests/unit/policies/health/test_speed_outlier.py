@@ -20,7 +20,7 @@ H100, L40S = shape_for("h100", 4), shape_for("l40s", 2)
 
 @dataclass
 class Engine:
-    """A simulated endpoint that computes one prompt after another.
+    """A simulated endpoint, normal or slow, that computes one prompt after another.
 
     prefill  factor on the time of prompts
     decode   factor on the time of output tokens

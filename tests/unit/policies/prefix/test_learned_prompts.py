@@ -1,4 +1,4 @@
-"""Tests of prompts that are known as bytes and as tokens, and of what they show about others."""
+"""Tests of remembering which tokens a prompt's bytes have, to know those of similar prompts."""
 
 from __future__ import annotations
 

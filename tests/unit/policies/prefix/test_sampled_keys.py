@@ -1,4 +1,4 @@
-"""Tests that an index of cached prompts can be rebuilt from a sample of its keys."""
+"""Tests that a sample of a prompt's block hashes suffices to fill an index of cached prompts."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_engine_time_costs_more_where_prompts_keep_other_ranks_busy() -> None:
 
 
 class CountedGroups(list[AgeGroup]):
-    """Groups of running answers, which count how often the price calculation reads them."""
+    """The groups of an engine's running answers, with a count of how often a price reads them."""
 
     reads = 0
 

@@ -1,4 +1,4 @@
-"""Tests of the requests that test the label of an endpoint which only its label calls slow."""
+"""Tests of requests that find out whether the label "slow GPU" of an endpoint is true."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_label_is_not_tested_with_an_answer_that_hides_its_first_token() -> No
 
 
 class Asker:
-    """Lets one scorer choose the endpoint of many streamed requests, one after another."""
+    """Sends streamed requests to one scorer, one after another, and returns where each goes."""
 
     def __init__(self, fleet: Sequence[Candidate]) -> None:
         self.by, self.fleet, self.count = PriceScorer(PricedPolicy()), fleet, 0

@@ -224,7 +224,7 @@ TOKENS, TOKEN_S = 1_000, 1e-3
 
 
 def new_times() -> TransferTimes:
-    """Return the transfer times of a fleet in which one transfer took as long as expected."""
+    """Return transfer times learned from a single KV transfer, which took as long as expected."""
     times = TransferTimes()
     times.record(("p8", "d8"), TOKENS, TOKENS * TOKEN_S, 0.0)
     return times

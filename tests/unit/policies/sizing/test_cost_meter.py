@@ -1,6 +1,4 @@
-"""Tests of the live cost: the shares of requests and of idle time add up to the price of all
-GPUs.
-"""
+"""Tests of dividing an engine's cost among requests and idle time, without loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of detecting another kind of traffic soon; a change of its rate alone does not count."""
+"""Tests that a change in the kind of requests is detected soon, and one of their rate is not."""
 
 from __future__ import annotations
 

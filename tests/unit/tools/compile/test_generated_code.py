@@ -1,6 +1,6 @@
-"""Tests that compiled code with inline caches behaves like interpreted code.
+"""Tests that compiled code behaves like interpreted code although it caches attribute look-ups.
 
-This must hold whatever happens to the classes in between.
+This must hold whatever happens to the classes between two look-ups.
 """
 
 from __future__ import annotations
