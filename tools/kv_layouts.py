@@ -22,7 +22,7 @@ TP_PAIRS = ((1, 2), (2, 1), (2, 4), (4, 2))
 
 
 class ProofKind(StrEnum):
-    """The kinds of tests that prove that a layout is transferred correctly.
+    """How well it is proven that a KV cache layout is transferred correctly: by which kind of test.
 
     ENGINE  two running vLLM engines give the same answer as one engine alone
     VLLM    a transfer between tensors that vLLM's own classes created, without running a model
@@ -105,11 +105,14 @@ class LayoutRow(NamedTuple):
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Return all tested pairs (source, sink) of numbers of tensor-parallel ranks (GPUs)."""
+        """Return all tested pairs: tensor-parallel ranks at the source, and at the sink."""
         return TP_PAIRS
 
     def proofs(self, pair: tuple[int, int]) -> list[ProofKind]:
-        """Return the kinds of tests that exist for these (source, sink) numbers of ranks (GPUs)."""
+        """Return which kinds of tests transfer this layout between such numbers of ranks.
+
+        pair  numbers of tensor-parallel ranks of the source and of the sink
+        """
         proofs = [ProofKind.MODEL] + [ProofKind.VLLM] * bool(self.backend)
         return proofs + [ProofKind.ENGINE] * any(pair == there for there, _ in self.engine_pairs)
 

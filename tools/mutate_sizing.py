@@ -87,7 +87,7 @@ def mutants(source: str) -> Iterator[tuple[int, str, str]]:
 
 
 class _FirstFailure:
-    """A plugin of pytest that keeps the name of the first test that fails."""
+    """A plugin of pytest that stores which test failed first."""
 
     def __init__(self) -> None:
         self.name: str | None = None

@@ -161,7 +161,10 @@ HAS_NO_C_FORM = (
 
 
 def declarations(module: str, project: Project) -> str:
-    """Return the text of a module's .pxd file, or "" if the module has nothing to declare."""
+    """Return the .pxd file of a module, which tells Cython its C classes and C functions, as text.
+
+    Returns "" if the module has nothing to declare.
+    """
     tree, known_classes = project.trees[module], project.known_classes(module)
     c_types = CTypes(known_classes)
     mine = [
@@ -304,7 +307,9 @@ def _is_super(part: ast.AST) -> bool:
 class CTypes:
     """Finds which annotations in one module name C classes, so that Cython may use C types there.
 
-    names  the C classes that the module can name: full names by their names in the module
+    A C class is a Python class that Cython compiles to a C struct.
+
+    names  for each name under which the module knows a C class, the full name of that class
     """
 
     names: Mapping[str, str]
@@ -342,10 +347,10 @@ class CTypes:
         return f"{kind} {result} {function.name}({', '.join(declared)})"
 
     def attribute_types(self, node: ast.ClassDef) -> dict[str, str]:
-        """Return the C class of each attribute that a class assigns to `self`, by attribute name.
+        """Return the C classes of the attributes that a class assigns to `self`.
 
-        The type is that of the attribute's annotation, or of the first value assigned to it. It is
-        "" if it is not a C class.
+        The result maps the name of each attribute to the class in its annotation, or else to that
+        of the first value assigned to it. It is "" if this is no C class.
         """
         types: dict[str, str] = {}
         for method in _functions(node):

@@ -16,7 +16,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Project:
-    """The parsed modules of the project, and the classes that are compiled to C classes.
+    """The parsed modules of the project, and which of their classes Cython compiles to C classes.
 
     trees     syntax trees of all modules, by module name
     compiled  names of the modules that Cython compiles
@@ -28,10 +28,11 @@ class Project:
     classes: Mapping[str, ast.ClassDef]
 
     def known_classes(self, module: str) -> dict[str, str]:
-        """Return the C classes that a module can name: full names by their names in the module.
+        """Return the C classes that a module can name, as a mapping from names to full names.
 
-        They are the classes that the module defines or imports. Imports under `if TYPE_CHECKING`
-        count, because Cython executes them at run time as well.
+        A C class is a Python class that Cython compiles to a C struct. A module can name the
+        classes that it defines or imports. Imports under `if TYPE_CHECKING` count, because Cython
+        executes them at run time as well.
 
         Modules that import each other can fail to load at run time. Therefore a type-only import
         that closes such a cycle is left out, unless all classes imported in the cycle are C classes
@@ -88,11 +89,12 @@ class Project:
 
     @cached_property
     def used_as_values(self) -> frozenset[str]:
-        """Return the full names of functions and methods that are used as values (callbacks).
+        """Return the full names of functions and methods that are passed as values (callbacks).
 
-        If the class of a method is unknown, the result contains the method's bare name. Names that
-        are also attributes of some class are left out, because otherwise half of all methods would
-        match. If this is wrong for a method, its module fails to compile.
+        They must stay Python functions. If the class of a method is unknown, the result contains
+        the method's bare name. Names that are also attributes of some class are left out, because
+        otherwise half of all methods would match. If this is wrong for a method, its module fails
+        to compile.
         """
         fields = {name for node in self.classes.values() for name in slots(node) or ()}
         for tree in self.trees.values():
@@ -133,7 +135,7 @@ class Project:
 
     @cached_property
     def bases(self) -> Mapping[str, Collection[str]]:
-        """The names of the base classes of each class, by its name; all without their modules."""
+        """Map each class to its base classes, all by their names without modules."""
         bases: dict[str, set[str]] = {}
         for tree in self.trees.values():
             for node in ast.walk(tree):
@@ -245,9 +247,12 @@ def _short_name(base: ast.expr) -> str:
 
 
 def names_looked_up(top: ast.stmt, *, is_closed: bool) -> Iterator[str]:
-    """Yield the names that a statement may look up in objects and modules, and those in its texts.
+    """Yield the attribute names that a statement may look up, also by name in its strings.
 
-    is_closed   whether `self.name` is no such look-up
+    These attributes must be visible to Python code.
+
+    top        the statement
+    is_closed  whether access by `self.name` does not count, because C code needs no look-up there
     """
     listed = {
         id(part)
@@ -294,8 +299,10 @@ def container_of(full: str) -> str:
 
 
 def names_of(module: str, tree: ast.Module) -> dict[str, str]:
-    """Return the classes that a module defines or imports: full names by their names in the
-    module.
+    """Return which classes a module defines or imports: a mapping from their names to full names.
+
+    module  name of the module
+    tree    its syntax tree
     """
     return {node.name: f"{module}.{node.name}" for node in classes_of(tree)} | from_imports(
         tree.body

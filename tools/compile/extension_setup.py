@@ -24,7 +24,7 @@ def is_small(source):
 
 
 class UncompiledModules(build_py):
-    """The step of setup.py that puts only those Python modules into a wheel that have no C file."""
+    """The part of setup.py that selects the uncompiled Python modules for a wheel."""
 
     def find_package_modules(self, package, package_dir):
         """Return (package, module, path) of each module in a package's folder that is not

@@ -227,7 +227,7 @@ def _working_directory(folder: Path) -> Iterator[None]:
 
 
 def tree_digest() -> str:
-    """Return a hash of all files that determine the C files: the sources and this generator."""
+    """Return a hash of the sources and this generator, to know whether C files are up to date."""
     digest = hashlib.sha256()
     folder = ROOT / "tools" / "compile"
     generator = [*folder.glob("*.py"), *folder.glob("*.h")]

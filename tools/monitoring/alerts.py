@@ -23,8 +23,9 @@ The first text is the series, the second its values per minute in promtool's not
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """A Prometheus alert. It fires once `value` has met the comparison `compare` for the time
-    `hold`.
+    """A Prometheus alert: when it fires, and sample data with which a test checks that.
+
+    It fires once `value` has met the comparison `compare` for the time `hold`.
 
     value      PromQL query
     compare    comparison with a limit, such as "> 0.1"

@@ -50,8 +50,7 @@ class Objective(msgspec.Struct, frozen=True):
         return f"({missed} or 0 * {total}) / {total}"
 
     def recorded_series(self, window: str) -> str:
-        """Return the series in which Prometheus stores the share of requests that miss the
-        objective.
+        """Return the Prometheus series that has the share of requests which miss the objective.
 
         window  one of WINDOWS, the period over which the share is computed
         """
@@ -63,9 +62,10 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 class Burn(msgspec.Struct, frozen=True):
-    """A burn-rate alert: it fires if an error budget is used up more than `factor` times too fast.
+    """An alert that fires if too many requests fail for an objective, such as 99 % of them in time.
 
-    The limit must be exceeded in both windows. Durations are in Prometheus notation, such as "1h".
+    The error budget is the share that may fail. The alert fires if it is used up more than `factor`
+    times too fast in both windows. Durations are in Prometheus notation, such as "1h".
 
     long      the long window
     short     the short window, which lets the alert start and end quickly
