@@ -94,7 +94,7 @@ class Answer(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The measurements of one run. The numbers about the batch job are zero in a run without it.
+    """What one run of live requests measured, with or without a batch job beside them.
 
     kept   numbers of kept tokens of each request of the batch job, each time that it was stopped
     log    the engines' generation log
@@ -157,7 +157,11 @@ class Gateway:
 
 @contextmanager
 def mock_groups(speed: float, log: Path) -> Iterator[list[str]]:
-    """Run mock engines with a generation log in a process of their own, and yield their URLs."""
+    """Run mock engines in a process of their own, and yield their URLs.
+
+    speed  how many times as fast as real time they are
+    log    file to which they write each sequence of tokens that they generate
+    """
     command = [sys.executable, "-m", "bench.logged_engines", str(GROUPS), str(speed), str(log)]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -219,9 +223,14 @@ async def live_traffic(
     kills: list[float],
     ending: asyncio.Task[Any] | None,
 ) -> list[Answer]:
-    """Send live requests at the given times until `ending` is done, and return their answers.
+    """Send live requests until the task `ending` is done, and return their answers.
 
-    The gateway is killed at the times `kills`. All times are in seconds from the start.
+    http     client session
+    gateway  the gateway, which is killed at the times `kills`
+    times    when requests are sent
+    kills    when the gateway is killed
+
+    All times are in seconds from the start.
     """
     began, tasks, waiting = time.monotonic(), [], sorted(kills)
     restart: asyncio.Task[None] | None = None
@@ -392,9 +401,13 @@ def attainment(options: argparse.Namespace, outcome: Outcome) -> float:
 
 
 def compare(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> dict[str, Any]:
-    """Compare live traffic beside a batch job with live traffic alone.
+    """Compare live requests beside a batch job with the same requests alone.
 
-    Returns the figures of one random seed by name.
+    options  the options of the program
+    alone    what was measured without the batch job
+    beside   what was measured with it
+
+    Returns the figures of one random seed by name, such as the shares of requests in time.
     """
     found: dict[str, int] = {}
     final: dict[int, int] = {}
@@ -435,7 +448,12 @@ def compare(options: argparse.Namespace, alone: Outcome, beside: Outcome) -> dic
 def regenerated(
     options: argparse.Namespace, beside: Outcome, final: dict[int, int]
 ) -> tuple[Attempts, Regenerated]:
-    """Return the engines' attempts at the batch job's requests, and what they generated again."""
+    """Return the engines' attempts at the batch job's requests, and the tokens generated twice.
+
+    options  the options of the program
+    beside   what was measured of the run with the batch job
+    final    number of tokens of each answer
+    """
     prompts = [
         render_chat(body(f"Batch question {number}?", options.tokens))
         for number in range(options.lines)

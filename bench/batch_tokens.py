@@ -29,9 +29,11 @@ GENERATION_LOG = "generated.jsonl"
 
 
 class Attempt(NamedTuple):
-    """One attempt at a request, as the engine saw it.
+    """One try of an engine to answer a request of a batch job, as the engine logged it.
 
-    start      number of the answer's tokens at the end of its prompt
+    A request that is stopped is tried again later, and continues its answer.
+
+    start      number of the answer's tokens that its prompt already contained
     generated  number of tokens that it generated
     began_s    monotonic time of its beginning, in seconds
     ended_s    monotonic time of its end
@@ -44,7 +46,7 @@ class Attempt(NamedTuple):
 
 
 class Regenerated(NamedTuple):
-    """The tokens of a batch job that were generated more than once, or for nothing.
+    """How many tokens of a batch job were generated more than once, or for nothing, and why.
 
     in_flight   how many stops cost how many tokens that were never kept, by that number of tokens
     killed      tokens that the gateway had not kept yet when it was killed
@@ -65,14 +67,18 @@ class Regenerated(NamedTuple):
 
 
 class JournalWatch:
-    """Reads the progress file (journal) of the only batch job, even after its deletion."""
+    """Reads the file in which the gateway keeps the progress of a batch job (its journal).
+
+    It holds the file open, so that it can be read after the gateway has deleted it. There must be
+    only one batch job.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: BinaryIO | None = None
 
     def open_if_created(self) -> None:
-        """Open the journal of the batch job if the gateway has created it by now.
+        """Open the batch job's progress file (journal) if the gateway has created it by now.
 
         Call it whenever the batch job is polled. A timer of its own would let virtual time pass
         while threads of the gateway write files, so that the batch job would have less time.
@@ -93,7 +99,10 @@ class JournalWatch:
 
 
 def long_stops(kept: Mapping[int, Sequence[int]], least: int) -> int:
-    """Return how often an answer was stopped that had `least` or more tokens, and new ones."""
+    """Count the stops of answers with `least` or more tokens, some of them new since the last stop.
+
+    kept  number of tokens of each request that were kept, each time that it was stopped
+    """
     return sum(
         now >= least and now > before
         for lengths in kept.values()
@@ -102,12 +111,20 @@ def long_stops(kept: Mapping[int, Sequence[int]], least: int) -> int:
 
 
 class Attempts:
-    """The attempts at all requests of a generation log, by the prompts of these requests."""
+    """The engines' attempts at the requests of a batch job, from their log of generated tokens.
+
+    of         the attempts at each request, by its number
+    generated  total number of tokens in the log
+    others     those of them that belong to no request of the batch job
+    """
 
     def __init__(self, log: Iterable[bytes], prompts: Sequence[bytes]) -> None:
-        """Read the lines of the log. Lines whose prompt begins with none of `prompts` are others'.
+        """Read the engines' log of generated tokens, and sort its lines by request.
 
-        `prompts` have four bytes per token, and none begins with another one.
+        log      the lines; those whose prompt begins with none of `prompts` belong to other
+                 requests
+        prompts  the prompt of each request. They have four bytes per token, and none begins with
+                 another
         """
         known = {tuple(token_ids(prompt)): index for index, prompt in enumerate(prompts)}
         lengths = sorted({len(prompt) for prompt in known})
@@ -133,10 +150,10 @@ def count_regenerated(
     final: Mapping[int, int],
     kills: Sequence[float],
 ) -> Regenerated:
-    """Return which tokens of all requests were generated more than once.
+    """Count which tokens of a batch job's requests were generated more than once.
 
-    attempts  attempts at each request, in order
-    kept      numbers of kept tokens in the journal, for each request
+    attempts  the engines' attempts at each request, in order
+    kept      numbers of kept tokens in the gateway's journal, for each request
     final     number of tokens of each answer
     kills     monotonic times at which the gateway was killed, in seconds
     """

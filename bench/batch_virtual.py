@@ -67,8 +67,11 @@ async def ask(app: App, number: int) -> bench.Answer:
 async def live_traffic(
     app: App, times: list[float], ending: asyncio.Task[Any] | None
 ) -> list[bench.Answer]:
-    """Send live requests to the gateway at the given times, until `ending` is done. Return the
-    answers.
+    """Send live requests to the gateway at the given times, and return their answers.
+
+    app     the gateway
+    times   when requests are sent, in seconds from the start
+    ending  the task at whose end no more requests are sent
     """
     began, tasks = CLOCK.time(), []
     for number, at in enumerate(times):

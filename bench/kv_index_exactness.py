@@ -41,9 +41,10 @@ CLIENTS, SETTLE_S = 16, 2.5
 
 
 class Predictions:
-    """How wrong the gateway's predictions of cached prompt tokens were, in blocks.
+    """How wrong the gateway was about how much of each prompt an engine had cached, in blocks.
 
-    errors   distance of each reported number from the predicted range
+    errors   for each answer, how far the number that the engine reported was from the predicted
+             range
     unknown  number of requests without a prediction
     """
 
@@ -135,11 +136,10 @@ def _config(urls: Sequence[str], block_bytes: int) -> Config:
 
 
 async def run(seconds: float, count: int, faults: str, seed: int, block_bytes: int) -> None:
-    """Run load and faults in periods.
+    """Send requests and inject faults in periods, and compare the caches in the pause after each.
 
-    In the pause after each, compare the caches and print results.
-
-    In each pause, the gateway's index of cached blocks is compared with the engines' caches.
+    In a pause, the gateway's index of cached blocks is compared with the engines' caches, and the
+    result is printed.
 
     seconds      total duration
     count        number of engines

@@ -45,9 +45,9 @@ WORDS = (ROOT / "docs" / "life-of-a-request.md").read_text().split()
 
 
 class EventEngine(msgspec.Struct, frozen=True):
-    """A vLLM engine whose KV events pass a relay that can cut them.
+    """A real vLLM engine whose reports of cached blocks (KV events) pass a relay that can be cut.
 
-    It also has the path of the socket from which the blocks in its cache can be read.
+    It also has the path of the socket from which the true list of its cached blocks can be read.
     """
 
     engine: Engine
@@ -228,9 +228,10 @@ async def compare(app: App, engines: list[EventEngine]) -> Moment:
 async def churn(
     app: App, engines: list[EventEngine], seconds: float, seed: int
 ) -> tuple[list[Moment], int]:
-    """Run load in periods, and compare the gateway's index with the caches after each one.
+    """Send requests in periods; after each, compare the gateway's index with the true caches.
 
-    Returns the comparisons and the number of answers.
+    The requests need more cache memory than there is, so blocks come and go. Returns the
+    comparisons and the number of answers.
     """
     moments: list[Moment] = []
     answers, ends = 0, monotonic() + seconds
@@ -291,7 +292,7 @@ async def measure_cut(app: App, engine: EventEngine, *, is_silent: bool) -> tupl
 
 
 async def turnover(engines: list[EventEngine]) -> float:
-    """Return how often the computed prompt tokens would have filled the caches of all engines."""
+    """Return how many times the engines' caches were filled, by the number of computed tokens."""
     pages = [await each.engine.numbers() for each in engines]
     computed = sum(
         page["prefix_cache_queries_total"] - page["prefix_cache_hits_total"] for page in pages

@@ -32,7 +32,7 @@ READERS: Mapping[str, Callable[[dict[str, Any]], RequestBody]] = {
 
 
 class EndlessCache:
-    """A simulated KV cache without a size limit: it keeps the blocks of all prompts and answers."""
+    """A simulated KV cache that keeps all prompts and answers, to know how much could be cached."""
 
     def __init__(self) -> None:
         self._keys: set[int] = set()

@@ -62,9 +62,10 @@ def cleaned_literal(text: str, following: str) -> str:
 
 
 def mark_of(text: str) -> str:
-    """Return the placeholder that replaces a text in a recording: its length in bytes and a hash.
+    """Return the placeholder for a text of a client program: its length in bytes and a hash.
 
-    A text that is shorter than its placeholder is replaced by other words of the same length.
+    It replaces the text in a stored recording. A text that is shorter than its placeholder is
+    replaced by other words of the same length.
     """
     length, name = len(text.encode()), xxh3_64_hexdigest(text.encode())[:6]
     mark = f"⟦{length}:{name}⟧"
@@ -91,9 +92,9 @@ def cleaned_headers(headers: list[list[str]]) -> dict[str, str]:
 
 
 def difference(before: str, after: str) -> Difference:
-    """Describe how one text differs from another, in a compact form that can be stored.
+    """Return what must be stored of a text that repeats most of the text before it.
 
-    The result has the new texts of `after`, and the ranges [start, end] of `before` that are
+    The result has the new parts of `after`, and the ranges [start, end] of `before` that are
     unchanged.
     """
     old, new = _TOKENS.findall(before), _TOKENS.findall(after)

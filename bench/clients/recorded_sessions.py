@@ -61,7 +61,7 @@ _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[^"]+)"')
 
 
 class Turn(NamedTuple):
-    """One recorded request of a session: its path with query, its headers and its body."""
+    """One recorded request of a client program: its path with query, its headers and its body."""
 
     target: str
     headers: dict[str, str]
@@ -69,9 +69,9 @@ class Turn(NamedTuple):
 
 
 class Result(NamedTuple):
-    """How many prompt tokens of one client's sessions were cached, and how many could have been.
+    """How many prompt tokens of one client program's sessions were cached, and how many could be.
 
-    An endless cache, which evicts nothing, gives the second number.
+    The second number is that of a cache without a size limit.
     """
 
     turns: int
@@ -84,9 +84,9 @@ class Result(NamedTuple):
 
 
 class Session:
-    """A recorded session of a client.
+    """A recorded conversation of a client program, which is sent again to another gateway.
 
-    Its requests are sent again, with the answers of this run inserted.
+    The answers that the gateway gives now replace the recorded ones in later requests.
     """
 
     def __init__(self, client: RecordedClient, number: int) -> None:
@@ -100,8 +100,6 @@ class Session:
         """Yield `count` requests of the session, each with an Answer that the caller must fill.
 
         Each request contains the answers to the requests before it.
-
-        Each one contains the answers to the requests before it.
         """
         body: Any = None
         previous = ""
@@ -288,7 +286,7 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def measured_alone(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Do what measured() does, but in a new process, so that no measurement slows another one."""
+    """Do what measured() does, in a new process, so that measurements do not slow each other."""
     command = [sys.executable, "-m", "bench.clients.recorded_sessions", "--json", "--only", name]
     command += ["--sessions", str(options.sessions), "--turns", str(options.turns)]
     command += ["--policies", *options.policies]

@@ -123,9 +123,12 @@ def read_message(
 
 
 def read_left_stream(data: bytes, offset: int) -> tuple[Message, int] | None:
-    """Parse the last response of a connection that the client closed after the last event.
+    """Parse a streamed response whose client closed the connection before its last chunk.
 
-    Some agents exit then, before the last chunk has arrived. Returns None for any other response.
+    Some agents exit after the last event. Returns the message, or None for any other response.
+
+    data    bytes that the gateway sent on the connection
+    offset  where the response begins
     """
     read = read_message(data + b"0\r\n\r\n", offset)
     if read is None or not any(event in read[0].body for event in LAST_EVENTS):

@@ -185,7 +185,7 @@ def judge(
     lines: Any,
     engine_hits: int,
 ) -> Result:
-    """Decide from a client program's recorded traffic whether the program works with the gateway.
+    """Decide from a client program's recorded requests whether it works with the gateway.
 
     spec         the program
     version      its version

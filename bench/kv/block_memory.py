@@ -20,7 +20,7 @@ Slots = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Draw:
-    """The blocks that one transfer copies, chosen at random.
+    """A random choice of blocks that one transfer of the benchmark copies.
 
     block_bytes  size of each block in bytes
     src          numbers of the blocks at the source
@@ -47,9 +47,9 @@ def draw(pool_bytes: int, block_bytes: int, count: int, seed: int) -> Draw:
 
 
 def reference(pool_bytes: int, seed: int) -> Bytes:
-    """Return the bytes that fill the source's memory pool. They depend only on the random seed.
+    """Return the bytes that fill the source's memory; equal seeds give equal bytes.
 
-    Equal seeds give equal contents.
+    With them, the receiver can check what has arrived.
     """
     return (
         np.random.default_rng(seed)
@@ -59,9 +59,10 @@ def reference(pool_bytes: int, seed: int) -> Bytes:
 
 
 def wipe(pool: Bytes, drawn: Draw) -> None:
-    """Clear the blocks that the next transfer will write.
+    """Clear the blocks that the next transfer writes, so that old bytes cannot pass for new ones.
 
-    Otherwise the bytes of an earlier transfer could be mistaken for delivered ones.
+    pool   the memory
+    drawn  the blocks of the transfer
     """
     pool.reshape(-1, drawn.block_bytes)[drawn.dst] = 0
 

@@ -42,7 +42,7 @@ class NotMeasurable(Exception):
 
 @dataclass(frozen=True)
 class Contestant:
-    """One KV transport that the benchmark compares, with the commands that install and start it.
+    """One way to transfer KV that the benchmark compares, and how it is installed and started.
 
     initiator  the process that starts transfers: "source" or "sink"
     settings   arguments of the module's function open_side
@@ -299,7 +299,7 @@ class Process:
 
 
 class Pair:
-    """The two worker processes that one KV transport connects: the source and the sink."""
+    """The two processes, source and sink, between which one way to transfer KV is measured."""
 
     def __init__(self, contestant: Contestant, expected: Path) -> None:
         self.contestant = contestant

@@ -100,11 +100,11 @@ It is above 1, so that the whole transfer could take place during the prefill.
 
 
 def exposed_share(pair: Pair, pool_bytes: int, rng: random.Random) -> float:
-    """Measure how much of a transfer remains when the computation of the prompt (prefill) ends.
+    """Measure how much of a KV transfer still remains when the prompt has been computed.
 
-    The KV cache is sent layer by layer during the prefill. Only what remains after the prefill
-    delays the client. Returns the duration of the remaining part, divided by the duration of the
-    same transfer without a prefill.
+    KV is sent layer by layer while the prompt is computed (prefill). Only what remains after that
+    delays the client. Returns the duration of the remaining part, divided by that of the same
+    transfer without a prefill.
 
     pair        the two processes
     pool_bytes  size of the memory from which blocks are chosen, in each process

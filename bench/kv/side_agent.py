@@ -32,7 +32,7 @@ PATIENCE_S = 50.0
 
 
 class Agents:
-    """One end of transfers between two of our KV agents, which do all their safety checks.
+    """One end of KV transfers between two agents, as engines use them, with all safety checks.
 
     A block has 64 KiB, all of one layer.
     """
@@ -141,11 +141,11 @@ class Layers(Agents):
     LAYOUT = KvLayout(32, 1, 128, KvDtype.BF16, 16)
 
     def custom(self, what: str, prefill_s: float = 0.0) -> float:
-        """Run the source's or the sink's part of a transfer layer by layer, and return its seconds.
+        """Do this end's part of a transfer that is computed layer by layer; return its seconds.
 
-        what       "fetch" to receive the chosen blocks, "offer" to send them. The duration of an
-                   offer begins when the last layer is computed, and ends when this side learns
-                   that all blocks have arrived
+        what       "fetch" to receive the chosen blocks, "offer" to send them. An offer is measured
+                   from the end of the last layer's computation until this side learns that all
+                   blocks have arrived
         prefill_s  seconds of the simulated computation of all layers, which uses no CPU; 0: all
                    layers are ready before the offer
         """

@@ -161,7 +161,7 @@ class LinkSide:
     # ---- callbacks of the link (LinkOwner) ----
 
     def on_linked(self, link: Link) -> None:
-        """Use the first connection as the link, and later ones as its parallel connections."""
+        """Keep a new connection: the first is the link, later ones are parallel parts of it."""
         link.secure(SECRET)
         if self.link is None:
             self.link = link

@@ -20,7 +20,7 @@ from block_memory import Bytes, Draw, draw, wipe, wrong_blocks
 
 
 class Side(Protocol):
-    """What a transport implements for the benchmark: one end of a transfer, source or sink.
+    """One end of a transfer (source or sink), which each compared transport implements.
 
     prepare  build descriptors of the chosen blocks: one for all, or one per block if `each` is true
     begin    called before the measured time
@@ -45,9 +45,9 @@ class Side(Protocol):
 
 @runtime_checkable
 class TimedSide(Protocol):
-    """A side that transfers all blocks one by one itself, and returns the microseconds of each.
+    """One end of a transfer that times the blocks itself, because it sends them on another thread.
 
-    It is needed where this happens on another thread.
+    It transfers all blocks one by one, and returns the microseconds of each.
     """
 
     def posts(self) -> list[float]: ...
@@ -123,13 +123,13 @@ class Worker:
         return time.process_time() - self.since
 
     def run(self) -> float:
-        """Copy all blocks of a draw in one transfer, and return the seconds that it took."""
+        """Copy all chosen blocks in one transfer, and return the seconds that it took."""
         started = time.perf_counter()
         self.side.run()
         return time.perf_counter() - started
 
     def posts(self) -> list[float]:
-        """Copy the blocks of a draw one after another, and return the microseconds of each copy."""
+        """Copy the chosen blocks one after another, and return the microseconds of each copy."""
         assert self.drawn is not None
         if isinstance(self.side, TimedSide):
             return self.side.posts()

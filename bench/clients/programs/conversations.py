@@ -53,10 +53,7 @@ class Turn:
 
 
 class Session(Protocol):
-    """One conversation of a client program with the gateway.
-
-    Each client program implements this class.
-    """
+    """One conversation of a client program with the gateway; each program implements this."""
 
     async def ask(self, text: str) -> Turn:
         """Send the user's next message, run the tools that the model calls, and return the
@@ -96,7 +93,7 @@ def shell_call(name: str, member: str, **others: str) -> Call:
 
 
 def measured_pump(command: str) -> int:
-    """Return the number of the pump in a shell command that shell_call() has built."""
+    """Return the number of the pump in an agent's shell command, which shell_call() has built."""
     return int(command.partition("echo pump ")[2].partition(" ")[0])
 
 
