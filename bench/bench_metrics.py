@@ -1,4 +1,4 @@
-"""Measures the time that metrics take: observations, increments, and one scrape of all metrics.
+"""Measures how long the gateway's metrics take: to count, to observe a value, and to print all.
 
 python bench/bench_metrics.py
 """

@@ -1,4 +1,4 @@
-"""Measures the cost of tracing per request: switched off, sampled, and with every request traced.
+"""Measures what tracing costs per request: switched off, for some requests, and for every request.
 
 python bench/bench_traces.py
 """

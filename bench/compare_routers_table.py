@@ -23,7 +23,7 @@ MAX_OTHERS = 0.05
 
 @dataclass
 class Results:
-    """The values that `make bench` measured, by row, gateway and round, and reasons for gaps."""
+    """The values that `make bench` measured, by row of the table, gateway and round."""
 
     rows: list[Row]
     samples: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
@@ -36,9 +36,9 @@ class Results:
 
     @property
     def ours(self) -> str:
-        """Return the name of the build of Penstock to which the goals apply.
+        """Return which build of Penstock must meet the goals: the compiled one, if it was measured.
 
-        This is the compiled gateway, or the one from sources if only that was measured.
+        Otherwise it is the gateway from Python sources.
         """
         measured = {system for systems in self.samples.values() for system in systems}
         return SOURCES if SOURCES in measured and OURS not in measured else OURS
@@ -50,10 +50,10 @@ class Results:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The median of the ratios of our value to another gateway's, with its 95% confidence interval.
+    """How our gateway compares with another one in one row of the table, with a 95 % interval.
 
-    The two values of a ratio are from the same round. In a row with `added`, their difference is
-    used instead of the ratio.
+    It is the median of the ratios of both values in the same round. In a row with `added`,
+    differences are used instead of ratios.
     """
 
     low: float

@@ -129,9 +129,11 @@ def _print_cell(cell: PairedCell, figures: list[tuple[float, float]]) -> float:
 
 @contextmanager
 def sources(revision: str | None, place: Path, *, compiled: bool) -> Iterator[Path]:
-    """Yield the folder with a revision's sources, compiled if requested.
+    """Yield a folder with the sources of a git revision, compiled if requested.
 
-    The revision None means the working tree.
+    revision  the revision; None: the working tree
+    place     folder in which it may be created
+    compiled  whether the gateway is compiled
     """
     home = ROOT
     if revision is not None:

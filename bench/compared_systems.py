@@ -56,7 +56,7 @@ _ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 
 @dataclass(frozen=True)
 class System:
-    """One gateway that the benchmark compares, with one routing policy.
+    """One gateway in the comparison, with one routing policy, and how it is started.
 
     port     port of its API
     command  function that returns its command line, from a folder for temporary files and the port
@@ -77,10 +77,10 @@ class System:
 
 
 def free_base(ports: int = BACKENDS) -> int:
-    """Return the first of `ports` free ports in a row for the test engines, a multiple of 1000.
+    """Find `ports` free consecutive ports for the test engines, and return the first one.
 
-    The compared gateways use the ports from 100 above it. Exits the program if no such ports are
-    free from 19000 to 25000.
+    It is a multiple of 1000. The compared gateways use the ports from 100 above it. Exits the
+    program if no such ports are free from 19000 to 25000.
     """
     for base in range(19000, 26000, 1000):
         try:

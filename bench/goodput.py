@@ -50,7 +50,10 @@ DECODERS = ("F5:6p2d@50", "F5:4p4d@50")
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line of the results file: a measurement, and a hash of the code that was measured."""
+    """One line of the results file: a measurement, and the hash of the code that it measured.
+
+    Measurements of older code are not reused.
+    """
 
     code: str
     reading: Measurement
@@ -123,9 +126,10 @@ def overload_cells(
 
 
 def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the measurements (cells) of Penstock's capacity with bad information.
+    """Yield measurements of how much load the gateway can serve while its information is bad.
 
-    Either the metrics of engines are outdated, or messages about their caches are lost.
+    Either the metrics of engines are outdated, or messages about their caches are lost. Each
+    measurement (cell) is one policy on one workload.
     """
     for seed in seeds:
         for workload in ("conversation", "b2b"):
@@ -142,9 +146,10 @@ def trouble_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
 
 
 def tenant_cells(seeds: Iterable[int], quick: bool) -> Iterator[Cell]:
-    """Yield the measurements (cells) of how well a tenant is served beside another tenant.
+    """Yield measurements of how well a tenant is served while another one sends more.
 
-    The other tenant sends the same load, or ten times as much.
+    The other tenant sends the same load, or ten times as much. Each measurement (cell) is one
+    policy on one workload.
     """
     for seed in seeds:
         for policy, admission in (

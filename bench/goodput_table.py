@@ -45,7 +45,7 @@ def grouped(
     key: Callable[[Measurement], tuple[str, str]],
     value: Callable[[Measurement], float],
 ) -> dict[str, dict[str, list[float]]]:
-    """Group the values of a result table by row and column, with one value per seed.
+    """Sort the values of a table into rows and columns, each with one value per random seed.
 
     table  name of the table, as in Cell.table
     key    function that returns a measurement's row and column
@@ -231,7 +231,7 @@ def _overload_cells(group: Sequence[Measurement]) -> list[str]:
 
 
 def trouble(measurements: Sequence[Measurement]) -> list[str]:
-    """Build the Markdown table of Penstock's capacity with outdated metrics or lost messages."""
+    """Return the table of the load that is served with outdated metrics or lost messages."""
     values_of = grouped(
         measurements,
         "trouble",

@@ -63,7 +63,7 @@ class Answer(NamedTuple):
 
 
 class Others(NamedTuple):
-    """The answers to both questions that the second client asks about each image or text."""
+    """What the second client measured: answers to both questions about each image or long text."""
 
     first: list[Answer]
     second: list[Answer]
@@ -167,8 +167,15 @@ async def send_others(url: str, options: argparse.Namespace, kind: str, seed: st
 def run_round(
     url: str, options: argparse.Namespace, kind: str, seed: str
 ) -> tuple[list[float], Others]:
-    """Run one round. Returns the times to first token of text requests in seconds, and the answers
-    of the second process.
+    """Send requests for one round, with or without others beside them.
+
+    url      URL of the gateway
+    options  the options of the program
+    kind     what a second process sends at the same time: nothing, long texts, or images
+    seed     random seed of the requests
+
+    Returns the times to first token of the text requests in seconds, and the second process's
+    answers.
     """
     if kind == KINDS[0]:
         return asyncio.run(send_texts(url, options, kind, seed)), Others([], [])

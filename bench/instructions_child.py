@@ -39,7 +39,7 @@ running: list[str] = []
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of the function that counts the processor instructions which it executes.
+    """Wrap a function so that the processor instructions which it executes are counted.
 
     Recursive calls are counted only once.
     """
@@ -60,11 +60,11 @@ def counted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def owners(name: str) -> list[tuple[Any, str]]:
-    """Find the places that define a gateway function or method, as (module or class, name) pairs.
+    """Find where the gateway defines a function or method, so that it can be replaced there.
 
-    name   name of the function, such as `parse_call` or `Relay.feed`
+    Returns pairs of an owner (module or class) and the name in it.
 
-    The owner is a class or a module.
+    name  name of the function, such as `parse_call` or `Relay.feed`
     """
     class_name, _, last = name.rpartition(".")
     modules = [

@@ -20,7 +20,7 @@ from policies.sizing.model_shapes import model_named
 
 
 def logged_spec(speed: float, log: str) -> GroupSpec:
-    """Return the parameters of one engine that logs its sequences to the file `log`."""
+    """Return the settings of a mock engine that logs each generated sequence to the file `log`."""
     shape, card = model_named("demo-8b"), gpu_named("h100")
     return GroupSpec("demo-8b", shape, card, speed=speed, generation_log=log)
 

@@ -58,8 +58,9 @@ the last minute of the live page.
 
 
 class Structure(NamedTuple):
-    """A data structure that takes long to fill, and the source files that allocate its memory.
+    """A data structure of the gateway that takes long to fill, and whose memory may grow.
 
+    files  the source files that allocate its memory
     bound  function that returns its maximum size in bytes, from the gateway and the number of
            requests per minute
     """

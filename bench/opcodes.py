@@ -82,7 +82,7 @@ class Kind:
 
 
 def kinds() -> list[Kind]:
-    """Return the kinds of requests to count.
+    """Return the kinds of requests whose Python instructions in the gateway are counted.
 
     The chunks of streams are sent 10 ms apart, so that the gateway reads each of them separately.
     """
@@ -109,7 +109,7 @@ def kinds() -> list[Kind]:
 
 @dataclass
 class Call:
-    """A node of a call tree: one function, called from another.
+    """A function in a tree of calls, with the instructions that it executed when called from there.
 
     own    number of bytecode instructions of the function itself
     calls  the functions that it called, by name
@@ -124,10 +124,10 @@ class Call:
         return self.own + sum(call.total for call in self.calls.values())
 
     def lines(self, depth: int = 0) -> Iterator[str]:
-        """Yield this function and the functions that it called as indented lines of text.
+        """Yield the call tree below this function as text, one function per line.
 
         A line has the instructions of a function with the functions that it calls, its own
-        instructions, and its name.
+        instructions, and its name. Called functions are indented.
         """
         yield f"{self.total:6} {self.own:6}  {'  ' * depth}{self.name}"
         for call in self.calls.values():

@@ -148,7 +148,7 @@ def measure_background(sizes: list[int]) -> None:
 
 
 class LoopTurns:
-    """Measures the longest turn of the event loop.
+    """Measures for how long a turn of the event loop blocks all others: its longest turn.
 
     The time is processor time in seconds, so that other load on the machine does not count. It is
     measured by a callback in every turn, so the loop never waits.

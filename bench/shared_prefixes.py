@@ -98,8 +98,13 @@ def run(link_gb_s: float, are_shared: bool, seed: int, step: int) -> ReplayRun:
 
 
 def measure(link_gb_s: float, are_shared: bool, seed: int) -> dict[str, float]:
-    """Return the capacity in requests per second, and the shares of split requests and of cached
-    tokens at it.
+    """Find the highest request rate that a fleet can serve in time, by simulations.
+
+    link_gb_s   speed of the links between engines; 0: they send each other nothing
+    are_shared  whether prompts share documents
+    seed        random seed of the workload
+
+    Returns the rate, and the shares of split requests and of cached tokens at it.
     """
     runs: dict[int, ReplayRun] = {}
 

@@ -81,8 +81,13 @@ def run(fleet: FleetSpec, policy: str, seed: int, step: int) -> ReplayRun:
 
 
 def measure(fleet: FleetSpec, policy: str, seeds: Sequence[int]) -> dict[str, float]:
-    """Return the capacity in requests per second, and the share of requests that are split at
-    it.
+    """Find the highest request rate that a fleet can serve in time, as a mean over random seeds.
+
+    fleet   the simulated engines
+    policy  the routing policy
+    seeds   random seeds of the workload
+
+    Returns the rate, and the share of requests that are split at it.
     """
     runs: dict[int, list[ReplayRun]] = {}
 

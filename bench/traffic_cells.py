@@ -59,7 +59,7 @@ Measure = Callable[[Running, Pace, Path], Numbers]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the result table: a measured quantity and its goals.
+    """One row of the result table: a measured quantity, and its limits.
 
     metric  name of the quantity in the results of a measurement, such as "cpu"
     goals   by name of another gateway: the maximum of (our value) / (its value)

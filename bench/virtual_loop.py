@@ -56,10 +56,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 async def wait_for_thread(is_done: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-    """Wait until `is_done()` is true because of a thread that the virtual clock knows nothing of.
+    """Wait on virtual time until a real thread has made `is_done()` true.
 
-    Each time it asks, such a thread gets some milliseconds of real time, and timers one second of
-    virtual time. Returns False if `is_done()` is false after `timeout_s` seconds of real time.
+    The virtual clock does not know such a thread. Each time it asks, the thread gets some
+    milliseconds of real time, and timers one second of virtual time. Returns False if `is_done()`
+    is false after `timeout_s` seconds of real time.
     """
     pause, loop = threading.Event(), asyncio.get_running_loop()
     for _ in range(int(timeout_s / UNKNOWN_THREAD_WAIT_S)):

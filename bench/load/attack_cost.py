@@ -130,7 +130,7 @@ class Result(NamedTuple):
 
 
 class Clients:
-    """Regular clients during an attack.
+    """Regular clients, whose latencies are measured while the gateway is attacked.
 
     They send requests at a fixed rate over persistent connections.
     """
@@ -153,9 +153,9 @@ class Clients:
 
 
 def pinned(core: int, priority: int) -> list[str]:
-    """Return the command prefix that makes a process run on one core.
+    """Return the beginning of a command line that runs a program on one CPU core.
 
-    If this process runs as root, the prefix also sets the priority (nice value).
+    If this process runs as root, it also sets the priority (nice value).
     """
     nice = ["nice", "-n", str(priority)] if os.geteuid() == 0 else []
     return ["taskset", "-c", str(core), *nice]

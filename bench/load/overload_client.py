@@ -141,10 +141,10 @@ class TimedConnection:
 
 
 def age_s(ancillary: list[tuple[int, int, bytes]], now_s: float) -> float:
-    """Return how many seconds ago the kernel received the data, by the timestamp attached to it.
+    """Return how many seconds ago the kernel received data, by the timestamp that came with it.
 
+    ancillary  additional data of recvmsg, with the kernel's timestamp
     now_s      current wall-clock time
-    ancillary  ancillary data of recvmsg, with the kernel's timestamp
 
     Returns 0 without a timestamp. The kernel omits it for a moment after timestamps are enabled.
     """

@@ -32,7 +32,7 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """A figure of the overload run, and the limit that it must not exceed or fall below.
+    """A result of the overload run, and the limit that it must keep.
 
     value  the measured value
     limit  its limit

@@ -42,7 +42,9 @@ LOAD_STEP, MOST_LOADS = 1.06, 16
 
 
 def load_near_target(attainment_at: Callable[[float], float]) -> float:
-    """Return a load, as a multiple of the planned rate, whose attainment is near TARGET.
+    """Find a load at which about the share TARGET of requests is served in time.
+
+    Returns it as a multiple of the planned rate.
 
     attainment_at  returns the simulated share of requests within their latency budgets at a load.
                    It should fall with the load
@@ -119,10 +121,10 @@ class SeedRuns(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """One result as means over random seeds: live, simulated, and live minus simulated.
+    """How one result differs between live runs and their simulations, as means over random seeds.
 
-    margin  half of the 95% confidence interval of the difference; None with fewer than two runs
-            per seed on a side
+    margin  half of the 95% confidence interval of the difference; None with fewer than two runs per
+            seed on a side
     """
 
     replayed: float

@@ -228,10 +228,10 @@ def run_replay(case: PoolCase, requests: Sequence[TraceRequest]) -> RunFigures:
 
 
 def replay_sent(case: PoolCase, requests: Sequence[TraceRequest]) -> ReplayRun:
-    """Simulate the requests as the live client sends them.
+    """Simulate the requests exactly as the live client sends them.
 
-    Each request limits its answer to the recorded length. So the gateway knows this length, which
-    it has to estimate in other simulations.
+    The client limits each answer to its recorded length. So the simulated gateway knows this
+    length, which it has to estimate in other simulations.
     """
     options = msgspec.structs.replace(case.options(), learns_lengths=False, expected_output=None)
     return replay(

@@ -124,7 +124,11 @@ def run_virtual(
 
 
 def jitter(requests: list[TraceRequest], seed: int) -> list[TraceRequest]:
-    """Return the requests with every arrival delayed by a random time, as in a live run."""
+    """Delay each arrival by a random time, as the network and the client do in a live run.
+
+    requests  the requests of the trace
+    seed      random seed
+    """
     rng = Random(seed)
     return [
         msgspec.structs.replace(record, arrival_s=record.arrival_s + rng.expovariate(1 / JITTER_S))

@@ -27,7 +27,7 @@ def is_available(status: dict[str, Any] | None) -> bool:
 
 
 class Churn:
-    """Disturbs a running fleet until cancelled: engines die, freeze or drain, in random order.
+    """Causes faults in a running fleet until cancelled: engines die, freeze or drain, at random.
 
     done  number of faults by name
     """
@@ -41,13 +41,11 @@ class Churn:
         self._added = 0
 
     def excuses(self, name: str, started: float, ended: float) -> bool:
-        """Return whether an engine failed during a period, or shortly before it.
-
-        Wrong answers in such a period do not count as errors.
+        """Return whether a wrong answer is excused: its engine failed then or shortly before.
 
         name     name of the engine
-        started  beginning of the period, in time.monotonic seconds
-        ended    end of the period, in time.monotonic seconds
+        started  beginning of the answer, in time.monotonic seconds
+        ended    its end, in time.monotonic seconds
         """
         return any(
             broken == name and started - NOTICED_S < time_s < ended

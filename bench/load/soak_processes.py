@@ -99,7 +99,7 @@ class SoakFleet:
         return await self._json(f"{self.gateway.admin_url}/config")
 
     async def endpoint(self, group: Group) -> dict[str, Any] | None:
-        """Return what the gateway reports about an engine, or None if the engine is unknown."""
+        """Return what the gateway reports about the engine `group`; None: it is unknown."""
         reply = await self._json(f"{self.gateway.admin_url}/endpoints")
         return next((item for item in reply["endpoints"] if item["name"] == group.name), None)
 
@@ -118,7 +118,7 @@ class SoakFleet:
             assert answer.status == 200, await answer.text()
 
     async def stable_gauges(self) -> dict[str, float]:
-        """Return the numbers of the gateway's tasks and file descriptors, by name.
+        """Return how many tasks and file descriptors the gateway uses, by name.
 
         Each is the lowest value within 5 s, because health checks use more of them for short
         moments.

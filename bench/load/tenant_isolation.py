@@ -75,9 +75,9 @@ class AnswerFacts(msgspec.Struct, frozen=True):
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """How much an attacker learns from two scores: the cached tokens, and the time to first token.
+    """How much an attacker learns about another tenant's prompts from cached tokens and from times.
 
-    AUC is the area under the ROC curve: 0.5 means that a score reveals nothing, 1 everything.
+    Both are given as the area under the ROC curve (AUC): 0.5 means nothing, 1 everything.
     """
 
     by_usage: Area
@@ -89,7 +89,7 @@ class Scores(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The results of all trials, with or without isolation of tenants.
+    """What all trials of one mode found: do answers reveal the prompts of another tenant?
 
     isolate       whether tenants were isolated
     probes        number of trials of each kind
@@ -158,7 +158,7 @@ class TenantClient:
 async def run_probes(
     client: TenantClient, count: int, words: int, rng: random.Random
 ) -> tuple[Scores, Scores]:
-    """Run the trials in random order.
+    """Try in many trials whether one tenant's answers show which prompt another tenant has sent.
 
     client  sends prompts as either tenant
     count   number of trials with the same prompt, as many reordered, and as many unrelated

@@ -52,7 +52,7 @@ tokens:0.1  as oracle:0.1, with the same change
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """How well one way to choose ranks ("arm") served a number of users, for one random seed.
+    """How well one rule to choose data-parallel ranks ("arm") served users, for one random seed.
 
     goodput         requests per second that met their latency budgets
     attainment      share of the requests that met their latency budgets

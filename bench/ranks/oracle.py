@@ -33,7 +33,9 @@ and changes little else.
 
 
 class PromptCosts:
-    """How many seconds of prefill a prompt needs, measured on a model of the engine's step times.
+    """How many seconds an engine takes to compute parts of a prompt, for the oracle's decisions.
+
+    The values are measured on a model of the engine's step times.
 
     token_s        seconds per prompt token
     pair_s         seconds per pair of a query and a key (attention)
@@ -55,11 +57,11 @@ class PromptCosts:
 
 
 class Oracle:
-    """Scores a rank by the seconds of prompt work before the first token of a new request there.
+    """Chooses the rank with the least prompt work before a new request, from the true state of all.
 
-    All ranks of an engine step together and wait for the slowest one, so the rank with the lowest
-    score also delays the other requests least. A new session should go to a rank with few sessions,
-    because its later turns will follow.
+    All ranks of an engine step together and wait for the slowest one, so this rank also delays the
+    other requests least. A new session should go to a rank with few sessions, because its later
+    turns will follow.
 
     spread  how many seconds each session at a rank adds to its score for a new session, whose own
             prompt is then ignored; None: a new session is scored like any other request

@@ -137,8 +137,9 @@ class LoggedFleet(Fleet):
 
 
 def known_fleet(spec: FleetSpec) -> FleetSpec:
-    """Return the engines as a configuration file describes them: labels, layouts, KV sizes,
-    limits.
+    """Return the engines as the gateway knows them: only what a configuration file can say of them.
+
+    These are labels, layouts, KV sizes and limits.
     """
     kinds = tuple(
         GroupKind(
@@ -156,7 +157,7 @@ def known_fleet(spec: FleetSpec) -> FleetSpec:
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """One random workload, its load, and the attainment of each policy alone on it."""
+    """A random workload that is ready to be measured, with how each policy alone did on it."""
 
     case: Case
     load: float

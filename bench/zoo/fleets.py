@@ -133,10 +133,15 @@ def prefill_s(kind: GroupKind, tokens: int) -> float:
 def budgets(
     workload: Workload, spec: FleetSpec, requests: Sequence[TraceRequest], rate_s: float
 ) -> Slo:
-    """Return the latency budgets of a workload: the random ones, raised to what engines can meet.
+    """Return the latency budgets of a random workload, raised so that its engines can meet them.
 
     The slowest idle engine must be able to meet them. Before that, the budget of the first token is
     lowered so far that the arrivals last at least SPANS times as long.
+
+    workload  the workload, with its random budgets
+    spec      the engines
+    requests  the requests
+    rate_s    requests per second
     """
     drawn_s = min(workload.ttft_s, len(requests) / (SPANS * rate_s))
     lengths = sorted(request.input_tokens + request.output_tokens for request in requests)

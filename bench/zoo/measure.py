@@ -84,9 +84,9 @@ class Case(msgspec.Struct, frozen=True):
         return self.workload.requests / self.rate_s if self.users else None
 
     def at(self, load: float) -> Traffic:
-        """Return the workload's traffic at a load, which multiplies its request rate.
+        """Return the requests of the workload at a load, which multiplies their rate.
 
-        The load multiplies the request rate, or the number of sessions if it has sessions.
+        If the workload has sessions, the load multiplies the number of concurrent sessions.
         """
         change = msgspec.structs.replace
         if self.users:
@@ -144,10 +144,9 @@ def _fit_prompts(workload: Workload, fleet: FleetSpec, arrivals: int) -> tuple[R
 
 
 class Attainments:
-    """The attainment (share of requests in time) of one policy on one workload, by step of the
-    load.
+    """Which share of requests one policy serves in time on one workload, at each load (attainment).
 
-    A step is simulated when it is first needed.
+    Loads are the powers of STEP. Each one is simulated when it is first needed.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class Attainments:
         self.cpu_s = 0.0
 
     def at(self, step: int) -> float:
-        """Return the share of requests within both latency budgets at the load STEP**step."""
+        """Return which share of requests meets both latency budgets at the load STEP**step."""
         if step not in self.by_step:
             began = process_time()
             self.by_step[step] = self._replay(STEP**step)
@@ -187,10 +186,13 @@ class Attainments:
 
 
 def find_capacity(at: Callable[[int], float], target: float, start: int) -> float:
-    """Return the load at which the function `at`, by number of the load, falls below `target`.
+    """Find the highest load at which a share of requests is still served in time.
 
-    The search begins with the load number `start`. Returns 0.0 if the lowest load is already below,
-    and the highest load if none is below.
+    at      function that returns the share at the load STEP**step, given `step`
+    target  the share, 0 to 1
+    start   the first step to try
+
+    Returns 0.0 if even the lowest load misses the target, and the highest load if none does.
     """
     low, high = _bracket(at, target, start)
     if low is None:

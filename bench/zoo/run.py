@@ -79,14 +79,14 @@ class ResultFile:
 
 
 class Comparison:
-    """Measures all policies on one workload, with one random seed of the arrivals."""
+    """Measures all routing policies on one random workload, with one seed of the arrivals."""
 
     def __init__(self, seed: str, number: int, arrivals: int, file: ResultFile) -> None:
         self._place = (seed, number, arrivals)
         self._file = file
 
     def run(self, policies: Sequence[str], quick: bool = False) -> None:
-        """Measure the policies whose results for this workload are not in the results file yet.
+        """Measure the policies whose results on this workload are not in the results file yet.
 
         Capacities come first. The other figures follow, unless `quick` is true.
         """

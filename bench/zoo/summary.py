@@ -80,9 +80,14 @@ def _split_dropped(
 
 
 def ratio(by: ByPolicy, rule: str, ours: str, target: str = "0.9") -> float:
-    """Return Penstock's capacity divided by another rule's.
+    """Compare our policy's capacity with that of another rule: return the ratio of both.
 
-    This is the geometric mean over the random seeds of arrivals.
+    It is the geometric mean over the random seeds of arrivals.
+
+    by      the results on one workload, by policy and seed
+    rule    the other rule
+    ours    our policy
+    target  share of requests that must be in time for a load to count
     """
     logs = [
         log(by[ours][arrivals].load(target) / result.load(target))
@@ -93,9 +98,15 @@ def ratio(by: ByPolicy, rule: str, ours: str, target: str = "0.9") -> float:
 
 
 def best_rule_ratio(by: ByPolicy, rules: Sequence[str], ours: str, target: str = "0.9") -> float:
-    """Return Penstock's capacity divided by that of the best rule of other routers.
+    """Compare our policy's capacity with that of the best other rule: return the ratio of both.
 
-    The best rule is chosen with the other random seed of arrivals.
+    The best rule is chosen with the other random seed of arrivals, so that chance does not favour
+    it.
+
+    by      the results on one workload, by policy and seed
+    rules   the other rules
+    ours    our policy
+    target  share of requests that must be in time for a load to count
     """
     logs = []
     seeds = sorted(by[ours])
