@@ -266,7 +266,10 @@ class App:
 
     @property
     def bound(self) -> list[tuple[BoundListener, socket.socket]]:
-        """Return the listening sockets, each with its listener's name and configured address."""
+        """Return the listening sockets, each with its listener's name and configured address.
+
+        The listeners are the API and the admin server.
+        """
         return bound_listeners(self.config.listeners, self.sockets, self._activated)
 
     async def retire(self) -> None:

@@ -44,9 +44,9 @@ STATUS: Mapping[str, int] = MappingProxyType(
 
 
 def add(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
-    """Add the pages below /config to an admin server.
+    """Add the pages below /config to the admin server of a gateway that is a single process.
 
-    target  the gateway process whose configuration the pages show and change; it has no workers
+    target  the gateway whose configuration the pages show and change
     routes  the routes of the admin server
     """
     _add_state(target, routes)
@@ -106,10 +106,13 @@ def add_changes(
     reload: Callable[[ChangeOptions], Awaitable[web.Response]],
     rollback: Callable[[int | None, ChangeOptions], Awaitable[web.Response]],
 ) -> None:
-    """Add the pages that change the configuration, of one gateway or of a supervisor of workers.
+    """Add the admin pages that change the configuration: apply a text, reload the file, roll back.
 
-    put       function that applies a text; called with the text, the request's headers and the
-              options
+    The functions below make the changes. One gateway process and a supervisor of several workers
+    make them differently.
+
+    put       function that applies a configuration text; called with the text, the request's
+              headers and the options
     reload    function that reads the file again; called with the options
     rollback  function that restores a version; called with its number, or None for the version
               before the current one

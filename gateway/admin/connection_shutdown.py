@@ -12,7 +12,11 @@ POLL_S = 0.02
 
 
 def announce_close(application: web.Application, is_draining: Callable[[], bool]) -> None:
-    """Make every response of the application close its connection while `is_draining` is true."""
+    """Make an application close each connection after a response while `is_draining` returns true.
+
+    The responses announce this in the header `Connection: close`, so that clients send no further
+    request there.
+    """
 
     async def close_after(_: web.Request, response: web.StreamResponse) -> None:
         if is_draining():
@@ -23,9 +27,11 @@ def announce_close(application: web.Application, is_draining: Callable[[], bool]
 
 
 async def end_connections(server: web.Server, patience_s: float, response_s: float) -> None:
-    """Close all connections of a server that accepts no new ones, after answering their requests.
+    """Close the connections of a server that is being shut down, after answering their requests.
 
-    patience_s  seconds in which each connection may send one more request: it may be on its way
+    The server accepts no new connections any more.
+
+    patience_s  seconds in which each connection may still send one request, which may be on its way
     response_s  seconds after that, at whose end unfinished responses such as live views are cut off
     """
     ends = monotonic() + patience_s

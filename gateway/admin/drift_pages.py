@@ -34,7 +34,11 @@ def add_drift(routes: web.UrlDispatcher, find: Callable[[], DriftMonitor | None]
 
 
 def add_records(routes: web.UrlDispatcher, recorder: ShapeRecorder) -> None:
-    """Add the page from which the supervisor reads a worker's records of ended requests."""
+    """Add the page at which a worker process returns its records of ended requests.
+
+    The supervisor, which starts the workers, reads the page and compares the requests of all
+    workers with the workload that their pool was sized for.
+    """
 
     async def pop_records(_: web.Request) -> web.Response:
         body = msgspec.msgpack.encode(recorder.pop_records())
@@ -44,5 +48,8 @@ def add_records(routes: web.UrlDispatcher, recorder: ShapeRecorder) -> None:
 
 
 def decode_records(body: bytes) -> list[ShapeRecord]:
-    """Return the records in a worker's response. Raises msgspec.DecodeError if it is invalid."""
+    """Decode the records of ended requests that a worker process has returned to its supervisor.
+
+    Raises msgspec.DecodeError if the worker's response is invalid.
+    """
     return _decoder.decode(body)

@@ -70,9 +70,10 @@ async def endpoint_rows(gateway: Gateway) -> list[dict[str, object]]:
 async def in_turns(
     lives: Sequence[LiveEndpoint], build: Callable[[LiveEndpoint], RowT]
 ) -> list[RowT]:
-    """Return a table row for each endpoint, made by the function `build`.
+    """Build a table row for each endpoint; after every few rows, let the event loop serve requests.
 
-    After every few rows, this yields to the event loop, so that requests are not delayed.
+    lives  the endpoints
+    build  function that makes the row of one endpoint
     """
     rows: list[RowT] = []
     for begin in range(0, len(lives), ROWS_PER_TURN):
@@ -83,7 +84,13 @@ async def in_turns(
 
 
 def endpoint_state(live: LiveEndpoint) -> str:
-    """Return an endpoint's state: leaving, draining, drained, up, returning, ejected or dead."""
+    """Return an endpoint's state in one word, as the admin pages show it.
+
+    leaving   it is no longer in the configuration, but older requests still run there
+    draining  an operator has stopped new requests to it, and older ones still run
+    drained   an operator has stopped new requests to it, and none run
+    others    the result of its health checks: up, returning, ejected or dead
+    """
     if live.is_leaving:
         return "leaving"
     if live.is_drained and live.load.in_flight:

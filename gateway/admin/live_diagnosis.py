@@ -101,22 +101,23 @@ class DiagnosisLine(msgspec.Struct, frozen=True):
 
 
 class MinuteCounts(msgspec.Struct, frozen=True):
-    """Counts of events in the last minute, from which the live view's diagnosis is made.
+    """What happened in the last minute, as input for the live view's diagnosis.
 
     endpoints        the endpoint rows of the live view
     span_s           seconds that the counts cover, at most a minute
-    shed             rejected requests by reason
-    retries          retried requests by kind of failure
-    missed           finished requests by SLO outcome, including "met"
-    slo_requests     number of these requests
+    shed             number of refused requests by reason
+    retries          number of retried requests by kind of failure
+    missed           number of finished requests by SLO outcome, such as "ttft_missed"; "met" is one
+                     of them
+    slo_requests     total number of requests in `missed`
     computed_tokens  prompt tokens that engines computed, by cause
-    whole_reasons    requests that were not split into prefill and decode, by reason
-    split_count      requests that were split
+    whole_reasons    number of requests that were not split into prefill and decode, by reason
+    split_count      number of requests that were split
     prices           current price of admission by pool; 0 without overload
-    waiting          requests that wait now, by pool
+    waiting          number of requests that wait now, by pool
     config_problem   first problem of the last rejected configuration, or None
     shared_problem   why state is not shared with other gateways, or None
-    unlisted         messages about configured models that no endpoint lists
+    unlisted         a message about each configured model that no endpoint lists
     drift            a sentence for each pool whose requests no longer resemble the workload that it
                      was sized for
     """
@@ -265,10 +266,10 @@ def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[DiagnosisLine]:
 
 
 def median_without(ordered: Sequence[float], value: float) -> float:
-    """Return the median of the ascending numbers `ordered`, without one number equal to `value`.
+    """Return the median of all numbers in `ordered` except one, which equals `value`.
 
-    This compares an endpoint's value with those of all other endpoints. Apart from a binary search,
-    it takes constant time.
+    An endpoint's value is compared with this median of the values of all other endpoints. `ordered`
+    is ascending. Apart from a binary search, the function takes constant time.
     """
     left_out, others = bisect_left(ordered, value), len(ordered) - 1
     low, high = (

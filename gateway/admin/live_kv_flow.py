@@ -19,10 +19,11 @@ NO_HANDOFFS = (0, 0, 0)
 
 
 def kv_flow(fleet: FleetStatus, now: MetricSample, earlier: MetricSample) -> dict[str, Any]:
-    """Return the rates of KV transfers between two metric samples, as JSON-compatible values.
+    """Return the rates of KV cache transfers between two metric samples, for the live view.
 
-    The result has the handoffs per second of every pair of endpoints, and the KV bytes per second
-    by transport. A value that the engines do not report is None.
+    The result is JSON-compatible. It has the handoffs (transfers for one request) per second of
+    every pair of endpoints, and the KV bytes per second by transport. A value that the engines do
+    not report is None.
 
     fleet    the state of the gateway, with its endpoints
     now      the newer sample

@@ -148,11 +148,14 @@ class SampleDifference(msgspec.Struct, frozen=True):
 
 
 class SketchGrowth(NamedTuple):
-    """By how much the counts of quantile sketches have grown between two samples.
+    """The latencies that were observed between two metric samples.
 
-    ttft  growth of each bucket of the TTFT's sketch, by endpoint; endpoints without growth are
+    A quantile sketch counts latencies in buckets, and percentiles are computed from the counts.
+    This class has the differences of the counts.
+
+    ttft  counts of new times to first token by bucket, for each endpoint; endpoints without any are
           absent
-    tpot  the same for TPOT
+    tpot  the same for the times per output token
     """
 
     ttft: dict[str, dict[int, int]]
@@ -160,7 +163,11 @@ class SketchGrowth(NamedTuple):
 
 
 def sketch_growth(before: MetricSample, after: MetricSample) -> SketchGrowth:
-    """Return by how much the sketches have grown from `before` to `after`; both have sketches."""
+    """Return the latencies that were observed between two metric samples.
+
+    Both samples must still have their quantile sketches, the counts from which percentiles are
+    computed.
+    """
     return run_at_once(_growth_steps(before, after))
 
 
@@ -190,7 +197,8 @@ def sample_difference(
 ) -> SampleDifference:
     """Return the request rates and TTFT percentiles of the time between two metric samples.
 
-    growth  by how much their sketches have grown; None: both samples have sketches to compare
+    growth  the latencies observed in between; None: they are computed from the quantile sketches of
+            both samples
     """
     span_s, responses = after.at - before.at, counter_growth(after.responses, before.responses)
     ttft = merge_counts((growth or sketch_growth(before, after)).ttft.values())
@@ -268,10 +276,10 @@ class SampleHistory:
             _add_growth(self._sum, self._growths.popleft(), -1)
 
     def growth_since(self, mark: MetricSample, now: MetricSample) -> SketchGrowth:
-        """Return how much the sketches have grown since the sample `mark` of this history.
+        """Return the latencies that were observed between the sample `mark` and the sample `now`.
 
-        `now` is a sample with sketches, in the history or not. If `mark` is not in the history, for
-        example because that is empty, the growth is 0.
+        `mark` must belong to this history. If it does not, for example because the history is
+        empty, the result has no latencies. `now` must have its quantile sketches.
         """
         index = next((at for at, sample in enumerate(self._ring) if sample is mark), None)
         if index is None or self.newest is None:
@@ -296,8 +304,9 @@ class SampleHistory:
     def find_before(self, at: float, span_s: float) -> MetricSample | None:
         """Return the newest sample that is at least `span_s` seconds older than the time `at`.
 
-        If there is none, return the oldest sample; if that is not older than `at`, return None. The
-        sample has no sketches: growth_since() returns their growth since then.
+        If no sample is that old, return the oldest one, or None if that is not older than `at`
+        either. The sample has no quantile sketches; growth_since() returns the latencies observed
+        since then.
         """
         older = [mark for mark in self._ring if at - mark.at >= span_s]
         if older:

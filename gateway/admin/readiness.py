@@ -35,7 +35,10 @@ def _all_unserved(snapshot: Snapshot) -> list[str] | None:
 
 
 def unserved_models(snapshot: Snapshot) -> dict[str, str]:
-    """Return which kind of endpoint is missing, for each model whose requests get status 503."""
+    """Return the models whose requests get status 503 now, each with a text that says why.
+
+    The reason is a kind of endpoint of which none is available, for example one that prefills.
+    """
     return {name: text for name, text in _missing_endpoints(snapshot).items() if text}
 
 

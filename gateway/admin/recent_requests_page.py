@@ -72,9 +72,10 @@ def read_query(fields: Mapping[str, str]) -> RecentQuery:
 
 
 def recent_rows(explained: RecentExchanges, query: RecentQuery) -> dict[str, Any]:
-    """Return a row for each of the requests that ended most recently, newest first.
+    """Return the requests that ended most recently, as the page GET /requests shows them.
 
-    `size` is the number of requests that the gateway keeps (setting observability.explained).
+    The result has the rows, newest first, as `requests`. `size` is the number of requests that the
+    gateway keeps in memory (setting observability.explained).
     """
     newest: Iterable[EndedExchange] = islice(explained.newest_first(), MAX_SCANNED)
     if query.problems:

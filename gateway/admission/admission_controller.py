@@ -16,11 +16,13 @@ from policies.health.retry_budget import RetryLimits
 
 
 class AdmissionController:
-    """The parts of admission control, kept when the configuration is reloaded.
+    """Holds the parts that decide whether a request may run, wait, or be refused.
+
+    There is one object per gateway, which a reload of the configuration keeps.
 
     bodies   the memory budget for request bodies
     quotas   the quotas of tenants
-    retries  the retries within the retry budget
+    retries  the retries that the gateway permits at the same time (the retry budget)
     """
 
     __slots__ = ("_queues", "_updates", "bodies", "quotas", "retries")
@@ -55,7 +57,11 @@ class AdmissionController:
         self._queues[queue.name] = queue
 
     def publish_to_peers(self, updates: OutgoingUpdates) -> None:
-        """Record used quotas, charges and sessions in `updates`, to be sent to other gateways."""
+        """From now on, record what tenants use in `updates`, which is sent to other gateways.
+
+        Tenants' limits then apply to all gateways together. The records are used quotas, tokens
+        computed for tenants, and active sessions.
+        """
         self._updates = self.quotas.updates = updates
         for queue in self._queues.values():
             queue.publish_to_peers(updates)

@@ -7,11 +7,11 @@ from gateway.protocol.errors import Failure, GatewayError
 
 
 class BodyBudget:
-    """Memory for the bodies of running requests, and the reading of large bodies in turn.
+    """Limits the memory for the bodies of running requests, and parses large bodies one at a time.
 
     limit_bytes   maximum number of bytes of all bodies together
     used_bytes    number of bytes that running requests have reserved
-    large_bodies  joins and parses large bodies one at a time
+    large_bodies  joins the pieces of large bodies and lets them be parsed in turn
     """
 
     __slots__ = ("large_bodies", "limit_bytes", "used_bytes")

@@ -98,7 +98,9 @@ class PoolQueue:
     ) -> None:
         """Replace the limits of the wait queue, and the endpoints whose capacity it counts.
 
-        leaving  endpoints that get no new requests but still serve older ones
+        limits      the size of the queue and the longest wait
+        candidates  the endpoints to which requests may be sent
+        leaving     endpoints that get no new requests but still serve older ones
         """
         self._queue.limits = admission_policy.WaitQueueLimits(limits.size, limits.timeout)
         self._candidates, self._leaving = candidates, leaving
@@ -120,10 +122,10 @@ class PoolQueue:
         self._share_sessions()
 
     def publish_to_peers(self, updates: OutgoingUpdates | None) -> None:
-        """Record this pool's sessions and charges in `updates`, to be sent to other gateways.
+        """From now on, record this pool's sessions and charges in `updates`, for other gateways.
 
-        A charge is the number of tokens computed for a tenant. None as `updates` stops the
-        recording.
+        A charge is the number of tokens computed for a tenant. With None as `updates`, nothing is
+        recorded any more.
         """
         self._updates = updates
         self._share_sessions()
@@ -301,9 +303,10 @@ class PoolQueue:
         return isinstance(self._queue.decide_without_queueing(query, self._candidates), Admit)
 
     def on_not_routed(self, request: Request) -> None:
-        """Refund the tokens that a tenant was charged for a request that found no endpoint.
+        """Refund the tokens that a tenant was charged for a request that no endpoint could serve.
 
-        The charge was made when the request was admitted after its wait.
+        A request that had to wait is charged when it is admitted, which is before an endpoint is
+        picked.
         """
         self._queue.on_not_routed(request)
 

@@ -21,19 +21,24 @@ from policies.routing_types import Request
 
 
 class BackgroundResponse(NamedTuple):
-    """A response that an engine generates in the background: its id and its endpoint's name."""
+    """A response that an engine generates in the background, after it has answered the request.
+
+    `id` is the response's id, and `endpoint` the name of the engine's endpoint.
+    """
 
     response_id: str
     endpoint: str
 
 
 class QuotaCharge(msgspec.Struct):
-    """What a request has taken from its tenant's quota, until it is settled.
+    """What one request was charged to its tenant's quota. At its end, settle() corrects the charge.
 
-    requests     number of requests that it counts as
-    concurrency  the limit among whose requests in progress it counts; None: it counts in none
+    requests     number of requests that it counts as: one per prompt
+    concurrency  the tenant's limit of concurrent requests that it counts against; None: it counts
+                 against none
     began_at     monotonic time at which it was charged
-    background   the response that goes on when the request has ended; usually None
+    background   the response that the engine still generates when the request has ended; usually
+                 None
     """
 
     quota: Quota
@@ -44,7 +49,7 @@ class QuotaCharge(msgspec.Struct):
 
 
 class Quotas:
-    """The quotas of all tenants that have configured limits.
+    """The quotas (requests and tokens per minute, concurrent requests) of tenants that have limits.
 
     A reload keeps the quota of a tenant whose limits did not change. `updates` collects what is
     used at this gateway, to be sent to other gateways; it is None if gateways share no state.

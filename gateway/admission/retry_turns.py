@@ -18,7 +18,7 @@ RETRY_WAIT_S = 5.0
 
 
 class RetryTurns:
-    """The retries that run now, and those that wait for their turn.
+    """Limits how many retries run at once in this gateway; further retries wait for their turn.
 
     is_stopping  whether all retries are refused, because the gateway is shutting down
     """
@@ -98,7 +98,7 @@ class RetryTurns:
 
     @property
     def left(self) -> int | None:
-        """Return how many retries the budget would grant now; None if retries are turned off."""
+        """Return how many retries could begin now without waiting; None if retries are off."""
         limits = self._budget.limits
         if not limits.floor and not limits.share:
             return None

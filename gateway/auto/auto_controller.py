@@ -234,7 +234,7 @@ class AutoPolicyController:
             self._is_switching = False
 
     async def set_pin(self, pool: str, *, is_pinned: bool) -> ChangeResult:
-        """Pin the pool's routing policy, so that nothing changes it automatically, or unpin it.
+        """Pin or unpin the pool's routing policy. A pinned policy is never changed automatically.
 
         Raises UnknownPoolError for a pool without the section `auto`.
         """

@@ -29,9 +29,10 @@ class ChangeResult(msgspec.Struct, frozen=True):
 
 
 class ConfigAccess(Protocol):
-    """The interface through which automatic policy selection reads and changes a configuration.
+    """The interface through which automatic policy selection reads and changes the configuration.
 
-    It is implemented for one gateway process, and for a supervisor with all its workers.
+    One implementation changes a single gateway process. The other changes all worker processes of a
+    supervisor.
     """
 
     @property

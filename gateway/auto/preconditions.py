@@ -14,9 +14,9 @@ HEALTHY = "up"
 
 
 def find_failure(pool: str, rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return a description of the first impaired endpoint of the pool; "" if all are healthy.
+    """Return the problem of the first impaired endpoint of a pool; "" if all endpoints are healthy.
 
-    `rows` are the endpoint rows of the admin page /endpoints.
+    `rows` has the endpoints as the admin page /endpoints shows them.
     """
     own = [row for row in rows if row["pool"] == pool]
     if not own:

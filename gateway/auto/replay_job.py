@@ -18,9 +18,13 @@ def build_job(
     rows: Sequence[Mapping[str, Any]],
     now_s: float,
 ) -> ReplayJob:
-    """Return the job for a replay process that compares the policies of these pools.
+    """Return the input of a replay process, which compares the routing policies of some pools.
 
-    `rows` has the endpoint rows of the admin page /endpoints.
+    config  the current configuration
+    states  the state of each pool whose policies are compared
+    rows    the endpoints as the admin page /endpoints shows them; they supply discovered endpoints
+            and KV sizes
+    now_s   current Unix time in seconds
     """
     tree = config.model_dump(mode="json", by_alias=True, include={"pools", "slo", "models"})
     tree["tenants"] = [{"name": tenant.name, "weight": tenant.weight} for tenant in config.tenants]

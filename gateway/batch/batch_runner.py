@@ -462,9 +462,9 @@ class BatchRunner:
 
 
 def group_by_tenant(batches: Iterable[OwnedBatch]) -> list[list[OwnedBatch]]:
-    """Return the batches of each tenant, in the order in which their completion windows end.
+    """Return the batches of each tenant as a list, in the order of the completion windows' ends.
 
-    The tenants are in the order of their first batches.
+    The tenants are in the order in which they first appear in `batches`.
     """
     by_tenant: dict[str, list[OwnedBatch]] = {}
     for batch in batches:

@@ -51,9 +51,9 @@ class PoolSchedule:
     def update(
         self, demands: Sequence[WindowDemand], reserve: int, running: int, now: float
     ) -> WindowPlan:
-        """Return a new plan for the batches of the pool.
+        """Plan how the batches of a pool share its capacity, and return the plan.
 
-        demands  what each batch still needs
+        demands  what each batch still needs before its completion window ends
         reserve  maximum number of requests that may run on reserved capacity
         running  number of batch requests that run in the pool now
         now      monotonic time in seconds
@@ -104,5 +104,5 @@ class ScheduleLog:
         )
 
     def keep(self, ids: Iterable[str]) -> None:
-        """Forget what was logged about all batches except those with these ids."""
+        """Forget the logged state of all batches except those with the given ids."""
         self._logged = {name: self._logged[name] for name in ids if name in self._logged}

@@ -19,7 +19,11 @@ from gateway.batch.storage_interface import LeaseLostError
 
 
 class DiskBatch:
-    """A batch in a folder on disk. It implements ClaimedBatch (storage_interface.py)."""
+    """A batch in a folder on a local disk, which this process has the right to run (its lease).
+
+    It implements ClaimedBatch (storage_interface.py): access to the batch's record, input file and
+    journal of results.
+    """
 
     def __init__(
         self,
@@ -73,7 +77,10 @@ class DiskBatch:
 
 
 class JournalFile:
-    """The journal of one batch, open for appending by its owner."""
+    """The file to which the process that runs a batch appends the results of its requests.
+
+    It implements BatchJournal (storage_interface.py).
+    """
 
     pause_s = 0.0
 

@@ -27,7 +27,10 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class BatchOwner:
-    """A gateway process that runs batches. It takes, renews and releases leases on them."""
+    """A gateway process that runs batches: it takes, renews and releases leases on them.
+
+    A lease is the exclusive right to run one batch for some time.
+    """
 
     def __init__(self, folder: Path, lease_s: float) -> None:
         """Create an owner of batches.
@@ -76,10 +79,10 @@ class BatchOwner:
             return True
 
     def change(self, batch: Path, call: Callable[[], None]) -> None:
-        """Call a function that changes the batch in this folder, if this process has its lease.
+        """Make a change of the batch in this folder, but only if this process has the lease on it.
 
-        Raises LeaseLostError if another process has the lease. That process continues from the
-        stored state.
+        `call` is the function that makes the change. Raises LeaseLostError if another process has
+        the lease; that process continues from the stored state.
         """
         with locked(batch / "owner") as file:
             lease = _read_lease(file)

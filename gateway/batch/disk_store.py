@@ -79,7 +79,10 @@ class DiskUpload:
 
 
 class DiskStore:
-    """The folder with all files and batches of one gateway, or of several on one machine."""
+    """The storage of files and batches in a folder of a local disk. It implements BatchStorage.
+
+    All gateway processes of a machine may use the same folder.
+    """
 
     poll_s = 1.0
     janitor_s = 60.0

@@ -1,4 +1,4 @@
-"""Builds the body that an engine gets for a request of a batch: whole, as a stream, for the rest.
+"""Builds bodies of batch requests for engines: whole, as a stream, or for the rest of an answer.
 
 A stream can be interrupted and continued token for token; answer_receiver.py receives it. No I/O.
 """
@@ -22,9 +22,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 def streamed_body(body: bytes, api: Api) -> tuple[bytes, ContinuationTerms] | None:
-    """Return the body of the same request as a stream, and how the stream can be continued.
+    """Return a batch request's body with streaming on, and how its stream can be continued later.
 
-    Returns None if the answer could not be continued exactly. Such a request is sent unchanged.
+    A stream can be interrupted and continued without losing tokens. Returns None if the answer
+    could not be continued exactly; such a request is sent unchanged.
     """
     if not api.can_resume:
         return None
@@ -36,10 +37,11 @@ def streamed_body(body: bytes, api: Api) -> tuple[bytes, ContinuationTerms] | No
 
 
 def whole_body(body: bytes, api: Api) -> bytes:
-    """Return the body of a request whose answer is not streamed.
+    """Return the body for a batch request whose answer is not streamed.
 
-    An engine stores the answer only if the request asks for it: engines keep stored answers in
-    memory, and the answers of a batch are in its output file.
+    The body asks the engine not to store the answer, unless the request itself says whether to
+    store it. Engines keep stored answers in memory, and a batch's answers are in its output file
+    anyway.
     """
     if not api.keeps_answers:
         return body
@@ -50,7 +52,12 @@ def whole_body(body: bytes, api: Api) -> bytes:
 
 
 def rest_body(terms: ContinuationTerms, kept: KeptAnswer, model: str) -> bytes:
-    """Return the body of a completion that continues the kept part of an answer."""
+    """Return the body of a request for the rest of an answer that was interrupted.
+
+    terms  what the new request has to repeat of the original one, such as sampling parameters
+    kept   the part of the answer that was received
+    model  the engine's name of the model
+    """
     left = None if terms.max_tokens is None else terms.max_tokens - len(kept.tokens)
     body: dict[str, Any] = {
         "model": model,

@@ -64,13 +64,14 @@ class InputLines:
         return len(self._spans) // 2
 
     def scan(self, file: BufferedReader, max_line: int, see: Callable[[bytes], None]) -> bool:
-        """Read some lines of the file, and store where each of them is.
+        """Read the next part of the input file, and store at which offset each of its lines begins.
 
-        Return whether more may follow. A line longer than `max_line` bytes ends the file. A byte
-        order mark before the first line, as Windows programs write, is not part of it.
+        Returns whether more lines may follow. A line longer than `max_line` bytes ends the file. A
+        byte order mark before the first line, as Windows programs write, does not belong to the
+        line.
 
         file  the input file; reading continues at its position
-        see   called with every line that is not blank
+        see   function that is called with every line that is not blank
         """
         offset = start = file.tell()
         while offset - start < SLICE_BYTES:
@@ -87,7 +88,7 @@ class InputLines:
         return True
 
     def span(self, number: int) -> tuple[int, int]:
-        """Return the offset and the size in bytes of the line with this index."""
+        """Return where the line with index `number` is: its offset and size in bytes."""
         return self._spans[2 * number], self._spans[2 * number + 1]
 
     def read(self, file: BufferedReader, number: int) -> InputLine:

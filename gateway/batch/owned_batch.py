@@ -52,7 +52,9 @@ REASONS = {
 
 
 class OwnedBatch:
-    """An unfinished batch whose lease this process has taken.
+    """An unfinished batch that this process runs, because it has the batch's lease.
+
+    A lease is the exclusive right to run a batch until the lease expires or is released.
 
     running   attempts in progress, by the request's index
     tasks     the tasks of these attempts
@@ -143,7 +145,7 @@ class OwnedBatch:
         return not self.tasks and not self._unwritten and not self.backlog
 
     def demand(self, now: float, usual_s: float | None) -> WindowDemand:
-        """Return how much work the batch needs before its completion window ends.
+        """Return how much work the batch still needs, and when its completion window ends.
 
         now      monotonic time in seconds
         usual_s  expected seconds per request, used until the first request of the batch has ended;
@@ -179,9 +181,10 @@ class OwnedBatch:
         heappush(self._retries, (due, number))
 
     def put_back(self, run: RequestAttempt, kept: KeptAnswer | None) -> None:
-        """Schedule the request of an interrupted attempt to run next.
+        """Schedule an interrupted request to run next, before requests that have not begun.
 
-        The next attempt continues the stored part of the answer, if there is one.
+        `kept` is the received part of its answer, which the next attempt continues; None if there
+        is none.
         """
         self._ready.append(run.number)
         self.end_attempt(run, kept)

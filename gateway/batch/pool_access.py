@@ -40,10 +40,12 @@ def batch_class(section: BatchApi, config: Config) -> str:
 
 
 def line_headers(section: BatchApi, snapshot: Snapshot, *, is_reserved: bool) -> HeaderFields:
-    """Return the headers of a batch request, as if a client had sent them.
+    """Return the headers with which a batch request is served, as if a client had sent them.
 
-    They give it the lowest service class and priority. With `is_reserved`, the request does not
-    wait in its pool's queue, because its completion window ends soon.
+    They give the request the lowest service class and priority. With `is_reserved`, it does not
+    wait in its pool's queue, because the batch's completion window ends soon.
+
+    section  the section `batch` of the configuration
     """
     name, levels = batch_class(section, snapshot.config), snapshot.service_classes
     fields = HeaderFields([(CLASS_HEADER, name), (PRIORITY_HEADER, str(-MAX_PRIORITY))])
@@ -115,10 +117,10 @@ class PoolAccess:
         return next((queue for queue in queues if queue.name == self._pool), None)
 
     def reserve(self, section: BatchApi) -> int:
-        """Return how many batch requests may run at any load, as their completion windows end soon.
+        """Return how many batch requests may run however busy the pool is, to end in time.
 
-        `section` is the section `batch` of the configuration, whose `reserve` is a share of the
-        pool's capacity.
+        They need this capacity if their completion windows end soon. The setting `reserve` in
+        `section`, the configuration's section `batch`, limits it to a share of the pool's capacity.
         """
         queue = self._queue
         if queue is None or not section.reserve:

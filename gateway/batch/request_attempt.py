@@ -52,7 +52,7 @@ class LineResult(msgspec.Struct, frozen=True):
 
     @property
     def is_unlimited(self) -> bool:
-        """Return whether the request may be retried without limit: its status is 429 or 503."""
+        """Return whether the request may be retried without limit, as after a 429 or 503."""
         return self.status in UNLIMITED_STATUSES
 
 
@@ -159,7 +159,7 @@ class RequestAttempt:
 
     @property
     def new_tokens(self) -> int:
-        """Return how many events this attempt has received. Each is about one token."""
+        """Return how many tokens this attempt has received, estimated as one per event."""
         relay = self.exchange.relay
         return 0 if relay is None else relay.event_count
 
@@ -174,7 +174,7 @@ class RequestAttempt:
         return (relay.first_token_at or now) - sent_at
 
     def refused(self, error: GatewayError) -> LineResult:
-        """Return the result of a batch request that the gateway refused with `error`.
+        """Return the result of a batch request that the gateway itself refused with `error`.
 
         No engine has received the request.
         """

@@ -45,7 +45,11 @@ class LeasedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class S3Batch:
-    """A batch stored as objects in S3. It implements ClaimedBatch (storage_interface.py)."""
+    """A batch stored in S3, which this process has the right to run (its lease).
+
+    It implements ClaimedBatch (storage_interface.py): access to the batch's record, input file and
+    journal of results.
+    """
 
     def __init__(
         self,
@@ -152,7 +156,11 @@ class S3Batch:
 
 
 class S3Journal:
-    """The journal of one batch: numbered objects, each with one or more complete entries."""
+    """The results of one batch in S3, stored as a sequence of numbered objects.
+
+    Each object has one or more complete entries. The class implements BatchJournal
+    (storage_interface.py).
+    """
 
     def __init__(self, bucket: S3Bucket, prefix: str) -> None:
         # Initialize; the keys of the objects are `prefix` and a number.
@@ -168,7 +176,14 @@ class S3Journal:
         return min(MAX_PAUSE_S, MIN_PAUSE_S + self._next / OBJECTS_PER_PAUSE_S)
 
     def open(self, reader: JournalReader, owner: str) -> None:
-        """Read the journal into `reader`. The previous owner cannot write to it afterwards."""
+        """Read all entries of the batch's journal into `reader`, and lock out earlier owners.
+
+        A process that ran the batch before, and does not know that it has lost its lease, cannot
+        append any more.
+
+        owner  name of this process; an entry with it is written, which makes the next write of an
+               earlier owner fail
+        """
         line = msgspec.json.encode({"owner": owner}) + b"\n"
         while True:
             for entry in self._read_from(self._next):

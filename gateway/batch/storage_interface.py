@@ -42,7 +42,7 @@ class StorageQuota(msgspec.Struct, frozen=True):
 
 
 class OpenBatch(msgspec.Struct, frozen=True):
-    """The names of an unfinished batch: its id, and the digest of its tenant's name."""
+    """Identifies an unfinished batch by its id and the digest of its tenant's name."""
 
     created_at: int
     tenant_digest: str
@@ -70,7 +70,9 @@ class Upload(Protocol):
 
 
 class BatchJournal(Protocol):
-    """The journal of one batch. Only the process with the batch's lease may open it.
+    """The interface of a batch's journal, to which the results of its requests are appended.
+
+    Only the process with the batch's lease (the right to run it) may open the journal.
 
     pause_s  seconds for which to collect entries before the next append(), because each append()
              has a fixed cost
@@ -91,7 +93,7 @@ class BatchJournal(Protocol):
 
 
 class ClaimedBatch(Protocol):
-    """The stored parts of a batch whose lease this process has taken.
+    """The interface to the stored data of a batch that this process runs, because it has the lease.
 
     A change raises LeaseLostError, and changes nothing, if another process has taken the lease
     since.
@@ -130,7 +132,9 @@ class ClaimedBatch(Protocol):
 
 
 class BatchStorage(Protocol):
-    """The storage of all files and batches of a gateway, used by one gateway process.
+    """The interface of the storage in which the Batch API keeps files and batches.
+
+    Each gateway process has one object. Several processes may use the same storage.
 
     poll_s     seconds between two checks for changes by other processes
     janitor_s  seconds between two calls of delete_expired()

@@ -72,7 +72,7 @@ class UsageSum:
         self._totals = [0, 0, 0, 0]
 
     def add(self, line: str) -> None:
-        """Add the usage in one line. An answer without usage adds nothing."""
+        """Add the token usage that one line of the output file reports, if it reports any."""
         try:
             response = _decode(line).response
         except (msgspec.DecodeError, RecursionError):
