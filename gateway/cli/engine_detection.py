@@ -31,9 +31,10 @@ _KINDS_BY_OWNER: Mapping[str, EngineKind] = MappingProxyType(
 def config_with_kinds(
     urls: Sequence[str], build: Callable[[Mapping[str, str]], LoadedConfig]
 ) -> tuple[LoadedConfig, list[str]]:
-    """Detect the kinds of these engines (vLLM, SGLang, ...), and return a configuration with them.
+    """Find out the kind of each engine (vLLM, SGLang, ...), and build a configuration with them.
 
-    build  config_from_engines() with all its arguments except `kinds`
+    urls   URLs of the engines
+    build  function that builds a configuration, given the engines' kinds by URL
 
     The second result has a line of text for each engine that is not vLLM, or may not be. Raises
     ConfigError.

@@ -14,7 +14,11 @@ from gateway.util.name_patterns import NamePattern, is_pattern, parse_pattern
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each pattern with more than one `*`, or in a place for plain names."""
+    """Yield an error for each invalid pattern of model names in the configuration.
+
+    A pattern is invalid if it has more than one `*`, or if it is in a place where only plain names
+    are allowed.
+    """
     for path, model in iter_mappings(get_member(data, "models"), ("models",)):
         name = get_member(model, "name")
         if isinstance(name, str) and is_pattern(name):
@@ -26,7 +30,10 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield a warning for each alias pattern that overlaps a pattern of another model."""
+    """Yield a warning for each alias pattern that can match the same name as another model's.
+
+    The warning says which of the two models gets such names.
+    """
     seen: list[tuple[Path, NamePattern]] = []
     for path, text in _texts(data, "models", "aliases"):
         if text.count("*") != 1:

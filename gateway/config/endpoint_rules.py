@@ -1,4 +1,7 @@
-"""Checks that endpoints exist and have different URLs and names, and discovery sources one pool."""
+"""Checks the endpoints of a configuration: each pool has some, and no name or URL occurs twice.
+
+A discovery source (the place where a pool's endpoints are found) may serve only one pool.
+"""
 
 from __future__ import annotations
 

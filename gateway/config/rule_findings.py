@@ -64,7 +64,11 @@ def iter_tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def find_repeated(values: Iterator[tuple[Path, str]], what: str) -> Iterator[RuleFinding]:
-    """Yield an error for each value that occurred at an earlier path; `what` names its kind."""
+    """Yield an error for each of these texts that is equal to an earlier one.
+
+    values  the texts, each with its path in the configuration
+    what    what the texts are, for the error message, such as the name of an endpoint
+    """
     seen: dict[str, Path] = {}
     for path, text in values:
         if text in seen:

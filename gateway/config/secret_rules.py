@@ -57,7 +57,7 @@ def _secrets(data: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def further_keys(data: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, key) of every further key of a tenant, that is, all except its first."""
+    """Yield the path and value of every API key of a tenant except its first one."""
     for path, tenant in iter_mappings(get_member(data, "tenants"), ("tenants",)):
         keys = get_member(tenant, "keys")
         yield from (

@@ -27,7 +27,10 @@ from gateway.util.certificate_files import (
 
 
 def check_files(config: Config, source: YamlSource) -> None:
-    """Check all files that TLS sections name; add problems and digests to `source`."""
+    """Check all files that the configuration's TLS sections name, such as certificates.
+
+    Problems and the digests of the files are added to `source`.
+    """
     files = _Files(source)
     for path, section in _sections(config):
         for pair_path, pair in _pairs(path, section):

@@ -28,8 +28,9 @@ Fact = tuple[object, ...]
 def unresolvable(
     text: bytes, file: str, known: Sequence[bytes], *, with_key: bool
 ) -> dict[Path, str]:
-    """Return why references in a received configuration may not be resolved, by the path of the
-    value.
+    """Return the references that a received configuration must not use, each with the reason.
+
+    The keys of the result are the paths of the values that contain the references, such as ${NAME}.
 
     text      the received configuration text
     known     the texts whose references are allowed; b"" for a configuration without a text

@@ -203,7 +203,7 @@ class YamlSource:
         self.warnings.append(self.problem_at(path, message))
 
     def add_to_digest(self, *facts: bytes) -> None:
-        """Include `facts` in the configuration's digest: bytes such as a file's content."""
+        """Include `facts`, such as a file's content, in the digest of the configuration."""
         for fact in facts:
             self._digest.update(b"%d:" % len(fact))
             self._digest.update(fact)

@@ -86,6 +86,6 @@ class AttemptState:
         self._number = handoffs.take_number()
 
     def begin(self) -> None:
-        """Begin the attempt: create `words`, the builder of its requests to the two engines."""
+        """Create `words`, the object that builds the attempt's HTTP requests to the two engines."""
         prefill = self.pair.prefill.candidate.endpoint
         self.words = LegRequests(self.context, self.record, prefill, self._number)

@@ -1,7 +1,8 @@
-"""A client for bootstrap servers, which report the ids of a prefill engine's ranks.
+"""A client for bootstrap servers: decode engines learn from them how to reach a prefill engine.
 
-Concurrent attempts that need an answer of one server share one query. kvtransfer.dialects parses
-the answer, and gateway/disagg/handoffs.py stores it.
+A bootstrap server belongs to a prefill engine and returns the ids of its ranks. Concurrent attempts
+at split requests that need an answer of one server share one query. kvtransfer.dialects parses the
+answer, and gateway/disagg/handoffs.py stores it.
 """
 
 from __future__ import annotations

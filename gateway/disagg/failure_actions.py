@@ -27,7 +27,7 @@ KV_FAILURES = frozenset({"status_500", "engine_error"})
 
 
 def blame_prefill(attempt: AttemptState) -> None:
-    """Count the failed attempt against its prefill endpoint.
+    """Count the failure of a split request against the endpoint that computed the prompt (prefill).
 
     The stored identity of the prefill engine is dropped too, because the engine may have restarted
     with another one.
@@ -41,10 +41,10 @@ def blame_prefill(attempt: AttemptState) -> None:
 
 
 def blame_decode(attempt: AttemptState) -> None:
-    """Count the failed attempt against its decode endpoint.
+    """Count the failure of a split request against the endpoint that generates the answer (decode).
 
-    Exception: if the decode endpoint could not load the KV and the answer has not begun, either
-    endpoint may be the cause. Then suspect_both() is called instead.
+    There is one exception. If the decode endpoint could not load the KV cache and the answer has
+    not begun, either endpoint may be the cause. Then suspect_both() is called instead.
     """
     problem = attempt.problem
     assert problem is not None
@@ -56,12 +56,12 @@ def blame_decode(attempt: AttemptState) -> None:
 
 
 def suspect_both(attempt: AttemptState) -> None:
-    """Make the next attempt send the whole request to one endpoint, not this prefill endpoint.
+    """Make the next attempt serve the whole request at one endpoint, not at the prefill endpoint.
 
-    It is unknown which of the two endpoints caused the failure. A decode endpoint that can serve
-    whole requests may get the next attempt, which shows whether it was the cause. Otherwise the
-    failure is counted against the decode endpoint; later successes with other prefill endpoints
-    clear it again.
+    It is unknown whether the prefill or the decode endpoint caused the failure. A decode endpoint
+    that can serve whole requests may get the next attempt, which shows whether it was the cause. If
+    it cannot, the failure is counted against it; later successes with other prefill endpoints clear
+    it again.
     """
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
@@ -83,9 +83,10 @@ def _blame_decoder(attempt: AttemptState, problem: UpstreamError) -> None:
 
 
 def reserve_other_decode(attempt: AttemptState) -> bool:
-    """Reserve another decode endpoint for the stored KV; return False if there is none.
+    """Reserve capacity at another decode endpoint for a prompt that is already computed.
 
-    The first decode endpoint never received the request, so the prefill endpoint still has the KV.
+    Returns False if there is none. The first decode endpoint never received the request, so the
+    prefill endpoint still has the prompt's KV cache.
     """
     context, exchange, problem = attempt.context, attempt.exchange, attempt.problem
     assert problem is not None
@@ -120,11 +121,11 @@ def _group_of(attempt: AttemptState) -> PairGroup:
 
 
 def abort_prefill(attempt: AttemptState) -> None:
-    """Abort the prefill request after a delay, by half-closing its connection.
+    """Abort the prefill request of a split request, a short time from now.
 
     The delay is the time of one engine step. An engine that is aborted during a step finishes the
-    step, and then keeps KV that no decode engine knows about. If the answer arrives in spite of the
-    abort, a release request makes the engine free that KV.
+    step, and then keeps KV that no decode engine knows about. The abort half-closes the connection.
+    If the answer arrives in spite of it, a release request makes the engine free that KV.
     """
     leg, inbox = attempt.prefill, attempt.inbox
     if leg is None or inbox is None or leg.is_over or leg.sent_at is None:
@@ -145,10 +146,10 @@ def _on_late_answer(attempt: AttemptState, leg: Leg, problem: UpstreamError | No
 
 
 def free_by_decode(attempt: AttemptState) -> None:
-    """Close the decode connection once the decode engine has the request, so that the KV is freed.
+    """Close the decode connection as soon as its engine will let the prefill engine free the KV.
 
-    If the connection were closed earlier, or before prefill is complete, the decode engine would
-    not notify the prefill engine, which would then keep the KV.
+    The decode engine does so only if it has received the request and the prefill is complete. If
+    the connection were closed earlier, the prefill engine would keep the KV.
     """
     leg, now = attempt.decode, monotonic()
     if leg is None or leg.is_over:
@@ -174,23 +175,22 @@ def _may_keep_kv(attempt: AttemptState) -> bool:
 
 
 def free_by_refuser(attempt: AttemptState) -> None:
-    """Free the KV of a request that the decode engine refused as invalid.
+    """Let a decode engine that refused a request as invalid make the prefill engine free its KV.
 
-    A release request makes the decode engine fetch the KV and discard it, and the prefill engine
-    then frees it. The decode engine accepts this request: the prefill engine accepted the same
-    prompt, so the refusal must concern a member that only the decode request has, such as
-    max_tokens.
+    It gets a release request, for which it fetches the KV and discards it; the prefill engine then
+    frees it. The decode engine accepts this request: the prefill engine accepted the same prompt,
+    so the refusal must concern a member that only the decode request has, such as max_tokens.
     """
     if attempt.handover is not None and _may_keep_kv(attempt):
         _release_kv(attempt, attempt.handover, attempt.decode_reservation, "refused")
 
 
 def free_elsewhere(attempt: AttemptState) -> None:
-    """Schedule a release request at another decode engine: the failed one may not free the KV.
+    """Schedule a request to another decode engine that makes the prefill engine free its KV.
 
-    It is sent once the failed engine must be done with the KV, because only its connection may have
-    broken. If the failed engine could not load the KV, the prefill engine is gone, and nothing is
-    sent.
+    This is for a decode engine that failed and may not do it itself. The request is sent once that
+    engine must be done with the KV, because only its connection may have broken. If it could not
+    load the KV, the prefill engine is gone, and nothing is sent.
     """
     handover, problem = attempt.handover, attempt.problem
     assert problem is not None

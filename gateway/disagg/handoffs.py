@@ -92,7 +92,7 @@ class PairFigures:
 
     @property
     def step_s(self) -> float:
-        """Return the maximum seconds to wait for a prefill answer that is no longer needed.
+        """Return how many seconds to wait for a prefill answer that is no longer needed.
 
         An aborted engine finishes its current step first, and without its answer the KV could not
         be freed. A short prompt is computed in one step. Therefore the time is twice the mean
@@ -111,7 +111,7 @@ class PairFigures:
 
 
 class Transfer(Protocol):
-    """An attempt at a split request whose KV cache is being transferred between two engines."""
+    """The interface of a KV transfer in progress, which is failed if it takes too long."""
 
     def on_overdue(self) -> None:
         """Fail the KV transfer because it has exceeded its time limit."""
@@ -151,7 +151,7 @@ class Handoffs:
         self._releases: Counted[ConnectionPool] = Counted()
 
     def count_leg(self, end: tuple[str, str]) -> None:
-        """Count the end of the prefill or the decode request of a split request.
+        """Count one of the two HTTP requests (legs) of a split request, which has ended.
 
         `end` has its role and its result, for example ("prefill", "closed").
         """
@@ -196,7 +196,7 @@ class Handoffs:
     # Identities of prefill engines
 
     def identity(self, endpoint: str, number: int) -> PrefillIdentity | None:
-        """Return the identity of a prefill engine, or None if it is unknown.
+        """Return the identity by which decode engines find a prefill engine; None if it is unknown.
 
         If the engine has several ranks, `number` of the handoff selects one of them.
         """
@@ -204,7 +204,7 @@ class Handoffs:
         return identities[number % len(identities)] if identities else None
 
     def set_identity(self, endpoint: str, found: tuple[PrefillIdentity, ...]) -> None:
-        """Store the identities of the ranks of a prefill endpoint's engine, for later handoffs."""
+        """Store the identities by which decode engines find a prefill engine's ranks."""
         self._identities[endpoint] = found
 
     def forget_endpoint(self, endpoint: str) -> None:

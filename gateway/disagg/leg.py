@@ -21,16 +21,16 @@ Ended = Callable[["Leg", UpstreamError | None], None]
 
 
 class Leg(EagerTask):
-    """One of the two HTTP requests of a split request.
+    """One of the two HTTP requests of a split request: the one to its prefill or its decode engine.
 
-    It calls `ended` once at its end: with an error, or with None after success. A leg that is
-    closed before its end does not call `ended`.
+    - At its end, it calls `ended` once: with an error, or with None after success. If it is closed
+      before, it does not call `ended`.
+    - No coroutine runs for it, except while it connects.
+    - It implements the connection's payload, so that it notices when its bytes are written.
+    - It also implements the connection's task: step() is called at the end of the answer, and ends
+      the leg.
 
-    No coroutine runs for a leg, except while it connects. It implements the connection's payload,
-    so that it notices when its bytes are written. It also implements the connection's task: step()
-    is called at the end of the answer, and ends the leg.
-
-    sent_at  when the leg's bytes were written; None: no engine has received any of them
+    sent_at  when its bytes were written; None: no engine has received any of them
     """
 
     __slots__ = (
@@ -116,8 +116,10 @@ class Leg(EagerTask):
     def close_in(self, seconds: float, ended: Ended | None = None) -> None:
         """Close the connection in `seconds` seconds, unless the engine's answer ends before that.
 
+        With None as `ended`, the first token already closes the connection.
+
         ended  called if the answer ends in time; it replaces the earlier callback. None: nothing is
-               called, and the first token closes the connection already
+               called
         """
         if not self.is_over:
             self._on_ended, self._is_leaving = ended or _ignore, True

@@ -72,20 +72,20 @@ _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %
 
 
 class SplitGateway(Protocol):
-    """What a split request needs from the gateway, as an interface."""
+    """The interface of the gateway that attempts at split requests use."""
 
     endpoints: EndpointTable
     handoffs: Handoffs
 
     def count_unsent(self, exchange: Exchange, problem: UpstreamError, /) -> bool:
-        """Count a failed attempt as free of cost, if no engine has received any of it.
+        """If no engine has received the failed attempt, let it not count as a retry.
 
-        Returns whether it was counted so.
+        Returns whether that is so.
         """
 
 
 class SplitModel(Protocol):
-    """What a split request needs to know about the route of its model, as an interface."""
+    """The interface of a model's route, for attempts at split requests for the model."""
 
     @property
     def name(self) -> str: ...
@@ -99,7 +99,7 @@ class SplitModel(Protocol):
 
 
 class SplitContext:
-    """A request that may be split between two engines, with all that its attempts need."""
+    """A request that may be split between two engines, with the objects that its attempts use."""
 
     __slots__ = ("call", "client", "exchange", "fingerprint", "gateway", "route", "split")
 

@@ -1,6 +1,6 @@
-"""Groups a model's endpoints for split requests: which prefill, decode, fit together, serve alone.
+"""Finds out which endpoints of a model can serve split requests together, and which serve alone.
 
-The configuration has groups of endpoints with compatible KV caches. For each request,
+A prefill and a decode endpoint fit together if their KV caches are compatible. For each request,
 policies.pricing.split_decision chooses among them.
 """
 

@@ -95,9 +95,10 @@ class Act(_Word):
 
 
 class Owner(StrEnum):
-    """What an attempt waits for in a state: the answer of one engine, of both, or of neither.
+    """Where the event comes from that ends a state of the attempt.
 
-    The event that ends the state comes from there. REQUEST stands for the request's own coroutine.
+    That is the request to one of the two engines (a leg), both of them, or the request's own
+    coroutine (REQUEST).
     """
 
     PREFILL = "prefill leg"
@@ -107,7 +108,7 @@ class Owner(StrEnum):
 
 
 class Deadline(StrEnum):
-    """How long a state may last; if a setting limits it, the value is the setting's name.
+    """The time limits of states. A limit that is a setting has the setting's name as its value.
 
     These parts of the gateway enforce the limits:
 
@@ -127,7 +128,7 @@ class Deadline(StrEnum):
 
 
 class Row(NamedTuple):
-    """What follows an event: the next state, and the actions to carry out in order."""
+    """One row of the state table: the state after an event, and the actions to carry out."""
 
     state: State
     acts: tuple[Act, ...] = ()

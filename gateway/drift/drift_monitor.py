@@ -42,7 +42,10 @@ class WatchedPool:
 
 
 class DriftMonitor:
-    """Watches all pools that have a section `sized_for`. Times are Unix seconds."""
+    """Compares the requests of pools with the workloads that the pools were sized for.
+
+    It watches all pools that have a section `sized_for`. Times are Unix seconds.
+    """
 
     def __init__(self, metrics: DriftMetrics) -> None:
         self._metrics = metrics

@@ -54,7 +54,7 @@ def _bootstrap(spec: EndpointSpec) -> str | None:
 
 
 def prior_belief(config: Config, endpoint: Endpoint) -> SpeedBelief:
-    """Estimate the speed of a new endpoint, before any measurement.
+    """Estimate the speed of a new endpoint, of which nothing has been measured yet.
 
     The estimate follows from its GPU, its parallel layout, the largest model of its pool, and the
     number of tokens per step that its label states.

@@ -321,9 +321,9 @@ class EndpointTable:
         return self.speed_monitor.predict_first_byte_s(self._by_slot[slot], request, tokens)
 
     def find_peer(self, live: LiveEndpoint) -> LiveEndpoint | None:
-        """Return another healthy endpoint of the same pool and role; None if there is none.
+        """Return another healthy endpoint of the same pool and role, to compare this one with.
 
-        Endpoints with the same hardware are preferred.
+        Endpoints with the same hardware are preferred. Returns None if there is none.
         """
         candidates = self._pools.get(live.endpoint.pool, ())
         return find_healthy_peer(
@@ -477,7 +477,7 @@ class EndpointTable:
             self.on_event(live, HealthEvent.SLOW)
 
     def on_overtaken(self, live: LiveEndpoint, tokens: int) -> None:
-        """Send the endpoint fewer requests, because a request left it before its first token.
+        """Send the endpoint fewer requests, because a late request has moved to another one.
 
         `tokens` is the number of prompt tokens that the endpoint had to compute for it; 0 if the
         first token could not be observed.
@@ -486,9 +486,10 @@ class EndpointTable:
         self.throttle(live)
 
     def throttle(self, live: LiveEndpoint) -> None:
-        """Send the endpoint no requests while others have capacity, until its speed is reviewed.
+        """Send the endpoint no requests while others have capacity, because it may be slow.
 
-        After the review it gets few requests, until the review shows that it is fast again.
+        When its speed has been reviewed, it gets a few requests, until a review shows that it is
+        fast again.
         """
         if self.speed_monitor.limits.factor:
             temporary_limits.throttle(live, monotonic())

@@ -40,7 +40,10 @@ CHANGED_ENDPOINT, NEW_ENDPOINT = 4, 16
 
 
 class MeteredSettings(msgspec.Struct, frozen=True):
-    """The settings of an endpoint that affect which gauges it has and its KV capacity."""
+    """The settings of an endpoint from which its gauges (metrics) and its KV capacity are derived.
+
+    After a reload that has changed them, gauges and capacity are set again.
+    """
 
     name: str
     has_kv_events: bool
@@ -53,7 +56,7 @@ class MeteredSettings(msgspec.Struct, frozen=True):
 
 
 class PlannedEndpoint(msgspec.Struct, frozen=True, eq=False):
-    """An endpoint of a new configuration, and the live endpoint that will have its settings.
+    """An endpoint of a new configuration, and the live endpoint that will get its settings.
 
     The live endpoint exists already, or was created for the plan.
 
@@ -79,11 +82,11 @@ class PlannedEndpoint(msgspec.Struct, frozen=True, eq=False):
 
 
 class RegistryPlan(msgspec.Struct, frozen=True, eq=False):
-    """The endpoints that the registry would have under a new configuration.
+    """The endpoints that the gateway would have under a new configuration, before it is applied.
 
-    A plan becomes invalid when the registry changes.
+    A plan becomes invalid when the registry of endpoints changes.
 
-    pools           candidates by pool
+    pools           the endpoints among which each pool's policy would pick
     live_by_load    live endpoints by the id() of their loads
     changes         the object that records changes of the endpoints' loads
     entering        those of the members that are new, or are added again before their release
@@ -143,7 +146,7 @@ class ApiFacts(NamedTuple):
 
 
 class RegistryChanges(msgspec.Struct, frozen=True, eq=False):
-    """The endpoints that a plan added and removed, and the endpoint names no longer used."""
+    """What a plan has changed: added and removed endpoints, and names no longer used."""
 
     added: tuple[LiveEndpoint, ...]
     removed: tuple[LiveEndpoint, ...]

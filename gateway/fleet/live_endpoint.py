@@ -150,7 +150,7 @@ class LiveEndpoint:
 
     @property
     def may_list_models(self) -> bool:
-        """Return whether the first list of models that this endpoint reads is still awaited."""
+        """Return whether no answer about its models has come from the engine yet."""
         return self.models_at is None and not self.has_bad_list
 
     @property
@@ -185,7 +185,7 @@ class LiveEndpoint:
 
 
 def step_tokens(live: LiveEndpoint) -> int:
-    """Return how many prompt tokens the endpoint's current prefill step may process at most."""
+    """Return the maximum number of prompt tokens in the endpoint's current prefill step."""
     load, speed = live.load, live.speed
     others = load.in_flight - load.decoding - speed.waiting
     return speed.step_tokens(load.prefill_tokens, load.belief.shape.budget_tokens, others)

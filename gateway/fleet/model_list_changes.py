@@ -21,9 +21,10 @@ the time.
 
 
 class ModelListNews:
-    """Calls `report` after changes of engines' model lists.
+    """Reports changes of engines' model lists, and combines changes that follow each other closely.
 
-    The first change is reported immediately. Changes shortly after it are reported together.
+    The first change is reported immediately, by calling `report`. Changes shortly after it are
+    reported together.
     """
 
     __slots__ = (

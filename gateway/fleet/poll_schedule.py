@@ -53,7 +53,7 @@ def least_probe_s(live: LiveEndpoint) -> float:
 
 
 class PollPlan:
-    """When an endpoint's pages were last requested, and which ones the next poll requests.
+    """Decides for one endpoint which of its pages the next poll requests.
 
     needs_probe   whether the poll requests the health page
     needs_scrape  whether the poll requests the metrics page, which shows the load
@@ -70,7 +70,7 @@ class PollPlan:
         self.needs_probe = self.needs_scrape = True
 
     def begin(self, live: LiveEndpoint, config: Config, endpoints: int, now: float) -> None:
-        """Set which pages of the endpoint this poll requests, and record that they were requested.
+        """Decide which pages this poll requests, and record that they have been requested.
 
         endpoints  number of endpoints of the gateway; idle ones are polled less often if it is
                    large

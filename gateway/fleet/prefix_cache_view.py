@@ -31,7 +31,9 @@ from policies.routing_types import INFERRED_SESSION
 
 
 class PrefixCacheView:
-    """The hashing of prompts and the prefix index of this process; a reload keeps both.
+    """Knows or predicts which prompts each engine has cached, so that requests can be sent there.
+
+    There is one object per process, which a reload keeps.
 
     exact    the index from KV events, which corrects the prefix index; empty if no endpoint
              publishes events
@@ -111,7 +113,7 @@ class PrefixCacheView:
         return tokens
 
     def holders(self, fingerprint: Fingerprint, prompt_tokens: int) -> PrefixMatch:
-        """Return the endpoints that have part of the prompt cached, with the number of tokens.
+        """Return the endpoints that have part of the prompt cached, and how many tokens of it.
 
         The numbers are those of cached_tokens(); endpoints with 0 are left out.
         """
@@ -123,7 +125,10 @@ class PrefixCacheView:
     # Learning
 
     def learn_sent(self, fingerprint: Fingerprint, live: LiveEndpoint, prompt_tokens: int) -> None:
-        """Record a prompt that is sent to the endpoint, here and at other gateways."""
+        """Record, also for other gateways, that a prompt is sent to the endpoint and cached there.
+
+        `fingerprint` is the chain of hashes of the prompt's blocks.
+        """
         self.learn_prompt(fingerprint, live.load, prompt_tokens)
         if self.updates is not None:
             self.updates.prompts.append((fingerprint, live.endpoint, prompt_tokens, None))
@@ -131,7 +136,7 @@ class PrefixCacheView:
     def learn_prompt(
         self, fingerprint: Fingerprint, load: EndpointLoad, prompt_tokens: int
     ) -> None:
-        """Record in the prefix index that a prompt was sent to the endpoint."""
+        """Record that a prompt was sent to the endpoint, in this gateway's prefix index only."""
         if fingerprint.sampled_keys:  # a prompt shorter than one block changes nothing
             self.index.insert(fingerprint, load.slot, prompt_tokens)
             self._update_load(load)
@@ -139,10 +144,10 @@ class PrefixCacheView:
     def learn_from_peer(
         self, keys: Keys, load: EndpointLoad, tokens_per_block: float, cached_tokens: int | None
     ) -> None:
-        """Record a prompt that another gateway sent to the endpoint, given its block hashes.
+        """Record what another gateway reports about a prompt, given the hashes of its blocks.
 
-        cached_tokens  None for a prompt that was sent; else the prompt was not computed, and at
-                       most this many of its tokens are cached there
+        cached_tokens  None: the prompt was sent to the endpoint. A number: the prompt was not
+                       computed after all, and at most this many of its tokens are cached there
         """
         if cached_tokens is None:
             self.index.insert_keys(keys, load.slot, tokens_per_block)
@@ -189,7 +194,10 @@ class PrefixCacheView:
     def expect_cached(
         self, fingerprint: Fingerprint, live: LiveEndpoint, prompt_tokens: int
     ) -> CacheExpectation | None:
-        """Return what the answer to a prompt must report as cached; None without KV events."""
+        """Return how many cached tokens the answer to this prompt must report, by the KV events.
+
+        Returns None if the endpoint publishes no KV events.
+        """
         return self.exact.on_sent(fingerprint, live.load.slot, prompt_tokens, monotonic())
 
     def on_cache_report(
@@ -202,9 +210,10 @@ class PrefixCacheView:
             endpoint.on_answer(expected, prompt, cached, monotonic())
 
     def confirm_cached_share(self, live: LiveEndpoint, believed: float, actual: float) -> None:
-        """Compare a prompt's predicted cached share (0 to 1) with the share in its answer.
+        """Compare the cached share of a prompt that the prefix index predicted with the real one.
 
-        It measures the prefix index, so predictions that came from KV events are left out.
+        Both are shares of the prompt's tokens (0 to 1); the engine's answer has the real one. This
+        measures how reliable the index is. Predictions that came from KV events are left out.
         """
         if self.exact.is_exact(live.load.slot):
             return

@@ -41,7 +41,7 @@ def record_resolution(live: LiveEndpoint, error: BaseException) -> None:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return whether the connection failed or was lost, so that nothing listens there."""
+    """Return whether the error shows that nothing listens at the endpoint."""
     if isinstance(error, ConnectError):
         return not is_local_error(error.os_error)
     return isinstance(error, ConnectionLostError) or (
@@ -55,7 +55,7 @@ def is_own_failure(error: BaseException) -> bool:
 
 
 def is_not_sent(error: BaseException) -> bool:
-    """Return whether no connection was opened for a local reason, or as the name is unknown."""
+    """Return whether the request was not sent for a local reason or an unknown host name."""
     return isinstance(error, ConnectError) and is_local_error(error.os_error)
 
 

@@ -29,10 +29,11 @@ def split_by_rank(specs: Iterable[EndpointSpec]) -> Iterator[tuple[EndpointSpec,
 
 
 def join_lockstep_ranks(members: Iterable[tuple[Endpoint, LiveEndpoint]]) -> None:
-    """Declare which ranks run in lockstep, after a reload that may have changed the layout.
+    """Find out which ranks of engines run in lockstep, and let these share one learned speed.
 
-    Ranks in lockstep share one learned speed from then on. A rank that no longer runs in lockstep
-    keeps a copy of the speed that it had learned with the others.
+    Ranks in lockstep begin and end their steps together. This is called after a reload, which may
+    have changed the layout. A rank that no longer runs in lockstep keeps a copy of the speed that
+    it had learned with the others.
 
     members  each endpoint of the new configuration, with its live endpoint
     """

@@ -25,15 +25,18 @@ from policies.routing_types import Pick, Request
 
 
 class DropSink(Protocol):
-    """The speed monitor's interface for prompts cancelled before their first token."""
+    """The interface of the speed monitor for prompts whose requests are cancelled.
+
+    A reservation calls it if a client leaves before the first token of its answer.
+    """
 
     def on_dropped(self, live: LiveEndpoint, tokens: int, now: float, /) -> None: ...
 
 
 class EvidenceSink(Protocol):
-    """The interface to which a reservation reports how its endpoint serves the request.
+    """The interface to which a reservation reports how well its endpoint serves the request.
 
-    The endpoint table implements it.
+    The endpoint table implements it, and updates the endpoint's health from the reports.
     """
 
     prefixes: PrefixCacheView
@@ -153,7 +156,7 @@ class Reservation:
 
     @property
     def is_behind(self) -> bool:
-        """Return whether the engine's current prefill step cannot include this prompt."""
+        """Return whether this prompt must wait for the engine's current prefill step to end."""
         return self._awaited > 0 and self.live.speed.is_behind(self._reserved_at)
 
     @property
@@ -163,9 +166,9 @@ class Reservation:
         return health.state is HealthState.EJECTED and health.cause is HealthEvent.SLOW
 
     def on_served(self, usage: TokenUsage) -> None:
-        """Record that the endpoint has served the request with a complete answer.
+        """Record that the endpoint has answered the request completely.
 
-        The number of cached tokens that the engine reports corrects the prefix index.
+        The number of cached tokens that the engine reports in `usage` corrects the prefix index.
         """
         self._is_reported = True
         self._usage = usage
@@ -220,13 +223,13 @@ class Reservation:
 
 
 class DecodeReservation(Reservation):
-    """The reservation at the decode endpoint of a request that another endpoint prefills.
+    """Capacity reserved at the decode endpoint of a request whose prompt another endpoint computes.
 
     It is made before the prefill request is sent, so that the request does not queue between
     prefill and decode. It includes memory for the prompt's KV cache.
 
-    The prefix index learns the prompt when its KV cache has arrived, not when the endpoint is
-    picked: until then, the engine computes the same prefix again for other requests.
+    The prefix index learns the prompt only when its KV cache has arrived. Until then, the engine
+    would compute the same prefix again for other requests.
     """
 
     __slots__ = ()

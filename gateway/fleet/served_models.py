@@ -93,7 +93,7 @@ def engine_name(model: Model, endpoint: Endpoint) -> str:
 
 
 def common_name(model: Model, candidates: Sequence[Candidate]) -> str:
-    """Return the engines' name of the model if it is the same at all candidates, else ""."""
+    """Return the name by which all these engines know the model; "" if their names differ."""
     names = {engine_name(model, candidate.endpoint) for candidate in candidates}
     names = names or {model.served_model or model.name}
     return names.pop() if len(names) == 1 else ""

@@ -40,7 +40,10 @@ COHORTS_AT_ONCE = 4
 
 
 class WaitingPrompt(Protocol):
-    """A request that waits for its first byte. Reservation implements this interface."""
+    """The interface of a request that waits for its first byte, from which its delay is predicted.
+
+    Reservation implements it.
+    """
 
     live: LiveEndpoint
     request: Request
@@ -186,10 +189,10 @@ class SpeedMonitor:
         return late, doubtful
 
     def was_paused(self, now: float) -> bool:
-        """Return whether the gateway itself was delayed a moment ago, so that ages show nothing.
+        """Return whether the gateway itself got no CPU a moment ago, so that silences show nothing.
 
-        After a pause, answers that arrived during it may be unread, because an event loop may run
-        its timers before it reads. The next check for stalls comes after those reads.
+        After such a pause, answers that arrived during it may be unread, because an event loop may
+        run its timers before it reads. The next check for stalls comes after those reads.
         """
         is_late = self._checked_at > 0.0 and self._is_check_late(now)
         return is_late or now - self._paused_at < STALL_CHECK_S
@@ -239,10 +242,11 @@ class SpeedMonitor:
         )
 
     def on_overtaken(self, live: LiveEndpoint, tokens: int, now: float) -> None:
-        """Record that a prompt left the endpoint before its first token, as evidence of slowness.
+        """Record that a request was late at the endpoint and left before its first token.
 
-        `tokens` is the number of prompt tokens to compute. Pass 0 if the first token of the answer
-        cannot be observed; then nothing is recorded.
+        This is evidence of slowness. `tokens` is the number of prompt tokens that the endpoint had
+        to compute. Pass 0 if the first token of the answer cannot be observed; then nothing is
+        recorded.
         """
         if tokens:
             expectations, member = self._expectations_of(live.endpoint.pool), _member(live)

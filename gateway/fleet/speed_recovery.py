@@ -77,7 +77,7 @@ def accept_returned(live: LiveEndpoint, before: Health, peer: LiveEndpoint | Non
 
 
 class PeerFinder(Protocol):
-    """The methods of the endpoint table that choose the healthy peer for a comparison."""
+    """The interface of the endpoint table that finds a healthy peer of a slow endpoint."""
 
     @property
     def rng(self) -> Random: ...

@@ -81,7 +81,7 @@ class Silences:
         """Return after how many seconds of silence the endpoint counts as stalled; inf if never.
 
         peers    the endpoints of its pool, itself included
-        limit_s  the time for an engine that computes requests side by side
+        limit_s  the limit for an engine that is known to compute requests side by side
         """
         if not ENGINE_TRAITS[live.endpoint.engine].can_be_asked:
             return inf

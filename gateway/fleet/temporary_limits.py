@@ -60,7 +60,7 @@ def throttle(live: LiveEndpoint, now: float) -> None:
 
 
 def limit_suspect(live: LiveEndpoint) -> None:
-    """Send an endpoint that seems slow few requests while others have capacity."""
+    """Send few requests to an endpoint that seems slow, as long as others have capacity."""
     live.slow_start_at, live.load.soft_cap = None, late_request_detection.SUSPECT_CEILING
     live.load.mark_changed()
 

@@ -13,15 +13,16 @@ from policies.routing_types import Endpoint
 
 
 class OutgoingUpdates:
-    """Updates for other gateways, collected since the last ones were sent.
+    """What other gateways must learn from this one, collected since it sent the last updates.
 
-    prompts         (fingerprint, endpoint, prompt tokens, cached tokens). Cached tokens are None
-                    for a prompt sent to the endpoint. A number corrects an earlier update: the
-                    prompt was not computed, and at most this many of its tokens are cached
+    prompts         (fingerprint, endpoint, prompt tokens, cached tokens) of each prompt sent to an
+                    endpoint; cached tokens are then None. An entry with a number corrects an
+                    earlier one: the prompt was not computed after all, and at most this many of its
+                    tokens are cached
     cache_reports   (endpoint, predicted cached share of a prompt, share that its engine reported)
     health_changes  (endpoint, new state, cause)
-    charges         (pool, tenant) -> tokens computed for the tenant
-    quota_use       tenant -> requests and tokens used from its quota
+    charges         tokens computed for each (pool, tenant)
+    quota_use       requests and tokens that each tenant used from its quota
     session_digest  function from a session's name to the number that all gateways use for it
     """
 

@@ -44,11 +44,11 @@ def check_engine(
     split: bool,
     elsewhere: frozenset[str] = frozenset(),
 ) -> list[CheckFinding]:
-    """Return the findings of `penstock doctor` about one endpoint.
+    """Return the findings of `penstock doctor` about one endpoint, from its engine's responses.
 
     models     the name that the engine must list, by the name that clients send; empty if any model
                suffices
-    split      whether requests for its models are split between prefill and decode
+    split      whether prefill and decode of requests for its models run at different endpoints
     elsewhere  names of models that other endpoints of its pool serve
     """
     name = endpoint.name
@@ -148,9 +148,9 @@ def _remedy(model: str, names: list[str]) -> str:
 
 
 def engine_kind_of(text: bytes) -> EngineKind | None:
-    """Return the kind of engine, such as vllm, that has the metric names in the text.
+    """Return the kind of engine, such as vllm, to which the metric names in a text belong.
 
-    Returns None if the kind is unknown.
+    Returns None if they belong to no known kind.
     """
     kinds = ((kind, ENGINE_TRAITS[kind].metric_prefix) for kind in EngineKind)
     return next((kind for kind, prefix in kinds if prefix and prefix in text), None)

@@ -281,9 +281,10 @@ def _number(value: object) -> int | None:
 
 
 def request_members(result: ProbeResult) -> list[frozenset[str]]:
-    """Return the member names of each request type in the engine's OpenAPI page.
+    """Return which members the engine accepts in each type of request.
 
-    The result is empty if the engine has no such page.
+    The result has one set of names for each type, from the engine's OpenAPI page. Without such a
+    page, it is empty.
     """
     page = result.schema.json if result.schema is not None and result.schema.status == 200 else None
     components = page.get("components") if isinstance(page, dict) else None

@@ -25,10 +25,10 @@ _CHECK = "KV events"
 
 
 def description_path(engine: EngineKind, spec: KvEvents | None) -> str:
-    """Return the path at which the engine describes its KV events.
+    """Return the URL path at which the engine says where it publishes KV events.
 
-    `spec` is the endpoint's setting `kv_events`. Without it, the result is "", because events are
-    not used.
+    `spec` is the endpoint's setting `kv_events`. Without it, KV events are not used, and the result
+    is "".
     """
     if spec is None:
         return ""

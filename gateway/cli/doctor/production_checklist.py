@@ -73,12 +73,13 @@ class CheckedEndpoint(msgspec.Struct, frozen=True):
 
 
 class CheckedFleet(msgspec.Struct, frozen=True):
-    """The input of the checklist: the endpoints, the configuration, and measured speeds.
+    """What the production checklist is evaluated on: endpoints, configuration and measured speeds.
 
     config       the configuration; None for engines that were given without a file
     pace_s       by endpoint name: seconds per token at batch 1 and at batch 16, if measured
-    collectives  by endpoint name: the share (0 to 1) of a decode step at batch 1 that collective
-                 operations such as all-reduce take; computed, for known models and GPUs only
+    collectives  by endpoint name: share (0 to 1) of a decode step at batch 1 that collective
+                 operations such as all-reduce take. It is computed, and only for known models and
+                 GPUs
     """
 
     members: Sequence[CheckedEndpoint]

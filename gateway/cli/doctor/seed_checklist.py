@@ -1,6 +1,7 @@
-"""The production checklist of `penstock doctor`, numbered as items 86 to 97 of `penstock seeds`.
+"""Numbers the production checks of `penstock doctor` like items 86 to 97 of `penstock seeds`.
 
-The items come from a guide to tensor parallelism. production_checklist.py makes the findings.
+`penstock seeds` lists statements about LLM serving. These items come from a guide to tensor
+parallelism. production_checklist.py makes the findings.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ITEM_OF_CHECK: Mapping[str, int] = MappingProxyType(
 
 
 def seed_findings(findings: Sequence[CheckFinding]) -> list[CheckFinding]:
-    """Return the checklist's findings in the order of the items, each preceded by its number.
+    """Return the production checklist's findings in the order of its items, with their numbers.
 
     Problems of the file and of unreachable engines come first: because of them, some items have no
     result.

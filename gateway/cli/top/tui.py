@@ -33,7 +33,7 @@ from gateway.cli.top.render import (
 
 
 class ViewSource(Protocol):
-    """The interface of a client that provides views and sends requests.
+    """The interface through which `penstock top` reads views and sends requests.
 
     AdminClient implements it, and so do fakes in tests.
     """

@@ -23,11 +23,11 @@ FIRST_DISTRUST_S, MAX_DISTRUST_S = 30.0, 3600.0
 
 
 class CacheExpectation(msgspec.Struct, frozen=True):
-    """The range in which an answer's number of cached tokens must lie if the KV events are right.
+    """How many cached tokens an answer has to report, if the engine's KV events are right.
 
     reserved_at  monotonic time at which the request reserved capacity at the endpoint
-    least        lower bound, in the engine's count of tokens; None if unknown
-    most         upper bound, in the engine's count of tokens; None if unknown
+    least        smallest possible number, in the engine's count of tokens; None if unknown
+    most         largest possible number, in the engine's count of tokens; None if unknown
     """
 
     reserved_at: float
@@ -75,7 +75,7 @@ class EndpointEvents:
         return bool(self.sources) and not self.obstacle(now)
 
     def obstacle(self, now: float) -> str:
-        """Return why KV events do not describe the endpoint's cache exactly; "" if they do."""
+        """Return why the KV events cannot be relied on for the endpoint's cache; "" if they can."""
         if not self.sources:
             return self.problem
         for rank, source in enumerate(self.sources):

@@ -96,7 +96,10 @@ class ExactPrefixes:
         self._lora_names: frozenset[str] = frozenset()
 
     def new_source(self, *, has_replay: bool) -> EventSource:
-        """Create a source of KV events for one engine rank, whose blocks enter this index."""
+        """Create the source of one engine rank's KV events, whose reported blocks enter this index.
+
+        `has_replay` says whether the engine sends missed events again on request.
+        """
         return EventSource(self.cached, has_replay=has_replay)
 
     def remove(self, slot: int) -> None:
@@ -284,9 +287,10 @@ class ExactPrefixes:
         return n_bytes if is_whole else SAMPLE_LENGTHS[rung] * size
 
     def note(self, prompt: UnreadPrompt) -> None:
-        """Queue a prompt to be tokenized. Beyond the queue's limits, drop the oldest prompts.
+        """Queue a prompt whose token ids are not known yet. An engine tokenizes it later.
 
-        A prompt shorter than one block is not queued, because the index could not find it later.
+        Beyond the queue's limits, the oldest prompts are dropped. A prompt shorter than one block
+        is not queued, because the index could not find it later.
         """
         if not prompt.fingerprint.sampled_keys:
             return
@@ -318,7 +322,7 @@ class ExactPrefixes:
         engine_model: str,
         salt: str,
     ) -> None:
-        """Record a prompt's token ids, so that KV events can be matched to the prompt.
+        """Record a prompt's token ids, by which the blocks in KV events are matched to it.
 
         fingerprint   the chain of hashes of the prompt's blocks, by which the prompt is found again
         tokens        the prompt's token ids

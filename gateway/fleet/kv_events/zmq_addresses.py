@@ -55,7 +55,7 @@ def configured_addresses(spec: KvEvents, url: str, ranks: int) -> list[SourceAdd
 
 
 def of_rank(addresses: list[SourceAddress], rank: int | None) -> list[SourceAddress]:
-    """Return the KV event address of one data-parallel rank, or of all ranks if `rank` is None.
+    """Select the KV event addresses of one data-parallel rank; None as `rank` selects all.
 
     Raises SourceError if the engine has no such rank.
     """
