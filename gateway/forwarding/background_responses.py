@@ -65,7 +65,7 @@ class BackgroundResponses:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def follow(self, exchange: Exchange) -> bool:
-        """Follow the response of a request that has ended, until the response has ended too.
+        """Ask an engine about the response of an ended request, until the response has ended too.
 
         Returns False if the response does not run any more. If it runs, the request's charge is
         settled at its end, and not by the caller.
@@ -84,7 +84,7 @@ class BackgroundResponses:
         return True
 
     def on_ended(self, response_id: str) -> None:
-        """Check soon whether a response has ended, because a client has cancelled or read it."""
+        """Check soon whether a response has ended: a client has just cancelled or read it."""
         asked = self._asked.get(response_id)
         if asked is not None:
             asked.set()

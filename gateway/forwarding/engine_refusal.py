@@ -36,9 +36,9 @@ def settle_failure(
 
 
 def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: str) -> None:
-    """Send an engine's 4xx or 501 response to the client, because the request caused the error.
+    """Send an engine's error response to the client if the request caused the error (4xx or 501).
 
-    Raises UpstreamError for other statuses.
+    Raises UpstreamError for other statuses, which are failures of the engine.
     """
     status, stored = refusal_status(relay), exchange.stored_at
     if status == 404 and stored is not None:

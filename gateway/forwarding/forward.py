@@ -87,9 +87,12 @@ def prepare(
 
 
 def chunk_writer(members: Mapping[str, msgspec.Raw]) -> EventWriter:
-    """Return the function that turns a whole chat or completion into a stream.
+    """Return the function that turns a whole answer of a chat or completion into stream events.
 
-    members  the members of the request to the engine
+    It is needed for engines that do not stream as requested.
+
+    members  the members of the request to the engine; they say whether the stream shows token
+             counts
     """
     return write_chunks_with_usage if shows_usage(members) else write_chunks
 

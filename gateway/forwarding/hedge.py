@@ -61,10 +61,7 @@ INITIAL_REQUESTS = 200
 
 
 class HedgedRoute(Protocol):
-    """The properties of a route that hedging needs.
-
-    To hedge a request means to send it to a second endpoint too.
-    """
+    """The interface of a route for hedging, which sends a late request to a second endpoint too."""
 
     @property
     def resume(self) -> Resume | None: ...
@@ -74,7 +71,7 @@ class HedgedRoute(Protocol):
 
 
 class HedgedRequest(Protocol):
-    """The interface of a request that waits for its first byte.
+    """The interface of a request that waits for its first byte, and may be hedged if it is late.
 
     The plan in gateway/proxy/whole_request.py implements it.
     """
@@ -209,7 +206,7 @@ class Race:
         self.close()
 
     async def finish(self, problem: UpstreamError) -> UpstreamError | None:
-        """Let the second attempt serve the request after the first one ended with `problem`.
+        """Let the second attempt serve the request, because the first one has ended with `problem`.
 
         Returns the second attempt's error, or None if it served the request. Returns `problem` if
         the second attempt has ended already.

@@ -202,7 +202,10 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             super().resume_reading(resume_parser)
 
     def take_turn(self) -> None:
-        """Parse the bytes read last. Resume reading, unless it is paused for another reason."""
+        """Parse the bytes that were read last, because it is this connection's turn to read.
+
+        Reading resumes, unless it is paused for another reason.
+        """
         if self.transport is None or self._is_held:
             return
         if self._unread:
@@ -211,7 +214,7 @@ class AiohttpConnection(ClientConnection, RequestHandler):
             self.transport.resume_reading()
 
     def take_over(self, data: bytes, since: float | None) -> None:
-        """Take over a connection from FastConnection, with the bytes that it has not served.
+        """Continue a connection of FastConnection, with the bytes that it has not served.
 
         `since` is the monotonic time at which an incomplete request head began; None if there is
         none.
@@ -424,7 +427,10 @@ class AiohttpConnection(ClientConnection, RequestHandler):
         await self._turn
 
     def begin(self) -> bool:
-        """Serve the request that waits for its turn; return whether there still is one."""
+        """Serve the request that waits for its turn, if its client has not left.
+
+        Returns whether there was a request to serve.
+        """
         if self._is_held:
             self._is_held = False
             return self._begin_held()

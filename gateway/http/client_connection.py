@@ -70,7 +70,10 @@ def add_piece(pieces: list[bytes], piece: bytes) -> None:
 
 
 def is_pending(sock: socket.socket, events: int) -> bool:
-    """Return whether one of the poll(2) `events`, or an error, is pending on the socket."""
+    """Return whether an event such as select.POLLIN, or an error, has occurred on the socket.
+
+    `events` has the events as poll(2) takes them. The call does not wait.
+    """
     poll = select.poll()
     poll.register(sock.fileno(), events)
     return bool(poll.poll(0))

@@ -24,11 +24,10 @@ class CloseQueue:
         self._closed = 0  # number of connections closed in this loop iteration
 
     def defer_close(self, transport: asyncio.Transport | None) -> bool:
-        """Queue a connection whose client has disconnected; return whether the queue closes it.
+        """Queue a connection whose client has disconnected; return whether the queue will close it.
 
-        If it returns False, the caller has to close it now, as the event loop does when
-        eof_received() returns False. This is so for TLS connections, which the event loop closes in
-        any case.
+        If not, the caller has to close it now, as the event loop does when eof_received() returns
+        False. This is so for TLS connections, which the event loop closes in any case.
         """
         if transport is None or not transport.can_write_eof():
             return False

@@ -58,9 +58,10 @@ class NewConnections:
     def wrap_factory(
         self, new_protocol: ProtocolFactory, listening: socket.socket
     ) -> ProtocolFactory:
-        """Return a protocol factory for the server of `listening`, which accepts all that wait.
+        """Wrap a server's protocol factory: with a connection, all others that wait are accepted.
 
-        `new_protocol` is the factory without this.
+        new_protocol  the server's own factory
+        listening     the server's listening socket
         """
 
         def create() -> asyncio.Protocol:
@@ -119,7 +120,7 @@ class NewConnections:
 
 
 class WaitingClient:
-    """An accepted connection that waits for its turn; it counts against the limits."""
+    """An accepted connection that waits for its turn; it counts against the limits on clients."""
 
     __slots__ = ("_accepted", "_new_protocol", "_owner")
 

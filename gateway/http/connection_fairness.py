@@ -37,7 +37,7 @@ MAX_HELD_BYTES = 4 * 1024 * 1024
 
 
 class Waiting(Protocol):
-    """A new connection, or a connection with a received request, that waits for its turn."""
+    """The interface of a new connection or a received request that waits for its turn."""
 
     def begin(self) -> bool:
         """Begin to serve this connection or request. Returns False if the client has left."""
@@ -64,7 +64,7 @@ class RequestTurns:
         self._is_scheduled = False
 
     def may_begin(self, address: str, size: int) -> bool:
-        """Return whether a connection may begin its first request now; if not, let it wait().
+        """Return whether a connection's first request may begin now, without a call of wait().
 
         size  number of bytes of the request that have been read
         """
@@ -75,9 +75,9 @@ class RequestTurns:
         return self._held_bytes + size > MAX_HELD_BYTES
 
     def may_begin_later(self, address: str, size: int, weight: int = 1) -> bool:
-        """Return whether a later request of a connection may begin now; if not, let it wait().
+        """Return whether a later request of a connection may begin now, without a call of wait().
 
-        Few requests begin in most event loop iterations. They are only counted.
+        In most event loop iterations, few requests begin; then they are only counted.
 
         size    number of bytes of the request that have been read
         weight  for how many requests it counts
@@ -90,7 +90,7 @@ class RequestTurns:
         return self._held_bytes + size > MAX_HELD_BYTES
 
     def wait(self, waiting: Waiting, address: str, held_bytes: int = 0) -> None:
-        """Let a connection or request wait: call `waiting.begin()` in a later event loop iteration.
+        """Queue a connection or request; `waiting.begin()` is called in a later iteration.
 
         The turns of different clients alternate.
 

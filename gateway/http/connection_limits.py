@@ -59,7 +59,10 @@ class ByteBudget(Protocol):
 
 
 class CountedConnection(Protocol):
-    """A client connection that counts against the limits, from the start of its TLS handshake."""
+    """The interface of a client connection that counts against the limits on connections.
+
+    It counts from the start of its TLS handshake, if it uses TLS.
+    """
 
     def sweep(self, now: float) -> bool: ...
     def drop_unread(self) -> None: ...
@@ -174,10 +177,11 @@ class ClientConnections:
             del self._per_client[client]
 
     def set_unread(self, connection: CountedConnection, unread: int, limit: int) -> None:
-        """Set a connection's number of unread bytes, and limit those of all connections to `limit`.
+        """Set the number of a connection's bytes that belong to no request yet; apply the limit.
 
-        Above the limit, the oldest unread bytes are dropped. A single connection may have a quarter
-        of the limit or MIN_SHARE, whichever is more.
+        The limit applies to the unread bytes of all connections together. Above it, the oldest ones
+        are dropped. A single connection may have a quarter of the limit or MIN_SHARE, whichever is
+        more.
         """
         if not unread:
             self._release(connection)

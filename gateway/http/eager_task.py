@@ -23,7 +23,7 @@ An exception costs as much as several steps.
 
 
 class EagerFuture(asyncio.Future[None]):
-    """A future whose resolve() resumes the waiting EagerTask immediately.
+    """A future that resumes the waiting EagerTask inside resolve(), not in a later iteration.
 
     A regular Task may await it too; it resumes in a later event loop iteration as usual.
     """

@@ -48,7 +48,10 @@ NOTHING, STEPS, STEPS_AND_ACKS = range(3)
 
 
 class Downstream(Protocol):
-    """The interface of an engine response's receiver, usually the client's connection."""
+    """The interface of what receives an engine's response, usually the client's connection.
+
+    It can pause the engine's connection, which set_source() passes to it.
+    """
 
     @property
     def is_writing_paused(self) -> bool: ...
@@ -153,7 +156,10 @@ class UpstreamConnection:
 
     @property
     def is_mid_event(self) -> bool:
-        """Return whether the client has part of an event or body that only this engine can end."""
+        """Return whether the client has received only the beginning of an event or of a body.
+
+        Only this engine can send the end, so another one cannot continue the response here.
+        """
         return (
             self._relay is not None and self._relay.is_committed and not self._relay.is_at_boundary
         )
@@ -181,7 +187,7 @@ class UpstreamConnection:
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether a client waits for the engine's response and reads it without delay."""
+        """Return whether a client waits for the engine's response and can receive it now."""
         return (
             self._relay is not None
             and self._downstream is not None
@@ -291,7 +297,7 @@ class UpstreamConnection:
         self._outbox.long_reads.add(self, relay, data, transport)
 
     def end_slices(self) -> None:
-        """Resume reading from the engine: only the last slice of a long read is left to relay.
+        """Resume reading from the engine, as only the last slice of a long read is left to relay.
 
         Reading stays paused while the client reads too slowly.
         """
@@ -300,7 +306,10 @@ class UpstreamConnection:
             self.transport.resume_reading()
 
     def process_deferred(self, relay: Relay, data: bytes) -> None:
-        """Relay a deferred chunk, or a slice of a long read, if its response has not ended."""
+        """Relay bytes that were put off to this iteration, if their response has not ended.
+
+        They are a chunk, or a slice of a long read.
+        """
         if self._relay is not relay:  # the response has ended, so these bytes are surplus
             self.abort()
             return
@@ -589,7 +598,7 @@ class ConnectionPool:
             connection.fail(kind, message)
 
     def fail_between_events(self, kind: str, message: str) -> int:
-        """Fail the responses that are between two events; return how many others continue."""
+        """Fail the responses whose clients have whole events only; return how many others run."""
         spared = [connection for connection in self.connections if connection.is_mid_event]
         for connection in self.connections.difference(spared):
             connection.fail(kind, message)

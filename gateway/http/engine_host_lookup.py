@@ -64,7 +64,7 @@ async def look_up(host: str, port: int) -> Sequence[Address]:
 
 
 class EngineAddresses:
-    """The addresses of one engine's host, given by an address or by a name."""
+    """The network addresses of one engine's host, which was given as an address or as a name."""
 
     __slots__ = (
         *("_failed_at", "_found_at", "_known", "_look_up", "_lookup", "_problem", "_started_at"),
@@ -84,11 +84,15 @@ class EngineAddresses:
     async def connect(
         self, factory: Callable[[], ProtocolT], lookup_s: float, connect_s: float, **settings: Any
     ) -> tuple[asyncio.Transport, ProtocolT]:
-        """Open a connection, as the event loop's create_connection() does with `settings`.
+        """Open a connection to the engine's host, and return its transport and its protocol.
 
-        Raises OSError, which is a gaierror if no address of the name was found within `lookup_s`
-        seconds, and a TimeoutError if no connection was opened within `connect_s` seconds after
-        that.
+        factory    creates the protocol object
+        lookup_s   maximum seconds to find an address of the host name
+        connect_s  maximum seconds to connect after that
+        settings   further arguments of the event loop's create_connection()
+
+        Raises OSError: a gaierror if no address was found in time, and a TimeoutError if no
+        connection was opened in time.
         """
         if self.is_literal:
             async with timeout_after(connect_s):

@@ -274,9 +274,10 @@ class FastConnection(ClientConnection, asyncio.Protocol):
         self._is_turn_due = True
 
     def begin(self) -> bool:
-        """Serve the request that waits for its turn; return whether there still is one.
+        """Serve the request that waits for its turn, if its client has not left.
 
-        A pipelined one waits on while the client is behind with reading responses.
+        Returns whether there was a request to serve. A pipelined request waits on while the client
+        is behind with reading responses.
         """
         is_due = (
             self._is_turn_due
@@ -428,7 +429,7 @@ class FastConnection(ClientConnection, asyncio.Protocol):
     # Bodies that arrive in several reads
 
     def take_turn(self) -> None:
-        """Resume reading when the turn comes, unless reading is paused for another reason."""
+        """Resume reading at this connection's turn, unless another reason pauses it."""
         is_held = self._held_phase is not None
         if self.transport is not None and not self._reading_paused and not is_held:
             self.transport.resume_reading()

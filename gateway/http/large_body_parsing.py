@@ -49,7 +49,7 @@ async def join_pieces(pieces: list[bytes]) -> bytes:
 
 
 def current_slowness() -> float:
-    """Return by which factor this machine now parses more slowly than the reference, at least 1.
+    """Return how many times as long as on the reference machine parsing takes now; at least 1.
 
     The same body takes two to three times as long on a slower machine, or while other processes use
     its memory and caches. Then an image of 3 MB must not make its client wait.

@@ -28,7 +28,7 @@ ITERATION_S = 0.0005
 
 
 class SlicedConnection(Protocol):
-    """A connection to an engine that relays a long read in slices."""
+    """The interface of a connection to an engine, whose long reads are relayed in slices."""
 
     def process_deferred(self, relay: Relay, data: bytes) -> None: ...
     def end_slices(self) -> None: ...
@@ -70,9 +70,10 @@ class LongReads:
     def add_step(
         self, connection: SlicedConnection, relay: Relay, transport: asyncio.Transport | None
     ) -> None:
-        """Let `relay` continue its work on data that it has received, before more data is relayed.
+        """Let `relay` finish its work on bytes that it has, before more bytes are relayed.
 
-        Reading from `transport` is paused until then, unless it is closing or None.
+        `transport` is the connection's; reading from it is paused until then, unless it is closing
+        or None.
         """
         self._schedule()
         if transport is not None and not transport.is_closing():

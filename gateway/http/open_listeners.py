@@ -48,9 +48,10 @@ class OpenListeners:
         self._runners: list[web.AppRunner] = []
 
     async def add_runner(self, runner: web.AppRunner) -> web.Server:
-        """Start an aiohttp application without a listener; return the factory of its connections.
+        """Start an aiohttp application that does not listen itself.
 
-        close() ends the application.
+        Returns the factory that creates its connections, for a listener of this object. close()
+        ends the application.
         """
         await runner.setup()
         self._runners.append(runner)

@@ -40,7 +40,7 @@ MAX_HANDSHAKES = 4096
 
 
 class HandshakeLimit(Protocol):
-    """A limit on client connections that also counts connections in their TLS handshake."""
+    """The interface of a limit on client connections, which counts TLS handshakes too."""
 
     def admit(self, handshake: Handshake, address: str) -> bool: ...
     def remove(self, handshake: Handshake) -> None: ...

@@ -34,7 +34,7 @@ BYTES_PER_TURN = 256 * 1024  # deferred bytes that are relayed per loop iteratio
 
 
 class DeferringConnection(Protocol):
-    """A connection to an engine that can process a chunk in a later event loop iteration."""
+    """The interface of a connection to an engine that can relay a chunk in a later iteration."""
 
     def process_deferred(self, relay: Relay, data: bytes) -> None: ...
 
@@ -115,9 +115,9 @@ class WriteQueue:
                     transport.abort()
 
     def defer(self, connection: DeferringConnection, relay: Relay, data: bytes) -> None:
-        """Relay an engine's chunk in a later event loop iteration, after earlier deferred chunks.
+        """Relay an engine's chunk in a later event loop iteration instead of now.
 
-        Call this instead of relaying the chunk if `budget_spent` is true.
+        Call this if `budget_spent` is true. Chunks that were deferred earlier come first.
         """
         self._deferred.append((connection, relay, data))
         self._deferred_bytes += len(data)

@@ -30,9 +30,10 @@ values.
 
 
 class Label(msgspec.Struct, frozen=True):
-    """A metric label that may have at most `max_values` different values.
+    """A metric label with a limited number of different values, for which memory is needed.
 
-    All further values share one series, whose label value is OTHER_VALUES.
+    After `max_values` different values, all further ones share one series, whose label value is
+    OTHER_VALUES.
     """
 
     name: str
@@ -93,7 +94,10 @@ class FamilySpec(msgspec.Struct, frozen=True):
 
     @property
     def pool_label(self) -> str | None:
-        """Return the label that determines the label `pool` in a scrape; None if there is none."""
+        """Return the label, such as endpoint, whose value determines the pool of a series.
+
+        Returns None if the metric has the label `pool` itself, or no label that determines it.
+        """
         names = [label.name for label in self.labels]
         if POOL in names:
             return None

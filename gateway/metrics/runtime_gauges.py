@@ -35,14 +35,14 @@ BUILD = (Label("version", 2), Label("compiled", 2))
 
 
 class ObservedUpstream(Protocol):
-    """What an endpoint's gauges read of the connections to its engine, as an interface."""
+    """The interface of the connections to an engine, for the gauges of its endpoint."""
 
     def silence_duration_s(self, now: float, /) -> float:
         """Return for how many seconds the engine has sent nothing while requests wait, else 0."""
 
 
 class ObservedEndpoint(Protocol):
-    """What an endpoint's gauges read of the live endpoint, as an interface."""
+    """The interface of a live endpoint from which the endpoint's gauges are computed."""
 
     @property
     def endpoint(self) -> Endpoint: ...
@@ -55,7 +55,7 @@ class ObservedEndpoint(Protocol):
 
 
 class PooledModel(Protocol):
-    """A model name and the name of the pool that serves it."""
+    """The interface of a configured model that names the pool serving it."""
 
     @property
     def name(self) -> str: ...
@@ -79,7 +79,10 @@ def _state_function(live: ObservedEndpoint, state: HealthState) -> Callable[[], 
 
 
 class RuntimeGauges:
-    """Metric families that are computed from live objects, which their owners attach."""
+    """Gauges, and a few counters, whose values are read from live objects when metrics are scraped.
+
+    The objects' owners attach them, for example with attach_endpoint().
+    """
 
     def __init__(self, registry: MetricRegistry) -> None:
         endpoints = registry.section(Row.ENDPOINTS, "metrics/runtime_gauges.py")

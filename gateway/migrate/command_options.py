@@ -41,9 +41,10 @@ def without_redirections(words: Sequence[str]) -> list[str]:
 
 
 class CommandOptions:
-    """The options of a command line. Those that no reader has read can be listed.
+    """The options of another router's command line, which also records which of them were read.
 
-    All words up to the next option are values of an option, as in the routers' own parsers.
+    Options that no reader has read can then be listed. All words up to the next option are values
+    of an option, as in the routers' own parsers.
     """
 
     def __init__(self, occurrences: Sequence[tuple[str, list[str]]] = ()) -> None:
@@ -89,6 +90,6 @@ class CommandOptions:
         return bool(occurrences) and occurrences[-1] not in (["false"], ["False"], ["0"])
 
     def unread_names(self) -> Iterator[str]:
-        """Yield the name of each option on the command line that no rule has read, once."""
+        """Yield the name of each option on the command line that no reader has asked for, once."""
         names = dict.fromkeys(name for name, _ in self._occurrences)
         yield from (name for name in names if name not in self._read)

@@ -85,15 +85,27 @@ class Draft:
         return section
 
     def drop(self, item: str, reason: str) -> None:
-        """Note that gateway.yaml has no equivalent of an option or key of the source."""
+        """Add a note that gateway.yaml has no equivalent of an option or key of the source.
+
+        item    the option or key
+        reason  why there is none
+        """
         self._note(NoteKind.DROPPED, item, reason)
 
     def differ(self, item: str, text: str) -> None:
-        """Note that the nearest equivalent of the source option `item` differs, as `text` says."""
+        """Add a note that gateway.yaml's nearest equivalent of an option behaves differently.
+
+        item  the option or key of the source
+        text  the difference
+        """
         self._note(NoteKind.DIFFERS, item, text)
 
     def do(self, item: str, text: str) -> None:
-        """Note a task that the operator has to do by hand after the migration."""
+        """Add a note that the operator has to do something by hand after the migration.
+
+        item  the option or key of the source that the note concerns
+        text  what to do
+        """
         self._note(NoteKind.TO_DO, item, text)
 
     def _note(self, kind: NoteKind, item: str, text: str) -> None:
@@ -102,10 +114,14 @@ class Draft:
             self.notes.append(note)
 
     def refer(self, secret: str, name: str, item: str) -> str:
-        """Return a text such as ${NAME}, by which gateway.yaml refers to a secret.
+        """Return a reference such as ${NAME}, to be written in gateway.yaml in place of a secret.
 
         If the source has a reference, it is returned in gateway.yaml's form. For a secret in plain
         text, ${name} is returned, and a note asks the operator to set that variable.
+
+        secret  the secret or the reference in the source
+        name    name of the environment variable to use for a plain secret
+        item    the option or key of the source that contains the secret
         """
         text = with_references(secret)
         if _REFERENCE.fullmatch(text):

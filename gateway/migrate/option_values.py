@@ -53,7 +53,10 @@ def ratio(value: str) -> float | str:
 
 
 def positive(value: str) -> int | str | None:
-    """Return a whole number above zero, or a reference to a variable; None for zero and less."""
+    """Return an option's value as a whole number above zero; None for zero and less.
+
+    A reference to a variable is returned unchanged.
+    """
     count = number(value)
     return None if isinstance(count, int) and count < 1 else count
 
@@ -78,7 +81,11 @@ def size(value: str) -> str | None:
 
 
 def attempts(value: str) -> int | str:
-    """Return the number of attempts that a number of retries means, within the gateway's limits."""
+    """Convert a number of retries to a number of attempts, which is one more.
+
+    The result is at least 1, and at most what the gateway permits. A reference to a variable is
+    returned unchanged.
+    """
     retries = number(value)
     return retries if isinstance(retries, str) else max(1, min(MOST_ATTEMPTS, retries + 1))
 
@@ -117,10 +124,7 @@ def host_of(url: str) -> str:
 
 
 def distinct(endpoints: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Return the list of endpoints without duplicates.
-
-    Of several endpoints with equal URLs, the first one stays.
-    """
+    """Return the endpoints without those whose URL an earlier one in the list has."""
     by_url: dict[object, dict[str, object]] = {}
     for endpoint in endpoints:
         by_url.setdefault(endpoint["url"], endpoint)

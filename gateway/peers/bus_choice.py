@@ -14,9 +14,11 @@ from gateway.peers.local_bus import LocalBus
 def create_bus(
     shared: Shared | None, hub: Path | None, rng: Random, count_drop: DropCounter
 ) -> Bus:
-    """Create the bus over the Redis server of `shared`, or else over the workers' socket `hub`.
+    """Create the message bus over which this gateway exchanges state with others.
 
-    `count_drop` is called with the reason for each frame that is dropped.
+    It uses the Redis server of `shared`, the configuration's section. Without that, it uses the
+    socket `hub`, which connects the workers of one machine. `count_drop` is called with the reason
+    for each message that is dropped.
     """
     if shared is None:
         assert hub is not None

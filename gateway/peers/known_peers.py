@@ -14,11 +14,11 @@ removed."""
 
 
 class Peer:
-    """What is known about another gateway from its messages.
+    """Another gateway of the same group, as known from its messages.
 
     last_seen_at  when its last message arrived (monotonic seconds)
     started_at    its start, on this gateway's clock (monotonic seconds)
-    shares        digests (keyed hashes of names) of the endpoints where it has reservations
+    shares        the endpoints where it has reservations, as digests (keyed hashes of their names)
     is_warm       whether it can send its state to a gateway that has just started
     """
 
@@ -71,7 +71,7 @@ class PeerTable:
         yield from [peer_id for peer_id, peer in peers if now - peer.last_seen_at > EXPIRY_S]
 
     def is_responder(self, own_id: bytes, started_at: float, new_peer: bytes, attempt: int) -> bool:
-        """Return whether this gateway has to send its state to a gateway that has just started.
+        """Return whether it is this gateway that sends its state to one that has just started.
 
         The gateway that started first sends its state. If its answer does not come, the new gateway
         asks again, and the gateway that started next answers.

@@ -60,7 +60,7 @@ class CacheLoss(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
 
 
 class CacheReports(msgspec.Struct, frozen=True, array_like=True, tag="confirmed"):
-    """A message between gateways: predicted and reported cached shares of some prompts.
+    """A message between gateways: how well they predicted which parts of some prompts were cached.
 
     answers  (endpoint, predicted share, share that the engine reported); each is a share of the
              prompt's tokens, 0 to 1
@@ -70,8 +70,9 @@ class CacheReports(msgspec.Struct, frozen=True, array_like=True, tag="confirmed"
 
 
 class PeerLoads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
-    """A message between gateways: the sender's reservations by endpoint. It is also the heartbeat.
+    """A message between gateways: the capacity that the sender's requests hold at each endpoint.
 
+    It is sent regularly, so that its absence shows that the sender has stopped (heartbeat).
     Endpoints without reservations are left out.
 
     is_warm  whether the sender can send the shared state to gateways that have just started
@@ -134,7 +135,10 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
 
 
 class WarmUpPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
-    """A part of the answer to a Hello: encoded messages to apply in order, oldest first."""
+    """A part of the state that a gateway sends in answer to the Hello of a new gateway.
+
+    It contains encoded messages, to be applied in order, oldest first.
+    """
 
     number: Amount
     is_last: bool

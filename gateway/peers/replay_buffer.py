@@ -33,7 +33,10 @@ class ReplayBuffer:
 
 
 def split_into_parts(bodies: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Yield the messages in parts of about PART_BYTES bytes; there is always at least one part."""
+    """Group encoded messages into parts of about PART_BYTES bytes, of which each is sent at once.
+
+    There is always at least one part.
+    """
     part: list[bytes] = []
     size = 0
     for body in bodies:

@@ -44,7 +44,7 @@ OUT = frozenset({HealthState.EJECTED, HealthState.DEAD})
 
 
 class PeerView:
-    """This gateway's view of the state that gateways share.
+    """The shared state as this gateway sees it: builds messages to others, and applies theirs.
 
     updates     collects updates for other gateways; the code that serves requests appends to it
     on_suspect  function that is called with an endpoint that another gateway has ejected. It should
@@ -289,7 +289,11 @@ class PeerView:
         self.warm_up.on_part(len(part.messages), is_last=part.is_last, now=now)
 
     def finish_warm_up(self, now: float) -> Iterator[None]:
-        """If the warm-up is over, apply the messages that were buffered during it."""
+        """Once this gateway has received the state of another one, apply the messages since then.
+
+        They were buffered, because they are newer than that state. Does nothing before the end of
+        the warm-up.
+        """
         bodies = self.warm_up.finish(now)
         if bodies is not None:
             for body in bodies:

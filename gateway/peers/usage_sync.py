@@ -99,9 +99,9 @@ class UsageSync:
             yield peer_messages.ActiveSessions(self._digest(pool), part)
 
     def requests_in_progress(self) -> list[tuple[int, int]]:
-        """Return (tenant, requests in progress here) for tenants with a limit on their number.
+        """Return how many requests of each tenant run here, by the digest of the tenant's name.
 
-        Tenants without requests are left out.
+        Tenants without requests, or without a limit on them, are left out.
         """
         quotas = self._admission.quotas.by_tenant
         return [
@@ -157,7 +157,7 @@ class UsageSync:
 
 
 def batches(rows: Iterable[T]) -> Iterator[list[T]]:
-    """Yield `rows` in order, as lists of at most MAX_ROWS rows, the size of one message."""
+    """Split `rows` into lists of at most MAX_ROWS rows, which is the size of one message."""
     iterator = iter(rows)
     while part := list(islice(iterator, MAX_ROWS)):
         yield part

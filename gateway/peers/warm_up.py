@@ -25,7 +25,7 @@ class WarmUpState(StrEnum):
 
 
 class WarmUp:
-    """The transfer of another gateway's state to this one after its start.
+    """The transfer of another gateway's state to this one, which has just started.
 
     is_warm            whether a warm-up has been completed; a repeated one does not reset it
     received_messages  number of messages in the answer of the other gateway
@@ -61,7 +61,9 @@ class WarmUp:
         self._buffer_bytes = 0
 
     def next_hello(self, now: float, *, has_no_peers: bool) -> int | None:
-        """Return the number of the attempt if a Hello has to be sent now, else None.
+        """Return the number of the attempt if other gateways must be asked for their state now.
+
+        The request is a Hello message. Attempts count from 0; None means that no request is due.
 
         has_no_peers  whether no other gateway is known that could answer
         """
