@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 
 class Releasable(Protocol):
-    """The interface of an object that holds an engine request's bytes until release() is called."""
+    """The interface of an object that keeps the bytes of a request to an engine until release()."""
 
     def release(self) -> None: ...
 
 
 class Countable(Protocol):
-    """One of the two policies in a canary trial, which counts the outcomes of its requests."""
+    """The interface of a policy in a canary trial that counts its requests by outcome."""
 
     def count(self, exchange: Exchange, /) -> None: ...
 
 
 class Explainable(Protocol):
-    """A record of the candidate endpoints before a reservation, to explain the pick later."""
+    """The interface of a record made at a pick, from which the pick can be explained later."""
 
     def score_terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate], /
@@ -60,7 +60,7 @@ class Mirrored(Protocol):
 
 
 class SecondAttempt(Protocol):
-    """A hedge: a second attempt to serve a request, in parallel with the first one.
+    """The interface of a hedge: a second attempt at a request, in parallel with the first one.
 
     gateway/forwarding/hedge.py implements it.
     """

@@ -105,7 +105,7 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class CanaryRoute(msgspec.Struct, frozen=True):
-    """The canary of a model: a policy on trial that routes a share of its requests."""
+    """A policy on trial (canary) for a model, and the selection of the requests that it routes."""
 
     sampler: CanarySampler
     route: Route

@@ -79,7 +79,7 @@ def new_cors_rule(origins: Sequence[str]) -> CorsRule | None:
 
 
 class CorsLines:
-    """The header lines that all responses on a connection get: Date, followed by CORS headers."""
+    """The header lines of all responses on a client connection: the date, and the CORS headers."""
 
     __slots__ = ("_clock", "_lines")
 

@@ -13,7 +13,10 @@ SALT_LABEL = b"penstock cache salt 1"
 
 
 def shared_secret(config: Config) -> bytes | None:
-    """Return the secret that all gateways with this configuration share; None if there is none."""
+    """Return the secret that gateways with this configuration derive salts and ids from.
+
+    Returns None if the configuration has no secret that all gateways share.
+    """
     if config.cache.secret is not None:
         return config.cache.secret.reveal().encode()
     return None if config.shared is None else _of_gateways(config.shared.key)

@@ -30,7 +30,7 @@ _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})')
 
 
 class ErrorFormat(msgspec.Struct, frozen=True, eq=False):
-    """The functions that write errors in the format of one family of APIs, and its own header.
+    """How one family of APIs, such as OpenAI's, reports errors.
 
     body         returns an error of the gateway as JSON, given the error and the id of the request
     event        returns the event that ends a broken stream, given the failure, its message and the

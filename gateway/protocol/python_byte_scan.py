@@ -20,10 +20,10 @@ _EVENT_STARTS = {length: line + b"data:" for length, line in SIZE_LINES.items()}
 
 
 def body_span(data: bytes, offset: int, before: bytes, after: bytes) -> tuple[int, int] | None:
-    """Return where the body of the message at `offset` begins and ends in `data`; else None.
+    """Find the body of the HTTP message at `offset` in `data`, if its head has an expected form.
 
-    The head is known, except for the digits of its Content-Length. It is `before`, the digits, and
-    `after`; for any other head the result is None. The body may extend beyond `data`.
+    The head must be `before`, the digits of the Content-Length, and `after`. Returns the offsets at
+    which the body begins and ends, or None for any other head. The body may extend beyond `data`.
     """
     # Comparing a slice takes fewer instructions than startswith() with an offset.
     digits_at = offset + len(before)
@@ -37,10 +37,10 @@ def body_span(data: bytes, offset: int, before: bytes, after: bytes) -> tuple[in
 
 
 def whole_body(data: bytes, before: bytes, after: bytes) -> bytes | None:
-    """Return the body of a message if `data` is exactly that message, with the given head.
+    """Return the body of an HTTP message, if `data` is exactly one message with the expected head.
 
-    `before` and `after` are the parts of a whole head, as for body_span(). Returns None for another
-    head, for a part of a message, and for bytes beyond its end.
+    The head must be `before`, the digits of the Content-Length, and `after`. Returns None for
+    another head, for a part of a message, and for bytes beyond its end.
     """
     head, _, body = data.partition(after)
     return body if head == b"%b%d" % (before, len(body)) else None
@@ -49,17 +49,17 @@ def whole_body(data: bytes, before: bytes, after: bytes) -> bytes | None:
 def around_value(
     text: bytes, name: bytes, length: int, most_before: int, most: int
 ) -> tuple[bytes, bytes] | None:
-    """Return the bytes before and after the value that follows a member's name.
+    """Return the bytes before and after a member's value in the JSON text of an object.
 
-    The former end with the first byte of the value.
+    The bytes before it end with the first byte of the value.
 
-    name         the name with its quotes and its colon
+    name         the member's name with its quotes and its colon; the value must begin right behind
+                 it
     length       number of bytes of the value
     most_before  the whole name must be among this number of bytes
     most         maximum number of bytes of `text` without the value
 
-    Returns None if the name is not found, or if the text is too long. The value begins right behind
-    the name: the caller makes sure that this is so.
+    Returns None if the name is not found, or if the text is too long.
     """
     # partition() takes half as long as find(), whose offsets are parsed like a format string.
     before, found, _ = text[:most_before].partition(name)

@@ -44,7 +44,10 @@ class KeptResponse(NamedTuple):
 
 
 class ResponseIds:
-    """Creates and reads the response ids of one configuration. Immutable."""
+    """Creates ids of stored responses that contain where each is stored, and reads such ids.
+
+    The ids depend on the keys of one configuration. Immutable.
+    """
 
     __slots__ = ("_keys", "_open_key", "_others")
 

@@ -26,10 +26,10 @@ from gateway.routes_and_snapshot import Gateway, Route
 def call_for_engines(
     gateway: Gateway, exchange: Exchange, route: Route, call: Call, context: CallContext
 ) -> Call:
-    """Return the request as engines get it: in the client's API, or translated to another one.
+    """Return the request in the API by which engines are called; it may have to be translated.
 
-    A translator of the answer is stored on the exchange. Raises GatewayError if the request must be
-    translated but cannot be, or if no engine serves its API.
+    If so, a translator of the answer is stored on the exchange. Raises GatewayError if the request
+    must be translated but cannot be, or if no engine serves its API.
     """
     path = call.api.path
     if path in route.unserved:

@@ -37,9 +37,10 @@ class HealthScreen:
         self._is_over = not exchange.failed_attempts
 
     async def check(self, choice: Pick | EndpointPair | None) -> Sequence[str] | None:
-        """Check the endpoints picked for a retry; return the names to leave out of the next pick.
+        """Check the health of the endpoints that were picked for a retry.
 
-        None means that this pick may be used, if capacity is reserved before the next await.
+        Returns None if this pick may be used; capacity must then be reserved before the next await.
+        Otherwise returns the names of the endpoints to leave out of the next pick.
         """
         if self._is_over:
             return None
@@ -109,7 +110,10 @@ async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamEr
 
 
 def end_retries(gateway: Gateway, exchange: Exchange) -> None:
-    """Cancel the request's hedge (a parallel attempt), and return its retry to the budget."""
+    """End what a request uses of the retry budget: cancel its hedge, and return its retry.
+
+    The retry budget limits how many retries run at once. A hedge is a second attempt in parallel.
+    """
     if exchange.hedge is not None:
         exchange.hedge.close()
     exchange.give_back_retry_turn(gateway.gate.retries)

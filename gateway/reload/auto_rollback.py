@@ -79,7 +79,7 @@ def regression(before: FailureCount, after: FailureCount, limits: AutoRollback) 
 
 
 class RollbackTarget(Protocol):
-    """The interface through which auto-rollback counts failures and reverts changes.
+    """The interface of what auto-rollback watches and changes.
 
     It is implemented for a single gateway process, and for a supervisor with all its workers.
     """
@@ -104,7 +104,7 @@ class RollbackTarget(Protocol):
 
 
 class GatewayRollbackTarget:
-    """The interface between auto-rollback and a gateway that is one process without workers."""
+    """Lets auto-rollback count failures and undo changes in a gateway that is a single process."""
 
     def __init__(self, reloader: Reloader, metrics: Metrics) -> None:
         self._reloader = reloader

@@ -50,7 +50,7 @@ class ConfigRejectedError(Exception):
 
 
 class Swap:
-    """Replaces the current snapshot; only this class writes `Gateway.snapshot`.
+    """Replaces the running configuration snapshot by a planned one. No other class writes it.
 
     start_discovery  function that is called with each configuration that is applied
     """
@@ -319,7 +319,7 @@ async def _log_errors(steps: Steps[None]) -> None:
 
 
 def attach_metrics(gateway: Gateway, plan: SnapshotPlan, metrics: Metrics) -> None:
-    """Configure wait queues, limits and trial policies by the plan, and attach their metrics."""
+    """Apply a plan to the wait queues, limits and trial policies, and attach their metrics."""
     config = plan.snapshot.config
     gateway.gate.configure(config)
     gateway.accounts.configure(config.observability)

@@ -14,9 +14,10 @@ from gateway.routes_and_snapshot import Snapshot
 
 
 class SnapshotGc:
-    """The replaced snapshots that requests may still use.
+    """Knows which replaced configuration snapshots running requests may still use.
 
-    Each snapshot has actions, such as closing connections. They run once no request uses it.
+    Actions, such as closing connections, can be registered for a snapshot. They run once no request
+    uses it.
     """
 
     def __init__(self) -> None:

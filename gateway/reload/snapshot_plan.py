@@ -59,7 +59,7 @@ PASSED_PER_ITEM = 8
 
 
 class PoolAdmissionPlan(msgspec.Struct, frozen=True):
-    """The new endpoints, admission policy and tenant shares for the wait queue of one pool.
+    """What a new configuration changes for the wait queue of one pool.
 
     serving           the endpoints that serve whole requests
     uses_predictions  whether the pool's endpoints need latency predictions. They do if its routing

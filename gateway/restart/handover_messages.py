@@ -47,7 +47,10 @@ class EndpointState(msgspec.Struct, frozen=True, array_like=True, tag="endpoint"
 
 
 class SlotMap(msgspec.Struct, frozen=True, array_like=True, tag="slots"):
-    """A message that maps slot numbers to endpoints, for the index blocks that follow."""
+    """A message to the successor process: which endpoint each slot number stands for.
+
+    The blocks of the prefix index, which follow, refer to endpoints by these numbers.
+    """
 
     places: list[tuple[int, EndpointKey]]
 
@@ -84,9 +87,9 @@ class SuccessorReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class RemainingWork(msgspec.Struct, frozen=True, array_like=True, tag="booked"):
-    """A message with the old process's remaining work by endpoint.
+    """A message to the successor process: the work that the old process still has at each endpoint.
 
-    Endpoints without work are left out.
+    The successor adds it to the endpoints' loads. Endpoints without work are left out.
     """
 
     shares: list[tuple[EndpointKey, PeerShare]]

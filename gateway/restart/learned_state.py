@@ -81,7 +81,10 @@ def _collect_admission(gate: AdmissionController) -> Iterator[LearnedState]:
 
 
 def remaining_work(gateway: Gateway) -> list[tuple[EndpointKey, PeerShare]]:
-    """Return this process's unfinished work by endpoint. Endpoints without work are left out."""
+    """Return the work of this process's running requests at each endpoint, if there is any.
+
+    The successor process adds it to the endpoints' loads.
+    """
     shares = ((endpoint_key(live), own_load(live.load)) for live in gateway.endpoints.all())
     return [(place, share) for place, share in shares if share != NOTHING]
 

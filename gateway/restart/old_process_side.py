@@ -163,7 +163,9 @@ class Successor:
     async def keep_informed(
         self, shares: Callable[[], list[tuple[EndpointKey, PeerShare]]], stop: Callable[[], None]
     ) -> AsyncIterator[None]:
-        """During an `async with` block, report this process's remaining work to the successor.
+        """Report the remaining work of this process to its successor during an `async with` block.
+
+        The successor needs it to know the load of the endpoints.
 
         shares  function that returns the remaining work by endpoint
         stop    function that is called if the successor asks this process to end

@@ -92,7 +92,10 @@ class AccessLog:
             return b""
 
     def reopen(self) -> None:
-        """Reopen the access log in the writing thread, if its path leads to another file now."""
+        """Open the access log again if its path leads to another file now, as after a log rotation.
+
+        This happens in the thread that writes the log.
+        """
         if self._file is None:
             return
         if self._writing is None:

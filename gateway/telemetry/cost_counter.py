@@ -25,7 +25,7 @@ CostKey = tuple[str, str, str]
 
 
 class CostedEndpoint(Protocol):
-    """The attributes of a live endpoint on which its cost depends."""
+    """The interface of an endpoint whose cost is counted: its configuration and its load."""
 
     @property
     def endpoint(self) -> Endpoint: ...

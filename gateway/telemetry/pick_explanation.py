@@ -34,11 +34,13 @@ next best score need not be the next best one.
 
 
 class PickSnapshot(msgspec.Struct, frozen=True):
-    """The load of a few endpoints at a pick: the picked one and those with the next best scores.
+    """The load of the best endpoints at the time of a pick, recorded to explain the pick later.
 
-    The load is that before the capacity reservation. Recording all candidates would cost as much as
-    the pick. The learned speeds are not copied, nor the loads of other ranks that step with these:
-    an explanation that needs them uses their current state.
+    They are the picked endpoint and those with the next best scores, before capacity was reserved.
+    Recording all candidates would cost as much as the pick.
+
+    The learned speeds are not copied, nor the loads of other ranks that step with these endpoints.
+    An explanation that needs them uses their current state.
 
     terms       function of the policy that computes the parts (terms) of each candidate's score
     candidates  the picked candidate and the next best, each with its load at the pick
@@ -50,10 +52,9 @@ class PickSnapshot(msgspec.Struct, frozen=True):
     def score_terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate]
     ) -> Mapping[str, Mapping[str, float]]:
-        """Return the parts (terms) of the scores of the picked candidate and of the second best.
+        """Compute the parts (terms) of the recorded candidates' scores, from their recorded load.
 
-        The result maps an endpoint's name to the values of its terms by name. They are computed
-        from the recorded load.
+        The result maps an endpoint's name to the values of its terms by name.
 
         query       the policy's input at the pick
         candidates  all candidates of the pick
@@ -87,9 +88,10 @@ def restore_load(candidate: Candidate, numbers: tuple[Any, ...]) -> EndpointLoad
 
 
 def snapshot_pick(policy: Policy, pick: Pick) -> PickSnapshot | None:
-    """Return the load of the best candidates, as it was before the capacity reservation.
+    """Record the load of the picked endpoint and of the next best ones, to explain the pick later.
 
-    The result is None if the policy has no score terms.
+    Call it before capacity is reserved. The result is None if the policy's scores have no parts
+    that could be shown.
     """
     if policy.price_terms is None:
         return None
@@ -101,7 +103,10 @@ def snapshot_pick(policy: Policy, pick: Pick) -> PickSnapshot | None:
 
 
 def next_best(pick: Pick) -> list[Candidate]:
-    """Return up to NEXT_BEST candidates with the best scores after the picked one, best first."""
+    """Return the candidates with the best scores apart from the picked one, best first.
+
+    There are at most NEXT_BEST of them.
+    """
     candidates, scores, picked = pick.candidates, pick.scores, pick.candidate
     # Sorting in C takes less than searching the best one several times.
     ranks = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: NEXT_BEST + 1]

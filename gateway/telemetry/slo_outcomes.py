@@ -71,9 +71,10 @@ def _output_tokens(exchange: Exchange, relay: Relay, usage: TokenUsage) -> int:
 
 
 def effective_usage(exchange: Exchange, relay: Relay) -> TokenUsage:
-    """Return an answer's token counts; if it was split, with its prefill endpoint's cached tokens.
+    """Return the token counts of an answer, with the right number of cached prompt tokens.
 
-    The decode endpoint of a split request counts transferred KV as cached, so its number is wrong.
+    For a split request, that is the prefill endpoint's number. The decode endpoint counts
+    transferred KV as cached.
     """
     usage, split = relay.usage, exchange.split
     if split is None or split.cached_tokens is None:

@@ -63,7 +63,7 @@ class CanaryArm:
         self._metrics: Metrics | None = None
 
     def count_in(self, metrics: Metrics | None) -> None:
-        """Set the metrics that count this policy's outcomes; None stops the counting."""
+        """Count the outcomes of this policy's requests in `metrics` from now on; None stops it."""
         self._metrics = metrics
 
     def count(self, exchange: Exchange) -> None:

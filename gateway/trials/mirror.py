@@ -100,7 +100,10 @@ class PoolMirror:
         self.blocks = 0
 
     def offer(self, call: Call) -> MirroredRequest | None:
-        """Decide whether to sample a request; return an object that keeps its prompt, or None."""
+        """Decide whether this request is one of those whose answers are compared (sampled).
+
+        If so, return an object that keeps its prompt, else None.
+        """
         request, spec = call.request, self.spec
         if spec.models and request.model not in spec.models:
             return None
@@ -283,7 +286,10 @@ class Mirrors:
         return self if self.by_pool else None
 
     def offer(self, exchange: Exchange, pool: str, call: Call) -> None:
-        """Sample a parsed request or not; if so, `exchange.mirrored` keeps its prompt."""
+        """Let the pool's mirror decide whether to compare the answer to this request.
+
+        If so, `exchange.mirrored` keeps its prompt.
+        """
         mirror = self.by_pool.get(pool)
         if mirror is None or exchange.tenant in self.excluded:
             return

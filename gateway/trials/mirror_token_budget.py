@@ -8,7 +8,7 @@ MINUTE_S = 60.0
 
 
 class Spending:
-    """Tokens that were taken from a budget at one time.
+    """Tokens that a mirror has taken from its budget for one request.
 
     They are an upper bound; settle() returns those that were not used.
 

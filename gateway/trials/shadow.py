@@ -44,7 +44,7 @@ BUDGET_CAP_S = 0.01  # cap of the unused CPU budget, so that an idle hour is not
 
 
 class PickedRoute(Protocol):
-    """The properties of a request's route that a shadow policy needs."""
+    """The interface of a request's route, for shadow policies: its model and the candidates."""
 
     @property
     def name(self) -> str: ...
@@ -53,7 +53,7 @@ class PickedRoute(Protocol):
 
 
 class NamedPolicy(msgspec.Struct, frozen=True):
-    """A shadow policy and its name, which is unique in its pool."""
+    """A shadow policy with its name in the pool. The picks of a shadow policy have no effect."""
 
     name: str
     policy: Policy

@@ -65,9 +65,8 @@ class GcSchedule:
         """Collect garbage among the objects that were created since the last calls.
 
         Call this a few times per second, and count_connection() for each new client. Python itself
-        would collect after a number of allocations minus deallocations. While clients come and go,
-        a hundred thousand young objects would gather until then, and their collection would stop
-        all streams for tens of milliseconds.
+        would collect only after a number of allocations. Until then, a hundred thousand young
+        objects could gather, and their collection would stop all streams for tens of milliseconds.
         """
         self._calls += 1
         gc.collect(0 if self._calls % MIDDLE_EVERY else 1)

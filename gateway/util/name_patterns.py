@@ -10,7 +10,7 @@ WILDCARD = "*"
 
 
 class NamePattern(msgspec.Struct, frozen=True):
-    """A pattern of names that consists of a beginning and an end.
+    """A pattern of names: what a name must begin with, and what it must end with.
 
     It matches a name that begins with `prefix` and ends with `suffix`, if the two do not overlap in
     it.

@@ -25,7 +25,7 @@ WRITE_BUFFER_BYTES = 64 * 1024
 
 
 class ServerSettings(msgspec.Struct, frozen=True):
-    """The TLS settings of a listener of the gateway.
+    """The TLS settings of one of the gateway's listeners.
 
     key_pairs           certificates; the first one serves clients that ask for an unknown name
     client_ca           path of the authorities of client certificates; None: none are requested

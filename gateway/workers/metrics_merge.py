@@ -35,9 +35,11 @@ _decoder = msgspec.msgpack.Decoder(list[FamilyReading])
 
 
 class CounterTotals:
-    """The metrics of the `serving` workers, and the counters of the `ending` ones.
+    """The metrics of all worker processes together, whose totals never fall when a worker ends.
 
-    An ending worker was replaced, and finishes its last requests.
+    serving  function that returns the workers that serve requests
+    ending   function that returns the replaced workers that finish their last requests; of these,
+             only counters are used
     """
 
     def __init__(

@@ -31,7 +31,10 @@ class WorkerResponse:
 
 
 class Worker:
-    """A worker process that was started. `ready_at` is None until it accepts connections."""
+    """A worker process that this supervisor has started.
+
+    `ready_at` is None until the worker accepts connections.
+    """
 
     def __init__(self, settings: WorkerLaunchSettings, process: asyncio.subprocess.Process) -> None:
         self.number = settings.worker.number

@@ -44,7 +44,11 @@ ShapeT = TypeVar("ShapeT")
 
 
 def shape_key(body: bytes, members: Mapping[str, msgspec.Raw]) -> ShapeKey | None:
-    """Return the cache key of a decoded chat request; None if its options cannot be cached."""
+    """Return the key under which the options of a chat request are cached; None if they cannot be.
+
+    The options are all members except the conversation. The key has the bytes of the body before
+    and after the conversation.
+    """
     conversation = members.get(CONVERSATION)
     if conversation is None:
         return None

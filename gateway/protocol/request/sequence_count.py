@@ -35,7 +35,7 @@ class _Object(msgspec.Struct, gc=False):
 
 
 class _Content(msgspec.Struct):
-    """Several inputs in one object, as vLLM accepts them for scores and reranks."""
+    """The JSON object in which vLLM accepts several inputs of a score or rerank request."""
 
     content: list[_Object]
 
@@ -60,7 +60,10 @@ ONE_PROMPT = Prompts()
 
 
 def without_null_embeddings(members: Mapping[str, msgspec.Raw]) -> Mapping[str, msgspec.Raw]:
-    """Return the members without embeddings of prompts if these are null, as if not sent."""
+    """Treat embeddings of prompts that are null as if they had not been sent.
+
+    Returns the members of the request without them.
+    """
     embeds = members.get(EMBEDS_MEMBER)
     if embeds is None or memoryview(embeds)[0] != _NULL[0]:
         return members

@@ -32,14 +32,20 @@ _UNSPLITTABLE = (
 
 
 def split_shape(call: Call) -> SplitShape:
-    """Return the properties of a request on which it depends whether it can be split."""
+    """Return what decides whether a request can be split between a prefill and a decode endpoint.
+
+    Examples are the number of its prompts and the maximum length of its answer.
+    """
     return read_shape(call.members) if call.api.can_split else _NOT_BY_THIS_API
 
 
 def unsplittable_error(model: str, reason: SplitReason) -> GatewayError | None:
-    """Return the error for a request that `model` serves only if it is split, but that cannot be.
+    """Return the client's error for a request that cannot be split, as its model would require.
 
-    The result is None if `reason`, why the request is not split, does not lie in the request.
+    `model` serves only requests that are split between two endpoints.
+
+    `reason` says why the request is not split. If that does not lie in the request itself, the
+    result is None.
     """
     if reason not in _UNSPLITTABLE:
         return None
@@ -51,7 +57,7 @@ def unsplittable_error(model: str, reason: SplitReason) -> GatewayError | None:
 
 
 def read_shape(members: Members) -> SplitShape:
-    """Return the properties that JSON members give a request, as far as a split depends on them.
+    """Read from a request's JSON members what decides whether it can be split.
 
     Parsing has checked that numbers are integers or null.
     """

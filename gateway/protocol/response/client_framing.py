@@ -25,7 +25,10 @@ _CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 
 
 class ClientFraming(PayloadScan):
-    """The client's side of one relayed response. The subclass `StreamEnd` ends its stream."""
+    """The part of a relay that builds what the client receives: the response head and the chunks.
+
+    The subclass `StreamEnd` adds the end of a stream.
+    """
 
     __slots__ = (
         *("_body", "_held_size_line", "_is_torn", "_must_reframe", "bytes_sent", "head"),

@@ -75,7 +75,7 @@ class HeldAnswer:
         self.data, self.payload = bytearray(), bytearray()
 
     def is_overdue(self, now: float, asked_at: float | None) -> bool:
-        """Return False: an answer that is held as a whole is of no use in part."""
+        """Return False: however long the client waits, part of a JSON answer is of no use."""
         return False
 
     @property

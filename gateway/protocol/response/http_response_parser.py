@@ -141,10 +141,10 @@ class ResponseHeadReader:
         self._before = self._after = b""
 
     def read_whole(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
-        """Return the head and the payload if `data` is exactly one response that is plain and has
-        the newest head, except for its length; else None.
+        """Return the head and payload of a response that arrived alone and complete in one read.
 
-        The returned head may still have the length of an earlier response.
+        Returns None unless `data` is exactly one plain response whose head equals the last one,
+        except for its length. The returned head may still have the length of an earlier response.
         """
         head = self._head
         if head is None or not head.is_plain:
@@ -199,7 +199,7 @@ class ResponseHeadReader:
 
 
 class ResponseBody(Protocol):
-    """A response body that is being received. feed() returns the payload in the received bytes.
+    """The interface of a parser of response bodies: feed() returns the payload in received bytes.
 
     is_complete        whether the end of the body has been received
     at_chunk_boundary  whether the gateway could insert its own chunk here, in place of the bytes in

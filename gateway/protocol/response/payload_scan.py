@@ -36,7 +36,9 @@ _NOTHING = bytearray()  # stands for "no bytes"; never changed
 
 
 class PayloadScan:
-    """What is known about the payload of one response, which is scanned piece by piece.
+    """Finds tokens, token counts, finish reasons and errors in the payload of one response.
+
+    The payload is scanned piece by piece, as it arrives.
 
     on_first_token   called once, at the first generated token
     choice_count     number of choices that the client requested; each ends with a finish reason

@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 
 class RelayState(Enum):
-    """The state of a relayed response. Only in HEAD and HELD can the request be retried.
+    """How far a response has been relayed. Only in HEAD and HELD can the request be retried.
 
     HEAD     the response head is incomplete
     REFUSED  an error response is being collected

@@ -58,7 +58,11 @@ class RecordedRelay(Relay):
         return None if ledger.finish_reason is None else ledger.render_end()
 
     def add_rest(self, rest: Relay, usage: TokenUsage) -> None:
-        """Add the byte, event and token counts of the relay that received the answer's rest."""
+        """Add what another engine sent of the answer to this relay's counts of bytes and events.
+
+        rest   the relay that received the rest of the answer from that engine
+        usage  the token counts of the whole answer
+        """
         self.bytes_sent += rest.bytes_sent
         self.event_count += rest.event_count
         self.last_data_at = rest.last_data_at or self.last_data_at

@@ -117,14 +117,19 @@ class ContinuationTerms(msgspec.Struct, frozen=True):
 
 
 def continuation_terms(call: Call) -> ContinuationTerms | None:
-    """Return what a request for the rest of the answer needs; None if it would be inexact."""
+    """Return what must be repeated when another engine continues the answer to this request.
+
+    Returns None if another engine could not continue the answer exactly.
+    """
     if not call.api.can_resume or not call.request.stream or call.request.choices != 1:
         return None
     return member_terms(call.members, call.api)
 
 
 def member_terms(members: Members, api: Api) -> ContinuationTerms | None:
-    """Return what a request for the rest of an answer needs; None if it would be inexact.
+    """Return which members must be repeated when another engine continues an answer.
+
+    Returns None if another engine could not continue the answer exactly.
 
     members  the members of the client's body, which requests a stream
     api      the client's API: chat completions or completions

@@ -58,7 +58,7 @@ class PartialHead:
 
 
 class RetryableStart(ABC):
-    """The beginning of a stream, held back while the request may still be sent to another engine.
+    """Holds back the beginning of a stream while the request may still be sent to another engine.
 
     There is a subclass for each kind of events.
 
@@ -123,10 +123,10 @@ class RetryableStart(ABC):
 
 
 class HeldChunks(RetryableStart):
-    """The beginning of a stream of chat or completion chunks.
+    """Holds back the beginning of a stream of chat or completion chunks, until its first event.
 
-    It is held back until the first event. With `hold_until_token`, it is held back until the first
-    token. Comments are not events: engines send them while the prompt waits or is computed.
+    With `hold_until_token`, it is held back until the first token. Comments are not events: engines
+    send them while the prompt waits or is computed.
     """
 
     __slots__ = (
@@ -189,7 +189,7 @@ class HeldChunks(RetryableStart):
 
 
 class HeldNamedEvents(RetryableStart):
-    """The beginning of a stream of named events, as Messages and Responses have them.
+    """Holds back the beginning of a stream of named events, as in the Messages and Responses APIs.
 
     It is held back until the first event that shows work of the engine, according to `grammar`.
     """

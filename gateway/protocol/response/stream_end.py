@@ -15,7 +15,10 @@ from gateway.protocol.response.usage_and_error_search import DONE_MARKER, find_f
 
 
 class StreamEnd(ClientFraming):
-    """The last events of one relayed stream. The subclass `Relay` feeds it the engine's bytes."""
+    """The part of a relay that ends a stream for the client: with [DONE], or with an error event.
+
+    The subclass `Relay` adds what reads the engine's bytes.
+    """
 
     __slots__ = ()
 

@@ -117,7 +117,7 @@ class Ledger:
     # Recording the engine's events
 
     def mark(self) -> None:
-        """Save the current state of the record, so that rewind() can return to it."""
+        """Save the state of the record, to which rewind() returns if chunks are not sent."""
         state = (
             self.generated_tokens,
             *(self._agreed, self._unsure, self._repeated),
@@ -128,7 +128,7 @@ class Ledger:
         self._saved = len(self.shown_ids), len(self._waiting), state
 
     def rewind(self) -> None:
-        """Return to the state that mark() saved last.
+        """Undo what was recorded since the last call of mark().
 
         The chunks since then were not sent to the client.
         """
@@ -196,7 +196,7 @@ class Ledger:
             self.disable("uncounted")
 
     def disable(self, obstacle: str) -> None:
-        """Record that this answer can no longer be continued, with the reason, and free the ids."""
+        """Record why no other engine can continue this answer any more, and free the token ids."""
         self.obstacle = self.obstacle or obstacle
         self.prompt_ids, self.shown_ids = array("I"), array("I")
         self._agreed, self._unsure = 0, ""
@@ -206,7 +206,10 @@ class Ledger:
 
     @property
     def current_obstacle(self) -> str:
-        """Return why another engine cannot continue the answer after `shown_ids`; "" if it can."""
+        """Return why another engine cannot continue exactly after `shown_ids`; "" if it can.
+
+        For example, it is unknown which token ids the client's newest text belongs to.
+        """
         if self.obstacle or not self.prompt_ids:
             return self.obstacle or "no_token_ids"
         if self.terms.chat and not self.shown_ids and self.finish_reason is None:
@@ -218,9 +221,10 @@ class Ledger:
 
     @property
     def rest_obstacle(self) -> str:
-        """Return why another engine cannot continue the answer; "" if it can.
+        """Return why another engine cannot finish the answer; "" if it can.
 
-        That engine may generate some text again that the client already has.
+        In contrast to current_obstacle, it may begin earlier, and generate again some text that the
+        client already has.
         """
         obstacle = self.current_obstacle
         return "" if obstacle == "ambiguous_ids" and self._can_go_back else obstacle

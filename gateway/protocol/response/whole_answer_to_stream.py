@@ -36,9 +36,12 @@ EventWriter = Callable[[dict[str, Any]], Iterator[bytes]]
 
 
 def as_stream(held: HeldAnswer, write: EventWriter) -> tuple[ResponseHead, bytes] | None:
-    """Return a stream with the content of a whole answer: its head and its chunked body.
+    """Convert a whole answer to a stream, as the client requested one; return its head and body.
 
-    `write` yields the events of one API. Returns None if the answer does not belong to that API.
+    The body has the chunked encoding. Returns None if the answer does not belong to the API.
+
+    held   the whole answer of the engine
+    write  function that yields the events of the API for an answer
     """
     events = _write_events(held.payload, write)
     if not events:

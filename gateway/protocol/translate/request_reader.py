@@ -165,9 +165,9 @@ def assistant_reasoning(text: str) -> dict[str, str]:
 
 
 def settle_tool_choice(chat: dict[str, Any]) -> None:
-    """Remove what says how to call tools from a chat request without tools.
+    """Remove `tool_choice` and `parallel_tool_calls` from a chat request that offers no tools.
 
-    Engines refuse it there. Raises GatewayError if it names a tool.
+    Engines refuse them there. Raises GatewayError if `tool_choice` names a tool.
     """
     if "tools" in chat:
         return

@@ -115,7 +115,7 @@ def response_head(key: str, model: str, created: int, echoed: Mapping[str, Any])
 
 
 def ended(finish_reason: str | None, output: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the members of a response object that change when the response has ended.
+    """Return the members of a Responses object that change at its end: status, details and output.
 
     The status of a response that was cut off is `incomplete`, and so is that of its last output
     item.

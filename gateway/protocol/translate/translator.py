@@ -62,7 +62,7 @@ class StreamTranslator(ABC):
             yield from self._stop(self._fail(TOO_EARLY) if failed else self._end())
 
     def finish_with(self, event: bytes) -> Iterator[bytes]:
-        """Yield the client's events for `event`, which the gateway created to end the stream.
+        """Yield the client's events for `event`, with which the gateway itself ends the stream.
 
         An incomplete event of the engine is dropped.
         """
