@@ -356,7 +356,7 @@ class Exchange:
         self.status, self.outcome, self.reason = 499, "client_gone", self.stage
 
     def set_preempted(self) -> None:
-        """Record that the gateway is about to stop this batch request in favour of live traffic.
+        """Record that this batch request is about to be stopped, to make room for live traffic.
 
         Call this before the request's task is cancelled. The record gets no status, because a later
         attempt answers the request.

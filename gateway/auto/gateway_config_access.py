@@ -12,9 +12,9 @@ TRIGGER = "auto"
 
 
 class GatewayConfigAccess:
-    """The configuration of one gateway process without workers, for automatic policy selection.
+    """Lets automatic policy selection read and change the configuration of one gateway process.
 
-    `rows` is a function that returns the endpoint rows of the admin page /endpoints.
+    `rows` is a function that returns the endpoints as the admin page /endpoints shows them.
     """
 
     def __init__(

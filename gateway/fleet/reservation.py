@@ -118,8 +118,9 @@ class Reservation:
     def on_stream_seen(self, *, is_whole: bool) -> None:
         """Record whether the engine answered a request for a stream with one whole answer.
 
-        Such an answer shows when it was complete, and not when its prompt was. The time is compared
-        with those of other whole answers, so that the endpoint does not seem slow at prompts.
+        A whole answer shows when it was complete, and not when its prompt was computed. Therefore
+        its time is compared only with those of other whole answers, and the endpoint does not seem
+        slow at prompts.
         """
         if not self.request.stream:
             return

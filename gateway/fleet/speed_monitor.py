@@ -154,12 +154,12 @@ class SpeedMonitor:
     def stalled(
         self, pools: Mapping[str, Sequence[Candidate]], by_slot: Sequence[LiveEndpoint], now: float
     ) -> tuple[list[LiveEndpoint], list[LiveEndpoint]]:
-        """Return two lists: endpoints with possibly late requests, and endpoints to throttle.
+        """Find endpoints where requests may be late: return two lists, the second one to throttle.
 
-        Requests may be late at two kinds of endpoints:
+        Requests may be late at two kinds of endpoints, which the first list contains:
 
-        - the current prefill step takes much longer than at peers
-        - the endpoint was late before or may be slow
+        - The current prefill step takes much longer than at peers.
+        - The endpoint was late before or may be slow.
 
         Call this every STALL_CHECK_S seconds. Each call looks at a part of the endpoints,
         COHORTS_AT_ONCE cohorts. After a long pause between two calls, both lists are empty: the

@@ -49,7 +49,7 @@ class _Silence:
 
 
 class Silences:
-    """How long each endpoint is silent, and how long it may be before it counts as stalled."""
+    """Knows how long each engine is silent while requests wait, and when that is a stall."""
 
     __slots__ = ("_by_endpoint",)
 
@@ -70,7 +70,10 @@ class Silences:
         return silence.current_s
 
     def on_test_token(self, live: LiveEndpoint) -> None:
-        """Record that the engine generated a test token while earlier requests kept waiting."""
+        """Record that the engine answered a test request while earlier requests kept waiting.
+
+        It is then known to compute requests side by side, so a shorter silence proves a stall.
+        """
         self._of(live).batches = True
 
     def forget(self, live: LiveEndpoint) -> None:

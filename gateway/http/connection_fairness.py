@@ -45,7 +45,9 @@ class Waiting(Protocol):
 
 
 class RequestTurns:
-    """The new connections and the requests of one event loop that wait for their turn.
+    """Decides when new connections and received requests begin, in turn by client address.
+
+    There is one object per event loop.
 
     _waiting     those that wait and the bytes that each holds in memory, by client address; the
                  first address has the next turn

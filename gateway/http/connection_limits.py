@@ -204,11 +204,13 @@ class ClientConnections:
             self._drop(next(iter(self._unread)))
 
     def abort_later(self, connection: CountedConnection, kernel_bytes: int) -> None:
-        """Abort a connection whose unread bytes were dropped, after a random delay.
+        """Abort a connection whose unread bytes were dropped, usually after a short random delay.
 
         The delay keeps its client from connecting again immediately. Hundreds of clients that do so
-        would fill the queue of connections to accept, and others would wait there. It is left out
-        while the connections that wait for their end may hold MAX_DELAYED_BYTES in the kernel.
+        would fill the queue of new connections, in which others wait.
+
+        There is no delay while the connections that wait for their end may hold MAX_DELAYED_BYTES
+        in the kernel.
 
         kernel_bytes  bytes that the kernel may hold until the connection ends
         """

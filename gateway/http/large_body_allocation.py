@@ -44,9 +44,9 @@ def write_piece(body: bytes, offset: int, piece: bytes) -> None:
 
 
 class BodyMemory:
-    """The large bodies of one event loop, which it frees in steps once nothing else uses them.
+    """Frees large request bodies in steps, so that freeing them does not block the event loop.
 
-    A body is unused when only this object refers to it: then no code can read it any more, and its
+    A body is unused when only this object refers to it. Then no code can read it any more, and its
     pages may go back to the kernel before the object itself is freed.
 
     _bodies     large bodies, in use or not

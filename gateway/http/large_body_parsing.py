@@ -66,16 +66,17 @@ def _reference_text() -> bytes:
 
 
 class LargeBodies:
-    """Schedules the parsing of large request bodies.
+    """Decides when large request bodies are parsed, so that parsing does not block other requests.
 
     Each large body is parsed in a separate event loop iteration. If that takes longer than QUICK_S,
     the client has to wait before its next large body is parsed. The wait is 2.2 s after 10 ms, so
     that the client uses half a percent of the event loop's time.
 
     Images cause no wait: one of 3 MB takes about 1.5 ms. A machine that is slow, or slowed by other
-    processes, gets more time (current_slowness()). Neither joining pieces nor sending to the engine
-    is counted: the steps of the former are short, and UpstreamConnection sends in a callback of its
-    own.
+    processes, gets more time (current_slowness()).
+
+    Two steps do not count, because they do not block: joining the pieces of a body, and sending it
+    to the engine.
 
     memory         frees the bodies in steps
     _paused_until  end of each client's wait (monotonic seconds)
@@ -91,9 +92,10 @@ class LargeBodies:
         self._waiting: dict[str, asyncio.Lock] = {}
 
     async def join_in_turn(self, client: str, pieces: list[bytes]) -> bytes:
-        """Return a large body of `client`, joined from `pieces`, once the caller may parse it.
+        """Wait until a large body may be parsed; return the body, joined from its `pieces`.
 
         A body is joined only when its turn has come, so that waiting bodies take no further memory.
+
         The caller must parse the body before it awaits anything else. The CPU time until then
         decides how long the client has to wait before its next large body.
         """

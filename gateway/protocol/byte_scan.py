@@ -1,4 +1,4 @@
-"""Searches the bytes of HTTP messages for what every request or chunk of a stream needs. No I/O.
+"""Searches HTTP messages for what every request or chunk needs: bodies, events, counts. No I/O.
 
 Compiled builds search in C (_byte_scan.c, docs/decisions/0028-bytes-in-c.md), and others in Python
 (python_byte_scan.py). Both recognise only frequent forms. For all others, the caller uses a general

@@ -1,4 +1,4 @@
-"""Joins the parts of HTTP messages that every request needs. No I/O.
+"""Joins the parts of HTTP messages: heads of requests to engines, and responses. No I/O.
 
 Compiled builds do it in C (_message_bytes.c, docs/decisions/0028-bytes-in-c.md), and others in
 Python (python_message_bytes.py).

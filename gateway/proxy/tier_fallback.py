@@ -25,7 +25,7 @@ _ESTIMATE_PERCENT = 115
 def pick_tier(
     endpoints: EndpointTable, routes: Mapping[str, Route], route: Route, call: Call
 ) -> Route | None:
-    """Return the route of a smaller model that admits the request now; None if there is none.
+    """Find a smaller model that can serve the request now, and return its route; None if none can.
 
     The request does not wait in a smaller model's queue, because that model's own requests go
     first.

@@ -145,10 +145,10 @@ class UncountedPlan(WholePlan):
 
 
 def pick_over_cap(route: Route, query: RoutingQuery, call: Call) -> Pick | None:
-    """Pick an endpoint even beyond its concurrency limit; its engine queues the request.
+    """Pick an endpoint even beyond its limit of concurrent requests; its engine queues the request.
 
-    This is for an admitted request when no endpoint has free capacity. Admission does not rule that
-    out:
+    This is for an admitted request when no endpoint has free capacity. That can happen in spite of
+    admission control:
 
     - it counts the requests in progress per pool, not per endpoint
     - the admission policy `none` counts nothing

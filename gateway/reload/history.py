@@ -71,7 +71,10 @@ def create_version(
 
 
 class VersionHistory:
-    """The last MAX_VERSIONS configuration versions, oldest first. Only the Reloader changes it."""
+    """Keeps the last MAX_VERSIONS configuration versions. Only the Reloader changes it.
+
+    It is in the order of the versions, oldest first.
+    """
 
     def __init__(self, folder: Path | None, current: int | None = None) -> None:
         """Create the history from the versions stored in `folder`; without a folder, it is empty.

@@ -109,7 +109,7 @@ class Rejection(msgspec.Struct, frozen=True):
 
 
 async def do_nothing(_trigger: str) -> None:
-    """Do nothing. This is the default of `on_applied`, for gateways without auto-rollback."""
+    """Do nothing after a change. Gateways without auto-rollback use this as `on_applied`."""
 
 
 class Reloader:

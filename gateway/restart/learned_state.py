@@ -90,7 +90,7 @@ def remaining_work(gateway: Gateway) -> list[tuple[EndpointKey, PeerShare]]:
 
 
 class Restorer:
-    """Restores learned state in a gateway that serves no requests yet.
+    """Restores what the previous process learned, in a gateway that serves no requests yet.
 
     State of endpoints, pools and tenants that are not configured is ignored.
     """

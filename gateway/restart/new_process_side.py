@@ -154,10 +154,7 @@ class Predecessor:
             restorer.restore(message)
 
     async def decline_state(self) -> None:
-        """Tell the old process to send no learned state.
-
-        This process has the state from elsewhere, or cannot use it.
-        """
+        """Ask the old process to send no learned state: this one has it or cannot use it."""
         await self._connect()
         assert self._writer is not None
         self._writer.write(pack_message(StateRequest(wants_state=False)))

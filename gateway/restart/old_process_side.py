@@ -199,6 +199,6 @@ class Successor:
             stop()
 
     def close(self) -> None:
-        """Close the channel, which shows the successor that this process is about to end."""
+        """Close the channel to the successor, which shows it that this process is about to end."""
         if self._writer is not None:
             self._writer.close()

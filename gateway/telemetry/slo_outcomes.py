@@ -130,15 +130,15 @@ KindKey = tuple[str, str, str, bool]
 
 
 class _Kind:
-    """Counters and samples of the requests of one kind (model, tenant, service class, media).
+    """Counters of the requests of one kind: with equal model, tenant, service class and media.
 
     The estimator of response lengths is updated in batches. Between two updates, only sums are
     kept.
 
-    goodput           counters by SLO outcome
-    learned           number of responses passed to the estimator so far
-    batch             number of pending responses at which the estimator is updated
-    pending           number of responses not yet passed to the estimator
+    goodput  counters by SLO outcome
+    learned  number of responses passed to the estimator so far
+    batch    number of pending responses at which the estimator is updated
+    pending  number of responses not yet passed to the estimator
 
     Sums over the pending responses:
 
@@ -198,10 +198,10 @@ class SloTracker:
         self._kinds = {}
 
     def observe_pick_regret(self, query: RoutingQuery, pick: Pick) -> None:
-        """Record a pick's regret: by how many seconds another endpoint was expected to be faster.
+        """Record by how many seconds another endpoint was expected to be faster than this pick.
 
-        It is the expected time to first token at the picked endpoint, minus the lowest one of all
-        candidates. Call this before capacity is reserved for the pick.
+        This regret is the expected time to first token at the picked endpoint, minus the lowest one
+        of all candidates. Call this before capacity is reserved for the pick.
         """
         if len(pick.candidates) > 1 and pick.candidate.load.is_modelled:
             cached = query.cached_by_slot

@@ -14,9 +14,9 @@ from gateway.workers.config_rollout import ConfigRollout, response_message, resp
 
 
 class WorkersConfigAccess:
-    """The configuration of all workers, for automatic policy selection.
+    """Lets automatic policy selection read and change the configuration of all workers together.
 
-    `rows` is a function that returns their endpoint rows.
+    `rows` is a function that returns their endpoints as the admin page /endpoints shows them.
     """
 
     def __init__(

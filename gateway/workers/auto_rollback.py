@@ -20,7 +20,7 @@ TIMEOUT_S = 5.0
 
 
 class WorkersRollbackTarget:
-    """All workers together, as the target of one auto-rollback monitor.
+    """Lets auto-rollback count failures in all workers together, and undo changes in all of them.
 
     If a worker has ended or does not respond, its last count is used, so that totals never fall.
     """

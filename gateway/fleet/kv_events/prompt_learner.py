@@ -43,7 +43,7 @@ class Tokenizer(msgspec.Struct, frozen=True):
 
 
 class PromptLearner:
-    """Sends queued prompts (ExactPrefixes.unread) to engines to be tokenized.
+    """Lets engines tokenize the queued prompts (ExactPrefixes.unread), a few at a time.
 
     No other class takes prompts from that queue.
     """

@@ -48,21 +48,24 @@ _NEVER = float("-inf")
 
 
 class EventSource:
-    """The KV events of one engine rank: their order, the blocks they report, and any gaps.
+    """The KV events of one engine rank: their order, the blocks that they report, and any gaps.
 
-    blocks         the blocks that the rank has cached, according to its events
-    block_tokens   tokens per block; 0 before the first event
-    kv_tokens      tokens that the rank's memory holds; None while unknown
-    lora_names     the names of the LoRA adapters of blocks seen so far
-    is_connected   whether the subscription is established
-    is_complete    whether every cached block has been reported, not only recently stored ones
-    problem        why the events cannot be used at all; "" if they can
-    replay_from    number of the first message to request again; None: no replay is needed. The
-                   reader clears it when it sends the request
-    batches        number of messages received
-    gaps           how often messages were missing
-    duplicates     number of messages that had been received before
-    restarts       how often the engine's numbering began again
+    A KV event reports that blocks of a prompt were cached or removed. The engine numbers its
+    messages.
+
+    blocks        the blocks that the rank has cached, according to its events
+    block_tokens  tokens per block; 0 before the first event
+    kv_tokens     tokens that the rank's memory holds; None while unknown
+    lora_names    the names of the LoRA adapters of blocks seen so far
+    is_connected  whether the subscription is established
+    is_complete   whether every cached block has been reported, not only recently stored ones
+    problem       why the events cannot be used at all; "" if they can
+    replay_from   number of the first message to request again; None: no replay is needed. The
+                  reader clears it when it sends the request
+    batches       number of messages received
+    gaps          how often messages were missing
+    duplicates    number of messages that had been received before
+    restarts      how often the engine's numbering began again
     """
 
     __slots__ = (

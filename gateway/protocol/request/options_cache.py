@@ -4,9 +4,10 @@ Most requests of an application differ only in their conversation. The cache is 
 before and after the conversation's value. If they are known, no other member has to be parsed. Only
 compact bodies are cached, as SDKs send them.
 
-Proof that equal bytes around the conversation mean equal members. A cached suffix was parsed at
-depth 1 of its body. It has an even number of quotes, ends the object, and contains no second
-conversation. Let another body be valid JSON and end with these bytes.
+Equal bytes around the conversation mean equal members, for these reasons. A cached suffix (the
+bytes after the conversation) was parsed at depth 1 of its body. It has an even number of quotes,
+ends the object, and contains no second conversation. Let another body be valid JSON and end with
+these bytes.
 
 - They cannot begin inside one of its strings, because the body would then end inside a string.
 - They cannot begin at another depth, because the body would then not end at depth 0.
@@ -56,7 +57,10 @@ def shape_key(body: bytes, members: Mapping[str, msgspec.Raw]) -> ShapeKey | Non
 
 
 class OptionsCache(Generic[ShapeT]):
-    """A cache of request options for one set of models; it is discarded with the models."""
+    """Remembers the options of recent chat requests, for one set of models.
+
+    It is discarded with the models.
+    """
 
     __slots__ = ("_shapes", "get")
 
@@ -70,9 +74,13 @@ class OptionsCache(Generic[ShapeT]):
     def add(
         self, key: ShapeKey, body: bytes, members: Mapping[str, msgspec.Raw], shape: ShapeT
     ) -> None:
-        """Cache the options of a chat request, if its body is compact and unambiguous.
+        """Remember the options of a chat request, if its body is compact and unambiguous.
 
         The conversation must be a list, in a member of the body's outermost object.
+
+        key      the bytes of the body around its conversation
+        members  all members of the body, as raw JSON
+        shape    the options, as they were parsed
         """
         prefix = key[0]
         name = prefix.index(_NAME)

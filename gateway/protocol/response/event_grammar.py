@@ -122,7 +122,10 @@ def named_error_status(event: bytes) -> int | None:
 
 
 def merge_usage(first: TokenUsage, last: TokenUsage) -> TokenUsage:
-    """Return the token counts of the event `last`, completed by those of `first`."""
+    """Return the token counts of an answer whose first and last events each report some of them.
+
+    Those of the last event take precedence.
+    """
     return TokenUsage(
         first.prompt_tokens if last.prompt_tokens is None else last.prompt_tokens,
         first.completion_tokens if last.completion_tokens is None else last.completion_tokens,

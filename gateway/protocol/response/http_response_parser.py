@@ -263,8 +263,8 @@ class ChunkedBody:
         """Return the payload if `data` is exactly one HTTP chunk that begins here, else b"".
 
         A token of a stream usually arrives in this form. The length of `data` determines the
-        chunk's size line, so that line is compared and not parsed. Except was_at_boundary, the
-        state of the body does not change.
+        chunk's size line. Therefore that line is compared and not parsed, which is faster. Except
+        was_at_boundary, the state of the body does not change.
         """
         line = SIZE_LINES.get(len(data))
         if (

@@ -91,8 +91,9 @@ class RetryableStart(ABC):
     def is_overdue(self, now: float, asked_at: float | None) -> bool:
         """Return whether the client must get what is held back, because it has waited too long.
 
-        Comments and events that come for a long time must keep the client's connection alive. An
-        error event that has begun ends soon; its end may show that the request caused it.
+        Comments and events that come for a long time must be passed on to keep the client's
+        connection alive. An error event that has begun ends soon; its end may show that the request
+        caused it.
 
         now       the time, in monotonic seconds
         asked_at  when the client's request came, or None: the first call counts instead

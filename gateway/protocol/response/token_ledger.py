@@ -47,7 +47,7 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class Ledger:
-    """The record of what one client has received of its answer.
+    """The record of what one client has received of its answer, for an engine that continues it.
 
     prompt_ids        token ids of the prompt, as the engine rendered it; empty until they are
                       reported
@@ -63,19 +63,19 @@ class Ledger:
     resumes           number of times that the answer was continued
 
     An id may arrive before its text, for a part of a character or a special token. Such ids are
-    kept separately. Their text was not shown, so the next engine may sample them again, and they
-    are not part of the prompt that it continues.
+    kept separately, because their text was not shown. The next engine may sample them again, so
+    they are not part of the prompt that it continues.
 
     If one piece of text arrives with several ids, it is unknown which of them the text shows. After
     a piece with one id, ids and text agree again. A continuation begins at the last such point.
 
-    _agreed      number of `shown_ids` at that point
-    _unsure      text of the pieces since that point
-    _repeated    text that the client has already but that the next engine generates again, because
-                 it follows the text of `shown_ids`
-    _before      number of tokens that earlier engines generated; this engine's count excludes them
-    _details     `prompt_tokens_details` of the engine that began the answer
-    _envelope    members of the first chunk, which all chunks of the rest repeat
+    _agreed    number of `shown_ids` at that point
+    _unsure    text of the pieces since that point
+    _repeated  text that the client has already but that the next engine generates again, because it
+               follows the text of `shown_ids`
+    _before    number of tokens that earlier engines generated; this engine's count excludes them
+    _details   `prompt_tokens_details` of the engine that began the answer
+    _envelope  members of the first chunk, which all chunks of the rest repeat
     """
 
     __slots__ = (

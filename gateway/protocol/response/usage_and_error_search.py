@@ -191,7 +191,7 @@ def find_finished_choices(events: bytes) -> frozenset[int]:
 
 
 def leading_error_end(stream: bytes | bytearray) -> int:
-    """Return the offset up to which a stream is searched for an error as its first event.
+    """Return up to which offset a stream is searched for an error event that comes first.
 
     Comments in front of the event are skipped.
     """
@@ -236,7 +236,7 @@ def client_error_status(events: bytes, error: re.Match[bytes]) -> int | None:
 
 
 def is_flat_error(event: re.Match[bytes]) -> bool:
-    """Return whether an error event lacks the member `error`, without which SDKs overlook it."""
+    """Return whether an error event lacks the member `error`, so that SDKs do not recognise it."""
     return event[0].find(b'"object"') >= 0
 
 
