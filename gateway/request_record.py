@@ -51,7 +51,7 @@ class Explainable(Protocol):
 
 
 class Mirrored(Protocol):
-    """The interface of a sampled request whose answer will be compared with a candidate engine's.
+    """The interface of a request that was selected to compare its answer with a candidate engine's.
 
     gateway/trials/mirror.py implements it.
     """

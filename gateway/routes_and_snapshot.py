@@ -121,7 +121,10 @@ class CanaryRoute(msgspec.Struct, frozen=True):
 
 
 class PoolTrials(msgspec.Struct, frozen=True):
-    """A pool's policies on trial: shadows, whose picks have no effect, and a canary."""
+    """A pool's policies on trial.
+
+    Shadow policies only compute what they would pick. A canary routes a share of the requests.
+    """
 
     shadows: Shadows | None = None
     canary: Policy | None = None

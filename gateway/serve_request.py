@@ -70,7 +70,7 @@ class RequestFactory:
     def __init__(
         self, gateway: Gateway, gaps: Histogram, proxies: TrustedProxies | None = None
     ) -> None:
-        """Create a factory of exchanges.
+        """Create a factory that makes the record of each new request.
 
         gaps     the histogram of the times between a stream's chunks
         proxies  the proxies that may state the client's address in headers

@@ -21,9 +21,11 @@ _decoder = msgspec.msgpack.Decoder(list[ShapeRecord])
 
 
 def add_drift(routes: web.UrlDispatcher, find: Callable[[], DriftMonitor | None]) -> None:
-    """Add the page /drift to the admin server's `routes`.
+    """Add the page /drift, which says whether pools get the traffic that they were sized for.
 
-    `find` returns the drift monitor of this process; None if it has none.
+    routes  the routes of the admin server
+    find    function that returns the drift monitor of this process, which compares the traffic;
+            None if it has none
     """
 
     async def read(_: web.Request) -> web.Response:

@@ -23,9 +23,9 @@ HIDDEN_LABELS = frozenset({"chaos"})
 
 
 class PairStatus(msgspec.Struct, frozen=True):
-    """Counts, durations and transport of the KV handoffs from one prefill to one decode endpoint.
+    """Statistics of KV transfers from one prefill to one decode endpoint, for the live view.
 
-    `newest_s` has the durations of the most recent handoffs in seconds, of all worker processes.
+    `newest_s` has the durations of the most recent transfers in seconds, of all worker processes.
     """
 
     served: int

@@ -11,7 +11,12 @@ if TYPE_CHECKING:
 
 
 def add_trials(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
-    """Add the pages /shadow, /canary and /mirror to the admin server's `routes`."""
+    """Add the admin pages with the results of trials: /shadow, /canary and /mirror.
+
+    - A shadow policy only computes which endpoints it would pick.
+    - A canary policy routes a share of the requests.
+    - A mirror sends copies of requests to candidate engines and compares the answers.
+    """
 
     async def shadow(_: web.Request) -> web.Response:
         trials = target.gateway.snapshot.trials.values()

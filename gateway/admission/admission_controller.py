@@ -75,12 +75,15 @@ class AdmissionController:
         return list(self._queues.values())
 
     def tick(self, now: float) -> None:
-        """Run the periodic work of every pool's admission policy. Call it about every 100 ms."""
+        """Run the periodic work of the rules that admit or refuse requests, for every pool.
+
+        Call it about every 100 ms.
+        """
         for queue in self._queues.values():
             queue.tick(now)
 
     def refresh(self) -> None:
-        """Recompute the capacity of every pool after an endpoint's availability has changed."""
+        """Recompute how many requests pools may run, as an endpoint's availability changed."""
         for queue in self._queues.values():
             queue.refresh()
 

@@ -30,7 +30,10 @@ def find_failure(pool: str, rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def find_trial(spec: Pool) -> str:
-    """Return the kind of trial that the pool runs, such as "canary"; "" if it runs none."""
+    """Return which trial runs in the pool, such as "canary"; "" if none does.
+
+    During a trial, its policies are not compared.
+    """
     if spec.canary is not None:
         return "the pool has a canary"
     return "the pool has shadow policies" if spec.shadow else ""

@@ -20,7 +20,10 @@ from gateway.batch.storage_interface import LeaseLostError
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """The content of a lease file: the owner's name, and when the lease expires (Unix time)."""
+    """The content of a lease file, which says which process may run a batch, and until when.
+
+    `expires_at` is a Unix time.
+    """
 
     owner: str
     expires_at: float

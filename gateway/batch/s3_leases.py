@@ -30,12 +30,16 @@ class LeaseWatch:
         self._seen: dict[str, _Observation] = {}
 
     def is_due(self, name: str) -> bool:
-        """Return whether this lease has to be read from the storage again."""
+        """Return whether the lease with this name has to be read from the storage again.
+
+        A lease is the right of a process to run a batch. It is read rarely while it cannot have
+        expired.
+        """
         seen = self._seen.get(name)
         return seen is None or self._clock() >= seen.look_due
 
     def has_expired(self, name: str, etag: str, duration_s: float) -> bool:
-        """Record one reading of a lease; return whether its owner has stopped renewing it.
+        """Return whether the owner of a lease has stopped renewing it, given its current state.
 
         name        name of the lease
         etag        its current entity tag, which every renewal changes

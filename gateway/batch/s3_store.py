@@ -97,7 +97,7 @@ class S3Store:
             self._bucket.delete([key])
 
     def close(self) -> None:
-        """Do nothing, because leases were released with their batches, or will expire."""
+        """Do nothing: the right to run batches was given back with each batch, or will expire."""
 
     # Files
 

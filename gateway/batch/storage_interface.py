@@ -30,7 +30,7 @@ class StorageUnreachableError(OSError):
 
 
 class LeaseLostError(OSError):
-    """Raised if this process tries to change a batch whose lease another process has taken."""
+    """Raised if this process changes a batch that another process has taken over (its lease)."""
 
 
 class StorageQuota(msgspec.Struct, frozen=True):
@@ -209,7 +209,7 @@ class BatchStorage(Protocol):
         """Return the records of all tenants' unfinished batches, oldest first."""
 
     def claim(self, batch: OpenBatch) -> ClaimedBatch | None:
-        """Take the lease on an unfinished batch. Returns None if another process has it."""
+        """Take the right to run a batch (its lease); return None if another process has it."""
 
     def delete_expired(self, now: float, batch_expiry_s: float) -> None:
         """Delete expired files, batches that ended long ago, and what killed processes have left.

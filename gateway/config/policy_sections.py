@@ -60,7 +60,7 @@ AdmissionChoice = Annotated[AdmissionSpec, BeforeValidator(_by_name), _NameAlone
 
 
 class Canary(Section):
-    """A canary: a policy on trial that serves part of the pool's requests."""
+    """A policy on trial that routes part of the requests, for comparison with the pool's own."""
 
     policy: PolicyChoice = Field(
         description="Name of the canary policy, or a mapping of name and parameters."

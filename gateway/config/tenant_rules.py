@@ -22,7 +22,7 @@ from policies.engine_kinds import ENGINE_TRAITS
 
 
 def salt_member(engine: str, cache_salt: bool | None) -> str:
-    """Return the name of the request member for an endpoint's cache salt; "" if it has none.
+    """Return the name of the request member in which an engine takes a cache salt; "" if in none.
 
     `cache_salt` is the endpoint's setting in the configuration; None means the engine's default.
     """

@@ -71,7 +71,11 @@ class PairFigures:
         self.counter: Counter | None = None
 
     def add_times(self, prefill_s: float, handoff_s: float) -> None:
-        """Update the means with one handoff: seconds of prefill, and then to the first token."""
+        """Update the mean times of this pair of endpoints with those of one request.
+
+        prefill_s  seconds from the prefill request to its answer
+        handoff_s  seconds from that answer to the first token
+        """
         self.prefill_s = _update_mean(self.prefill_s, prefill_s)
         self.handoff_s = _update_mean(self.handoff_s, handoff_s)
         self.newest_s.append(handoff_s)
@@ -102,10 +106,10 @@ class PairFigures:
 
     @property
     def seen_s(self) -> float:
-        """Return the seconds after which a decode engine must have read a request sent to it.
+        """Return the seconds within which a decode engine reads a request, by estimate.
 
-        Engines read requests between two steps. The time is twice the mean duration of a handoff,
-        within limits.
+        Engines read requests between two steps. The time is twice the mean duration of a KV
+        transfer, within limits.
         """
         return _wait_s(MIN_SEEN_S, self.handoff_s)
 
@@ -170,7 +174,7 @@ class Handoffs:
         counter.value += 1.0
 
     def take_number(self) -> int:
-        """Return a random number for a new handoff, which no handoff in progress has."""
+        """Return a random number that identifies a new KV transfer among those in progress."""
         while True:
             number = self._rng.getrandbits(63)
             if number >= LEAST_NUMBER and number not in self._numbers:
@@ -178,7 +182,7 @@ class Handoffs:
                 return number
 
     def give_back_number(self, number: int) -> None:
-        """Release the number of a finished KV handoff, so that a new handoff may get it."""
+        """Release the number of a KV transfer that has ended, so that a new one may get it."""
         self._numbers.discard(number)
 
     @property
@@ -256,7 +260,7 @@ class Handoffs:
         leg.close()
 
     def figures(self, pair: EndpointPair) -> PairFigures:
-        """Return the statistics of the KV handoffs between two endpoints, created at first use."""
+        """Return the statistics of KV transfers between two endpoints, creating them if needed."""
         names = _names(pair)
         figures = self.pairs.get(names)
         if figures is None:

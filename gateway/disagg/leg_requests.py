@@ -226,10 +226,10 @@ class LegRequests:
         return self._request(reservation, replace(edits, put=put, drop=drop), "")
 
     def relay(self, endpoint: Endpoint, handover: DecodeRequest | None) -> Relay:
-        """Return the relay that passes the decode engine's answer to the client.
+        """Return the relay that forwards the decode engine's answer to the client.
 
-        If a broken stream can be continued, the relay records the answer's tokens. If the decode
-        engine's count of cached tokens includes transferred ones, the relay replaces it.
+        If a broken stream can be continued, the relay also records the answer's tokens. If the
+        decode engine counts transferred tokens as cached, the relay replaces its count.
         """
         context = self._context
         corrects = handover is not None and not handover.reports_own_cache

@@ -167,7 +167,10 @@ class DriftMonitor:
 
 
 class LocalDriftWatch:
-    """Passes the request records of this process to its drift monitor, if it has one."""
+    """Passes the lengths of this process's ended requests to its drift monitor, if it has one.
+
+    The monitor compares them with the workload that a pool was sized for.
+    """
 
     def __init__(self, recorder: ShapeRecorder, monitor: DriftMonitor | None) -> None:
         self._recorder, self._monitor = recorder, monitor

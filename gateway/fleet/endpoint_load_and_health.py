@@ -187,7 +187,7 @@ class EndpointTable:
         metrics.runtime_gauges.attach_endpoint(live, monotonic)
 
     def release(self, live: LiveEndpoint) -> None:
-        """Close the connections of an endpoint that left the configuration, and free its slot.
+        """Close the connections of an endpoint that left the configuration; free its slot number.
 
         Does nothing if the endpoint has been added again.
         """

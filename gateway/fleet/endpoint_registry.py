@@ -329,7 +329,7 @@ class EndpointRegistry:
         self.by_slot[slot : slot + 1] = [live]
 
     def release(self, live: LiveEndpoint) -> None:
-        """Free the slot number of an endpoint that no request uses any more."""
+        """Free the slot number (index in `by_slot`) of an endpoint that no request uses."""
         self._free.add(live.load.slot)
 
 

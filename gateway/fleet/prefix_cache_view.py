@@ -102,10 +102,10 @@ class PrefixCacheView:
             )
 
     def cached_tokens(self, fingerprint: Fingerprint, prompt_tokens: int) -> Sequence[int]:
-        """Return how many of the prompt's tokens each endpoint has cached, by slot number.
+        """Return how many of the prompt's tokens each endpoint has cached, by its slot number.
 
-        The numbers are exact for endpoints with reliable KV events. For all others, the prefix
-        index predicts them.
+        `fingerprint` is the chain of hashes of the prompt's blocks. The numbers are exact for
+        endpoints with reliable KV events. For all others, the prefix index predicts them.
         """
         tokens = self.index.match(fingerprint, prompt_tokens)
         if self.exact.endpoints:

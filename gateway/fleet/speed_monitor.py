@@ -298,9 +298,9 @@ def _member(live: LiveEndpoint) -> ReviewedEndpoint:
 
 
 def hardware_key(endpoint: Endpoint) -> Hashable:
-    """Return the hardware attributes that determine an endpoint's speed.
+    """Return the attributes of an endpoint, such as its GPU, that determine its normal speed.
 
-    Only endpoints with equal attributes are compared with each other.
+    Only the speeds of endpoints with equal attributes are compared.
     """
     return (
         endpoint.role,

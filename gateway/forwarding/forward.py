@@ -171,9 +171,10 @@ def new_recorded_relay(
     served: str,
     on_first: Callable[[], None] | None = None,
 ) -> RecordedRelay:
-    """Return a relay that records the answer's tokens in `ledger`, to continue a broken stream.
+    """Return a relay that forwards an answer and records its tokens, to continue it if it breaks.
 
     headers   header lines for the client
+    ledger    the record of the tokens
     served    the endpoint's name of the model
     on_first  function that is called at the first generated token
     """

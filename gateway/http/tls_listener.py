@@ -47,7 +47,7 @@ class HandshakeLimit(Protocol):
 
 
 class TlsListener:
-    """The TLS certificates of one listener, and its connections in their TLS handshake.
+    """One listener that uses TLS: its certificates, and its connections in their TLS handshake.
 
     new_protocol     creates the HTTP protocol of a connection
     close_s          seconds that a client has to read the rest of a response before the connection

@@ -9,7 +9,10 @@ MEASURE = Label("measure", 4)
 
 
 class DriftMetrics:
-    """The metric families of drift detection. With several workers, the supervisor updates them."""
+    """The metrics that say whether the requests of pools still resemble those they were sized for.
+
+    With several workers, the supervisor updates them.
+    """
 
     def __init__(self, registry: MetricRegistry) -> None:
         drift = registry.section(Row.CONFIGURATION, "drift/drift_monitor.py")

@@ -9,7 +9,7 @@ MEASURE = Label("measure", 8)
 
 
 class MirrorMetrics:
-    """The metric families of mirrors: sampled requests, tokens, and the last verdict."""
+    """The metrics of mirrors, which compare the answers of candidate engines with live ones."""
 
     def __init__(self, registry: MetricRegistry) -> None:
         mirror = registry.section(Row.CONFIGURATION, "trials/mirror.py")
@@ -43,6 +43,6 @@ class MirrorMetrics:
         )
 
     def remove_pool(self, pool: str) -> None:
-        """Remove the metric series of a mirror that has ended or starts again."""
+        """Remove a pool's series of these metrics, because its mirror has ended or starts again."""
         for family in (self.requests, self.tokens, self.loss, self.worse):
             family.remove_children("pool", pool)

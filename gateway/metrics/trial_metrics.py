@@ -16,7 +16,10 @@ SLO_OUTCOME = Label("slo_outcome", 16)
 
 
 class TrialMetrics:
-    """The metric families of routing policies on trial: shadow policies and canaries."""
+    """The metrics of routing policies on trial.
+
+    Shadow policies only compute what they would pick; canaries route a share of the requests.
+    """
 
     def __init__(self, registry: MetricRegistry, ttft_buckets_s: tuple[float, ...]) -> None:
         shadow = registry.section(Row.CONFIGURATION, "trials/shadow.py")

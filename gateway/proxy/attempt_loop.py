@@ -25,7 +25,7 @@ ChoiceT = TypeVar("ChoiceT", bound=Pick | EndpointPair)
 
 
 class AttemptPlan(Protocol[ChoiceT]):
-    """What differs between kinds of requests: how to choose endpoints, and what to send to them.
+    """The interface of a kind of request: how its endpoints are chosen, and what is sent to them.
 
     A plan serves one request, or the rest of one broken stream.
     """

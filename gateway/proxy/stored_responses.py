@@ -65,7 +65,7 @@ def pin_route(
     route: Route,
     call: Call,
 ) -> Route:
-    """Return a route with only the endpoint that stores the request's previous response.
+    """Restrict the route of a request to the one endpoint that stores its previous response.
 
     Without a previous response, `route` is returned unchanged. `exchange.response_ids` is set, with
     which the id of the new response is made. Raises GatewayError if the previous id belongs to

@@ -29,7 +29,7 @@ MAX_SOCKETS = 16
 
 
 class BoundListener(msgspec.Struct, frozen=True, array_like=True):
-    """The listener that a socket belongs to: its name, and the host and port as configured.
+    """Describes a listening socket: its listener's name, and the host and port as configured.
 
     is_activated  whether systemd opened the socket, so that the configuration does not decide where
                   it listens

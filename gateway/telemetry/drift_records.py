@@ -22,7 +22,7 @@ and counted.
 
 
 class ShapeRecord(msgspec.Struct, frozen=True, array_like=True):
-    """The shape of an ended request, for drift detection.
+    """The lengths of an ended request, to compare them with what its pool was sized for.
 
     at_s     Unix time of its end
     session  id of its session; 0 for none

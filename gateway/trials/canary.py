@@ -44,7 +44,7 @@ class CanarySampler(msgspec.Struct, frozen=True):
 
 
 def create_sampler(pool: str, spec: Canary) -> CanarySampler:
-    """Create the selector of requests for a pool's canary policy.
+    """Create what selects the requests that a pool's canary, a policy on trial, routes.
 
     It selects by the tenants or the percentage in `spec`, the canary's configuration.
     """
@@ -54,7 +54,7 @@ def create_sampler(pool: str, spec: Canary) -> CanarySampler:
 
 
 class CanaryArm:
-    """One of the two policies that a canary trial compares, with the outcomes of its requests."""
+    """One of the two policies that a canary trial compares: it counts its requests by outcome."""
 
     __slots__ = ("_metrics", "name", "policy", "pool")
 

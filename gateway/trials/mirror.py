@@ -52,9 +52,10 @@ LiveEndpoints = Callable[[], Sequence[LiveEndpoint]]
 
 
 class MirroredRequest:
-    """A sampled request, from its prompt to the comparison of its answers.
+    """A request whose answer is compared with that of a candidate engine.
 
-    Until the comparison ends, it counts against the mirror's limit on concurrent requests.
+    It exists from its selection to the end of the comparison, and counts against the mirror's limit
+    on concurrent requests.
     """
 
     __slots__ = ("_members", "_mirror", "_salt")
@@ -74,7 +75,7 @@ class MirroredRequest:
 
 
 class PoolMirror:
-    """The mirror of one pool: sampled requests, token budget, and the results so far."""
+    """The mirror of a pool: it selects requests, and compares answers of candidate engines."""
 
     def __init__(
         self,
@@ -124,7 +125,11 @@ class PoolMirror:
         self._count(result)
 
     def begin(self, members: Mapping[str, msgspec.Raw], salt: bytes, slot: int) -> None:
-        """Start a task that compares the answers of the endpoint in a slot and of a candidate."""
+        """Start to compare the answer of the endpoint in `slot` with that of a candidate engine.
+
+        members  members of the request's body, as raw JSON
+        salt     cache salt of the request
+        """
         base = next((live for live in self._endpoints() if live.load.slot == slot), None)
         others = [live for live in self._endpoints() if live.endpoint.pool == self.spec.to]
         up = [live for live in others if _is_up(live)]
@@ -244,7 +249,7 @@ class PoolMirror:
 
 
 class Mirrors:
-    """The mirrors of all pools of this process.
+    """The mirrors of all pools of this process, which compare answers with candidate engines'.
 
     by_pool   the mirror of each pool; empty if no pool has one
     excluded  tenants whose requests are never compared

@@ -38,7 +38,9 @@ class MirrorClient:
         model: str | None,
         salt: bytes,
     ) -> MirroredAnswer:
-        """Return an endpoint's answer at temperature 0, with token probabilities if available.
+        """Send a copy of a request to an endpoint, at temperature 0, and return the answer.
+
+        The answer has token probabilities if the engine reports them.
 
         model  the engine's name of the model; None or an unlisted name: the first model that the
                engine lists

@@ -80,7 +80,7 @@ class PickRecord(msgspec.Struct, frozen=True):
 
 
 class ShadowResult(msgspec.Struct, frozen=True):
-    """How a shadow policy's pick compares with the actual pick.
+    """How the pick of a shadow policy, which has no effect, compares with the actual pick.
 
     ttft_gain_s          by how many seconds the shadow expects the first token earlier; None
                          without latency models
@@ -126,9 +126,9 @@ def _ttft_s(query: RoutingQuery, candidate: Candidate, cached_tokens: int) -> fl
 
 
 class Shadows:
-    """The shadow policies of one pool, each with its own state.
+    """The shadow policies of one pool: they compute picks that have no effect, for comparison.
 
-    The policies are kept while their configuration is unchanged.
+    Each has its own state, and is kept while its configuration is unchanged.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class Shadows:
 def name_policies(
     specs: Sequence[tuple[str, Mapping[str, object], Policy]],
 ) -> tuple[NamedPolicy, ...]:
-    """Return the shadow policies of a pool with unique names.
+    """Give each shadow policy of a pool a unique name.
 
     A name is the policy's name. If two shadows have the same policy, parameters are added to it.
     """

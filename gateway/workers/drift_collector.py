@@ -26,7 +26,10 @@ TIMEOUT_S = 5.0
 
 
 class DriftCollector:
-    """Passes the request records of all `workers` to a drift monitor, once per second."""
+    """Passes the records of ended requests of all `workers` to one drift monitor, once per second.
+
+    The monitor compares the requests with the workload that a pool was sized for.
+    """
 
     def __init__(self, monitor: DriftMonitor, workers: Callable[[], Sequence[Worker]]) -> None:
         self._monitor, self._workers = monitor, workers

@@ -46,7 +46,7 @@ def merge_endpoints(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def merge_shadows(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the workers' results of shadow policies in every pool.
+    """Merge the workers' results of shadow policies, whose picks have no effect, by pool.
 
     Means are weighted by their numbers of observations.
     """
@@ -91,7 +91,10 @@ def _shadow(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def merge_mirrors(pages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the results of the mirrors, which only one of the workers has."""
+    """Return the results of mirrors (comparisons with candidate engines) from the workers' pages.
+
+    Only one of the workers has mirrors.
+    """
     return {"mirrors": [row for page in pages for row in page["mirrors"]]}
 
 

@@ -50,9 +50,11 @@ class KvEventService:
     def find_tokenizer(
         self, slots: Collection[int], resolve_name: Callable[[Endpoint], str]
     ) -> Tokenizer | None:
-        """Return the endpoints that can tokenize prompts for KV events; None if there are none.
+        """Return the endpoints whose engines can tokenize prompts, to match KV events to them.
 
-        slots         slot numbers of endpoints
+        Returns None if there are none.
+
+        slots         slot numbers of the endpoints to choose from
         resolve_name  function that returns the name by which an endpoint's engine knows the model
         """
         exact = self._endpoints.prefixes.exact.endpoints

@@ -253,10 +253,13 @@ class ExactPrefixes:
     def on_sent(
         self, fingerprint: Fingerprint, slot: int, prompt_tokens: int, now: float
     ) -> CacheExpectation | None:
-        """Record that a prompt is sent to an endpoint, given by its slot number.
+        """Record that a prompt is sent to an endpoint; return what the answer must report.
 
-        Returns how many cached tokens its answer must report if the KV events are right. Returns
-        None if the endpoint has no KV events.
+        That is the number of cached tokens, if the endpoint's KV events are right. Returns None if
+        it has none.
+
+        fingerprint  the chain of hashes of the prompt's blocks
+        slot         the endpoint's slot number
         """
         if slot not in self.endpoints:
             return None

@@ -74,7 +74,7 @@ class Call(msgspec.Struct):
     media_size: MediaSize = NO_MEDIA
 
     def salt_member(self, name: str) -> bytes:
-        """Return the cache salt as JSON text that adds a member called `name` to a body.
+        """Return the JSON text that adds the cache salt to a body, as a member called `name`.
 
         Returns b"" if the call has no salt, or if `name` is "" because the engine accepts no salt.
         """

@@ -24,7 +24,9 @@ CLIENT_SALT_MEMBERS = ("cache_salt", "extra_key")
 
 
 class CacheSalts:
-    """Computes the cache salts of one configuration. Immutable.
+    """Computes cache salts: only requests with equal salts share cached prompts on an engine.
+
+    The object belongs to one configuration, and is immutable.
 
     defaults  salt (hex) by tenant, for requests whose clients send none; only tenants whose cache
               is isolated have one
@@ -43,7 +45,10 @@ class CacheSalts:
         self.defaults = {tenant: _hex(key, b"") for tenant, key in keys.items()}
 
     def client_salt(self, tenant: str, client_salt: bytes) -> bytes:
-        """Return the cache salt (hex) for a request of `tenant` whose client sent `client_salt`."""
+        """Return the cache salt for a request of `tenant`, derived from the salt of its client.
+
+        The result is hexadecimal. Tenants that send the same salt get different results.
+        """
         return _hex(self._keys.get(tenant, self._open_key), client_salt)
 
     def request_salt(self, tenant: str, members: Mapping[str, msgspec.Raw]) -> bytes:
@@ -77,9 +82,9 @@ def new_cache_salts(config: Config) -> CacheSalts:
 
 
 def group_by_domain(tenants: Sequence[Tenant]) -> dict[bytes, list[Tenant]]:
-    """Group the tenants that share cached prompts.
+    """Group the tenants into those that share cached prompts with each other.
 
-    The key is `group NAME` for tenants with a cache group, else `tenant NAME`, as bytes.
+    The key of a group is `group NAME` for tenants with a cache group, else `tenant NAME`, as bytes.
     """
     groups: dict[bytes, list[Tenant]] = {}
     for tenant in tenants:

@@ -11,7 +11,7 @@ _DONE = b"[DONE]"
 
 
 class RecordedRelay(Relay):
-    """Relays an answer so that another engine can continue its stream.
+    """Relays an answer and records its tokens, so that another engine can continue its stream.
 
     Where a plain relay would end the answer with an error, this one raises UpstreamError. The
     client receives complete events only, so that another event may follow at any time.

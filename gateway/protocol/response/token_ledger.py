@@ -368,7 +368,10 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 
 class LedgerRecorder(ModelNameRewriter):
-    """Passes the events of a relayed answer through a Ledger, which records and rewrites them."""
+    """Passes the events of a relayed answer through a Ledger, the record of the client's tokens.
+
+    The ledger also removes token ids from the events, which only the gateway has requested.
+    """
 
     def __init__(
         self,

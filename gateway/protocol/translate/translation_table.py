@@ -143,7 +143,7 @@ def translated(call: Call, model: ModelInfo, context: CallContext) -> tuple[Call
 def translated_losslessly(
     call: Call, model: ModelInfo, context: CallContext, *, stores_answers: bool
 ) -> tuple[Call, NewTranslator] | str:
-    """Translate a request if the translation loses nothing.
+    """Translate a request to the engines' API, but only if the translation loses nothing.
 
     Returns the result of translated(), or the name of a member that the translation would lose.
 
