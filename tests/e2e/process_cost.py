@@ -25,9 +25,9 @@ class ProcessCost:
     def __init__(
         self, pid: int, listens: Collection[int] = (), dials: Collection[int] = ()
     ) -> None:
-        """Prepare to measure the process `pid`.
+        """Prepare to measure the process `pid`, and the sockets that belong to it.
 
-        A socket counts as the process's if it has one of these ports:
+        A socket belongs to the process if it has one of these ports:
 
         listens  local ports of its listening sockets
         dials    remote ports of the connections that it opens

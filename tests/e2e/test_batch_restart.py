@@ -1,6 +1,4 @@
-"""Tests of batch requests that are interrupted by restarts, live requests, cancellation or
-expiry.
-"""
+"""Tests of batch requests that restarts, live requests, cancellation or expiry interrupt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that many clients who connect at the same moment do not delay those of other addresses.
+"""Tests that many simultaneous connections of some clients do not delay clients elsewhere.
 
 The delay is CPU time of the gateway, so it does not depend on how busy the machine is.
 """

@@ -1,4 +1,4 @@
-"""Tests of limits on what clients can make a gateway store: bodies, responses, connections."""
+"""Tests of the limits on the memory that clients can use: bodies, responses and connections."""
 
 from __future__ import annotations
 

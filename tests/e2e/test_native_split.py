@@ -1,6 +1,4 @@
-"""Tests of split and resumed requests of the Messages and Responses APIs, on engines that have
-them.
-"""
+"""Tests of split and resumed requests whose engines have the Messages and Responses APIs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the gateway stops using a slow engine, but not an engine with abandoned prompts.
+"""Tests that a slow engine is ejected, and that abandoned prompts make no engine suspect.
 
 The engines, the gateway and the client are separate processes. A healthy engine computes a prompt
 in about 0.1 s, and a slow one in seconds. So a busy machine does not look like a slow engine.

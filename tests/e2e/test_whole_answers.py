@@ -1,4 +1,4 @@
-"""Tests of engines that answer with one JSON body: in place of a stream, or cut off inside it."""
+"""Tests of engines that send one JSON body in place of a stream, or only a part of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of how the record of a request begins: its identifier, and whether chunks are timed."""
+"""Tests of the record that a request gets at its start: its id, and whether chunks are timed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Property tests of the capacity reserved at endpoints, as a state machine.
+"""Property tests that all capacity reserved at endpoints is released, in any order of events.
 
-All reserved capacity is released, whatever the order of events.
+The test is a state machine.
 """
 
 from __future__ import annotations

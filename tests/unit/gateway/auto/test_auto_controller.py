@@ -72,9 +72,9 @@ class ScriptedTarget:
 
 
 async def answer_better(job: ReplayJob) -> ReplayAnswer:
-    """Return a result of a replay process in which another policy is much better.
+    """Return what a replay process returns if another policy is much better than the current one.
 
-    It serves 40 percentage points more requests in time.
+    With the other policy, 40 percentage points more requests are served in time.
     """
     (pool,) = job.pools
     first, *others = pool.members

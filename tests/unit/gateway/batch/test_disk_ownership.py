@@ -1,4 +1,4 @@
-"""Tests of the ownership of batches: one gateway at a time, and soon another if it exits."""
+"""Tests that one gateway at a time runs a batch, and that another takes over when it exits."""
 
 from __future__ import annotations
 

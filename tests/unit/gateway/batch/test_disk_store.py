@@ -1,4 +1,4 @@
-"""Tests of batch files on disk after a crash, a killed process, or on a full disk."""
+"""Tests that batches on disk survive a crash, a killed process, and a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the search for the items of a JSON list: every form, windows, what is malformed."""
+"""Tests of splitting a JSON list into its items: all kinds of values, long texts, invalid JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of which tenants' batches may still run after a change of the configuration."""
+"""Tests of which batches may still run after a reload, and of the headers of their requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of how much work a batch is estimated to need still."""
+"""Tests of the estimate of how much work a batch still needs."""
 
 from __future__ import annotations
 

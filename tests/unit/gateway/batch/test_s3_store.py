@@ -1,4 +1,4 @@
-"""Tests of batch storage in S3 if responses are lost, requests refused, or processes killed."""
+"""Tests that batches in S3 survive lost responses, refused requests, and killed processes."""
 
 from __future__ import annotations
 

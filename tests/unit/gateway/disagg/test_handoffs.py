@@ -1,4 +1,4 @@
-"""Tests of what outlives a split request: identifiers, statistics, late transfers and releases."""
+"""Tests of what is kept of KV handoffs: engine ids, statistics, late transfers, and freed KV."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tests that KV of a prefill is released if its decode engine does not fetch it.
+"""Tests that a prefill engine frees the KV of a request that its decode engine does not fetch.
 
-This concerns protocols that send the decode request after the prefill.
+This concerns protocols in which the decode request is sent after the prefill.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tests that each half of a split request reports its end exactly once.
+"""Tests that each of the two HTTP requests of a split request reports its end exactly once.
 
-After it was closed, it reports nothing more.
+If it was closed before its end, it reports nothing.
 """
 
 from __future__ import annotations

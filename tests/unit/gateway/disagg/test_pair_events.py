@@ -1,4 +1,4 @@
-"""Tests of a split request's state: load of both engines, learned state, and blame for failures."""
+"""Tests of what events of a split request change: load, cached prompts, counted failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that each state of a split request has an owner and a deadline."""
+"""Tests that each state of a split request says what ends it, and how long it may last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the gateway detects a change of the kind of traffic soon, without false alarms."""
+"""Tests that the gateway soon detects that a pool's traffic has changed, without false alarms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of when the prefix index learns a prompt at the decode endpoint of a split request."""
+"""Tests of when a split request's prompt counts as cached at its decode endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the metrics of all kinds of engines are read to equal values for equal load."""
+"""Tests that the metrics of all kinds of engines show the same load by the same values."""
 
 from __future__ import annotations
 

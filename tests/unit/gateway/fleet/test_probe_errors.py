@@ -1,4 +1,4 @@
-"""Tests of what the error of a failed health check says about an endpoint."""
+"""Tests of what the error of a failed health check shows about the endpoint."""
 
 from __future__ import annotations
 

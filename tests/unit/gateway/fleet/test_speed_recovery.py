@@ -1,4 +1,4 @@
-"""Tests of when an endpoint that was too slow may be used again."""
+"""Tests of when an endpoint that was ejected because it was slow may be used again."""
 
 from __future__ import annotations
 

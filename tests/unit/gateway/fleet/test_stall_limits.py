@@ -1,4 +1,8 @@
-"""Tests that an engine's silence proves a stall only where its test token would not queue."""
+"""Tests of how long engines may be silent before they count as stalled.
+
+An engine that computes one request at a time may be silent for longer, because the gateway's test
+request has to wait there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that an engine which answers whole where a stream was asked for does not seem slow."""
+"""Tests that an engine that sends a whole answer in place of a stream does not seem slow."""
 
 from __future__ import annotations
 

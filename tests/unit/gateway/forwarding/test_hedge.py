@@ -1,7 +1,7 @@
-"""Tests of hedging: a request without a timely first byte is also sent to a second endpoint.
+"""Tests of hedging: a request whose first byte is late is also sent to a second endpoint.
 
-The first answer wins and is counted once. A script says what the endpoint does that gets the
-request first, and then what the other one does.
+The first answer wins and is counted once. Each test scripts two endpoints: first the one that gets
+the request, then the second one.
 """
 
 from __future__ import annotations

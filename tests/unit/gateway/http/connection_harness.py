@@ -1,6 +1,6 @@
 """Client connections without sockets, to compare the gateway's HTTP parser with that of aiohttp.
 
-Both must read any bytes equally.
+Both parsers must read the same bytes as the same requests.
 """
 
 from __future__ import annotations

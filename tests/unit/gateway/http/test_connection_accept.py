@@ -1,4 +1,4 @@
-"""Tests with real sockets that clients who connect together are accepted together, and in turn."""
+"""Tests that simultaneous connections are accepted together, and begin in turn (real sockets)."""
 
 from __future__ import annotations
 

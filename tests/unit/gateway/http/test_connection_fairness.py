@@ -1,4 +1,4 @@
-"""Tests that the requests of crowds begin in turn, and that none is lost meanwhile."""
+"""Tests that simultaneous requests of many clients begin in turn, and that none is lost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests that one turn of the event loop reads a limited amount, and each connection gets its
-turn.
-"""
+"""Tests that one turn of the event loop reads a limited amount, and all connections get turns."""
 
 from __future__ import annotations
 

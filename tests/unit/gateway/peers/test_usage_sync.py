@@ -1,4 +1,4 @@
-"""Tests that gateways count the use of quotas and sessions at other gateways."""
+"""Tests that a gateway counts what tenants have used at other gateways: quotas and sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the error if no endpoint is left: why the last attempt failed, and whether to retry."""
+"""Tests of the client's error when no endpoint is left: its cause, and whether to retry."""
 
 from __future__ import annotations
 

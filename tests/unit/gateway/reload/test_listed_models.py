@@ -1,4 +1,4 @@
-"""Tests that a reload with a name that no engine lists does not remove a served model."""
+"""Tests that a reload with a mistyped model name is refused if the model is served now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of changes that leave a pool without use, and of files that differ from what is running."""
+"""Tests of changes that make a pool unreachable, and of files that differ from what is running."""
 
 from __future__ import annotations
 

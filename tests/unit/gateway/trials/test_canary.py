@@ -1,6 +1,6 @@
-"""Tests of a policy that serves a share of the requests on trial (canary).
+"""Tests of a canary: a routing policy on trial that serves a share of the requests.
 
-A session stays with its policy, and both policies are counted.
+A session stays with its policy, and the requests of both policies are counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tests of policies that only record what they would choose (shadow): cheap, later, no effect."""
+"""Tests of shadow policies, which only record what they would pick and have no other effect.
+
+Their picks take little CPU time, and are computed after the request was sent.
+"""
 
 from __future__ import annotations
 

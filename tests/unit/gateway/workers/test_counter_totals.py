@@ -1,4 +1,4 @@
-"""Tests that no metric total of several workers falls when one ends or does not respond."""
+"""Tests that no total of the workers' metrics falls when a worker ends or does not respond."""
 
 from __future__ import annotations
 

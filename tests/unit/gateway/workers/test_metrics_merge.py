@@ -1,4 +1,4 @@
-"""Tests of combining the metrics of several workers: sums and other rules, and any label value."""
+"""Tests of combining the metrics of several workers: sums, the rules of gauges, exemplars."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_the_arguments_are_checked() -> None:
 
 
 def outcome(text: bytes) -> object:
-    """Return the members of a body, or the message of the error if the body is refused."""
+    """Return the members of a request body, or the error message if the body is refused."""
     try:
         return list(decode_members(text).items())
     except GatewayError as error:

@@ -1,4 +1,4 @@
-"""Property tests of a shortcut for response heads: comparing with the last one equals parsing."""
+"""Property tests that a response head that is only compared with the last one is read correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a source of endpoints which fails is restarted, and that its endpoints stay."""
+"""Tests that a failing discovery source is restarted, and that the endpoints it found stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of endpoints from DNS, files and Kubernetes, also if these sources fail."""
+"""Tests of finding endpoints in DNS, files and Kubernetes, also while these cannot be read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tests of when the gateway trusts an engine's KV events (reports of cached blocks).
 
-It compares them with the cached tokens in answers, and detects missing events.
+The gateway compares them with the cached tokens in answers, and detects missing events.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def stored(tokens: list[int]) -> bytes:
 
 
 def prefixes(*cached: int) -> ExactPrefixes:
-    """Return the index of cached prompts for an endpoint with data-parallel ranks.
+    """Return an index of cached prompts that has one endpoint with several data-parallel ranks.
 
     Each argument is the number of the prompt's tokens that one rank has cached.
     """

@@ -1,4 +1,7 @@
-"""Tests of which prompts are tokenized, so that KV events can be matched with them, and when."""
+"""Tests of when and for which prompts the gateway asks an engine for the token ids.
+
+With the token ids, KV events (reports of cached blocks) can be matched to prompts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that bytes in many small pieces take time in proportion to their number."""
+"""Tests that relaying takes time in proportion to the bytes, also in many small pieces."""
 
 from __future__ import annotations
 
