@@ -27,7 +27,8 @@ def add_explain(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
         )
         if page is None:
             return web.json_response(
-                {"message": "no such request among the most recently finished ones"}, status=404
+                {"message": "no request with this id is among the most recently finished ones"},
+                status=404,
             )
         return web.json_response(page | {"auto": _policy_choice(target, str(page["model"]))})
 

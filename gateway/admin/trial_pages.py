@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 def add_trials(target: GatewayInterface, routes: web.UrlDispatcher) -> None:
     """Add the admin pages with the results of trials: /shadow, /canary and /mirror.
 
-    - A shadow policy only computes which endpoints it would pick.
-    - A canary policy routes a share of the requests.
-    - A mirror sends copies of requests to candidate engines and compares the answers.
+    Shadow and canary are routing policies on trial; a mirror compares candidate engines' answers.
     """
 
     async def shadow(_: web.Request) -> web.Response:

@@ -127,10 +127,7 @@ class BatchRunner:
         self.is_open = True
 
     async def stop(self) -> None:
-        """Interrupt all batch requests, store the received parts of answers, release all batches.
-
-        Another gateway process can then continue the batches immediately.
-        """
+        """Interrupt all batch requests, store received parts of answers, release all batches."""
         if not self._loops:
             return
         # Leases are kept until the parts of answers are stored.

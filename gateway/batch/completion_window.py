@@ -96,7 +96,7 @@ class ScheduleLog:
             level, text = logging.WARNING, "will probably not end in its completion window"
         log.log(
             level,
-            "batch %s %s: about %.0f s of work on one place are left, and %.0f s of time",
+            "batch %s %s: its remaining requests take about %.0f s one by one, and %.0f s are left",
             demand.id,
             text,
             demand.work_s,

@@ -52,16 +52,14 @@ class RequestTimes:
     ) -> tuple[float, float]:
         """Estimate how long the remaining requests of a batch will take.
 
-        Returns two times in seconds: the sum over all requests without a result, and the longest of
-        them.
+        Returns two times in seconds: the sum over all requests without a result, and the longest.
 
         backlog  number of requests without a result
         running  seconds since each running attempt began, by the request's index
         usual_s  mean duration of the pool's requests; None if unknown
 
         Until a request of this batch has ended, its requests are expected to take CAUTION times as
-        long. Some of them then start early enough to be measured, even if the pool never has free
-        capacity.
+        long. Some of them then start early enough to be measured, even without free capacity.
         """
         begun = self._spent | {n: self._spent.get(n, 0.0) + s for n, s in running.items()}
         longest_s = max(self._longest_s, max(begun.values(), default=0.0))

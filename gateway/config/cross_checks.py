@@ -131,7 +131,7 @@ def _sized_for(data: Any) -> Iterator[RuleFinding]:
             yield RuleFinding(path, f"there is no pool {path[-1]!r}{guess}", is_on_key=True)
         rates = get_member(block, "hourly_rates")
         if isinstance(rates, list) and len(rates) not in (0, 24):
-            text = f"has {len(rates)} numbers, and a day has 24 hours; valid: 24 numbers, or none"
+            text = f"must have 24 numbers, one for each hour of a day, or none; it has {len(rates)}"
             yield RuleFinding((*path, "hourly_rates"), text, is_on_key=True)
 
 

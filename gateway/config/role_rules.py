@@ -101,7 +101,7 @@ def _dialect_errors(dialect: Dialect, specs: Specs) -> Iterator[RuleFinding]:
         engine = str(spec.get("engine", "vllm"))
         if engine != dialect.engine:
             text = (
-                f"is {engine}; the split of its pool is {dialect.name}, "
+                f"is {engine}; the split of its pool uses the dialect {dialect.name}, "
                 f"which only {dialect.engine} supports"
             )
             yield RuleFinding((*path, "engine") if "engine" in spec else path, text)

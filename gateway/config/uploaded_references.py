@@ -14,12 +14,12 @@ from gateway.config.s3_section import S3_SECRETS
 from gateway.config.yaml_source import references_in, written_values
 
 NEW_REFERENCE = (
-    "was sent over HTTP and has a reference that the running configuration does not have at such "
-    "a place; write it into the file and reload"
+    "was sent over HTTP and has a reference that the running configuration does not have in such "
+    "a setting, so the reference is not resolved; write it into the file and reload"
 )
 NEW_ADDRESS = (
-    "was sent over HTTP without admin.key, so a value with a reference must be as in the running "
-    "configuration, and a key must stay with its address; write it into the file and reload"
+    "was sent over HTTP without admin.key; then a value with a reference, and the address to which "
+    "a key is sent, must be those of the running configuration; write it into the file and reload"
 )
 
 Fact = tuple[object, ...]

@@ -290,7 +290,7 @@ def _compose(text: str, file: str) -> Node | None:
 
 
 _MEANINGS = {
-    "but found another document": "a second document begins here (---); a configuration is one",
+    "but found another document": "a second document begins here (---); a file must have only one",
     "found character '\\t'": "a tab cannot indent; use blanks",
     "expected <block end>": "the indentation does not match the lines before",
     "mapping values are not allowed here": "a key cannot stand here; check the indentation and the "

@@ -96,7 +96,7 @@ class BootstrapQuery:
         self._call_back(problem, b"" if self._relay.is_refused else self._inbox.body)
 
     def _on_timeout(self) -> None:
-        self._call_back(UpstreamError("timeout", f"no answer within {ANSWER_S:g} s"), b"")
+        self._call_back(UpstreamError("timeout", f"it did not answer within {ANSWER_S:g} s"), b"")
 
     def _call_back(self, problem: UpstreamError | None, page: bytes) -> None:
         callbacks = self._callbacks

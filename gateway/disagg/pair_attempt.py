@@ -204,7 +204,7 @@ class PairAttempt(AttemptState):
         if problem is None and relay.is_refused:
             problem = self._judge_refusal(relay)
         elif problem is None and relay.has_error_event:
-            problem = UpstreamError("engine_error", "error event in the stream")
+            problem = UpstreamError("engine_error", "the engine sent an error event")
         if problem is not None:
             self.problem = problem
             return Event.PREFILL_BROKE
@@ -345,7 +345,7 @@ class PairAttempt(AttemptState):
             return Event.DECODE_REFUSED
         if relay.has_error_event:
             self.exchange.set_interrupted("engine_error")
-            reservation.on_failed(UpstreamError("engine_error", "error event in the stream"))
+            reservation.on_failed(UpstreamError("engine_error", "the engine sent an error event"))
         else:
             self.exchange.status = 200
             reservation.on_served(relay.usage)

@@ -32,7 +32,7 @@ def settle_failure(
         forward_refusal(exchange, client, relay, reservation.endpoint.name)
     else:
         exchange.set_interrupted("engine_error")
-        reservation.on_failed(UpstreamError("engine_error", "error event in the stream"))
+        reservation.on_failed(UpstreamError("engine_error", "the engine sent an error event"))
 
 
 def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: str) -> None:

@@ -179,9 +179,8 @@ class ClientConnections:
     def set_unread(self, connection: CountedConnection, unread: int, limit: int) -> None:
         """Set the number of a connection's bytes that belong to no request yet; apply the limit.
 
-        The limit applies to the unread bytes of all connections together. Above it, the oldest ones
-        are dropped. A single connection may have a quarter of the limit or MIN_SHARE, whichever is
-        more.
+        Above the limit, the oldest unread bytes of all connections are dropped. A single one may
+        have a quarter of the limit or MIN_SHARE, whichever is more.
         """
         if not unread:
             self._release(connection)

@@ -48,10 +48,7 @@ NOTHING, STEPS, STEPS_AND_ACKS = range(3)
 
 
 class Downstream(Protocol):
-    """The interface of what receives an engine's response, usually the client's connection.
-
-    It can pause the engine's connection, which set_source() passes to it.
-    """
+    """The interface of what receives an engine's response, usually a client's connection."""
 
     @property
     def is_writing_paused(self) -> bool: ...
@@ -156,10 +153,7 @@ class UpstreamConnection:
 
     @property
     def is_mid_event(self) -> bool:
-        """Return whether the client has received only the beginning of an event or of a body.
-
-        Only this engine can send the end, so another one cannot continue the response here.
-        """
+        """Return whether the client lacks the end of an event or body that only this engine has."""
         return (
             self._relay is not None and self._relay.is_committed and not self._relay.is_at_boundary
         )
@@ -306,10 +300,7 @@ class UpstreamConnection:
             self.transport.resume_reading()
 
     def process_deferred(self, relay: Relay, data: bytes) -> None:
-        """Relay bytes that were put off to this iteration, if their response has not ended.
-
-        They are a chunk, or a slice of a long read.
-        """
+        """Relay a chunk or slice that was put off to this iteration, unless its response ended."""
         if self._relay is not relay:  # the response has ended, so these bytes are surplus
             self.abort()
             return

@@ -94,10 +94,9 @@ class LargeBodies:
     async def join_in_turn(self, client: str, pieces: list[bytes]) -> bytes:
         """Wait until a large body may be parsed; return the body, joined from its `pieces`.
 
-        A body is joined only when its turn has come, so that waiting bodies take no further memory.
-
-        The caller must parse the body before it awaits anything else. The CPU time until then
-        decides how long the client has to wait before its next large body.
+        Bodies that wait take no further memory. The caller must parse the body before it awaits
+        anything else: the CPU time until then decides how long the client has to wait before its
+        next large body.
         """
         turn: asyncio.Lock | None = None
         try:

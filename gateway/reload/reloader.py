@@ -277,7 +277,7 @@ class Reloader:
             return self._nothing_to_do(
                 f"no version {number} is kept"
                 if number is not None
-                else "there is no older version"
+                else "there is no earlier version to return to"
             )
         text = wanted.text
         if text is None:
@@ -301,7 +301,7 @@ class Reloader:
         # Load and apply a configuration; with `only_if_changed`, ignore an unchanged one.
         async with self._lock:
             if if_match is not None and not _matches(if_match, self.version.etag):
-                message = f"the configuration in force is {self.version.etag}, not {if_match}"
+                message = f"the current configuration is {self.version.etag}, not {if_match}"
                 return ReloadOutcome("conflict", self.version, message)
             began = perf_counter()
             try:

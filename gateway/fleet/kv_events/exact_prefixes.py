@@ -255,11 +255,8 @@ class ExactPrefixes:
     ) -> CacheExpectation | None:
         """Record that a prompt is sent to an endpoint; return what the answer must report.
 
-        That is the number of cached tokens, if the endpoint's KV events are right. Returns None if
-        it has none.
-
-        fingerprint  the chain of hashes of the prompt's blocks
-        slot         the endpoint's slot number
+        That is the number of cached tokens, if the KV events are right. Returns None if the
+        endpoint, which has this slot number, has no KV events.
         """
         if slot not in self.endpoints:
             return None

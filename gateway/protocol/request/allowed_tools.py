@@ -111,7 +111,9 @@ def _malformed() -> GatewayError:
 
 
 def _too_many() -> GatewayError:
-    message = f"With 'tool_choice' of type allowed_tools, 'tools' may have {MAX_TOOLS} items."
+    message = (
+        f"With 'tool_choice' of type allowed_tools, 'tools' may have at most {MAX_TOOLS} items."
+    )
     return bad_request(message, _TOOLS)
 
 

@@ -177,6 +177,6 @@ def _checked(name: str, prompts: int, most: int) -> int:
 def _too_many(name: str, sequences: int, most: int) -> GatewayError:
     message = (
         f"The request asks for {sequences} sequences or more (prompts x choices). "
-        f"One request may ask for {most}."
+        f"One request may ask for at most {most}."
     )
     return GatewayError(Failure.BAD_REQUEST, message, param=name)

@@ -312,7 +312,8 @@ class ChunkedBody:
     def _parse_size_line(self, data: bytes, offset: int) -> int:
         line = _SIZE.match(data, offset)
         if line is None:
-            return self._keep_partial(data, offset, MAX_SIZE_LINE, "bad chunk size line")
+            message = "a chunk size line of the engine's response is malformed"
+            return self._keep_partial(data, offset, MAX_SIZE_LINE, message)
         self._missing = int(line[1], 16)
         if self._missing:
             return line.end()

@@ -57,13 +57,13 @@ def test_each_change_of_the_schedule_is_logged_once_and_seldom(
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         (
             "INFO",
-            "batch batch_1 runs on reserved places, so that it ends in its window: about 280 s of "
-            "work on one place are left, and 100 s of time",
+            "batch batch_1 runs on reserved places, so that it ends in its window: its remaining "
+            "requests take about 280 s one by one, and 100 s are left",
         ),
         (
             "WARNING",
-            "batch batch_1 will probably not end in its completion window: about 280 s of work on "
-            "one place are left, and 100 s of time",
+            "batch batch_1 will probably not end in its completion window: its remaining requests "
+            "take about 280 s one by one, and 100 s are left",
         ),
         ("INFO", "batch batch_1 is on time again"),
     ]

@@ -164,7 +164,10 @@ async def test_a_key_is_not_sent_to_another_address_without_the_admin_key(tmp_pa
         moved = own.replace(harness.members[0].url, url)
         for params in ({"dry_run": "1"}, {}, {"force": "1"}):
             status, told = await harness.put(moved, params=params)
-            assert (status, "stay with its address" in told["problems"][0]["message"]) == (
+            assert (
+                status,
+                "the address to which a key is sent" in told["problems"][0]["message"],
+            ) == (
                 400,
                 True,
             )

@@ -178,7 +178,7 @@ def test_a_stream_that_breaks_between_two_chunks_ends_with_an_error_event(held: 
     relay = Relay(OWN_HEADERS)
     relay.feed(HEAD + chunked(delta("a").encode(), [])[:-5], 0.0)
     relay.feed(held, 0.0)
-    with pytest.raises(UpstreamError, match="bad chunk size line"):
+    with pytest.raises(UpstreamError, match="chunk size line of the engine"):
         relay.feed(b"zz\r\n", 0.0)
     assert b"stream_interrupted" in relay.end_with_error(Failure.UPSTREAM_FAILED, "gone")
 
@@ -188,7 +188,7 @@ def test_nothing_is_added_within_a_partially_forwarded_chunk() -> None:
     relay = Relay(OWN_HEADERS)
     whole = chunked(b"".join(events), [])[:-5]
     relay.feed(HEAD + whole[: len(whole) - len(events[1]) - 2], 0.0)
-    with pytest.raises(UpstreamError, match="bad chunk size line"):
+    with pytest.raises(UpstreamError, match="chunk size line of the engine"):
         relay.feed(whole[len(whole) - len(events[1]) - 2 :] + b"zz\r\n", 0.0)
     assert not relay.is_at_boundary
     assert relay.end_with_error(Failure.UPSTREAM_FAILED, "gone") == b""

@@ -101,7 +101,7 @@ def test_sequences_are_limited_over_prompts_and_choices(prompt: list[Any]) -> No
     assert parsed(prompt * 64, n=4).request.choices == MOST
     assert refusal(prompt * 64, n=5).message == (
         "The request asks for 320 sequences or more (prompts x choices). "
-        "One request may ask for 256."
+        "One request may ask for at most 256."
     )
     assert parsed(prompt * 64, best_of=4, n=2).request.choices == 128
     assert refusal(prompt * 64, best_of=5).param == "prompt"
