@@ -26,7 +26,7 @@ def id_of(response: Answer) -> str:
 async def test_explain_prints_slo_pick_and_outcome() -> None:
     async with gateway_fleet(2, pool={"policy": "prefix_aware"}) as fleet:
         exit_code, output = await typed(fleet)
-        assert (exit_code, "last: no such request" in output) == (1, True)
+        assert (exit_code, "last: no request with this id" in output) == (1, True)
         response = await fleet.ask(prompt="why there " * 100)
         exit_code, output = await typed(fleet, id_of(response))
         assert exit_code == 0
@@ -51,4 +51,4 @@ async def test_explain_prints_rejections_and_unknown_ids() -> None:
         assert exit_code == 0
         assert f"{response.status} refused" in output
         exit_code, output = await typed(fleet, "req_of_another_day")
-        assert (exit_code, "req_of_another_day: no such request" in output) == (1, True)
+        assert (exit_code, "req_of_another_day: no request with this id" in output) == (1, True)
