@@ -176,10 +176,11 @@ class HealthChecker:
             for live in self._polled():
                 if meter.is_part_over():
                     await asyncio.sleep(0)
+                if live.is_leaving:
+                    continue
                 silence_s = self._silences.observe(live, now)
                 if (
                     live.load.is_available
-                    and not live.is_leaving
                     and live not in self._progress_checks
                     and self._is_silent(live, silence_s)
                 ):

@@ -20,6 +20,10 @@ the time.
 """
 
 
+MAX_GAP_S = 1.0
+"""Longest pause after a report: a report that waited for a reload may take a second itself."""
+
+
 class ModelListNews:
     """Reports changes of engines' model lists, and combines changes that follow each other closely.
 
@@ -91,7 +95,8 @@ class ModelListNews:
                 self._task.add_done_callback(self._on_task_ended)
 
     def _on_reported(self) -> None:
-        self._next_at = monotonic() + GAP_PER_REPORT * (monotonic() - self._began_at)
+        now = monotonic()
+        self._next_at = now + min(MAX_GAP_S, GAP_PER_REPORT * (now - self._began_at))
 
     def _on_task_ended(self, _: asyncio.Task[None]) -> None:
         self._task = None

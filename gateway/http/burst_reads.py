@@ -52,6 +52,9 @@ class BurstReads:
         transport.pause_reading()
 
     def _end(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for connection in waiting:
-            connection.end_burst()
+        try:
+            while self._waiting:
+                self._waiting.popitem()[0].end_burst()
+        finally:
+            if self._waiting:  # one connection has raised an exception
+                self._loop.call_soon(self._end)

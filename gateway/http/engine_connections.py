@@ -267,9 +267,9 @@ class UpstreamConnection:
 
     def _wait_in_burst(self) -> None:
         self._quick_reads = 0
-        # Reading from the engine may be paused already, during the slices of a long read.
-        if self._long_read == LONG_READ and self.is_open and self.transport is not None:
-            self._outbox.burst_reads.add(self, self.transport)
+        # TLS would read on, and lose it if the engine disconnected. Long reads pause reading, too.
+        if self._descriptor >= 0 and self._long_read == LONG_READ and self.is_open:
+            self._outbox.burst_reads.add(self, cast(asyncio.Transport, self.transport))
 
     def end_burst(self) -> None:
         """Resume reading from the engine, unless the client reads too slowly."""

@@ -280,6 +280,12 @@ class Swap:
             self._do_later(self._free_steps(due))
 
     def _free_steps(self, actions: Sequence[Callable[[], None]]) -> Steps[None]:
+        try:
+            yield from self._do_free(actions)
+        finally:
+            self._freeing = 0
+
+    def _do_free(self, actions: Sequence[Callable[[], None]]) -> Steps[None]:
         meter = WorkMeter()
         for action in actions:
             action()
@@ -293,7 +299,6 @@ class Swap:
             self._gateway.handoffs.forget_endpoint(name)
             if meter.is_part_over():
                 yield
-        self._freeing = 0
 
     async def stop(self) -> None:
         """Cancel the work of changes that are in progress."""

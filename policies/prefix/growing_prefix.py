@@ -12,7 +12,7 @@ from array import array
 from itertools import islice
 
 from policies.prefix.fingerprint import Fingerprint
-from policies.prefix.key_loops import find_last_counted
+from policies.prefix.key_loops import count_places, find_last_counted
 
 REMEMBERED = 16_384
 """Default number of prompts whose ends are stored; each takes about 300 bytes."""
@@ -28,7 +28,7 @@ MAX_GROWTH_BYTES = 1024 * 1024
 New messages are those added since the previous turn.
 """
 
-_COUNTS = 1 << 17
+_COUNTS = 1 << 18
 _MAX_BLANKS = 64
 _BRACE, _BRACKET = b"}]"
 _CLOSED = re.compile(rb"\}[ \t\r\n]{0,%d}\][ \t\r\n]{0,%d}\Z" % (_MAX_BLANKS, _MAX_BLANKS))
@@ -134,7 +134,8 @@ class GrowingPrefixes:
     def _store(self, end: int, key: int, name: str) -> None:
         if self._ends.pop(end, None) is None:
             self._blocks[key] = self._blocks.get(key, 0) + 1
-            self._counts[key & _COUNTS - 1] += 1
+            for place in count_places(key, _COUNTS):
+                self._counts[place] += 1
         self._ends[end] = (key, name)
         if len(self._ends) > self._remembered:
             # Several at a time, because finding the oldest entry of a dict visits all places that
@@ -144,7 +145,8 @@ class GrowingPrefixes:
 
     def _drop(self, key: int) -> None:
         # Record that one end less is stored in the block with this key.
-        self._counts[key & _COUNTS - 1] -= 1
+        for place in count_places(key, _COUNTS):
+            self._counts[place] -= 1
         self._blocks[key] -= 1
         if not self._blocks[key]:
             del self._blocks[key]

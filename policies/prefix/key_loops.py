@@ -14,16 +14,21 @@ MASK = 0xFFFFFFFFFFFFFFFF
 
 
 def find_last_counted(keys: Keys, counts: array[int], end: int) -> int:
-    """Return the greatest index below `end` of a key with a count other than 0; -1: there is none.
+    """Return the greatest index below `end` of a key with two counts other than 0; -1: none.
 
-    A key's count is `counts[key & len(counts) - 1]`. The length of `counts` is a power of two, its
-    type code "I". `end` is at most the number of keys.
+    The counts of a key are at the places that count_places() returns. The length of `counts` is a
+    power of two, its type code "I". `end` is at most the number of keys.
     """
     mask = len(counts) - 1
     index = end - 1
-    while index >= 0 and not counts[keys[index] & mask]:
+    while index >= 0 and not (counts[keys[index] & mask] and counts[keys[index] >> 32 & mask]):
         index -= 1
     return index
+
+
+def count_places(key: int, length: int) -> tuple[int, int]:
+    """Return at which places of a table of `length` counts the two counts of a key are."""
+    return key & length - 1, key >> 32 & length - 1
 
 
 def scramble_keys(keys: Keys, step: int, offset: int, factor: int) -> Keys:

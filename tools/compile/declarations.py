@@ -112,6 +112,7 @@ READ_BY_TESTS = frozenset(
         "_decode",
         "_deferred_bytes",
         "_delta",
+        "_descriptor",
         "_discard",
         "_discarded",
         "_due",

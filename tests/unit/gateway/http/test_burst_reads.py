@@ -50,6 +50,7 @@ def paced(monkeypatch: pytest.MonkeyPatch) -> None:
 def stream_in_burst() -> tuple[UpstreamConnection, FakeTransport, FakeTimers, Mock]:
     # Return a connection after as many chunks as make a burst.
     connection, transport, client = new_upstream(HEAD)
+    connection._descriptor = 1  # of a socket without TLS
     timers = FakeTimers()
     connection._outbox.burst_reads = BurstReads(cast(asyncio.AbstractEventLoop, timers))
     while not transport.paused:
@@ -78,6 +79,7 @@ async def test_in_a_burst_the_engine_is_read_again_a_millisecond_later() -> None
 @pytest.mark.usefixtures("paced")
 async def test_an_engine_whose_chunks_have_time_between_them_is_read_all_the_time() -> None:
     connection, transport, _ = new_upstream(HEAD)
+    connection._descriptor = 1
     for _ in range(20):
         connection.data_received(EVENT)
     assert not transport.paused
@@ -112,8 +114,18 @@ async def test_a_connection_that_is_closed_in_a_burst_is_not_read_again() -> Non
 
 
 @pytest.mark.usefixtures("back_to_back")
+async def test_an_engine_behind_tls_is_read_all_the_time() -> None:
+    connection, transport, _ = new_upstream(HEAD)
+    assert connection._descriptor == -1
+    for _ in range(20):
+        connection.data_received(EVENT)
+    assert not transport.paused
+
+
+@pytest.mark.usefixtures("back_to_back")
 async def test_parts_of_a_long_read_do_not_count_as_a_burst() -> None:
     connection, transport, _ = new_upstream(HEAD)
+    connection._descriptor = 1
     relay = connection._relay
     assert relay is not None
     for _ in range(20):
@@ -131,3 +143,17 @@ def test_connections_that_wait_together_share_one_timer() -> None:
     timers.run()
     assert [connection.end_burst.call_count for connection in connections] == [1, 1]
     assert not any(reads.is_waiting(connection) for connection in connections)
+
+
+def test_a_connection_that_raises_an_exception_does_not_keep_others_waiting() -> None:
+    due: list[Callable[[], None]] = []
+    loop = Mock(call_later=lambda _, callback: due.append(callback), call_soon=due.append)
+    broken, others = Mock(end_burst=Mock(side_effect=RuntimeError)), [Mock(), Mock()]
+    reads = BurstReads(cast(asyncio.AbstractEventLoop, loop))
+    for connection in (others[0], broken, others[1]):
+        reads.add(connection, Mock())
+    with pytest.raises(RuntimeError):
+        due.pop()()
+    due.pop()()
+    assert [other.end_burst.call_count for other in others] == [1, 1]
+    assert not due
