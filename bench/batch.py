@@ -157,10 +157,9 @@ class Gateway:
 
 @contextmanager
 def mock_groups(speed: float, log: Path) -> Iterator[list[str]]:
-    """Run mock engines in a process of their own, and yield their URLs.
+    """Run mock engines, `speed` times as fast as real time, in a process; yield their URLs.
 
-    speed  how many times as fast as real time they are
-    log    file to which they write each sequence of tokens that they generate
+    log  file to which they write each sequence of tokens that they generate
     """
     command = [sys.executable, "-m", "bench.logged_engines", str(GROUPS), str(speed), str(log)]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) as process:
@@ -223,14 +222,9 @@ async def live_traffic(
     kills: list[float],
     ending: asyncio.Task[Any] | None,
 ) -> list[Answer]:
-    """Send live requests until the task `ending` is done, and return their answers.
+    """Send live requests at `times` until the task `ending` is done, and return their answers.
 
-    http     client session
-    gateway  the gateway, which is killed at the times `kills`
-    times    when requests are sent
-    kills    when the gateway is killed
-
-    All times are in seconds from the start.
+    The gateway is killed at the times `kills`. All times are in seconds from the start.
     """
     began, tasks, waiting = time.monotonic(), [], sorted(kills)
     restart: asyncio.Task[None] | None = None

@@ -332,11 +332,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--streams", default="500,1000,2000", help="numbers of concurrent streams to measure"
     )
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="print which functions took the time of the longest turns (part `stalls`)",
-    )
+    profile_help = "print which functions took the time of the longest turns (part `stalls`)"
+    parser.add_argument("--profile", action="store_true", help=profile_help)
     return parser.parse_args()
 
 

@@ -88,17 +88,7 @@ def sample_steps(
     metrics, gateway, meter = target.metrics, target.gateway, WorkMeter()
     ttft = yield from _sketches(metrics.ttft_seconds, before.ttft if before else {}, meter)
     tpot = yield from _sketches(metrics.tpot_seconds, before.tpot if before else {}, meter)
-    in_flight: dict[str, int] = {}
-    predicted_tokens: dict[str, tuple[int, int]] = {}
-    received: dict[str, int] = {}
-    for live in gateway.endpoints.all():
-        name = live.endpoint.name
-        in_flight[name] = live.load.in_flight
-        predicted_tokens[name] = live.sent_tokens, live.hit_tokens
-        if live.kv_received_bytes is not None:
-            received[name] = live.kv_received_bytes
-        if meter.is_part_over():
-            yield
+    in_flight, predicted_tokens, received = yield from _endpoint_figures(target, meter)
     upstream_errors = _sum_by_two_labels(metrics.upstream_errors_total, 0, 1)
     yield
     return MetricSample(
@@ -126,6 +116,25 @@ def sample_steps(
         },
         received=received,
     )
+
+
+def _endpoint_figures(
+    target: GatewayInterface, meter: WorkMeter
+) -> Steps[tuple[dict[str, int], dict[str, tuple[int, int]], dict[str, int]]]:
+    # Return by endpoint: requests in flight; prompt tokens that were sent, and those of them that
+    # were cached as predicted; bytes of KV that it has received.
+    in_flight: dict[str, int] = {}
+    predicted_tokens: dict[str, tuple[int, int]] = {}
+    received: dict[str, int] = {}
+    for live in target.gateway.endpoints.all():
+        name = live.endpoint.name
+        in_flight[name] = live.load.in_flight
+        predicted_tokens[name] = live.sent_tokens, live.hit_tokens
+        if live.kv_received_bytes is not None:
+            received[name] = live.kv_received_bytes
+        if meter.is_part_over():
+            yield
+    return in_flight, predicted_tokens, received
 
 
 def _with_kind(kind: str, sums: Mapping[str, float]) -> dict[tuple[str, str], float]:
