@@ -319,7 +319,6 @@ class App:
             predecessor_stop = asyncio.create_task(self._predecessor.stop(self._longest_stop_s))
         await self._stop_changes()
         await self._discovery.stop()
-        await self.swap.stop()
         await self._trial.stop()
         if self._batches is not None:
             await self._batches.stop()
@@ -337,6 +336,7 @@ class App:
         for timer in (self._sweep_task, self._tick_timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
+        await self.swap.stop()  # after the health checker and the sweep, which start its work
         self.gateway.background.close()
         self.gateway.handoffs.close()
         self._endpoints.close()
