@@ -1,4 +1,4 @@
-"""Checks that the arguments with which an engine creates a KV transfer agent fit each other."""
+"""Checks that an engine's arguments for its KV transfer agent are consistent with each other."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Link(Protocol):
     def expect_windows(self) -> None:
         """Prepare to send or receive KV soon, for example by keeping threads awake.
 
-        Both agents call this when a transfer is agreed on. It changes nothing but speed.
+        Both agents call this when a transfer is agreed on. It only affects speed.
         """
         ...
 
@@ -147,8 +147,8 @@ class Link(Protocol):
         """Let the other agent write to these blocks. Only the receiving agent calls this, once per
         transfer.
 
-        Returns data to send in the invitation, which the other agent needs to write; for rdma, they
-        are memory keys. After the transfer's fence (the end of its writes), the call permits
+        Returns data that the other agent needs to write, such as memory keys (rdma); they are sent
+        in the invitation. After the fence (the end of writes) of the transfer, the call permits
         nothing and returns b"".
         """
         ...
@@ -203,9 +203,9 @@ class MultiLaneLink(Protocol):
     def add_lane(self, lane: Link) -> None:
         """Let the connection `lane` carry KV of this one in parallel.
 
-        The other agent must have proven its identity on the lane. The lane reports received KV as
-        that of this connection. Its messages and its end remain its own. Call this on the lane's
-        thread.
+        The other agent must have proven its identity on the lane. Received KV is reported as KV of
+        this connection, but the lane reports its own messages and its own end. Call this on the
+        lane's thread.
         """
         ...
 

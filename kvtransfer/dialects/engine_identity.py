@@ -25,8 +25,8 @@ def find_identity(
 ) -> PrefillIdentity | None:
     """Return how decode engines can reach a prefill engine; None if that is not known.
 
-    It is either in `terms`, because the gateway knew it before, or `read` finds it in the response
-    `answer`.
+    Uses `terms.identity` if the gateway already knew it, otherwise what `read` finds in the
+    response `answer`.
     """
     if terms.identity is not None or answer is None:
         return terms.identity
@@ -34,7 +34,7 @@ def find_identity(
 
 
 def identify(read: ReadIdentity, body: bytes) -> tuple[PrefillIdentity, ...]:
-    """Return the engine's identity in a prefill response as a tuple of one, or () if there is none.
+    """Return the identity in a prefill response as a tuple of one, or () if the response has none.
 
     read  function that finds the identity in a parsed response
     body  the response's JSON

@@ -70,9 +70,9 @@ class RankPair(NamedTuple):
 
 
 class PairShare(NamedTuple):
-    """Which layers and heads one sending rank copies to one receiving rank, in one group of layers.
+    """What one sending rank copies to one receiving rank in one group of layers.
 
-    They are numbered as in the model.
+    The layers and heads are those that both ranks hold, numbered as in the model.
     """
 
     pair: RankPair
@@ -101,7 +101,7 @@ class Segments(NamedTuple):
 
 
 class SegmentPlace(NamedTuple):
-    """Where the tokens of a small transfer lie, if one block at each engine contains all of them.
+    """Where a transfer's tokens lie, if a single block at each engine contains all of them.
 
     src_index  index of the block in the source's list of blocks
     dst_index  index of the block in the sink's list of blocks
@@ -118,7 +118,7 @@ class SegmentPlace(NamedTuple):
 
     @classmethod
     def of(cls, src: KvLayout, dst: KvLayout, covered: range) -> SegmentPlace | None:
-        """Return where the tokens `covered` lie, or None if they need several blocks at an engine.
+        """Return where the tokens `covered` lie; None if an engine has them in several blocks.
 
         `src` and `dst` are the layouts of source and sink.
         """
@@ -137,9 +137,9 @@ class SegmentPlace(NamedTuple):
         return src_blocks.item(self.src_index), dst_blocks.item(self.dst_index)
 
     def segment(self, blocks: tuple[int, int]) -> Segments:
-        """Return these tokens as the only range of a transfer.
+        """Return the place of these tokens as Segments with a single range.
 
-        blocks  numbers of the blocks that contain them at the source and at the sink
+        blocks  number of the source's block and number of the sink's block
         """
         numbers = (blocks[0], self.src_token, blocks[1], self.dst_token, self.tokens)
         return Segments(*(np.array([number], np.int64) for number in numbers))
@@ -184,7 +184,7 @@ def split_segments(
 def max_runs(
     src: KvLayout, dst: KvLayout, share: PairShare, tokens: int, most_run_bytes: int
 ) -> int:
-    """Return the largest number of byte ranges that copying a range of tokens can need.
+    """Return an upper limit of the number of byte ranges needed to copy some tokens.
 
     src, dst        layouts of source and sink
     share           the heads and layers that both ranks hold

@@ -84,7 +84,7 @@ class KvContent(StrEnum):
 
 
 class KvSteps(NamedTuple):
-    """How many bytes lie between one layer, block, head or token and the next, in a rank's memory.
+    """The distances in bytes between neighbouring layers, blocks, heads and tokens of a rank.
 
     part  distance in bytes from the keys to the values
     """
@@ -265,9 +265,9 @@ class KvLayout(msgspec.Struct, frozen=True):
         return axes[:place] + "p" + axes[place:]
 
     def has_same_blocks(self, other: KvLayout) -> bool:
-        """Return whether one layer of a block is the same contiguous bytes in both layouts.
+        """Return whether one layer of a block has the same bytes in the same order in both layouts.
 
-        It can then be copied at once, together with the neighbouring layers.
+        The bytes are contiguous, so they can be copied together with the neighbouring layers.
         """
         return self.order.value.startswith("bl") and all(
             getattr(self, name) == getattr(other, name)
@@ -306,8 +306,7 @@ def _fingerprint(layout: KvLayout) -> str:
 
 @lru_cache(64)
 def pair_fingerprint(src: KvLayout, dst: KvLayout) -> str:
-    """Return a text by which two agents check that they compute a transfer from the same two
-    layouts.
+    """Return a hash of two layouts, by which two agents check that both use the same ones.
 
     src, dst  layouts of the sending and the receiving engine
     """

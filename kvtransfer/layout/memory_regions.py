@@ -19,9 +19,9 @@ Blocks = Sequence[int] | NDArray[np.int64]
 
 
 def local_rank(rank: int, has_all: bool) -> int:
-    """Return the index of a rank's memory in the agent that serves this rank.
+    """Return the index of a rank's memory in the list of regions of the agent that serves it.
 
-    has_all  whether the agent has the memory of all ranks; False: only of one rank, at index 0
+    has_all  True: the agent has the memory of all ranks; False: only of one rank, at index 0
     """
     return rank if has_all else 0
 
@@ -31,10 +31,10 @@ class RegionError(Exception):
 
 
 class GenerationCheck:
-    """Checks whether blocks that are being sent were released for reuse in the meantime.
+    """Checks whether blocks were released for reuse while they were being sent.
 
     Each block has a generation, a counter that is raised when the block is released. Calling this
-    object returns whether all are unchanged. Native code can also read the arrays itself.
+    object returns True if no generation has changed. C code can also read the arrays itself.
 
     region      the memory of the blocks
     blocks      int64 array (n,): block numbers

@@ -166,11 +166,9 @@ class TransferPlan:
         return self._division.bands[self._band(group)]
 
     def ready_groups(self, layers: int) -> int:
-        """Return how many groups of layers may be sent after the prefill has computed `layers`
-        layers.
+        """Return the number of groups of layers that may be sent once `layers` layers are computed.
 
-        KV is sent by groups of layers, and all layers of a group must be computed before. The first
-        `layers` layers count.
+        KV is sent by groups of layers. A group may be sent when all of its layers are computed.
         """
         if layers >= self.src.layers:
             return self.groups
@@ -181,8 +179,7 @@ class TransferPlan:
         return min(groups // len(self._chunk_tokens) * self.group_layers, self.src.layers)
 
     def pairs(self, group: int) -> tuple[RankPair, ...]:
-        """Return the pairs of ranks (sending, receiving) that exchange bytes of a group of layers,
-        sorted.
+        """Return the sorted pairs (sending rank, receiving rank) that exchange a group of layers.
 
         The header of a window has a pair number, which is an index into this list.
         """
@@ -236,11 +233,10 @@ class TransferPlan:
         return sum(self._division.token_bytes) * sum(self._chunk_tokens)
 
     def windows(self, group: int, window_bytes: int) -> Iterator[PlannedWindow]:
-        """Yield the windows in which a group of layers is sent, of at most `window_bytes` bytes
-        each.
+        """Yield the windows in which the KV of a group of layers is sent.
 
-        A window is some byte ranges that are sent as a unit. A byte range that is longer is a
-        window by itself. Source and sink compute the same windows.
+        A window is some byte ranges that are sent as a unit, of at most `window_bytes` bytes. A
+        longer byte range is a window by itself. Source and sink compute the same windows.
         """
         for pair in range(len(self._division.shares[self._band(group)])):
             runs = self.runs(group, pair)
@@ -347,8 +343,7 @@ def _check_range(src: KvLayout, dst: KvLayout, skip_tokens: int, tokens: int) ->
 
 
 def source_ranks(src: KvLayout, dst: KvLayout, dst_rank: int) -> list[int]:
-    """Return from which ranks of the sending engine the rank `dst_rank` of the receiving engine
-    fetches.
+    """Return the sending engine's ranks from which the receiving engine's rank `dst_rank` fetches.
 
     It is used if each rank has a transfer agent of its own.
 
@@ -358,11 +353,10 @@ def source_ranks(src: KvLayout, dst: KvLayout, dst_rank: int) -> list[int]:
 
 
 def sink_ranks(src: KvLayout, dst: KvLayout, src_rank: int | None) -> list[int]:
-    """Return which ranks of the receiving engine fetch KV from the sending engine's rank
-    `src_rank`.
+    """Return the receiving engine's ranks that fetch KV from the sending engine's rank `src_rank`.
 
     src, dst  layouts of the two engines
-    src_rank  None: the ranks that fetch from any rank
+    src_rank  None: return the ranks that fetch from any rank
     """
     return sorted(
         {pair.dst_rank for pair in _rank_pairs(src, dst) if src_rank in (None, pair.src_rank)}
@@ -393,7 +387,7 @@ def layers_per_group(layout: KvLayout, tokens: int, group_bytes: int = GROUP_BYT
 
 @lru_cache(64)
 def max_pairs(src: KvLayout, dst: KvLayout, group_layers: int) -> int:
-    """Return how many pairs of ranks the computation of a transfer plan may have to consider.
+    """Return an upper limit of the number of rank pairs that planning a transfer has to consider.
 
     The time to compute a plan grows with this number, whatever the number of blocks.
 

@@ -86,9 +86,7 @@ class LinkManager:
         self._closed = False
 
     def __len__(self) -> int:
-        """Return the number of connections to other agents, without additional parallel ones
-        (lanes).
-        """
+        """Return the number of connections to other agents. Parallel ones (lanes) do not count."""
         return sum(not peer_link.session.lane_of for peer_link in self._peer_links.values())
 
     def open(self, card: AgentCard) -> None:

@@ -96,7 +96,7 @@ class PeerLink:
         return self.link.peer if self.dial_request is None else self.dial_request.address
 
     def has_same_peer(self, other: PeerLink) -> bool:
-        """Return whether both links lead to the same agent, which was not restarted in between."""
+        """Return whether both links lead to the same agent, without a restart between them."""
         ours, theirs = self.session.peer, other.session.peer
         return (
             ours is not None
@@ -113,13 +113,13 @@ class PeerLink:
             self.link.send(self.session.seal(message))
 
     def is_silent(self, now: float, late_s: float, options: AgentOptions) -> bool:
-        """Return whether the other agent has been silent for too long.
+        """Return whether the other agent has sent nothing for too long.
 
         Call this twice per heartbeat.
 
         late_s  seconds by which this call is late; they do not count as silence
 
-        Messages that wait to be handled here do not count as silence either. Before the peer has
+        An agent whose message still waits to be handled here is not silent. Before the peer has
         proven its identity, received bytes do not extend its time.
         """
         received = self.link.received_bytes
@@ -148,8 +148,7 @@ def incompatibility(
 
 
 def wrong_peer_error(peer_link: PeerLink) -> tuple[EndReason, str] | None:
-    """Return an error if a new connection (link) has reached another agent than expected, else
-    None.
+    """Return an error if a new connection (link) reached another agent than expected, else None.
 
     An address that was reported by another host can mean a different agent on this host. The link
     over which the address was learned names the expected agent.

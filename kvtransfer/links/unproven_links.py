@@ -16,9 +16,9 @@ class UnprovenLinks:
     """The connections whose clients have not yet proven that they have the key; their number is
     limited.
 
-    A new one always fits, because an old one is dropped for it. If its address already has
-    `per_address` connections, that is the oldest of them. Otherwise, if there are `most`
-    connections, it is the oldest one of the address with the most.
+    A new connection is always accepted; if a limit is reached, an old one is dropped. From an
+    address with `per_address` connections, the oldest one is dropped. If there are `most`
+    connections in total, it is the oldest one of the address with the most connections.
     """
 
     def __init__(self, most: int, per_address: int) -> None:

@@ -1,7 +1,7 @@
-"""Signs messages with HMAC-SHA256 without giving up Python's interpreter lock.
+"""Signs messages with HMAC-SHA256 without releasing Python's interpreter lock.
 
-hmac.digest gives the lock up even for a few bytes. A thread that computes in Python may then take
-it, and the message waits until that thread gives it back.
+hmac.digest releases the lock even for a few bytes. Another thread may then take it to compute in
+Python, and the message waits until that thread releases it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class SpentTickets:
     def check_unspent(self, ticket: Ticket, now: float, rank: int = -1) -> None:
         """Raise TicketRefused if this rank has already used the ticket (permission to fetch KV).
 
-        Also raised if too many used tickets are remembered.
+        Also raises it if so many tickets are remembered that no further one can be.
 
         rank  the rank that fetches; -1: the agent serves all ranks of its engine
         """

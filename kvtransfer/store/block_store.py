@@ -133,7 +133,7 @@ class BlockStore:
             self._index.release(owner, number)
 
     def end_owner(self, owner: int) -> None:
-        """Let all blocks be evicted that a client was reading, because its connection has ended."""
+        """End all leases of a client that has disconnected, so that its blocks can be evicted."""
         with self._lock:
             self._index.end_owner(owner)
 

@@ -1,8 +1,8 @@
 """CostFit: learns from measured durations how long one unit of each kind of work takes.
 
-For example, a read takes some milliseconds, plus some for each block. Then the amounts of work are
-the number of reads and the number of blocks. A duration is modelled as the sum of all amounts, each
-times its cost. Costs are never negative.
+For example, a read of n blocks takes a fixed time plus a time for each block. The amounts of work
+are then 1 read and n blocks. A duration is modelled as the sum of amount times cost over all kinds
+of work. Costs are never negative.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RIDGE = 1e-9
 class CostFit:
     """Learns from measured durations how long one unit of each kind of work takes.
 
-    For example, one kind of work is a read, and another one each block that is read.
+    For example, a read of 12 blocks is 1 unit of "read" and 12 units of "block".
 
     amounts  number of kinds of work that add up to a duration
     samples  number of measurements so far
@@ -38,7 +38,7 @@ class CostFit:
         self._rates: list[float] | None = None
 
     def add(self, amounts: Sequence[float], seconds: float, measured_s: float) -> None:
-        """Learn from one measurement: this work took `seconds`.
+        """Learn from one measurement: these amounts of work took `seconds`.
 
         amounts     amount of each kind of work, such as (1, 12) for 1 read of 12 blocks
         measured_s  the measured duration, of which `seconds` is a part; errors are relative to it
@@ -53,7 +53,7 @@ class CostFit:
         self._rates = None
 
     def rates(self) -> Sequence[float]:
-        """Return how many seconds a unit of each kind of work takes; 0: it was never measured."""
+        """Return the seconds per unit of each kind of work; 0 for a kind without measurements."""
         if self._rates is None:
             self._rates = self._fit()
         return self._rates

@@ -96,9 +96,7 @@ class PendingFetch(msgspec.Struct, eq=False):
 
 
 class TierRun(NamedTuple):
-    """Neighbouring blocks of a prompt that are all in the same tier of the store (memory or disk).
-
-    They are the prompt's blocks [first, last).
+    """Consecutive blocks [first, last) of a prompt that are all in the same tier (memory or disk).
 
     disk_blocks  number of the prompt's blocks before `first` that are on disk
     """
@@ -117,8 +115,7 @@ class TierRun(NamedTuple):
 
 
 class TierSpeed:
-    """The measured read speed of a tier of the store (memory or disk): a latency, and a time per
-    block.
+    """The measured read speed of one tier (memory or disk): a latency, and a time per block.
 
     reads    number of measured reads
     largest  size of the largest read in blocks; with each later read it is multiplied by DECAY

@@ -113,10 +113,9 @@ class SlotGeometry(msgspec.Struct, frozen=True):
 
 
 class SlotFile(Protocol):
-    """The interface of a file with a KV store's blocks, in memory or on disk, as BlockStore uses
-    it.
+    """The interface of a file with a KV store's blocks, in memory or on disk.
 
-    A slot is the place of one block. Only the store writes to the file.
+    A slot is the place of one block. Only BlockStore writes to the file.
     """
 
     geometry: SlotGeometry

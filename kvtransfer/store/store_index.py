@@ -121,14 +121,14 @@ class StoreIndex:
     def wants(self, key: Key) -> bool:
         """Return whether a client that has this block should send it to the store.
 
-        That is so if no tier has it, and no other client is sending it.
+        False if a tier already has the block, or another client is sending it.
         """
         return not self.places(key) and not self.memory.is_writing(key)
 
     # Writers
 
     def begin_write(self, key: Key, now: float) -> int | None:
-        """Reserve a slot in memory for a block that a writer sends, and return its number.
+        """Reserve a slot in memory for a block that a writer sends, and return the slot's number.
 
         Returns None if the block is already stored or being sent, or if no slot can be reused.
         """
@@ -150,10 +150,10 @@ class StoreIndex:
     # Readers
 
     def acquire(self, owner: int, keys: Sequence[Key], now: float) -> tuple[int, list[int]]:
-        """Give a client a lease on a prompt's first blocks, as many as are in memory without gaps.
+        """Give a client a lease on a prompt's first blocks, up to the first that is not in memory.
 
-        Until the lease ends, their places (slots) are not reused. Returns the number of the lease,
-        and the slots. The lease ends with the client's connection `owner` at the latest.
+        Until the lease ends, the blocks' places (slots) are not reused. The lease ends with the
+        client's connection `owner` at the latest. Returns the lease's number and the slots.
         """
         self.expire(now)
         slots: list[int] = []
@@ -175,9 +175,9 @@ class StoreIndex:
         self.disk.touch(reversed(keys))
 
     def join(self, owner: int, earlier: int, later: int) -> int:
-        """Merge two leases (rights to read blocks) of a client into `later`, and return its number.
+        """Merge two leases (rights to read blocks) of a client, and return the number `later`.
 
-        It then has the slots of both.
+        The lease `later` then has the slots of both.
         """
         first, second = self._leases.pop(earlier, None), self._leases[later]
         if first is not None and first.owner == owner == second.owner:

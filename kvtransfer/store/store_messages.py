@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvtransfer.store.block_keys import Key, are_keys
+from kvtransfer.store.block_keys import KEY_BYTES, Key, are_keys
 from kvtransfer.store.slot_format import SlotGeometry
 
 VERSION = 1
@@ -203,8 +203,7 @@ def _check_limits(message: ToStore) -> None:
     elif isinstance(message, AcquireBlocks):
         most = MAX_LEASE_KEYS
     keys = getattr(message, "keys", [])
-    if len(keys) > most or not are_keys(keys):
-        raise StoreProtocolError(
-            f"a message with {len(keys)} keys is invalid: it may have at most {most}, all of "
-            "the right length"
-        )
+    if len(keys) > most:
+        raise StoreProtocolError(f"a message has {len(keys)} keys; the limit is {most}")
+    if not are_keys(keys):
+        raise StoreProtocolError(f"each key of a message must have {KEY_BYTES} bytes")

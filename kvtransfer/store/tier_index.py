@@ -64,8 +64,7 @@ class TierIndex:
         return self._writing[key]
 
     def begin(self, key: Key) -> tuple[int, Key | None] | None:
-        """Reserve a slot for a new block, and return the slot with the key of the block evicted for
-        it.
+        """Reserve a slot for a new block. Return (slot, key of the evicted block or None).
 
         Returns None if the block is already there or being written, or if all slots are pinned or
         being written.
@@ -116,7 +115,7 @@ class TierIndex:
     def unpin(self, slot: int) -> None:
         """Undo one call of pin(), because a reader of this slot has finished.
 
-        After the last one, the slot's block counts as most recently used.
+        After the last unpin(), the slot's block counts as most recently used.
 
         Raises ValueError if the slot is not pinned.
         """
@@ -132,16 +131,14 @@ class TierIndex:
             self._idle[slot] = None
 
     def touch(self, keys: Iterable[Key]) -> None:
-        """Mark these blocks as used now, in this order. Blocks that are not readable are
-        skipped.
-        """
+        """Mark these blocks as used now, in this order. Skips blocks that are not readable."""
         for key in keys:
             slot = self._ready.get(key)
             if slot is not None and slot in self._idle:
                 self._idle.move_to_end(slot)
 
     def drop(self, key: Key) -> None:
-        """Forget a block that can be read; its slot is free as soon as it is not read any more."""
+        """Forget a readable block; its slot becomes free once no reader uses it."""
         slot = self._ready.pop(key)
         if self._pins[slot]:
             self._keys[slot] = None
@@ -159,7 +156,7 @@ class TierIndex:
         self._idle[slot] = None
 
     def seal_restored(self) -> None:
-        """Complete the restoring of blocks from an earlier process: find the free slots.
+        """Find the free slots, after all blocks of an earlier process were restored.
 
         Call it once, after the last call of restore().
         """

@@ -33,7 +33,7 @@ class SendInvite(msgspec.Struct, frozen=True):
 
 
 class AcceptGrant(msgspec.Struct, frozen=True):
-    """Command of the sending agent: store the receiver's permission to write into its memory."""
+    """Command of the sending agent to store the permission to write to the receiver's memory."""
 
     link: Link
     transfer: int
@@ -121,12 +121,10 @@ class EndGroup(msgspec.Struct, frozen=True):
 
 
 class ComputePlan(msgspec.Struct, frozen=True):
-    """Command to compute which bytes a KV transfer copies, without the agent's lock, as this takes
-    long.
+    """Command to compute which bytes a KV transfer copies; slow, so done without the agent's lock.
 
-    `work` does that, and returns a function. The agent then takes its lock and calls that function
-    with the current time. It returns further commands. The state may have changed since the
-    computation began.
+    The agent calls `work` without its lock. With its lock, it then calls the returned function with
+    the current time, which returns further commands. Meanwhile the agent's state may have changed.
     """
 
     work: Callable[[], Callable[[float], list[Command]]]
@@ -156,8 +154,7 @@ _MAX_INLINE_PAIRS = 1024
 def plan_or_defer(
     blocks: int, pairs: int, work: Callable[[], Callable[[float], list[Command]]], now: float
 ) -> list[Command]:
-    """Compute now which bytes a KV transfer copies if that is quick; otherwise return a command to
-    do so.
+    """Compute which bytes a KV transfer copies, now if that is quick, otherwise by a command.
 
     blocks  number of blocks to copy
     pairs   number of pairs of ranks between which they are copied
@@ -165,7 +162,7 @@ def plan_or_defer(
             commands
 
     Returns these commands if `work` was done now. Otherwise returns one ComputePlan command, with
-    which the agent does it later, without its lock.
+    which the agent calls `work` later, without its lock.
     """
     short = blocks <= _MAX_INLINE_BLOCKS and pairs <= _MAX_INLINE_PAIRS
     return work()(now) if short else [ComputePlan(work)]

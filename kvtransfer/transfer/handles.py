@@ -1,5 +1,4 @@
-"""The objects by which an engine follows its offers and fetches of KV, for example awaits their
-end.
+"""The objects by which an engine follows its offers and fetches of KV, and can await their end.
 
 The agent changes them on its own threads, and LoopWaker wakes the engine's event loop.
 """
@@ -65,7 +64,7 @@ class LoopWaker:
                 self._ring_fd(self._fd)
 
     def close(self) -> None:
-        """Wake all coroutines that still wait for a KV transfer, and release the descriptor.
+        """Wake the coroutines whose KV transfer has changed, and release the descriptor.
 
         Call this on the event loop after the last change.
         """
@@ -97,7 +96,7 @@ class TransferHandle:
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether a coroutine must be woken, because it waits for the change just made.
+        """Return whether coroutines wait for the change that was just made, and must be woken.
 
         It may be read on any thread, after the change.
         """
@@ -139,7 +138,7 @@ def _wake_all(waiters: set[asyncio.Future[None]]) -> None:
 
 
 class OfferOwner(Protocol):
-    """The methods of the transfer agent that its Offer objects call on behalf of the engine.
+    """The methods of the transfer agent that an Offer calls when the engine uses the Offer.
 
     number  the agent's number of the offer
     """
@@ -152,8 +151,7 @@ class OfferOwner(Protocol):
 
 
 class LandingOwner(Protocol):
-    """The methods of the transfer agent that its Landing objects (fetches of KV) call for the
-    engine.
+    """The methods of the transfer agent that a Landing calls when the engine uses the Landing.
 
     number  the agent's number of the fetch
     """
@@ -162,7 +160,7 @@ class LandingOwner(Protocol):
 
 
 class Offer(TransferHandle):
-    """KV of this engine that one other agent may fetch once, as the engine sees it.
+    """An engine's handle of KV that it offers; one other agent may fetch the KV once.
 
     ticket  text that permits the fetch. Keep it secret: any agent that presents it may fetch
     """
@@ -177,8 +175,7 @@ class Offer(TransferHandle):
         self._owner.mark_ready(self.number, layers)
 
     def renew(self, ttl_s: float) -> bool:
-        """Keep the offered KV for at least `ttl_s` seconds from now, and replace `ticket` by a new
-        one.
+        """Keep the offered KV for at least `ttl_s` more seconds, and set a new `ticket`.
 
         Returns False if the offer has already ended.
         """
@@ -195,7 +192,7 @@ class Offer(TransferHandle):
 
 
 class Landing(TransferHandle):
-    """A fetch of KV from another agent, as the engine sees it.
+    """An engine's handle of its fetch of KV from another agent.
 
     layers  number of layers, from layer 0 on, that have arrived and are verified. Once the outcome
             is LANDED, all layers are valid

@@ -1,7 +1,7 @@
-"""Prepares memory for writes by another agent's network card (RDMA), before that agent is invited.
+"""Registers memory with the network card (RDMA) before another agent is invited to write to it.
 
-The card can only write to registered memory. Registration is slow, so it runs on other threads. The
-invitations are sent in order afterwards. sink.py decides whether a fetch is still wanted.
+A card can only write to registered memory. Registration is slow, so it runs on other threads; the
+invitations are then sent in their original order. sink.py decides whether a fetch is still wanted.
 transports/rdma/memory_grants.py registers memory.
 """
 

@@ -35,7 +35,7 @@ class OfferedBlocks:
     def release(self, blocks: BlockNumbers) -> BlockNumbers:
         """Record that an offer of these blocks has ended; each block is listed once.
 
-        Returns the blocks that no other offer contains, and that may be reused.
+        Returns the blocks that no other offer contains. They may now be reused.
         """
         self._offers[blocks] -= 1
         freed: BlockNumbers = blocks[self._offers[blocks] == 0]

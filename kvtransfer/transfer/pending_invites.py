@@ -1,5 +1,4 @@
-"""Requests of other agents for KV that this agent has not offered yet; they wait for the offer
-here.
+"""Requests of other agents for KV that this agent has not offered yet.
 
 Such a request is an invitation: the other agent invites this one to write KV into its blocks. This
 module also remembers the names of offers that have ended or are not wanted. source.py decides who
@@ -59,7 +58,7 @@ class PendingInvites:
         return iter(self._waiting)
 
     def next_deadline(self) -> float | None:
-        """Return when to look for expired invitations next; None if none is waiting.
+        """Return when to call `take_expired` next; None if no invitation is waiting.
 
         The result may be earlier than the earliest deadline, never later.
         """
@@ -71,11 +70,11 @@ class PendingInvites:
         return self._waiting.get(name, {}).get(rank)
 
     def add(self, link: Link, invite: Invite, rank: int, now: float) -> EndReason | None:
-        """Let another agent's request for KV wait for its offer; return None, or why it is refused.
+        """Store another agent's request until its KV is offered. Return None, or why it is refused.
 
         link    connection to that agent
         invite  the request (invitation to write KV)
-        rank    the only rank that it serves; -1: all ranks
+        rank    the only rank that the agent serves; -1: all ranks
         now     time in seconds
         """
         ended = self._ended.get(invite.name, now)
@@ -96,10 +95,10 @@ class PendingInvites:
         return None
 
     def take_for_offer(self, name: str, now: float) -> tuple[list[PendingInvite], str | None]:
-        """Remove and return the invitations that wait for the offer `name`, because it is made now.
+        """Remove and return the invitations that wait for the offer `name`, which is made now.
 
-        The second result is the name of an agent that recently gave up to wait for this offer, or
-        None. The offer is useless then.
+        The second result is the name of an agent that recently stopped waiting for this offer, or
+        None. If an agent is named, the offer is useless.
         """
         self._ended.pop(name, now)
         return self.remove(name), self._unwanted.pop(name, now)
@@ -122,7 +121,7 @@ class PendingInvites:
 
         link      connection to that agent
         transfer  that agent's number of the transfer
-        agent     name of that agent, if it will not want the offer later either; otherwise None
+        agent     its name, if it will also ignore a later offer of this KV; otherwise None
         now       time in seconds
 
         Returns False if no such invitation is waiting.

@@ -42,8 +42,7 @@ class ReceiveTracker:
         self.n_bytes = 0
 
     def begin(self, group: int, pair: int, first: int, count: int, n_bytes: int) -> ByteRuns:
-        """Record that a unit of KV (window) begins to arrive, and return where its bytes are
-        written.
+        """Record that a window (unit of KV) begins to arrive; return where to write its bytes.
 
         Raises WindowError if it is not planned; the connection must then be closed.
         """
@@ -67,8 +66,7 @@ class ReceiveTracker:
         return runs
 
     def peek(self, group: int, pair: int, first: int, count: int) -> ByteRuns | None:
-        """Return where the bytes of a unit of KV (window) will be written, before it begins to
-        arrive.
+        """Return where the bytes of a window (unit of KV) would be written if it arrived now.
 
         Returns None if any part of it has arrived. Raises IndexError if it is not planned.
         """
@@ -82,8 +80,7 @@ class ReceiveTracker:
         return (group, pair, first, count) in self._unverified
 
     def mark_verified(self, group: int, pair: int, first: int, count: int) -> bool:
-        """Record that a unit of KV (window) has arrived intact; return whether its group of layers
-        is complete.
+        """Record that a window has arrived intact; return whether its group of layers is complete.
 
         Raises WindowError if the window was not begun.
         """
@@ -108,9 +105,7 @@ class ReceiveTracker:
 
     @property
     def complete_layers(self) -> int:
-        """Return the number of layers, from layer 0 on, that have arrived completely and
-        verified.
-        """
+        """Return the number of layers, from layer 0 on, that have arrived and are verified."""
         return self.plan.complete_layers(self._groups_in_order)
 
 

@@ -29,9 +29,9 @@ def in_flight_limit(budget_bytes: int, window_bytes: int, priority: Priority) ->
 class SendCredits:
     """Limits the bytes of KV in flight (sent, but not reported as arrived) to one agent.
 
-    A window, the unit in which KV is sent, takes credit when it is sent, and gives it back when it
-    has arrived. A window that is larger than the limit is sent when nothing else is in flight. Not
-    thread-safe.
+    KV is sent in units called windows. Sending one takes as much credit as it has bytes, and its
+    arrival gives the credit back. A window that is larger than the limit is sent when nothing else
+    is in flight. Not thread-safe.
     """
 
     def __init__(self, budget_bytes: int) -> None:

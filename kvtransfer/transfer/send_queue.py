@@ -55,14 +55,12 @@ class SendQueue:
         offer.link, offer.transfer = self._link, transfer
 
     def unassign(self, offer: LeasedOffer) -> None:
-        """Undo `assign` because the transfer could not begin, so that the offer is available
-        again.
-        """
+        """Undo `assign`: the transfer could not begin, so the offer may be fetched again."""
         del self.claimed[offer.transfer]
         offer.link, offer.transfer = None, 0
 
     def claim(self, offer: LeasedOffer, plan: TransferPlan, window_bytes: int) -> None:
-        """Set which bytes of an offer are sent, and divide them into units (windows) of this size.
+        """Set which bytes of an offer are sent, as windows (units) of up to `window_bytes` bytes.
 
         plan  which bytes are copied to which rank
         """
@@ -88,15 +86,15 @@ class SendQueue:
         self._flow.count(n_bytes, now, idle=not self.credits.in_flight_bytes)
 
     def enqueue(self, offer: LeasedOffer, now: float) -> None:
-        """Let an offer take part in sending, if it has KV that can be sent now."""
+        """Add an offer to the queue for sending, if it has KV that can be sent now."""
         if offer.peek() is not None:
             self._turns.add(offer.transfer, offer.priority, offer.urgent_at, now)
 
     def next_windows(self, now: float) -> list[PutWindow]:
         """Return which KV to send now, the most urgent transfer first.
 
-        Not more is returned than may be in flight, and at most about MAX_RUNS byte ranges, because
-        other connections wait in the meantime. Call again when bytes have been received.
+        The result respects the limit of bytes in flight. It has at most about MAX_RUNS byte ranges,
+        so that other connections do not wait long. Call again when bytes have been received.
         """
         puts: list[PutWindow] = []
         runs = 0

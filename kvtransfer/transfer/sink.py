@@ -155,7 +155,7 @@ class TransferSink:
     def on_link_failed(
         self, address: str, reason: EndReason, detail: str, now: float
     ) -> list[Command]:
-        """End all KV fetches that waited for a connection that could not be opened."""
+        """End all KV fetches that waited for a connection, because it could not be opened."""
         waiters = [
             reservation
             for reservation in self._waiting.pop(address, [])
@@ -303,9 +303,9 @@ class TransferSink:
         return [(after, self._slice(moving, after, runs)) for after, runs in following]
 
     def on_bad_window(self, link: Link, transfer: int, detail: str, now: float) -> list[Command]:
-        """End a fetch, because the source sent KV that is not planned here.
+        """End a fetch, because the source sent KV that this agent's plan does not contain.
 
-        The source then has another plan, and the fetch would never complete.
+        The source then has a different plan, so the fetch could never complete.
         """
         reservation = self._find_moving(link, transfer)
         return (
@@ -315,8 +315,7 @@ class TransferSink:
     def on_landed(
         self, link: Link, head: WindowHead, verdict: WindowVerdict, now: float
     ) -> list[Command]:
-        """Record that a unit of KV (window) has arrived, or end its fetch if the bytes cannot be
-        used.
+        """Record that a window (unit of KV) has arrived; end its fetch if the bytes are unusable.
 
         verdict  whether the bytes are intact
         """
@@ -358,7 +357,7 @@ class TransferSink:
         return True
 
     def on_fenced(self, link: Link, transfer: int, now: float) -> list[Command]:
-        """End a fetch and return its blocks to the engine, as nothing can write there now."""
+        """End a fetch and return its blocks to the engine: all writes to them have ended."""
         reservation = self._find(link, transfer)
         if reservation is None or reservation.state is not SinkState.FENCING:
             return []
@@ -374,8 +373,7 @@ class TransferSink:
         return [command for reservation in fencing for command in self._resolve(reservation, now)]
 
     def confirm_invite(self, link: Link, transfer: int) -> bool:
-        """Return whether a fetch of KV still wants to be served, so that its invitation must be
-        sent.
+        """Return whether a fetch of KV is still wanted, so that its invitation must be sent.
 
         It may have ended while its memory was registered with a network card.
         """

@@ -96,7 +96,7 @@ class TransferSource:
         return {**counts, "waiting_invitations": len(self._pending_invites)}
 
     def unclaimed_s(self, now: float) -> float:
-        """Return for how many seconds offers of KV have waited to be fetched, all together."""
+        """Return the total seconds that offers of KV have waited to be fetched."""
         offers = self._offers.values()
         waiting = [now - offer.started_at for offer in offers if offer.is_unclaimed]
         return self._stats.unclaimed_s + sum(waiting)
@@ -107,11 +107,11 @@ class TransferSource:
 
     @property
     def deadline_count(self) -> int:
-        """Return how many deadlines were set; until it grows, `next_deadline` is not earlier."""
+        """Return the number of deadlines set so far; only a new one can advance `next_deadline`."""
         return self._set_deadlines + self._pending_invites.deadline_count
 
     def next_deadline(self) -> float | None:
-        """Return when to call `tick` next, at a deadline or before; None without a deadline."""
+        """Return when to call `tick` next: not after the next deadline; None without a deadline."""
         while self._deadlines and self._deadlines[0][1] not in self._offers:
             heapq.heappop(self._deadlines)
         waiting = self._pending_invites.next_deadline()
@@ -122,8 +122,8 @@ class TransferSource:
     def offer(self, number: int, spec: OfferSpec, now: float) -> tuple[str, list[Command]]:
         """Begin an offer of KV: from now on, its blocks may not be reused.
 
-        Returns its ticket (a text that permits the fetch), and commands to execute. It ends
-        immediately if the agent that wanted it has given up. Raises ValueError for an invalid
+        Returns the ticket (a text that permits the fetch), and commands to execute. The offer ends
+        immediately if the agent that wanted the KV has given up. Raises ValueError for an invalid
         offer.
         """
         self._check(spec)

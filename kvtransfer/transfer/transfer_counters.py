@@ -58,8 +58,8 @@ class AgentStats:
     def as_dict(self) -> dict[str, Any]:
         """Return all counters of the agent by label. Labels with two parts are tuples.
 
-        sent_*    as a source, by (peer, transport): bytes, and seconds with bytes in flight
-        moved_*   as a sink, by (peer, transport): bytes, and seconds from accept to end,
+        sent_*    as sender, by (peer, transport): bytes, and seconds with bytes in flight
+        moved_*   as receiver, by (peer, transport): bytes, and seconds from accept to end,
                   including the wait for layers to be computed
         """
         return {

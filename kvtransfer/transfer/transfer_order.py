@@ -69,7 +69,7 @@ class TransferOrder:
         self._turns.pop(transfer, None)
 
     def next(self, now: float) -> int | None:
-        """Return the number of the transfer that may send KV now; None if none is queued.
+        """Return the number of the most urgent transfer in the queue; None if none is queued.
 
         It stays queued; the caller removes it when it has no more KV to send.
         """

@@ -29,15 +29,14 @@ class WindowForecast:
     def following(
         self, head: WindowHead, tracker: ReceiveTracker, most: int, most_bytes: int
     ) -> list[tuple[WindowHead, ByteRuns]]:
-        """Return the units of KV (windows) that will follow the one with this header, and where
-        they go.
+        """Return the windows (units of KV) that should follow a given one, and where they go.
 
         head        header of the given window
         tracker     which bytes have arrived
         most        maximum number of windows to return
         most_bytes  maximum bytes of all windows, including the given one while it arrives
 
-        They belong to its group of layers or the next one, and none of them has begun.
+        All are in the group of layers of the given window or in the next group. None has begun.
         """
         windows: list[tuple[WindowHead, ByteRuns]] = []
         is_arriving = tracker.is_arriving(head.group, head.pair, head.first, head.count)

@@ -30,10 +30,10 @@ L = TypeVar("L", bound=StreamLink)
 def accepted_sockets(
     listener: socket.socket, closed: threading.Event
 ) -> Iterator[tuple[socket.socket, Any]]:
-    """Accept connections until the event `closed` is set, and yield (socket, address) of each.
+    """Yield (socket, address) of each accepted connection until the event `closed` is set.
 
-    After an error, such as no free file descriptor, it waits a moment and continues. The caller
-    must close `listener` at the end.
+    After an error, such as no free file descriptor, the accepting continues after a pause. The
+    caller must close `listener` at the end.
     """
     while not closed.is_set():
         try:

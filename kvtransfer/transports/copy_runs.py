@@ -50,7 +50,7 @@ def split_by_bytes(runs: ByteRuns, step_bytes: int) -> Iterator[ByteRuns]:
 def copy_runs(source: NDArray[np.uint8], sink: NDArray[np.uint8], runs: ByteRuns) -> None:
     """Copy every byte range from `source` to `sink`.
 
-    The caller must have checked with `are_within` that both contain all of them.
+    The caller must have checked with `are_within` that all ranges lie within both memories.
     """
     length = runs.length.item(0)
     if length < _LARGE and runs.count > 2 and _is_regular(source, sink, runs, length):
@@ -86,8 +86,7 @@ def _copy_regular(
 
 
 def is_fine_grained(runs: ByteRuns, n_bytes: int) -> bool:
-    """Return whether to copy byte ranges to one buffer before sending, because they are many and
-    short.
+    """Return whether byte ranges are so many and short that copying them together first is faster.
 
     `n_bytes` is the sum of their lengths.
     """
@@ -103,7 +102,7 @@ def gather(
 ) -> None:
     """Copy byte ranges of `source` one after another to `into`, which has their total size.
 
-    `on_part` is called with each copied part, while it is in the processor's cache.
+    `on_part` is called with each part right after it was copied.
     """
     for cells, rows, begin, end in _in_cells(source, offsets, lengths):
         part = into[begin:end]

@@ -290,14 +290,14 @@ class InprocLink:
     def on_far_closed(self, reason: str) -> None:
         """Record that the other end of the simulated connection has closed.
 
-        The owner of this end gets one call, with the reason.
+        The agent at this end gets one call of `on_lost`, with the reason.
         """
         self.notify_owner(lambda owner: owner.on_lost(self, reason))
         self._closed = True
         self._leave()
 
     def notify_owner(self, tell: Callable[[LinkOwner], None]) -> None:
-        """Report an event: call `tell` with the agent that has this end of the connection.
+        """Call `tell` with the agent at this end of the connection, to report an event.
 
         Does nothing after a close.
         """

@@ -53,7 +53,7 @@ _PYBUF_WRITE = 0x200
 
 
 def vectors_at(address: int, count: int) -> list[memoryview]:
-    """Return a memoryview of each piece of memory in the table of iovecs at `address`.
+    """Return memoryviews of the pieces of memory that the iovecs at `address` describe.
 
     count  number of iovecs (address, length) in the table
 
@@ -80,10 +80,9 @@ def check_result(count: int) -> int | None:
 
 
 class Iovecs:
-    """A table of addresses and lengths (iovecs) for a system call that moves several pieces of
-    memory.
+    """A table of addresses and lengths (iovecs) for system calls that move many pieces of memory.
 
-    The table's memory is reused for every transfer.
+    The memory of the table is reused for every transfer.
     """
 
     __slots__ = ("_rows", "address", "words")
@@ -109,16 +108,15 @@ class Iovecs:
 
 
 class MemoryPieces:
-    """Some pieces of memory that are sent, or filled by received bytes, and how far this has come.
+    """Pieces of memory to send from or receive into, and the number of bytes moved so far.
 
     They have `size` bytes together, of which the first `done` bytes have been moved.
 
-    fed_count  number of pieces that a digest (running checksum) has consumed
+    fed_count  number of pieces that are already part of the digest (running checksum)
     was_short  whether the last call moved fewer bytes than requested, because the socket is empty
                or full
 
-    Only one object may use a table `iovecs` at a time. The code is written to execute few steps,
-    because the bytes displace the interpreter's data from the processor's cache.
+    Only one object may use a table `iovecs` at a time.
     """
 
     __slots__ = (
@@ -192,8 +190,7 @@ class MemoryPieces:
 
     @classmethod
     def over(cls, scratch: Bytes, size: int, iovecs: Iovecs) -> MemoryPieces:
-        """Return `size` bytes of memory whose content is not needed, to discard what a socket
-        receives.
+        """Return pieces of `size` bytes together, into which a socket's bytes are discarded.
 
         All pieces are the same buffer `scratch`.
         """
@@ -223,8 +220,7 @@ class MemoryPieces:
         return self._iovecs
 
     def rows(self) -> tuple[int, int]:
-        """Return the table of the pieces that are left to move: the address of its first row, and
-        its length.
+        """Return (address, number of rows) of the table of the pieces that are left to move.
 
         The rows before and after them are free.
         """

@@ -31,7 +31,7 @@ class SwitchInterval:
     def shorten(self, seconds: float) -> None:
         """Let Python switch threads at least every `seconds` seconds, until restore() is called.
 
-        Several users may call this at the same time; the first one sets the interval.
+        Several connections may call this at the same time; the first one sets the interval.
         """
         with self._lock:
             self._count += 1
@@ -57,7 +57,7 @@ class SwitchInterval:
         self._application_s = 0.0
 
     def restore_after_fork(self) -> None:
-        """Forget all holders, whose threads do not exist in a forked child."""
+        """Restore the application's interval in a forked child, which has no KV connections."""
         self._lock = threading.Lock()
         self._count = 0
         self._reset()
@@ -100,7 +100,7 @@ class SwitchIntervalHold:
                 SWITCH_INTERVAL.restore()
 
     def close(self) -> None:
-        """End the request for a short thread-switch interval forever; later calls do nothing."""
+        """End this connection's request for a short interval; later calls of take() do nothing."""
         with self._lock:
             self.seconds = 0.0
         self.drop()

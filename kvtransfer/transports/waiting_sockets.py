@@ -49,8 +49,9 @@ class WaitingSockets:
     def add(self, sock: socket.socket, peer: str) -> None:
         """Add an accepted socket.
 
-        If a limit is exceeded, the oldest socket of its address, or of all addresses, is closed.
-        Raises OSError if the socket has failed.
+        If its address has too many waiting sockets, the oldest of them is closed. If there are too
+        many in total, the oldest one of the address with the most sockets is closed. Raises OSError
+        if the socket has failed.
         """
         address = client_address(peer)
         if self._count_of[address] >= MOST_PER_ADDRESS:
@@ -66,8 +67,7 @@ class WaitingSockets:
         self._count_of[address] += 1
 
     def wait_ready(self, now: float) -> list[tuple[socket.socket, str]]:
-        """Wait until some of the accepted sockets may become connections between agents; return
-        those.
+        """Wait for accepted sockets that may become connections between agents, and return them.
 
         now  current time in monotonic seconds
 
@@ -83,7 +83,7 @@ class WaitingSockets:
         return sockets
 
     def wake(self) -> None:
-        """End the call of wait_ready(), the present or else the next one, from any thread."""
+        """End the present call of wait_ready(), or else the next one. Any thread may call this."""
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The lock of a KV agent: work can be added that runs as soon as the lock is released.
+"""The lock of a KV agent, whose holder can add work to run as soon as the lock is released.
 
-Such work is long, or wakes other threads that need the lock.
+Such work takes long, or wakes other threads that need the lock.
 """
 
 from __future__ import annotations

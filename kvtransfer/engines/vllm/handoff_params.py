@@ -1,13 +1,13 @@
-"""The texts by which a decode engine finds the KV that a prefill engine has, or will have.
+"""Texts (handoffs and cards) by which a decode engine finds KV of a prefill engine.
 
-There are two kinds, and requests carry both in the member kv_transfer_params:
+Requests carry them in the member kv_transfer_params:
 
 handoff  for the complete KV of one prompt: the name of its offer, a hash of the prompt, and for
          each rank an address and a ticket (permission to fetch)
 card     for KV that is still being computed: the engine's addresses and its KV layout. The KV is
          offered in parts (prefill_parts.py)
 
-An HMAC with the fleet's key protects both. Workers check the tickets (protocol/ticket.py).
+An HMAC with the fleet's key protects both texts. Workers check the tickets (protocol/ticket.py).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def digest_prompt(tokens: Sequence[int], variant: str = "") -> bytes:
     """Return a 16-byte hash of everything that decides a prompt's KV; equal hashes mean equal KV.
 
     tokens   the prompt's token identifiers
-    variant  text with the adapter's name, the identities of images, or similar facts
+    variant  text with what else changes the KV, such as the adapter's name or identities of images
     """
     state = hashlib.blake2b(digest_size=16, person=b"kv-prompt")
     state.update(len(variant.encode()).to_bytes(8, "little") + variant.encode())

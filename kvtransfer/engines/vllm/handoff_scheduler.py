@@ -188,12 +188,11 @@ class HandoffScheduler:
         return bool(self._sending or self._loading or any(waiting))
 
     def loadable_tokens(self, request: PromptRequest, computed: int) -> int:
-        """Return how many tokens of a request another engine has computed, after the first
-        `computed` ones.
+        """Return the number of tokens after the first `computed` ones whose KV can be fetched.
 
-        The request's handoff says so. A handoff provides none if it was already used, forged, made
-        for another prompt, or made by an engine with another model. The engine then computes the
-        prompt.
+        The request's handoff says how many tokens another engine has computed. Returns 0 if the
+        handoff was already used, was forged, or was made for another prompt or by an engine with
+        another model. This engine then computes the prompt.
         """
         if not request.params.keys() & {MEMBER, CARD} or request.id in self._used:
             return 0

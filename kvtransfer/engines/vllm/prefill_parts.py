@@ -86,12 +86,12 @@ def _name(key: bytes, transfer: str, prompt: bytes, index: int) -> str:
 
 
 class StepOffers(msgspec.Struct):
-    """What vLLM's workers must do for KV that is offered in parts, as a step or request ends.
+    """What vLLM's workers must do when a step computes parts of prompts, or when a request ends.
 
-    offers    parts to offer
+    offers    parts whose KV is offered to decode engines
     revokes   requests whose offers must end before the step, because they have lost their blocks
     declines  names of parts that will not be offered
-    is_kept   whether blocks of the ended request are still in use by its offers
+    is_kept   whether offers still use blocks of the request that has ended
     """
 
     offers: list[OfferOrder] = []
@@ -133,13 +133,13 @@ class PrefillParts:
         self._prefills: dict[str, _Prefill] = {}
 
     def begin(self, request: str, parts: list[PromptPart]) -> None:
-        """Begin to offer the KV of a new request's prompt, in these parts, as they are computed."""
+        """Begin to offer the KV of a new request's prompt: each of `parts` once it is computed."""
         self._prefills[request] = _Prefill(parts)
 
     def on_step(
         self, chunks: Sequence[PromptChunk], blocks_of: Callable[[str], Sequence[int]]
     ) -> StepOffers:
-        """Return the parts that this step completes, and requests that lost blocks before it.
+        """Return the parts that this step completes, and the requests that have lost blocks.
 
         chunks     what the step computes
         blocks_of  function that returns the present block numbers of a request

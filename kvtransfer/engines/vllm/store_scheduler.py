@@ -115,7 +115,7 @@ class ChosenLoad(msgspec.Struct, frozen=True):
     at_s      time of the lookup
     computed  number of tokens whose KV the engine had then
     tokens    number of tokens of the request
-    keys      keys of the request's further blocks
+    keys      keys of the blocks after the computed ones
     places    one byte per key: bits for the tiers (memory, disk) that have the block
     count     number of blocks to load
     """

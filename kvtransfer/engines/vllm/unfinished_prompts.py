@@ -28,8 +28,7 @@ class PromptChunk(msgspec.Struct, frozen=True):
 
 
 class PromptWork:
-    """The prompts that an engine has begun to compute and not finished, with their progress. No
-    I/O.
+    """The unfinished prompts of an engine, and how much of each is computed. No I/O.
 
     The object is not thread-safe.
     """
@@ -57,9 +56,5 @@ class PromptWork:
         self._left.pop(request, None)
 
     def others(self, request: str) -> Iterator[tuple[int, int]]:
-        """Yield how much of every other unfinished prompt is computed: (computed tokens, prompt
-        tokens).
-
-        `request` is the one that is left out.
-        """
+        """Yield (computed, total) prompt tokens of every unfinished request except `request`."""
         return (left for name, left in self._left.items() if name != request)

@@ -14,7 +14,7 @@ def identify_weights(model: str, facts: Sequence[object]) -> str:
 
     model  name of a model, or path of its folder or file. For local files, their names, sizes and
            modification times are hashed, so that changed weights get another hash
-    facts  everything else that determines the weights, such as a revision
+    facts  whatever else determines the weights, such as a revision
     """
     path = Path(model)
     files = [path] if path.is_file() else [f for each in _PATTERNS for f in path.rglob(each)]

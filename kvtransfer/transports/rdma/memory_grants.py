@@ -1,4 +1,4 @@
-"""Which memory another agent may write to over RDMA: a grant, for exactly the blocks of a transfer.
+"""Gives another agent access over RDMA to the memory of one transfer's blocks, and to no other.
 
 A device writes to memory for which it has a key. There is one key per range of adjacent blocks of
 each rank, and the other agent writes directly into the blocks. If this needs too many keys, it may
@@ -134,7 +134,7 @@ class GrantedMemory:
     def check_arrival(
         self, runs: ByteRuns, region: Region, offset: int | None, digest: int | None
     ) -> bool:
-        """Check that received KV equals what the other agent has read from its memory.
+        """Return whether received KV equals what the other agent has read from its memory.
 
         Bytes in the staging buffer are copied to their blocks first.
 

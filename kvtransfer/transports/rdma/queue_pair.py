@@ -54,8 +54,7 @@ class QueuePairEpochs:
         return QueuePairSetup(self.epoch, self.pair.card)
 
     def join(self, setup: QueuePairSetup) -> QueuePairReady | None:
-        """Connect to the other agent's end of the RDMA connection, which its message `setup`
-        describes.
+        """Connect to the queue pair of the other agent, which its message `setup` describes.
 
         Returns the message to send back, or None if that epoch is over or already connected. Raises
         TransportError if it is a later epoch than this agent's.

@@ -38,8 +38,7 @@ class RdmaReceiver:
         self._newest = -1
 
     def grant(self, transfer: int, regions: Sequence[Region], blocks: Blocks) -> bytes:
-        """Let another agent write to these blocks: register their memory, and return the keys for
-        it.
+        """Register the memory of these blocks, and return the keys with which the source may write.
 
         Returns b"" if the device refuses, or after the transfer's fence or `close`. Without keys,
         the source cannot write.
@@ -100,8 +99,7 @@ class RdmaReceiver:
             raise error
 
     def on_written(self, number: int) -> RdmaTrailer | None:
-        """Record that the last write of a unit of KV (window) has arrived, which carries its
-        number.
+        """Record that the last write of a window (unit of KV) with this number has arrived.
 
         Returns the window's trailer (checksum message) if the window is now complete, else None.
         """
@@ -112,8 +110,7 @@ class RdmaReceiver:
         return trailer
 
     def on_trailer(self, trailer: RdmaTrailer) -> RdmaTrailer | None:
-        """Record the trailer of a unit of KV (window): the message with its checksum, sent over
-        TCP.
+        """Record a window's trailer, the message over TCP that has the window's checksum.
 
         Returns the trailer if the window is now complete, else None. Numbers only grow, so all
         windows with lower numbers have ended.

@@ -216,16 +216,13 @@ class CompletionQueue:
     def arm(self) -> None:
         """Make the descriptor `fd` readable when the next RDMA request completes.
 
-        Earlier completions are not reported, so the caller must poll once more.
+        Requests that have already completed do not count, so the caller must poll once more.
         """
         with _as_transport_error("the RDMA device cannot report completions"):
             self._queue.req_notify(0)
 
     def clear_event(self) -> None:
-        """Consume the event by which the RDMA device has reported a finished request.
-
-        It had made the descriptor `fd` readable.
-        """
+        """Consume the device's event of a finished request, so that `fd` is no longer readable."""
         try:
             self._channel.get_cq_event(self._queue)
         except _errors() as error:
@@ -351,12 +348,12 @@ class QueuePair:
 
 
 def is_refused(status: int) -> bool:
-    """Return whether an RDMA write failed because the other agent had not registered the memory."""
+    """Return whether an RDMA write failed because the target memory is not registered there."""
     return status == int(_module("enums").IBV_WC_REM_ACCESS_ERR)
 
 
 def ends_connection(status: int) -> bool:
-    """Return whether an RDMA request failed for a reason that a new connection may not have."""
+    """Return whether an RDMA request failed in a way that a new connection may repair."""
     enums = _module("enums")
     return status in (
         enums.IBV_WC_WR_FLUSH_ERR,

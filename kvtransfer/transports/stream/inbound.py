@@ -58,7 +58,7 @@ _WORTH_BYTES = 512 << 10  # wake up for this much of a large payload
 
 
 class InboundListener(Protocol):
-    """The methods of a connection that its receiving side, Inbound, calls for messages and KV."""
+    """The interface of the object to which Inbound (the receiving side) reports messages and KV."""
 
     def on_frame(self, kind: FrameKind, header: bytes) -> None:
         """Handle a received frame (unit of the connection) that carries no KV."""
@@ -162,7 +162,7 @@ class Inbound:
 
     @property
     def is_drained(self) -> bool:
-        """Return whether the last read got less than requested, and no more KV is expected soon.
+        """Return whether the socket is empty, and no more KV is expected soon.
 
         Always False without the native pump, because TLS may hold bytes that poll does not show.
         """
@@ -170,12 +170,12 @@ class Inbound:
 
     @property
     def received_bytes(self) -> int:
-        """Return the number of bytes received so far, on any thread."""
+        """Return the number of bytes received so far. May be read on any thread."""
         return self._received_bytes + (0 if self._batch is None else self._batch.received_bytes)
 
     @property
     def is_in_payload(self) -> bool:
-        """Return whether the next bytes belong to KV, or to a large message, already begun."""
+        """Return whether the next bytes continue KV or a large message that has begun."""
         return self._arrival is not None and self._arrival.pieces.remaining > 0
 
     @property
@@ -187,17 +187,16 @@ class Inbound:
     def is_in_large_payload(self) -> bool:
         """Return whether much KV, or a large message, is being received.
 
-        Longer waits with fewer calls are then better.
+        Then it is better to wait longer and read more per call.
         """
         arrival = self._arrival
         return arrival is not None and arrival.pieces.size > _LARGE_BYTES
 
     @property
     def wanted_bytes(self) -> int:
-        """Return for how many bytes to wait before the next read.
+        """Return the number of bytes for which to wait before the next read.
 
-        It is more than 1 while many bytes of KV are expected, where short reads would need more
-        calls.
+        It is more than 1 while many bytes of KV are expected, to avoid many short reads.
         """
         arrival = self._arrival
         return (
@@ -218,7 +217,7 @@ class Inbound:
     def release(self) -> None:
         """Free the receive buffers of a connection that has ended.
 
-        References to it may outlive it until a garbage collection.
+        Otherwise remaining references to the connection could keep them in memory for a while.
         """
         self._arrival = self._landed = None
         self._received_bytes, self._batch = self.received_bytes, None

@@ -44,7 +44,7 @@ class WindowSeal:
         self._buffer = bytearray()
 
     def void(self, about: bytes, *, instead: bool) -> bytes:
-        """Return the tag of a unit of KV (window) whose bytes are not sent, as they became invalid.
+        """Return the tag of a window (unit of KV) whose bytes became invalid and are not sent.
 
         instead  whether the tag replaces that of the window which was encrypted last
         """

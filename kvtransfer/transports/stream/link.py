@@ -303,7 +303,7 @@ class StreamLink:
     def _note_window(self) -> None:
         """Let Python switch threads more often while KV is sent or received over this connection.
 
-        The link's own thread stops that, if not before, when the next heartbeat wakes it.
+        The link's thread ends this at the latest when the next heartbeat wakes it.
         """
         self._last_window_s = time.perf_counter()
         self._interval_hold.take()
@@ -541,7 +541,7 @@ class StreamLink:
         os.close(self._wake_fd)
 
     def _release(self) -> None:
-        """Release what only this connection uses. Subclasses override it; here it is nothing."""
+        """Release resources that a subclass added to the connection. The base class has none."""
 
     def _mark_ended(self) -> bool:
         with self._gate:

@@ -151,7 +151,7 @@ class Outbound:
     def release(self) -> None:
         """Free the send buffers of a connection that has ended.
 
-        Without this, references to the connection could keep them until a garbage collection.
+        Otherwise remaining references to the connection could keep them in memory for a while.
         """
         self._body = self._batch = None
         self._small, self._address = memoryview(bytearray()), 0
@@ -205,8 +205,7 @@ class Outbound:
             self._withheld.add(transfer)
 
     def take_spare(self) -> tuple[WindowHead, WindowSlice] | None:
-        """Remove and return a queued unit of KV (window) that a parallel connection (lane) will
-        send.
+        """Remove and return a queued window (unit of KV) for a parallel connection (lane) to send.
 
         Returns None if there is none. May be called on any thread.
         """

@@ -89,10 +89,10 @@ class LanedLink(StreamLink):
     def on_frame(self, kind: FrameKind, header: bytes) -> None:
         if kind is not FrameKind.SPREAD:
             super().on_frame(kind, header)
-        elif self._dialled or len(header) != _SPREAD.size:
-            raise FrameError(
-                "the other agent sent a SPREAD frame (permission for lanes) that is malformed"
-            )
+        elif self._dialled:
+            raise FrameError("the sender of KV sent a SPREAD frame, which only a receiver may send")
+        elif len(header) != _SPREAD.size:
+            raise FrameError(f"a SPREAD frame has {len(header)} bytes instead of {_SPREAD.size}")
         else:
             self._out.allow_lanes(*_SPREAD.unpack(header))
             self._wake_lanes()

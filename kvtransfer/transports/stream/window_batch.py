@@ -1,6 +1,6 @@
-"""Lets the pump (C code) send or receive several units of KV (windows) in one call.
+"""Lets the pump (C code) send or receive several windows (units of KV) in one call.
 
-The pump works without the interpreter lock, so it need not wait for it between two windows.
+The pump works without Python's interpreter lock, so it need not wait for the lock between windows.
 inbound.py and outbound.py decide which windows form a batch, and continue where the pump stopped.
 """
 
@@ -29,10 +29,9 @@ _ROW_WORDS = 10  # number of words in `struct window` of _pump.c
 class WindowBatch:
     """The windows (units of KV) that the pump sends or receives in one call, as a table for C code.
 
-    Between the bytes of two windows, two things are sent together: the trailer of the first one,
-    with its checksum, and the header of the second one. They are called the frame of the second
-    one. When the pump receives, it compares the frame with the expected one. When it sends, it adds
-    the checksum.
+    Between the bytes of two windows A and B, the trailer of A (with its checksum) and the header of
+    B are sent together. Both are called the frame of B. When receiving, the pump compares the frame
+    with the expected one. When sending, it adds the checksum.
     """
 
     def __init__(self, calls: PumpCalls) -> None:
@@ -56,10 +55,9 @@ class WindowBatch:
         return int(self._progress.item())
 
     def begin(self, pieces: MemoryPieces | None, ahead: Stretch = (0, 0)) -> None:
-        """Start a batch with the window (unit of KV) that is being moved now, whose bytes are in
-        `pieces`.
+        """Start a batch with the window (unit of KV) that is being moved now.
 
-        pieces  None: the batch starts with a window that is yet to come
+        pieces  the memory of its bytes; None: the first window is yet to come
         ahead   address and length of bytes to send before it
         """
         self._count = 0
@@ -111,17 +109,16 @@ class WindowBatch:
         return self._count
 
     def frame_bytes(self, index: int, begin: int) -> bytes:
-        """Return what is sent before window `index`: the last window's trailer, and its header.
+        """Return the frame of window `index`: the previous window's trailer, and its own header.
 
-        The pump has completed it with the checksum. `begin` is the first byte to return.
+        The pump has filled in the checksum. `begin` is the first byte to return.
         """
         return bytes(self._frames[index, begin:])
 
     def last_trailer_bytes(self, begin: int) -> bytes:
-        """Return the trailer (checksum) that is sent after the batch's last window, from byte
-        `begin` on.
+        """Return the trailer (checksum) after the batch's last window, from byte `begin` on.
 
-        The pump has completed it if it has sent a part of it.
+        It is complete if the pump has sent a part of it.
         """
         return bytes(self._frames[MOST_WINDOWS, begin:TRAILER_BYTES])
 
@@ -137,8 +134,8 @@ class WindowBatch:
         - how many bytes of it were moved, with its frame and trailer; None: the call would block
         - how many bytes of all windows were moved
 
-        If none was begun, the index is -1, and the second number counts bytes that came in place of
-        a header. Raises OSError.
+        If no window was begun, the index is -1, and the second number counts bytes that were
+        received where a header was expected. Raises OSError.
         """
         calls = self._calls
         function = calls.pump.receive_windows if stage else calls.pump.send_windows
