@@ -100,8 +100,7 @@ class Metrics:
     If a metric has labels, its attribute is a MetricFamily (`ttft_seconds.labels(model,
     endpoint)`). Otherwise it is the metric itself, such as a Counter.
 
-    pool_by_label  function that returns the pools of endpoints and models; it is called at each
-                   scrape
+    pool_by_label  function that maps each endpoint and model to its pool; called at each scrape
     """
 
     def __init__(self) -> None:
@@ -133,7 +132,7 @@ class Metrics:
         return render_page(self.collect(), exemplars=False)
 
     def collect(self, unix_offset: float | None = None) -> Iterator[FamilyReading]:
-        """Yield the metric families' values one by one, so that other work can run in between.
+        """Yield the values of one metric family at a time; other work may run between two of them.
 
         unix_offset  Unix time minus monotonic time in seconds, for the times of exemplars; None
                      leaves exemplars out
@@ -141,7 +140,7 @@ class Metrics:
         return filter(None, self.collect_in_parts(unix_offset))
 
     def collect_in_parts(self, unix_offset: float | None = None) -> Iterator[FamilyReading | None]:
-        """Yield the same as collect(), and None within large families, for other work to run."""
+        """Like collect(), but also yield None within large families, so that other work may run."""
         families = self._registry.collect_in_parts(self.pool_by_label(), unix_offset)
         return chain(families, self._process_metrics.collect())
 
@@ -150,7 +149,7 @@ class Metrics:
         return tuple(family.spec for family in self._registry.families)
 
     def remove_endpoints_steps(self, endpoints: Collection[str]) -> Steps[None]:
-        """Remove all series with these endpoints as label values, in parts.
+        """Remove all metric series of these endpoints; yield wherever other work may run.
 
         Call this after the endpoints were removed.
         """

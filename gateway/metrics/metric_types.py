@@ -30,7 +30,7 @@ values.
 
 
 class Label(msgspec.Struct, frozen=True):
-    """A metric label with a limited number of different values, for which memory is needed.
+    """A metric label. The number of its different values is limited, because each takes memory.
 
     After `max_values` different values, all further ones share one series, whose label value is
     OTHER_VALUES.
@@ -133,7 +133,7 @@ SeriesValues = dict[tuple[str, ...], float | HistogramValue]
 
 
 class FamilyReading(msgspec.Struct, frozen=True, array_like=True):
-    """The values of a metric family at one moment, by the values of `spec.exposed_labels`."""
+    """The values of a metric family at one moment. Series are keyed by their label values."""
 
     spec: FamilySpec
     values: SeriesValues
@@ -232,8 +232,8 @@ class Histogram:
     def observe_request(self, mark: RequestExemplar) -> None:
         """Count the value of one request, and store the request as the exemplar of its bucket.
 
-        `mark` has the value, and the ids of the request and its trace. It replaces the older
-        exemplar of the bucket.
+        `mark` has the value, and the ids of the request and its trace. The request replaces the
+        bucket's older exemplar.
         """
         value: float = mark[0]
         self._sum += value
@@ -437,7 +437,7 @@ class MetricRegistry:
     def collect_in_parts(
         self, pools: PoolByLabel, unix_offset: float | None = None
     ) -> Iterator[FamilyReading | None]:
-        """Yield the same as collect(), and None wherever other work may run in between."""
+        """Like collect(), but also yield None wherever the caller may do other work."""
         meter = WorkMeter()
         for family in self.families:
             values: SeriesValues = {}

@@ -43,6 +43,6 @@ class MirrorMetrics:
         )
 
     def remove_pool(self, pool: str) -> None:
-        """Remove a pool's series of these metrics, because its mirror has ended or starts again."""
+        """Remove a pool's series of these metrics, because its mirror has ended or restarts."""
         for family in (self.requests, self.tokens, self.loss, self.worse):
             family.remove_children("pool", pool)

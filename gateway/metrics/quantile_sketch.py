@@ -69,7 +69,7 @@ def merge_counts(parts: Iterable[BucketCounts]) -> BucketCounts:
 def difference(after: BucketCounts, before: BucketCounts) -> BucketCounts:
     """Return the bucket counts of the observations between two times: `after` minus `before`.
 
-    If the sketch was reset in between, all of `after` is returned.
+    If the sketch was reset between the two times, all of `after` is returned.
     """
     # To find a lost bucket, the keys are compared as sets: ten times as fast as a loop in Python.
     old = before.get

@@ -38,7 +38,7 @@ class ObservedUpstream(Protocol):
     """The interface of the connections to an engine, for the gauges of its endpoint."""
 
     def silence_duration_s(self, now: float, /) -> float:
-        """Return for how many seconds the engine has sent nothing while requests wait, else 0."""
+        """Return the seconds that requests have waited without engine output; 0 if none waits."""
 
 
 class ObservedEndpoint(Protocol):
@@ -66,7 +66,7 @@ class PooledModel(Protocol):
 def pool_by_label(
     models: Iterable[PooledModel], endpoints: Iterable[ObservedEndpoint]
 ) -> PoolByLabel:
-    """Return the pool of every endpoint and model, for the label `pool` of a scrape."""
+    """Map every endpoint and model to its pool, for the metrics' label `pool`."""
     by_label = {("model", model.name): model.pool for model in models}
     for live in endpoints:
         name, pool = live.endpoint.name, live.endpoint.pool

@@ -90,6 +90,6 @@ class CommandOptions:
         return bool(occurrences) and occurrences[-1] not in (["false"], ["False"], ["0"])
 
     def unread_names(self) -> Iterator[str]:
-        """Yield the name of each option on the command line that no reader has asked for, once."""
+        """Yield the names of the given options that no reader has read, without duplicates."""
         names = dict.fromkeys(name for name, _ in self._occurrences)
         yield from (name for name in names if name not in self._read)

@@ -35,7 +35,7 @@ class NoteKind(StrEnum):
 class MigrationNote(msgspec.Struct, frozen=True):
     """A note for the operator about a migration.
 
-    item  the option or key of the source that the note concerns
+    item  the option or key of the other router's configuration that the note concerns
     """
 
     kind: NoteKind
@@ -116,10 +116,10 @@ class Draft:
     def refer(self, secret: str, name: str, item: str) -> str:
         """Return a reference such as ${NAME}, to be written in gateway.yaml in place of a secret.
 
-        If the source has a reference, it is returned in gateway.yaml's form. For a secret in plain
-        text, ${name} is returned, and a note asks the operator to set that variable.
+        If `secret` is a reference to a variable already, it is returned in gateway.yaml's form. For
+        a secret in plain text, ${name} is returned, and a note asks the operator to set `name`.
 
-        secret  the secret or the reference in the source
+        secret  the secret, or a reference to it, in the other router's configuration
         name    name of the environment variable to use for a plain secret
         item    the option or key of the source that contains the secret
         """
@@ -156,12 +156,12 @@ class Draft:
 
 
 def with_references(text: str) -> str:
-    """Return the text with its references to variables in gateway.yaml's form, ${NAME}."""
+    """Rewrite references to environment variables in a text as ${NAME}, gateway.yaml's form."""
     return _FOREIGN.sub(lambda match: f"${{{match[1] or match[2] or match[3]}}}", text)
 
 
 def variables(data: object) -> Iterator[str]:
-    """Yield the names of the variables to which plain data refers."""
+    """Yield the names of the environment variables that the strings in parsed YAML refer to."""
     if isinstance(data, Mapping):
         for value in data.values():
             yield from variables(value)
@@ -173,7 +173,7 @@ def variables(data: object) -> Iterator[str]:
 
 
 def url_variables(data: object) -> Iterator[str]:
-    """Yield the names of the variables that plain data refers to at the beginning of a URL."""
+    """Yield the names of the environment variables with which a `url` in parsed YAML begins."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             match = _REFERENCE.match(value) if key == "url" and isinstance(value, str) else None

@@ -15,9 +15,9 @@ from gateway.migrate.config_draft import Draft, MigrationError, pool_name, with_
 class Provider(msgspec.Struct, frozen=True):
     """A provider of models that LiteLLM knows.
 
-    engine  the kind of engine for it in gateway.yaml
-    url     its address
-    key     name of the environment variable with its API key; "" if it needs none
+    engine  the engine kind that gateway.yaml uses for this provider
+    url     the provider's address
+    key     name of the environment variable with the provider's API key; "" if none is needed
     """
 
     engine: str

@@ -45,7 +45,8 @@ def apply_rules(options: CommandOptions, draft: Draft, rules: Mapping[str, Rule]
 def drop_unread(options: CommandOptions, draft: Draft, reasons: Mapping[str, str]) -> None:
     """Add a note for every router option that was not converted.
 
-    The entry in `reasons` with the longest matching prefix is the text of the note.
+    The keys of `reasons` are beginnings of option names. The longest one that matches an option
+    gives the text of its note.
     """
     for name in options.unread_names():
         prefixes = [prefix for prefix in reasons if name.startswith(prefix)]

@@ -20,7 +20,7 @@ MOST_ATTEMPTS = 16
 
 
 def text(value: str) -> str:
-    """Return a text with its references to variables in gateway.yaml's form, ${NAME}."""
+    """Rewrite references to environment variables in a text as ${NAME}, gateway.yaml's form."""
     return with_references(value)
 
 
@@ -100,7 +100,7 @@ def log_level(value: str) -> str:
 def engine_url(value: str, item: str, draft: Draft) -> str | None:
     """Return an engine's URL without its data parallel rank and API version.
 
-    If the gateway cannot call it, add a note about `item` to the draft and return None.
+    For a protocol other than HTTP, return None, and add a note about `item` to the draft.
     """
     url = with_references(value.strip()).rstrip("/")
     if "://" not in url and "${" not in url:
@@ -124,7 +124,7 @@ def host_of(url: str) -> str:
 
 
 def distinct(endpoints: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Return the endpoints without those whose URL an earlier one in the list has."""
+    """Return the endpoints, but only the first of those that have the same URL."""
     by_url: dict[object, dict[str, object]] = {}
     for endpoint in endpoints:
         by_url.setdefault(endpoint["url"], endpoint)

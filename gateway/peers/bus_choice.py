@@ -16,9 +16,9 @@ def create_bus(
 ) -> Bus:
     """Create the message bus over which this gateway exchanges state with others.
 
-    It uses the Redis server of `shared`, the configuration's section. Without that, it uses the
-    socket `hub`, which connects the workers of one machine. `count_drop` is called with the reason
-    for each message that is dropped.
+    The configuration section `shared` names a Redis server. If it is None, the bus uses the unix
+    socket `hub`, which connects the workers of one machine. For each dropped message, `count_drop`
+    is called with the reason.
     """
     if shared is None:
         assert hub is not None

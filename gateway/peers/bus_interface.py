@@ -33,10 +33,10 @@ class BusState(msgspec.Struct, frozen=True):
     """The state of the message bus between gateways at one moment.
 
     connected      whether frames can be sent and received
-    staleness_s    seconds since frames could last be received; 0 while they can
+    staleness_s    seconds since frames could last be received; 0 while frames can be received
     backlog_bytes  bytes that wait to be sent
-    gaps           number of reconnections at which frames had been lost in the meantime
-    problem        why the bus is not connected; "" while it is, and before the first failed attempt
+    gaps           number of reconnections after which frames may be missing
+    problem        why the bus is not connected; "" while connected, and before the first failure
     """
 
     connected: bool
@@ -61,7 +61,7 @@ class Bus(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Send waiting frames if possible immediately, then disconnect from the other gateways."""
+        """Send the waiting frames for a fraction of a second at most, then disconnect."""
         ...
 
     def publish(self, frame: bytes, to: bytes = BROADCAST) -> None:

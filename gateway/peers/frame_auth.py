@@ -135,10 +135,10 @@ class FrameAuth:
         return _digest(name, self._name_key)
 
     def digests(self, name: str) -> tuple[int, ...]:
-        """Return the numbers that may stand for a name in incoming frames.
+        """Return the digests that may stand for a name in incoming frames.
 
-        The first one is that which this gateway sends. There are more during a change of the
-        secret.
+        The first is the digest that this gateway sends. During a change of the secret, there is a
+        second one.
         """
         own, other_key = self.digest(name), self._other_name_key
         return (own,) if other_key is None else (own, _digest(name, other_key))

@@ -71,15 +71,15 @@ class PeerTable:
         yield from [peer_id for peer_id, peer in peers if now - peer.last_seen_at > EXPIRY_S]
 
     def is_responder(self, own_id: bytes, started_at: float, new_peer: bytes, attempt: int) -> bool:
-        """Return whether it is this gateway that sends its state to one that has just started.
+        """Return whether this gateway must send its state to `new_peer`.
 
-        The gateway that started first sends its state. If its answer does not come, the new gateway
-        asks again, and the gateway that started next answers.
+        The gateway that started first must. If its answer does not come, the new gateway asks
+        again, and the gateway that started next must answer.
 
         own_id      id of this gateway
         started_at  start of this gateway (monotonic seconds)
         new_peer    id of the gateway that has just started
-        attempt     number of its earlier requests that were not answered
+        attempt     number of earlier requests of `new_peer` that were not answered
         """
         warm = [
             (peer.started_at, peer_id)

@@ -60,7 +60,7 @@ class CacheLoss(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
 
 
 class CacheReports(msgspec.Struct, frozen=True, array_like=True, tag="confirmed"):
-    """A message between gateways: how well they predicted which parts of some prompts were cached.
+    """A message between gateways: how much of some prompts was cached, as predicted and in fact.
 
     answers  (endpoint, predicted share, share that the engine reported); each is a share of the
              prompt's tokens, 0 to 1
@@ -115,7 +115,7 @@ class QuotaUse(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
 
 
 class ActiveSessions(msgspec.Struct, frozen=True, array_like=True, tag="inside"):
-    """A message between gateways: the sessions of a pool that were served since the last one."""
+    """A message between gateways: a pool's sessions that were served since the last message."""
 
     pool: NameDigest
     members: list[SessionUpdate]

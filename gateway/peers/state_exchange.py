@@ -289,10 +289,10 @@ class PeerView:
         self.warm_up.on_part(len(part.messages), is_last=part.is_last, now=now)
 
     def finish_warm_up(self, now: float) -> Iterator[None]:
-        """Once this gateway has received the state of another one, apply the messages since then.
+        """At the end of the warm-up, apply the messages that were buffered while it ran.
 
-        They were buffered, because they are newer than that state. Does nothing before the end of
-        the warm-up.
+        They are newer than the state that another gateway has sent. Does nothing while the warm-up
+        is in progress.
         """
         bodies = self.warm_up.finish(now)
         if bodies is not None:

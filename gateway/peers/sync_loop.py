@@ -1,4 +1,4 @@
-"""The two tasks that send and receive frames between gateways over the bus, without deciding.
+"""The two tasks that send and receive frames over the bus between gateways.
 
 Received frames wait in a bounded queue. They are handled in slices of a millisecond, so that
 streams to clients are not delayed.

@@ -86,8 +86,8 @@ class UsageSync:
     def discard(self) -> None:
         """Discard collected charges and quota use, because the bus is disconnected.
 
-        They are not needed after a reconnect, because quotas have been refilled by then. Sessions
-        are not discarded, but sent later.
+        Both are out of date after a reconnect, because quotas have been refilled by then. Session
+        updates are kept and sent later.
         """
         self._updates.charges.clear()
         self._updates.quota_use.clear()
@@ -149,7 +149,7 @@ class UsageSync:
     def on_sessions(self, message: peer_messages.ActiveSessions, age_s: float, now: float) -> None:
         """Add sessions that another gateway has reported to the sessions of their pool.
 
-        age_s  age of the message in seconds; the sessions' last use was so long ago
+        age_s  seconds since the message was sent, which count as the time since the last use
         """
         for queue in self._admission.pool_queues():
             if queue.sessions is not None and message.pool in self._digests(queue.name):

@@ -61,9 +61,9 @@ class WarmUp:
         self._buffer_bytes = 0
 
     def next_hello(self, now: float, *, has_no_peers: bool) -> int | None:
-        """Return the number of the attempt if other gateways must be asked for their state now.
+        """Return the number of the Hello message that must be sent now; None if none is due.
 
-        The request is a Hello message. Attempts count from 0; None means that no request is due.
+        A Hello asks the other gateways for their state. Its number counts attempts, from 0.
 
         has_no_peers  whether no other gateway is known that could answer
         """

@@ -28,7 +28,7 @@ class Api(msgspec.Struct, frozen=True, eq=False):
     """The description of one API. Values are compared by identity.
 
     path           path of the API at clients and engines, without a query
-    operation      name of its trace spans (gen_ai.operation.name), also their last part
+    operation      first word of the root trace span's name (attribute gen_ai.operation.name)
     conversation   the required body member that contains the prompt, or the last part of it
     prompt         the members that contain the prompt, in the order in which an engine renders them
     alternatives   members that may replace `conversation`
@@ -38,7 +38,7 @@ class Api(msgspec.Struct, frozen=True, eq=False):
     is_admitted    whether the engine computes tokens, so that admission control may queue or reject
                    the request
     lists_prompts  whether `conversation` may be a list of independent prompts
-    max_prompts    maximum number of prompts in such a list; None: what the model allows
+    max_prompts    maximum number of prompts in that list; None: what the model allows
     can_split      whether prefill and decode may run at different endpoints
     can_resume     whether another endpoint may continue a broken stream
     errors         the format of its error responses and error events

@@ -38,7 +38,7 @@ class CorsRule:
     def response_headers(self, headers: Mapping[str, str]) -> Headers:
         """Return the CORS headers of the response to a request with these headers.
 
-        If the request's origin is not permitted, they permit nothing.
+        If the request's origin is not permitted, the result contains no permission.
         """
         origin = headers.get("origin", "")
         if not origin:
@@ -55,7 +55,7 @@ class CorsRule:
     ) -> Headers | None:
         """Return the headers of the response to a CORS preflight request; None for other requests.
 
-        If the request's origin is not permitted, they permit nothing.
+        If the request's origin is not permitted, the result contains no permission.
         """
         if "access-control-request-method" not in headers or "origin" not in headers:
             return None

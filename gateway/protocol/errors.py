@@ -87,7 +87,7 @@ class GatewayError(Exception):
 
     retry_after_s  seconds after which the client should try again; None if unknown
     reason         short label in logs and metrics
-    may_return     False if a retry cannot help, although it usually may for this kind of failure
+    may_return     False if a retry of this request cannot help, even if it helps for others
     """
 
     def __init__(

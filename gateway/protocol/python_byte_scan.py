@@ -49,14 +49,13 @@ def whole_body(data: bytes, before: bytes, after: bytes) -> bytes | None:
 def around_value(
     text: bytes, name: bytes, length: int, most_before: int, most: int
 ) -> tuple[bytes, bytes] | None:
-    """Return the bytes before and after a member's value in the JSON text of an object.
+    """Split the JSON text of an object at a member's value; return the bytes around the value.
 
-    The bytes before it end with the first byte of the value.
+    The first part of the result includes the first byte of the value.
 
-    name         the member's name with its quotes and its colon; the value must begin right behind
-                 it
+    name         the member's name with its quotes and colon, directly followed by the value
     length       number of bytes of the value
-    most_before  the whole name must be among this number of bytes
+    most_before  number of bytes at the start of `text` that must contain the name
     most         maximum number of bytes of `text` without the value
 
     Returns None if the name is not found, or if the text is too long.

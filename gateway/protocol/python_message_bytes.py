@@ -1,6 +1,6 @@
 """The functions of message_bytes.py in Python, with the results that the C form must have. No I/O.
 
-Bytes of a client's header that are not UTF-8 are in a text as surrogates, and are sent unchanged.
+Header bytes of a client that are not UTF-8 are surrogates in a str; they are sent unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def request_head(start: bytes, request_id: str, length: int, lines: str) -> byte
 def response_lines(first: str, request_id: str, endpoint: str) -> bytes:
     """Return the header lines that the gateway adds to an engine's response, without its framing.
 
-    `first` has the lines before them, each ending in CRLF.
+    `first` has the header lines to put before these, each ending in CRLF.
     """
     lines = (
         f"{first}x-request-id: {request_id}\r\nx-penstock-endpoint: {endpoint}\r\n"

@@ -2,8 +2,8 @@
 
 An id consists of three parts:
 
-- A number. Its first half is that of the previous response, so all responses of a conversation
-  share it. The rest is random.
+- A number. Its first half is copied from the id of the previous response, so all responses of a
+  conversation share that half. The rest is random.
 - A code: an HMAC over the number, the endpoint and the model name, with a key per tenant.
 - The model name, encrypted.
 

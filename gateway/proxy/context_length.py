@@ -23,7 +23,7 @@ def is_too_long(call: Call, candidates: Sequence[Candidate]) -> bool:
 
 
 def least_tokens(call: Call) -> int:
-    """Return the least number of tokens that one prompt of a request and its answer can have.
+    """Return a lower bound of the tokens that one prompt of a request has with its answer.
 
     Images and files count as almost no tokens, because some engines count hardly any for them.
     """

@@ -110,7 +110,7 @@ async def permit_retry(gateway: Gateway, exchange: Exchange, problem: UpstreamEr
 
 
 def end_retries(gateway: Gateway, exchange: Exchange) -> None:
-    """End what a request uses of the retry budget: cancel its hedge, and return its retry.
+    """Cancel a request's hedge, and return its retry to the retry budget.
 
     The retry budget limits how many retries run at once. A hedge is a second attempt in parallel.
     """

@@ -47,7 +47,7 @@ class _Bytes(NamedTuple):
 def may_store(gateway: Gateway, route: Route) -> bool:
     """Return whether any endpoint of the route may store responses.
 
-    It may also if it is not yet known whether its engine stores them.
+    An endpoint counts as long as its engine is not known to store none.
     """
     slots = {candidate.load.slot for candidate in route.candidates}
     return any(
@@ -67,9 +67,9 @@ def pin_route(
 ) -> Route:
     """Restrict the route of a request to the one endpoint that stores its previous response.
 
-    Without a previous response, `route` is returned unchanged. `exchange.response_ids` is set, with
-    which the id of the new response is made. Raises GatewayError if the previous id belongs to
-    another tenant, or to a model that the API key may not use.
+    Without a previous response, `route` is returned unchanged. Sets `exchange.response_ids`, which
+    makes the id of the new response. Raises GatewayError if the previous id is unknown, or belongs
+    to another tenant or to a model that the API key may not use.
 
     models  the models that the request's API key may use
     """
@@ -95,9 +95,9 @@ def pin_route(
 async def explain_missing(
     gateway: Gateway, exchange: Exchange, error: GatewayError
 ) -> GatewayError:
-    """Return the client's error for a request that continues a response which the engine lacks.
+    """Return the client's error after an engine did not find the response to be continued.
 
-    It is `error`, or an error that says that the engine stores no responses at all.
+    The result is `error`, or an error that says that the engine stores no responses at all.
     """
     stored = exchange.stored_at
     if stored is None or exchange.api is not RESPONSES:

@@ -79,9 +79,9 @@ def regression(before: FailureCount, after: FailureCount, limits: AutoRollback) 
 
 
 class RollbackTarget(Protocol):
-    """The interface of what auto-rollback watches and changes.
+    """The interface through which auto-rollback counts failures and reverts a change.
 
-    It is implemented for a single gateway process, and for a supervisor with all its workers.
+    One class implements it for a single gateway process, another one for all workers together.
     """
 
     @property

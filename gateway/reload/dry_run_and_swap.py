@@ -71,9 +71,10 @@ class Swap:
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """Plan and apply changes during an `async with` block; no other change comes in between.
+        """Lock out other changes during an `async with` block, which plans and applies changes.
 
-        Nothing that a plan uses is freed meanwhile, so each plan stays valid until one is applied.
+        Nothing that a plan uses is freed in the block, so a plan stays valid until it or another
+        one is applied.
         """
         async with self._change:
             if self._later is not None:
@@ -132,7 +133,7 @@ class Swap:
         return plan
 
     async def prepare(self, plan: SnapshotPlan) -> None:
-        """Do the part of a change that requests do not notice, before apply()."""
+        """Do the part of a change that does not affect requests yet. Call this before apply()."""
         for pool, admission_plan in plan.admissions.items():
             if admission_plan.uses_predictions:
                 steps = set_beliefs_steps(plan.adoption.pools[pool], is_enabled=True)
@@ -198,10 +199,10 @@ class Swap:
             self.apply(plan)
 
     def rebuild_after_model_news(self) -> asyncio.Task[None]:
-        """Start to rebuild the routes after an engine's list of models or APIs has changed.
+        """Start a task that rebuilds the routes after an engine's models or APIs have changed.
 
-        Returns the task. With configured models, nothing is replaced if no model gained or lost an
-        endpoint or an API.
+        If the configuration lists models, the routes are replaced only if a model gained or lost
+        an endpoint or an API.
         """
         rebuild = self._rebuild_after_model_news()
         self._news = asyncio.get_running_loop().create_task(rebuild, name="rebuild the routes")

@@ -21,10 +21,11 @@ MAX_CONNECTS = 64
 async def find_unreachable_pool(config: Config, known: Set[str], available: Set[str]) -> str | None:
     """Return the first pool whose endpoints the change makes unreachable; None if there is none.
 
-    Pools are not checked if they have no new endpoint, an available endpoint, or service discovery.
+    A pool is skipped if it has no new endpoint, if one of its endpoints is available, or if it uses
+    service discovery.
 
     known      URLs of the endpoints in the current configuration
-    available  those of them that get requests now
+    available  URLs of the endpoints that get requests now
     """
     for name, pool in config.pools.items():
         urls = {endpoint.url for endpoint in pool.endpoints}

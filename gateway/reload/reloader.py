@@ -57,14 +57,12 @@ class ChangeOptions(msgspec.Struct, frozen=True):
     """The options of one configuration change.
 
     dry_run            whether to check the change without applying it
-    records_rejection  whether a rejected dry run is recorded as an error; a supervisor first
-                       dry-runs each change in all of its workers
+    records_rejection  whether a dry run checks that endpoints can be reached, and records a
+                       rejection as an error. A supervisor sets it for its dry run in each worker
     force              whether to apply the change although no endpoint of some pool can be reached,
                        or no endpoint lists a model that is served now
-    was_in_force       whether the text was in use before, so that its references may be resolved
-                       anywhere
-    trigger            what caused the change, if a supervisor makes it; empty: the caller's own
-                       trigger
+    was_in_force       whether the text was in use before; if so, none of its references is refused
+    trigger            what caused a change that a supervisor makes; empty: the caller names it
     reason             why the change is made, for the history; empty if its author gave no reason
     """
 

@@ -1,8 +1,8 @@
 """The socket pair between a process and its successor: sends messages and listening sockets.
 
-Only the first message carries file descriptors. Every version must understand it: it is a list that
-starts with the protocol version. A process that does not know that version uses the sockets, and
-starts without learned state. handover_messages.py has the other messages.
+Only the first message carries file descriptors. It is a list that starts with the protocol version,
+and every version must understand it. A process that does not know the sender's version uses the
+sockets, but starts without learned state. handover_messages.py has the other messages.
 """
 
 from __future__ import annotations
@@ -104,9 +104,7 @@ async def read_message(reader: asyncio.StreamReader) -> Message:
             )
         message: Message = _decoder.decode(await reader.readexactly(length))
     except (OSError, asyncio.IncompleteReadError):
-        raise ChannelError(
-            "the other process of the restart has closed the channel between both"
-        ) from None
+        raise ChannelError("the other process has closed the channel of the restart") from None
     except msgspec.DecodeError as error:
         raise ChannelError(f"the other process sent an invalid message: {error}") from None
     return message

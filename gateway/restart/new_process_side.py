@@ -154,7 +154,7 @@ class Predecessor:
             restorer.restore(message)
 
     async def decline_state(self) -> None:
-        """Ask the old process to send no learned state: this one has it or cannot use it."""
+        """Ask the old process to send no learned state, because this process does not need it."""
         await self._connect()
         assert self._writer is not None
         self._writer.write(pack_message(StateRequest(wants_state=False)))

@@ -1,8 +1,7 @@
 """Accounting of ended requests: updates the metrics of each, then has it logged and traced.
 
 Each request (its Exchange) is accounted once. All requests that end in one iteration of the event
-loop are accounted together at its end. Therefore no response waits for the accounting, and the code
-and the counters stay in the processor's caches.
+loop are accounted together at the iteration's end, so that no response waits for the accounting.
 """
 
 from __future__ import annotations

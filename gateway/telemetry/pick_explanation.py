@@ -34,16 +34,16 @@ next best score need not be the next best one.
 
 
 class PickSnapshot(msgspec.Struct, frozen=True):
-    """The load of the best endpoints at the time of a pick, recorded to explain the pick later.
+    """The loads of the picked and the next best endpoints at a pick, to explain the pick later.
 
-    They are the picked endpoint and those with the next best scores, before capacity was reserved.
-    Recording all candidates would cost as much as the pick.
+    The loads are those from before capacity was reserved. Only these endpoints are recorded,
+    because recording all candidates would take as long as the pick.
 
-    The learned speeds are not copied, nor the loads of other ranks that step with these endpoints.
-    An explanation that needs them uses their current state.
+    Learned speeds are not recorded, nor the loads of other ranks of the same engine. An explanation
+    that needs these values uses the current ones.
 
     terms       function of the policy that computes the parts (terms) of each candidate's score
-    candidates  the picked candidate and the next best, each with its load at the pick
+    candidates  the picked candidate and the next best ones, each with its load at the pick
     """
 
     terms: PriceTermsFunction

@@ -44,9 +44,9 @@ class CanarySampler(msgspec.Struct, frozen=True):
 
 
 def create_sampler(pool: str, spec: Canary) -> CanarySampler:
-    """Create what selects the requests that a pool's canary, a policy on trial, routes.
+    """Create the sampler that selects the requests which a pool's canary policy routes.
 
-    It selects by the tenants or the percentage in `spec`, the canary's configuration.
+    `spec`, the canary's configuration, lists tenants or sets a percentage of the sessions.
     """
     return CanarySampler(
         pool, int(HASH_RANGE * (spec.percent or 0.0) / 100), frozenset(spec.tenants)

@@ -249,7 +249,7 @@ class PoolMirror:
 
 
 class Mirrors:
-    """The mirrors of all pools of this process, which compare answers with candidate engines'.
+    """All mirrors of this process. A mirror compares a pool's answers with a candidate engine's.
 
     by_pool   the mirror of each pool; empty if no pool has one
     excluded  tenants whose requests are never compared

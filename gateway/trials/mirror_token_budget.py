@@ -1,4 +1,4 @@
-"""The budget of tokens per minute for mirrored requests, kept in any 60 seconds. No I/O."""
+"""Limits the tokens that mirrored requests use in any 60 seconds. No I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Spending:
 
     They are an upper bound; settle() returns those that were not used.
 
-    at_s    when they were taken, in the seconds of the budget's caller
+    at_s    time at which the tokens were taken, on the clock of the budget's caller
     tokens  number of tokens that count against the budget
     """
 
@@ -46,9 +46,9 @@ class TokenBudget:
         return spending
 
     def settle(self, spending: Spending, used: int) -> None:
-        """Return the unused tokens of a spending to the budget; `used` tokens were used.
+        """Put the tokens that were taken but not used back into the budget.
 
-        If at least all of its tokens were used, nothing is returned.
+        `used` tokens were used. If that is at least the number taken, the budget does not change.
         """
         unused = spending.tokens - max(1, used)
         if unused > 0 and self._spent and spending.at_s >= self._spent[0].at_s:

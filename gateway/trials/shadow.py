@@ -290,7 +290,7 @@ def name_policies(
 ) -> tuple[NamedPolicy, ...]:
     """Give each shadow policy of a pool a unique name.
 
-    A name is the policy's name. If two shadows have the same policy, parameters are added to it.
+    That is the policy's name. Where several shadows use the same policy, parameters are appended.
     """
     names = [name for name, _, _ in specs]
     return tuple(

@@ -12,13 +12,11 @@ DESCRIPTORS = 65536
 
 
 def reserve_descriptors(number: int = DESCRIPTORS) -> int:
-    """Prepare for `number` open files, as far as the hard limit allows; return for how many.
+    """Raise the soft limit on open files to `number`, or to the hard limit if that is lower.
 
-    The soft limit on open files is raised, which is 1,024 in many shells.
-
-    The kernel's table of open files grows too. Otherwise it would double whenever it is full. In a
-    process with threads, each doubling waits for the other threads (synchronize_rcu() of Linux): an
-    accept() took 13 ms, and the event loop with it.
+    Returns the new limit. The kernel's table of open files is enlarged at once. Otherwise Linux
+    would double the table whenever it is full, and a doubling stops the event loop of a process
+    with threads for milliseconds.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:

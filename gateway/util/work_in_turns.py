@@ -66,7 +66,7 @@ def run_at_once(steps: Steps[T]) -> T:
 async def run_in_thread(function: Callable[[], T]) -> T:
     """Call a function in a thread, and return its result.
 
-    While it computes, the event loop waits for it for SWITCH_S seconds at a time at most.
+    While the function computes, it holds up the event loop for SWITCH_S seconds at a time at most.
     """
     SWITCH_INTERVAL.shorten(SWITCH_S)
     try:
@@ -76,11 +76,10 @@ async def run_in_thread(function: Callable[[], T]) -> T:
 
 
 async def run_in_turns(steps: Steps[T]) -> T:
-    """Do work in parts, each in a turn of its own of the event loop; return its result.
+    """Do each part of the work in its own turn of the event loop; return the work's result.
 
-    After each part, garbage is collected among the objects that it has created. Python itself
-    counts allocations less deallocations. Work that replaces thousands of objects would therefore
-    leave them all to one collection, which would take milliseconds.
+    The garbage of a part is collected right after it. Python's own schedule could leave the garbage
+    of all parts to one collection, which would take milliseconds.
     """
     for generation in cycle((0, 1)):
         try:

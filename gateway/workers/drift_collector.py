@@ -1,7 +1,7 @@
 """Collects the records of ended requests from all workers, for one monitor of workload drift.
 
-One monitor is needed, because each worker sees only a part of every conversation. Its counts could
-not be added to those of others.
+Each worker sees only a part of every conversation. Therefore the counts of one monitor per worker
+could not be added up.
 """
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ DRAIN_MARGIN_S = 5.0
 
 
 class WorkerSlot:
-    """What is kept of a worker when its process ends, so that a new process can replace it.
+    """The place of one worker, in which a new process can replace one that has ended.
 
-    listener  the worker's listening socket, to which clients can connect in the meantime
+    listener  the worker's listening socket; clients can connect to it even without a process
     worker    the current process; None before the first start
     retry_s   seconds to wait before a worker that has ended is started again
     task      the task that starts the worker again

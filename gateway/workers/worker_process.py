@@ -66,8 +66,8 @@ class Worker:
     async def wait_until_ready(self) -> bool:
         """Wait until the worker accepts connections; return False if it ends or takes too long.
 
-        It accepts connections when its admin socket responds. Time in which it has no CPU does not
-        count: a worker that was started again would have no more.
+        A worker is ready once its admin socket responds. Time in which the process waits for a CPU
+        does not count, because a restarted worker would have to wait as well.
         """
         deadline = monotonic() + READY_TIMEOUT_S
         while (
@@ -163,9 +163,9 @@ def make_inheritable(listener: socket.socket) -> socket.socket:
 
 
 def seconds_without_cpu(pid: int) -> float:
-    """Return for how long a process has been ready to run, but had no CPU; 0 if it is unknown.
+    """Return how many seconds the main thread of a process has waited for a CPU.
 
-    Linux reports this time of the process's main thread.
+    Linux counts this time. Elsewhere, the result is 0.
     """
     try:
         fields = Path(f"/proc/{pid}/schedstat").read_text().split()

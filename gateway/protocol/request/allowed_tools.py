@@ -28,9 +28,9 @@ class _Named(msgspec.Struct, gc=False):
 
 
 class _Tool(_Named, gc=False):
-    """The members of a tool's JSON that tell tools apart.
+    """The members of a tool's JSON that identify the tool.
 
-    In chats, the name is in a member called like the tool's type.
+    Chats have the tool's name in a member that is called like its type, such as `function`.
     """
 
     type: str | None = None

@@ -153,11 +153,11 @@ def missing_member(name: str) -> GatewayError:
 def reject_ambiguous(body: bytes, members: dict[str, msgspec.Raw]) -> None:
     """Raise GatewayError for duplicate members, and for numbers with very many digits.
 
-    The gateway and an engine might read duplicates differently. Most bodies need no search for
-    them: if the members, written compactly, are as long as the body, the body has no duplicates.
-    SDKs send compact JSON. Only other bodies are searched. Large ones are not: the search would
-    copy their conversation, and decode_members() has found their duplicates already.
+    The gateway and an engine might read duplicates differently.
     """
+    # SDKs send compact JSON. If the members, written compactly, are as long as the body, there are
+    # no duplicates. Only other bodies are searched, and only small ones: the search copies the
+    # conversation, and decode_members() has found the duplicates of large bodies already.
     if len(body) > MAX_DIGITS and members:
         # Nearly always the conversation; then no other value is long.
         longest = max(members.values(), key=len)

@@ -1,8 +1,7 @@
 """Finds the members of a JSON object whose values are long. No I/O.
 
-Compiled builds search in C (_json_object.c, docs/decisions/0028-bytes-in-c.md), which takes a
-quarter of the time of msgspec for plain text, and up to twice its time where every other byte is an
-escape. Others always leave the search to the caller.
+Compiled builds search in C (_json_object.c, docs/decisions/0028-bytes-in-c.md). For plain text, it
+takes a quarter of the time of msgspec. Other builds always leave the search to the caller.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ except ImportError:
     ) -> tuple[dict[str, msgspec.Raw], bool] | None:
         """Return the members of an object as raw JSON by name, and whether the text is ASCII.
 
-        Returns None if the text is not JSON, or is written unusually: then msgspec decides. This
-        Python version always does.
+        Returns None if the text is not JSON, or is written unusually; the caller then decodes it
+        with msgspec. This Python version always returns None.
         """
         return None

@@ -82,10 +82,10 @@ def replace_media(body: bytes, start: int, end: int) -> tuple[bytes, MediaSize]:
     copied, because allocating memory for a copy would take longer than everything else.
 
     A placeholder has as many bytes as text with the medium's number of tokens. It is derived from
-    the medium's hash: prompts with different media differ, and prompts with equal media begin
-    equally.
+    the medium's hash. Therefore prompts with different media differ, and prompts that begin with
+    the same media have a common prefix.
 
-    The prompt itself may be a data URL or a list of them, but only behind its name in `body`.
+    The prompt itself may be a data URL or a list of data URLs, if its name precedes it in `body`.
     """
     sizes, pieces, copied = list[int](), list[bytes](), start
     view = memoryview(body)

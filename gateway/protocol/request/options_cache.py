@@ -1,19 +1,19 @@
 """Caches the options of chat requests: all members of a body except its conversation. No I/O.
 
 Most requests of an application differ only in their conversation. The cache is keyed by the bytes
-before and after the conversation's value. If they are known, no other member has to be parsed. Only
-compact bodies are cached, as SDKs send them.
+before and after the conversation's value. If these bytes are in the cache, no other member has to
+be parsed. Only compact bodies are cached, as SDKs send them.
 
 Equal bytes around the conversation mean equal members, for these reasons. A cached suffix (the
 bytes after the conversation) was parsed at depth 1 of its body. It has an even number of quotes,
-ends the object, and contains no second conversation. Let another body be valid JSON and end with
-these bytes.
+ends the object, and contains no second conversation. Suppose that another body is valid JSON and
+ends with the same suffix.
 
-- They cannot begin inside one of its strings, because the body would then end inside a string.
-- They cannot begin at another depth, because the body would then not end at depth 0.
+- The suffix cannot begin inside a string, because the body would then end inside a string.
+- The suffix cannot begin at another depth, because the body would then not end at depth 0.
 
-Therefore they contain the same members there. Between prefix and suffix are as many bytes as the
-decoder's value of the conversation has, so nothing but that value is there.
+Therefore the suffix contains the same members in both bodies. The bytes between prefix and suffix
+are as many as the decoded value of the conversation has, so they contain nothing else.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def shape_key(body: bytes, members: Mapping[str, msgspec.Raw]) -> ShapeKey | Non
 class OptionsCache(Generic[ShapeT]):
     """Remembers the options of recent chat requests, for one set of models.
 
-    It is discarded with the models.
+    When the models change, a new cache is used.
     """
 
     __slots__ = ("_shapes", "get")
@@ -80,7 +80,7 @@ class OptionsCache(Generic[ShapeT]):
 
         key      the bytes of the body around its conversation
         members  all members of the body, as raw JSON
-        shape    the options, as they were parsed
+        shape    the parsed options
         """
         prefix = key[0]
         name = prefix.index(_NAME)

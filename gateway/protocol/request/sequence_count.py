@@ -45,7 +45,7 @@ _read_content = msgspec.json.Decoder(_Content).decode
 
 
 class Prompts(NamedTuple):
-    """The number of prompts in a request, and of their token ids if the client sent token ids.
+    """The number of prompts in a request, and the number of token ids if the client sent those.
 
     token_id_count     number of token ids in all prompts; None for text
     longest_token_ids  number of token ids in the longest prompt
@@ -73,7 +73,7 @@ def without_null_embeddings(members: Mapping[str, msgspec.Raw]) -> Mapping[str, 
 def read_prompts(members: Mapping[str, msgspec.Raw], name: str, most: int) -> Prompts:
     """Count the prompts in the member `name` of a request.
 
-    Embeddings of prompts may stand beside it, or instead of it. Raises GatewayError if there are
+    Prompts that the request contains as embeddings count as well. Raises GatewayError if there are
     more than `most` prompts.
     """
     prompts, embeds = _read(members[name], name, most), members.get(EMBEDS_MEMBER)
@@ -102,9 +102,9 @@ def read_inputs(members: Mapping[str, msgspec.Raw], name: str, most: int) -> Pro
 def count_sequences(
     numbers: Mapping[str, int], most: int, *, generates: bool = True
 ) -> tuple[int, int]:
-    """Return the number of choices in a request's response, and its number of prompts.
+    """Return the number of choices in a request's response, and the number of its prompts.
 
-    A request that generates no text has one response for all its prompts.
+    A request that generates no text counts as one choice for all its prompts.
 
     numbers  the request's integers, by the names in SEQUENCE_MEMBERS
 

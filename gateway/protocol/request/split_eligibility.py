@@ -1,7 +1,7 @@
-"""Which requests can be split: their API and JSON members, and the error for one that cannot.
+"""Reads whether a request can be split, from its API and JSON members; the error if it cannot.
 
-A split request has its prefill and its decode at different endpoints.
-policies/pricing/split_decision.py decides; gateway/proxy/split_request.py asks it.
+A split request has its prefill and its decode at different endpoints. Whether a request is split is
+decided in policies/pricing/split_decision.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNSPLITTABLE = (
 
 
 def split_shape(call: Call) -> SplitShape:
-    """Return what decides whether a request can be split between a prefill and a decode endpoint.
+    """Return the properties on which it depends whether a request can be split.
 
     Examples are the number of its prompts and the maximum length of its answer.
     """
@@ -40,12 +40,10 @@ def split_shape(call: Call) -> SplitShape:
 
 
 def unsplittable_error(model: str, reason: SplitReason) -> GatewayError | None:
-    """Return the client's error for a request that cannot be split, as its model would require.
+    """Return the client's error for a request that was not split, though its model requires that.
 
-    `model` serves only requests that are split between two endpoints.
-
-    `reason` says why the request is not split. If that does not lie in the request itself, the
-    result is None.
+    model   name of a model that serves only split requests
+    reason  why the request was not split; the result is None if the request is not the cause
     """
     if reason not in _UNSPLITTABLE:
         return None
@@ -57,7 +55,7 @@ def unsplittable_error(model: str, reason: SplitReason) -> GatewayError | None:
 
 
 def read_shape(members: Members) -> SplitShape:
-    """Read from a request's JSON members what decides whether it can be split.
+    """Read the properties that decide whether a request can be split from its JSON members.
 
     Parsing has checked that numbers are integers or null.
     """

@@ -1,6 +1,6 @@
 """Reads the Retry-After header of an engine's refusal: the seconds until it accepts requests again.
 
-gateway/fleet/temporary_limits.py bounds these seconds, and holds the endpoint back for them.
+gateway/fleet/temporary_limits.py bounds the time, and uses other endpoints until it has passed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DATES = re.compile(
 def read_wait_s(head: bytes) -> float | None:
     """Return the seconds in the Retry-After of a response head; None if it names no valid time.
 
-    A date is compared with the head's own Date: heads are cached, and clocks differ.
+    A date counts from the head's own Date, because heads are cached and clocks differ.
     """
     lowered = head.lower()
     match = _SECONDS.search(lowered)

@@ -118,11 +118,10 @@ def _check_body_length(pairs: list[tuple[bytes, bytes]], fields: dict[bytes, byt
             "the engine's response has Content-Length, Content-Encoding or Transfer-Encoding twice"
         )
     length, coding = fields.get(b"content-length"), fields.get(b"transfer-encoding")
-    if coding is not None and (coding != b"chunked" or length is not None):
-        raise FramingError(
-            "the engine's response must have the Transfer-Encoding 'chunked' alone and no "
-            "Content-Length with it"
-        )
+    if coding is not None and coding != b"chunked":
+        raise FramingError("the engine's response has a Transfer-Encoding other than 'chunked'")
+    if coding is not None and length is not None:
+        raise FramingError("the engine's response has both Transfer-Encoding and Content-Length")
     if length is not None and (not length.isdigit() or len(length) > 15):
         raise FramingError("the Content-Length of the engine's response is not a single number")
 
@@ -262,10 +261,10 @@ class ChunkedBody:
     def match_whole_chunk(self, data: bytes) -> bytes:
         """Return the payload if `data` is exactly one HTTP chunk that begins here, else b"".
 
-        A token of a stream usually arrives in this form. The length of `data` determines the
-        chunk's size line. Therefore that line is compared and not parsed, which is faster. Except
-        was_at_boundary, the state of the body does not change.
+        A token of a stream usually arrives in this form. Except was_at_boundary, the state of the
+        body does not change.
         """
+        # The length of `data` determines the size line, so it is compared and not parsed.
         line = SIZE_LINES.get(len(data))
         if (
             line is not None
@@ -380,7 +379,7 @@ class LengthBody:
 
 
 class RawBody:
-    """An HTTP body that ends when the connection closes. It cannot be detected if it is cut off."""
+    """An HTTP body that ends when the connection closes. A body that was cut off looks complete."""
 
     __slots__ = ("has_trailers", "is_complete", "last_chunk_offset", "partial", "surplus_bytes")
     at_chunk_boundary = was_at_boundary = True

@@ -135,9 +135,9 @@ class Relay(StreamEnd):
     def feed(self, data: bytes, now: float) -> bytes:
         """Process bytes from the engine, and return bytes for the client.
 
-        If they cause more work than may be done at once, `state` is BEHIND. Then b"", in a later
-        iteration of the event loop, makes the relay process more of them, and other bytes make it
-        process all of them first. `now` is in monotonic seconds.
+        If the bytes cause more work than may be done at once, `state` becomes BEHIND. Then pass b""
+        in a later iteration of the event loop, to process more of them. Further bytes may be passed
+        at any time; the relay then finishes the earlier work first. `now` is in monotonic seconds.
 
         Raises UpstreamError if the response is malformed or broken.
         """

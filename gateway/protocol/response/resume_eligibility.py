@@ -1,7 +1,7 @@
 """Decides whether another engine can continue a broken answer exactly, and builds its request.
 
-That is possible only if no member of the request depends on the tokens generated so far. Such
-members are penalties and grammars, for example: their state cannot be passed on. Engines accept
+It can only if no member of the request depends on the tokens generated so far. Penalties and
+grammars do, for example, and their state cannot be passed to another engine. Engines also accept
 members that the gateway does not know. Therefore members are checked against a list of permitted
 ones; all others must be absent or turned off.
 """
@@ -117,7 +117,7 @@ class ContinuationTerms(msgspec.Struct, frozen=True):
 
 
 def continuation_terms(call: Call) -> ContinuationTerms | None:
-    """Return what must be repeated when another engine continues the answer to this request.
+    """Return what the request to an engine that continues this request's answer must repeat.
 
     Returns None if another engine could not continue the answer exactly.
     """
@@ -127,7 +127,7 @@ def continuation_terms(call: Call) -> ContinuationTerms | None:
 
 
 def member_terms(members: Members, api: Api) -> ContinuationTerms | None:
-    """Return which members must be repeated when another engine continues an answer.
+    """Return what the request to an engine that continues an answer must repeat.
 
     Returns None if another engine could not continue the answer exactly.
 

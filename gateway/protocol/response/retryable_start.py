@@ -1,7 +1,6 @@
 """The beginning of an engine's response, held back while the request may be retried. No I/O.
 
-A beginning may arrive in many small reads. Therefore its bytes are collected without copying
-earlier ones, and each byte is searched once.
+A beginning may arrive in many small reads. Therefore no read copies or searches the earlier bytes.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ class RetryableStart(ABC):
     def is_undecided(self, piece: bytes) -> bool:
         """Add received bytes, and return whether the response must still be held back.
 
-        It must while the stream may still begin with an error. Raises UpstreamError if the stream
-        has ended before its first event.
+        The response is held back while the stream may still begin with an error. Raises
+        UpstreamError if the stream has ended before its first event.
         """
         searched = len(self.data)
         self.data += piece
@@ -89,14 +88,14 @@ class RetryableStart(ABC):
         return len(self.data) < MAX_LEADING_ERROR and not (is_whole or self._has_ended)
 
     def is_overdue(self, now: float, asked_at: float | None) -> bool:
-        """Return whether the client must get what is held back, because it has waited too long.
+        """Return whether the held bytes must be sent now, because the client has waited too long.
 
-        Comments and events that come for a long time must be passed on to keep the client's
-        connection alive. An error event that has begun ends soon; its end may show that the request
-        caused it.
+        Comments and events keep the client's connection alive, so they are held for a limited time.
+        The result is False once an error event has begun: it will be complete soon, and may show
+        that the client's request caused the error.
 
         now       the time, in monotonic seconds
-        asked_at  when the client's request came, or None: the first call counts instead
+        asked_at  when the client's request came; None: the wait counts from the first call
         """
         if self._since is None:
             self._since = now if asked_at is None else asked_at
@@ -126,8 +125,8 @@ class RetryableStart(ABC):
 class HeldChunks(RetryableStart):
     """Holds back the beginning of a stream of chat or completion chunks, until its first event.
 
-    With `hold_until_token`, it is held back until the first token. Comments are not events: engines
-    send them while the prompt waits or is computed.
+    With `hold_until_token`, the stream is held back until its first token. Comments do not count as
+    events, because engines send them while the prompt waits or is computed.
     """
 
     __slots__ = (
@@ -143,7 +142,7 @@ class HeldChunks(RetryableStart):
         self._limit = MAX_HELD_BYTES
 
     def is_overdue(self, now: float, asked_at: float | None) -> bool:
-        """Return whether comments are held back too long; an event that has begun will end soon."""
+        """Return whether the client has waited too long, while only comments have arrived."""
         holds_comments = self._begins_with_comment and self._data_at < 0
         return holds_comments and super().is_overdue(now, asked_at)
 
@@ -192,7 +191,7 @@ class HeldChunks(RetryableStart):
 class HeldNamedEvents(RetryableStart):
     """Holds back the beginning of a stream of named events, as in the Messages and Responses APIs.
 
-    It is held back until the first event that shows work of the engine, according to `grammar`.
+    The first event that `grammar` counts as work of the engine ends the wait.
     """
 
     __slots__ = ("_grammar",)

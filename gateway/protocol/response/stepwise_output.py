@@ -16,7 +16,7 @@ STEP_BYTES = 32 * 1024
 class OutputQueue:
     """A queue of output that is generated only when it is taken, about STEP_BYTES at a time.
 
-    It is taken in the order of the add() calls.
+    Output is taken in the order in which add() was called.
     """
 
     __slots__ = ("_waiting",)
@@ -25,7 +25,7 @@ class OutputQueue:
         self._waiting: deque[Iterator[bytes]] = deque()
 
     def __bool__(self) -> bool:
-        """Return whether any iterable of output waits; it may turn out to be empty."""
+        """Return whether an iterable of output waits, even if that iterable yields nothing."""
         return bool(self._waiting)
 
     def add(self, pieces: Iterator[bytes]) -> None:

@@ -208,7 +208,7 @@ class Ledger:
     def current_obstacle(self) -> str:
         """Return why another engine cannot continue exactly after `shown_ids`; "" if it can.
 
-        For example, it is unknown which token ids the client's newest text belongs to.
+        An example is that the token ids of the client's newest text are unknown.
         """
         if self.obstacle or not self.prompt_ids:
             return self.obstacle or "no_token_ids"
@@ -223,8 +223,8 @@ class Ledger:
     def rest_obstacle(self) -> str:
         """Return why another engine cannot finish the answer; "" if it can.
 
-        In contrast to current_obstacle, it may begin earlier, and generate again some text that the
-        client already has.
+        Unlike for current_obstacle, the other engine may begin at an earlier token, and generate
+        some text again that the client already has.
         """
         obstacle = self.current_obstacle
         return "" if obstacle == "ambiguous_ids" and self._can_go_back else obstacle

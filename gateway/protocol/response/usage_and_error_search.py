@@ -191,9 +191,9 @@ def find_finished_choices(events: bytes) -> frozenset[int]:
 
 
 def leading_error_end(stream: bytes | bytearray) -> int:
-    """Return up to which offset a stream is searched for an error event that comes first.
+    """Return the end offset of the part of a stream that is searched for a leading error event.
 
-    Comments in front of the event are skipped.
+    Comments before the first event do not count towards the length of that part.
     """
     return MAX_FIRST_EVENT + max(0, stream.find(DATA_LINE))
 
@@ -201,8 +201,8 @@ def leading_error_end(stream: bytes | bytearray) -> int:
 def find_leading_error(stream: bytes, hold_until_token: bool) -> re.Match[bytes] | None:
     """Return the match of an error event at the start of a stream; None if there is none.
 
-    With `hold_until_token`, the event may be anywhere in `stream`, which then ends before the first
-    token.
+    With `hold_until_token`, `stream` ends before the first token, and the error event may be
+    anywhere in it.
     """
     # This search is much faster than the pattern, and suffices for nearly every stream.
     if stream.find(ERROR_NAME) < 0:
@@ -259,7 +259,7 @@ def error_text(text: bytes) -> bytes:
 def last_event_end(events: bytes) -> int:
     """Return the offset at which the last complete event of a stream ends.
 
-    Its final newline is not included, because the beginning of the next event is recognised by it.
+    The event's final newline is not included: it serves to recognise the start of the next event.
     """
     crlf = events.rfind(b"\n\r\n")
     return max(events.rfind(b"\n\n") + 1, crlf + 2 if crlf >= 0 else 0)

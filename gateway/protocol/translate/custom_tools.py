@@ -1,6 +1,6 @@
-"""Custom tools of the Responses API, which take free text, as functions of a chat with one string.
+"""Converts custom tools of the Responses API, which take free text, to functions of a chat.
 
-Chats have only functions, whose arguments are a JSON object. The text is its member `input`.
+The arguments of a chat's function are a JSON object. Its member `input` has the free text.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def custom_arguments(text: str) -> str:
 def custom_input(arguments: str) -> str:
     """Return the input of a custom tool from the arguments of the chat function.
 
-    Of arguments that are cut off, it is the input so far. Arguments in another form, which a model
-    may write, are the input themselves.
+    If the arguments are cut off, the result is the input so far. If a model wrote them in another
+    form, the result is their whole text.
     """
     try:
         return _read(arguments).input

@@ -140,8 +140,8 @@ def _arguments(call: ChatToolCall) -> object:
 class MessagesStream(StreamTranslator):
     """Translates the chunks of a chat stream to the events of an Anthropic message stream.
 
-    The first event has the number of prompt tokens, which most engines report only at the end. It
-    has the expected number until then, because some clients read it nowhere else.
+    Some clients read the number of prompt tokens only from the first event, but most engines report
+    it at the end. Then the first event has the expected number.
     """
 
     __slots__ = ("_expected", "_index", "_kind", "_model")

@@ -167,7 +167,7 @@ def assistant_reasoning(text: str) -> dict[str, str]:
 def settle_tool_choice(chat: dict[str, Any]) -> None:
     """Remove `tool_choice` and `parallel_tool_calls` from a chat request that offers no tools.
 
-    Engines refuse them there. Raises GatewayError if `tool_choice` names a tool.
+    Engines refuse these members without tools. Raises GatewayError if `tool_choice` names a tool.
     """
     if "tools" in chat:
         return

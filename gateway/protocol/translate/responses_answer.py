@@ -131,7 +131,7 @@ def ended(finish_reason: str | None, output: list[dict[str, Any]]) -> dict[str, 
 
 
 def last_status(finish_reason: str | None) -> str:
-    """Return the status of the item that the model wrote last, for the answer's finish reason."""
+    """Return the status of an answer's last output item, given the answer's finish reason."""
     return "incomplete" if finish_reason in _CUT_REASONS else "completed"
 
 
@@ -180,10 +180,10 @@ def reasoning_item(item_id: str, status: str, text: Text | None) -> dict[str, An
 
 
 def function_names(echoed: Mapping[str, Any]) -> Mapping[str, Mapping[str, str]]:
-    """Return the members `name` and `namespace` of function call items, by the engine's name.
+    """Map the engine's name of each namespaced function to the client's `name` and `namespace`.
 
-    Engines do not know namespaces, so a function has another name there. `echoed` is what echo()
-    returned.
+    Engines do not know namespaces, so the function has another name there. `echoed` is the result
+    of echo().
     """
     groups = [tool for tool in echoed["tools"] if tool.get("type") == "namespace"]
     return {

@@ -87,7 +87,7 @@ def input_messages(value: Any) -> list[dict[str, Any]]:
 def is_unfinished(value: Any) -> bool:
     """Return whether the model has to continue the last message of `input`.
 
-    It has to if that is an answer whose status says that it is incomplete.
+    That is so if the message is an answer of the model with an incomplete status.
     """
     if not isinstance(value, list) or not value or not isinstance(value[-1], dict):
         return False

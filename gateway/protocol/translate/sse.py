@@ -13,14 +13,13 @@ _FIELD, _FIELD_BYTES = b"data:", len(b"data: ")
 
 
 class EventReader:
-    """Collects the data of server-sent events from their lines, which end with LF or CRLF.
+    """Collects the data of server-sent events, whose lines end with LF or CRLF.
 
-    Fields other than data are skipped. flush() returns the last event if it lacks its final blank
-    line. Each byte is searched once and copied twice, however small the pieces are.
+    Fields other than `data` are skipped. flush() returns a last event that no blank line ends.
 
     _data          the data of an incomplete event, with a line feed before each line
-    _line          the beginning of an incomplete line; empty if it is a line of data
-    _in_data_line  whether a line of data is incomplete
+    _line          the beginning of an incomplete line, unless that line is known to be data
+    _in_data_line  whether the incomplete line is a line of data
     """
 
     __slots__ = ("_data", "_in_data_line", "_limit", "_line")

@@ -31,8 +31,8 @@ class StreamTranslator(ABC):
     """Translates the bytes of one stream of chat chunks to the events of another API.
 
     feed() takes bytes in pieces of any size. finish() is called at the end of the engine's answer.
-    Both are generators of the client's bytes, and work only while these are taken. After the last
-    event or an error, they yield nothing.
+    Both return generators of the client's bytes, which do the work as their output is consumed.
+    After the last event or an error, both yield nothing.
 
     ending  the last choice that had a finish reason
     usage   the last token counts
@@ -192,7 +192,7 @@ class AnswerTranslator:
         return self._output.take()
 
     def more(self) -> bytes:
-        """Return the next translated bytes for the client, which follow from input fed earlier."""
+        """Return the next bytes for the client, translated from bytes that feed() got before."""
         return self._output.take()
 
     def finish_with(self, event: bytes) -> bytes:
