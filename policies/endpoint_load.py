@@ -148,6 +148,27 @@ class EndpointLoad(EngineLoad):
         if self.changes is not None:
             self.changes.record(self.slot)
 
+    def copy_values(self, other: EndpointLoad) -> None:
+        """Take over another load's values of this class, except `changes` and `timeline`."""
+        self.slot = other.slot
+        self.in_flight = other.in_flight
+        self.decoding = other.decoding
+        self.prefill_tokens = other.prefill_tokens
+        self.decode_tokens = other.decode_tokens
+        self.kv_reserved = other.kv_reserved
+        self.prefix_cache_tokens = other.prefix_cache_tokens
+        self.eviction_regret = other.eviction_regret
+        self.is_available = other.is_available
+        self.is_proven = other.is_proven
+        self.soft_cap = other.soft_cap
+        self.running = other.running
+        self.waiting = other.waiting
+        self.kv_usage = other.kv_usage
+        self.scraped_at = other.scraped_at
+        self.unexplained_requests = other.unexplained_requests
+        self.is_modelled = other.is_modelled
+        self.lockstep_ranks = other.lockstep_ranks
+
 
 def join_ranks(loads: Sequence[EndpointLoad]) -> None:
     """Declare that these are the data-parallel ranks of one engine, which step together.

@@ -8,22 +8,13 @@ defines the parts of a score (policies.policy_types.PriceTermsFunction).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
-from typing import Any
 
 import msgspec
 
 from gateway.request_record import Exchange
-from policies.endpoint_load import LOAD_FIELDS, EndpointLoad
+from policies.load_snapshot import LoadSnapshot
 from policies.policy_types import Policy, PriceTermsFunction
 from policies.routing_types import Candidate, Pick, RoutingQuery
-
-_OBJECTS = ("belief", "reservations", "changes", "timeline")
-_NUMBERS = tuple(name for name in LOAD_FIELDS if name not in _OBJECTS)
-# The last three are of the running answers; their groups are never changed in place.
-load_values = attrgetter(
-    *_NUMBERS, "timeline.answers.age_groups", "timeline.answers.ratios", "timeline.prefill_s"
-)
 
 NEXT_BEST = 2
 """Number of candidates besides the picked one whose load is recorded.
@@ -47,7 +38,7 @@ class PickSnapshot(msgspec.Struct, frozen=True):
     """
 
     terms: PriceTermsFunction
-    candidates: tuple[tuple[Candidate, tuple[object, ...]], ...]
+    candidates: tuple[tuple[Candidate, LoadSnapshot], ...]
 
     def score_terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate]
@@ -60,8 +51,8 @@ class PickSnapshot(msgspec.Struct, frozen=True):
         candidates  all candidates of the pick
         """
         then = {
-            id(candidate): Candidate(candidate.endpoint, restore_load(candidate, numbers))
-            for candidate, numbers in self.candidates
+            id(candidate): Candidate(candidate.endpoint, snapshot.restore(candidate.load))
+            for candidate, snapshot in self.candidates
         }
         all_terms = self.terms(
             query, [then.get(id(candidate), candidate) for candidate in candidates]
@@ -71,20 +62,6 @@ class PickSnapshot(msgspec.Struct, frozen=True):
             for candidate, terms in zip(candidates, all_terms, strict=True)
             if id(candidate) in then
         }
-
-
-def restore_load(candidate: Candidate, numbers: tuple[Any, ...]) -> EndpointLoad:
-    """Return a candidate's load at the pick, rebuilt from values recorded by load_values()."""
-    load = EndpointLoad(candidate.load.slot, candidate.load.belief)
-    *values, age_groups, ratios, prefill_s = numbers
-    for name, value in zip(_NUMBERS, values, strict=True):
-        setattr(load, name, value)
-    load.lockstep_ranks = tuple(
-        load if rank is candidate.load else rank for rank in load.lockstep_ranks
-    )
-    load.timeline.prefill_s = prefill_s
-    load.timeline.answers.restore(load, age_groups, ratios)
-    return load
 
 
 def snapshot_pick(policy: Policy, pick: Pick) -> PickSnapshot | None:
@@ -98,7 +75,7 @@ def snapshot_pick(policy: Policy, pick: Pick) -> PickSnapshot | None:
     recorded = (pick.candidate, *next_best(pick))
     return PickSnapshot(
         policy.price_terms,
-        tuple([(candidate, load_values(candidate.load)) for candidate in recorded]),
+        tuple([(candidate, LoadSnapshot(candidate.load)) for candidate in recorded]),
     )
 
 

@@ -21,9 +21,9 @@ from gateway.fleet.endpoint_load_and_health import EndpointTable
 from gateway.metrics.catalogue import Metrics
 from gateway.protocol.request.api_call import Call
 from gateway.request_record import Exchange
-from gateway.telemetry.pick_explanation import load_values, restore_load
 from policies import routing_algorithm
 from policies.latency.expected_latency import ttft_s
+from policies.load_snapshot import LoadSnapshot
 from policies.policy_types import Policy
 from policies.routing_types import Candidate, Pick, RoutingQuery
 
@@ -67,7 +67,7 @@ class PickRecord(msgspec.Struct, frozen=True):
     candidates   the endpoints that it could pick
     call         the request
     model        the name of the request's model
-    load_values  the picked endpoint's load before its capacity was reserved (no other endpoint's
+    load         the picked endpoint's load before its capacity was reserved (no other endpoint's
                  load changes). None: the pick is not compared and only updates the prefix index
     """
 
@@ -76,7 +76,7 @@ class PickRecord(msgspec.Struct, frozen=True):
     candidates: Sequence[Candidate]
     call: Call
     model: str
-    load_values: tuple[object, ...] | None
+    load: LoadSnapshot | None
 
 
 class ShadowResult(msgspec.Struct, frozen=True):
@@ -176,8 +176,8 @@ class Shadows:
         feeds_index = self._feeds_prefix_index and query.fingerprint is None
         if not (is_sampled or feeds_index):
             return
-        numbers = load_values(pick.candidate.load) if is_sampled else None
-        record = PickRecord(query, pick, route.candidates, exchange.call, route.name, numbers)
+        load = LoadSnapshot(pick.candidate.load) if is_sampled else None
+        record = PickRecord(query, pick, route.candidates, exchange.call, route.name, load)
         self._records.append(record)
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -196,7 +196,7 @@ class Shadows:
                 log.exception("evaluating the shadow policies of pool %s failed", self.pool)
             took_s = perf_counter() - began
             self._cost_s += took_s
-            if record.load_values is not None:
+            if record.load is not None:
                 self._mean_cost_s += 0.1 * (took_s - self._mean_cost_s)
                 self._budget_s = min(BUDGET_CAP_S, self._budget_s) - took_s
 
@@ -204,11 +204,11 @@ class Shadows:
         query = record.query
         if self._feeds_prefix_index and query.fingerprint is None:
             query = self._feed_prefix_index(record)
-        if record.load_values is None:
+        if record.load is None:
             return
         self._evaluated += 1
         picked = record.pick.candidate
-        before = Candidate(picked.endpoint, restore_load(picked, record.load_values))
+        before = Candidate(picked.endpoint, record.load.restore(picked.load))
         candidates = tuple(
             before if candidate.load is picked.load else candidate
             for candidate in record.candidates

@@ -97,3 +97,23 @@ class EngineLoad:
         self.s_per_freed_kv_token = 0.0
         self.kv_used_tokens = 0.0
         self.slots = inf
+
+    def copy_engine_values(self, other: EngineLoad) -> None:
+        """Take over the values of another load, except `belief` and `reservations`."""
+        self.answers = other.answers
+        self.decode_s_per_context_token = other.decode_s_per_context_token
+        self.next_first_token_at = other.next_first_token_at
+        self.expected_tokens = other.expected_tokens
+        self.fixed_ttft_s = other.fixed_ttft_s
+        self.free_kv_tokens = other.free_kv_tokens
+        self.kv_used_tokens = other.kv_used_tokens
+        self.s_per_freed_kv_token = other.s_per_freed_kv_token
+        self.slots = other.slots
+        self.kv_tokens = other.kv_tokens
+        self.peer_load = other.peer_load
+        self.attention_s_per_pair = other.attention_s_per_pair
+        self.prefill_done_at = other.prefill_done_at
+        self.decode_s_per_sequence = other.decode_s_per_sequence
+        self.decode_s_per_token = other.decode_s_per_token
+        self.external_requests = other.external_requests
+        self.prefill_s_per_token = other.prefill_s_per_token
