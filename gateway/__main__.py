@@ -13,7 +13,7 @@ from gateway.util.version import version_facts, version_line
 def main() -> None:
     """Run the command line; exit with status 130 on Ctrl-C.
 
-    The version is printed without the command line, which takes 0.2 s to import.
+    Print the version without importing the command line, because that import takes 0.2 s.
     """
     try:
         if sys.argv[1:] in (["version"], ["--version"]) and _is_printed(version_line()):

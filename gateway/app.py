@@ -84,7 +84,7 @@ class App:
 
     url          the address of the API; set once it listens
     admin_url    the address of the admin server; set once it listens
-    request_end  function that ends the process
+    request_end  function that requests the end of the process, as a signal does
     """
 
     _tick_timer: asyncio.TimerHandle | None = None
@@ -275,8 +275,8 @@ class App:
     async def retire(self) -> None:
         """Serve the open connections until they end, while a successor process accepts new ones.
 
-        Returns after `timeouts.handover` seconds at the latest. An idle connection may send one
-        more request.
+        Returns after `timeouts.handover` seconds at the latest. Each idle connection may still
+        send one request.
         """
         self.is_draining = self._has_retired = True
         limit_s = self.gateway.snapshot.config.timeouts.handover

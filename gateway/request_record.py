@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 
 class Releasable(Protocol):
-    """The interface of an object that keeps the bytes of a request to an engine until release()."""
+    """The interface of an engine request whose body can be freed: release() drops its bytes."""
 
     def release(self) -> None: ...
 
 
 class Countable(Protocol):
-    """The interface of a policy in a canary trial that counts its requests by outcome."""
+    """The interface of one policy of a canary trial, which counts its requests by their outcome."""
 
     def count(self, exchange: Exchange, /) -> None: ...
 
 
 class Explainable(Protocol):
-    """The interface of a record made at a pick, from which the pick can be explained later."""
+    """The interface of the record of one choice of an endpoint, which can explain the choice."""
 
     def score_terms(
         self, query: RoutingQuery, candidates: Sequence[Candidate], /
@@ -51,7 +51,7 @@ class Explainable(Protocol):
 
 
 class Mirrored(Protocol):
-    """The interface of a request that was selected to compare its answer with a candidate engine's.
+    """The interface of a request whose answer will be compared with a candidate engine's answer.
 
     gateway/trials/mirror.py implements it.
     """
@@ -86,8 +86,8 @@ class SplitRecord:
     handed_over_at     when the decode request was sent
     cached_tokens      cached prompt tokens as the prefill engine reports them; the decode engine
                        counts transferred tokens as cached too
-    predicted_ttft_s   seconds to the first token, as expected at the pick; None before a handoff
-                       between these endpoints has been measured
+    predicted_ttft_s   seconds to the first token, as expected when the endpoints were chosen; None
+                       until the time of a handoff between the two has been measured
     transport          how the KV cache was transferred; None if no engine reported it
     """
 
@@ -131,15 +131,15 @@ class Exchange:
     reason              short cause of an outcome other than served
     detail              sentence with the numbers behind a refusal
     retries             names of the endpoints that failed this request, in order
-    unsent_attempts     number of retries whose request was never sent, so that they do not count as
-                        attempts
+    unsent_attempts     number of failed attempts whose request was never sent to an engine; they do
+                        not count as retries
     holds_retry_turn    whether the request uses one of the retries that the gateway permits at the
                         same time (the retry budget)
     body_bytes          bytes of memory reserved for the body
-    body_budget         the budget from which the memory was reserved; None after its release
+    body_budget         the budget from which the memory was reserved; None when none is reserved
     first_query         the policy's input at the first pick; None until capacity was reserved
-    pool_queue          the admission queue to which the outcome is reported; None if it does not
-                        need the outcome
+    pool_queue          the admission queue to which the outcome is reported; None if the queue does
+                        not need the outcome
     tier                name of the smaller model that serves the request instead of the requested
                         one; usually ""
     fingerprint         chain of hashes of the prompt's blocks; None if the policy does not use
@@ -150,7 +150,7 @@ class Exchange:
     tpot_s              seconds per output token after the first, as the client saw it
     predicted_ttft_s    ttft_s as expected at the pick
     predicted_tpot_s    tpot_s as expected at the pick
-    response_ids        creates the id of the response, if its engine may store it; else None
+    response_ids        creates the response's id if the engine may store the response; else None
     stored_at           the stored response to which the request refers
     pick_snapshot       the best two candidates as they were at the pick, to explain it later; None
                         if the policy's scores have no parts that could be shown
@@ -279,10 +279,10 @@ class Exchange:
                 pool_queue.on_reserved(query, pick)
 
     def take_memory(self, budget: BodyBudget, body_bytes: int) -> None:
-        """Reserve memory for a body of `body_bytes` bytes, minus what was reserved for it before.
+        """Increase the memory reserved for this request's body to `body_bytes` bytes.
 
-        Raises GatewayError if the memory for bodies is used up. Then what was reserved before is
-        released, so that other growing bodies can be accepted.
+        Raises GatewayError if the memory for bodies is used up. Then this request's reservation
+        is released, so that other growing bodies can be accepted.
         """
         try:
             self.body_bytes += budget.reserve_body(body_bytes - self.body_bytes)
@@ -318,9 +318,9 @@ class Exchange:
             budget.release_body(self.body_bytes)
 
     def give_back_retry_turn(self, retries: RetryTurns) -> None:
-        """Return the retry that this request took to the gateway's retry budget.
+        """End this request's retry, so that the retry budget can grant it to another request.
 
-        Without one, do nothing.
+        Does nothing if the request holds no retry.
         """
         if self.holds_retry_turn:
             self.holds_retry_turn = False

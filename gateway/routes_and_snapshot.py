@@ -56,15 +56,15 @@ class Route(msgspec.Struct, frozen=True):
     pool_queue    the admission queue of the model's pool
     prepare       function that builds an attempt at a whole request
     fingerprints  whether prompts are hashed block by block, because the policy uses cached prefixes
-                  or the access log has block ids
-    notes_picks   whether every pick is recorded, because predictions for these endpoints are in use
+                  or requests are recorded with their block ids
+    notes_picks   whether every choice of an endpoint is recorded, as latency predictions are in use
     slo           the service class of requests that name none
     is_low_first  whether the engines treat a low number in a body's `priority` as urgent
-    overflow      smaller models that may serve a request instead of a refusal, each with the
-                  penalty that its choice costs
-    split         how requests are split between prefill and decode; None: never
-    shadows       policies on trial whose picks have no effect; None: there are none
-    canary        the route that serves a part of the requests, on trial; None: there is none
+    overflow      smaller models that may serve a request that this model would refuse, each with
+                  the penalty for choosing it
+    split         how requests are split between prefill and decode; None: they are never split
+    shadows       policies on trial that only compute what they would pick; None without a trial
+    canary        the route on trial, which serves a share of the requests; None without a trial
     resume        how broken streams are continued on another endpoint; None: they are not
     sequences     maximum number of sequences in one request: its prompts times its choices (`n`)
     engine_name   the engines' name of the model; "" if each endpoint has its own
@@ -112,7 +112,7 @@ class CanaryRoute(msgspec.Struct, frozen=True):
     arms: CanaryArms
 
     def choose(self, exchange: Exchange, request: Request, primary: Route) -> Route:
-        """Choose the policy that serves the request; return its route, and record the choice."""
+        """Return the route on trial or `primary`; record in the exchange which one was chosen."""
         if self.sampler.selects(request):
             exchange.canary_arm = self.arms.canary
             return self.route
@@ -147,8 +147,8 @@ class ModelScope(msgspec.Struct, frozen=True):
     """The models that certain API keys may use.
 
     routes    routes by every name or pattern of names that a client may use
-    unlisted  the error message for each of these names that no endpoint lists
-    shapes    cached options of earlier requests for these models
+    unlisted  error message for each permitted model name that no endpoint lists
+    shapes    cache of parsed options (all but the prompt) of earlier requests for these models
     """
 
     routes: Mapping[str, Route]
@@ -169,12 +169,12 @@ class Snapshot(msgspec.Struct, frozen=True, weakref=True):
     scopes            permitted models by SHA-256 of the API key, for keys that are not valid for
                       all models
     translated        by model, paths of the APIs that are served through another API
-    shapes            cached options of recent chat requests, which refer to its routes
+    shapes            cache of parsed options (all but the prompt) of recent chat requests
     slots_by_model    by model, the slot numbers (indices in the endpoint table) of the endpoints
                       that may serve it, including prefill endpoints
 
-    Only requests may keep a reference to a snapshot. Therefore a snapshot without references is
-    known to be out of use.
+    Only requests may keep a reference to a replaced snapshot. Therefore a replaced snapshot without
+    references is no longer in use.
     """
 
     generation: int
@@ -238,9 +238,9 @@ class Gateway:
         self.hedger = Hedger(endpoints, gate, accounts, snapshot.config.retries.hedge)
 
     def count_unsent(self, exchange: Exchange, problem: UpstreamError) -> bool:
-        """Count a failed attempt whose request was never sent; return whether it was counted.
+        """Count a failed attempt as unsent, if its request was never sent; return whether it was.
 
-        Returns False if the request was sent, or if the gateway is shutting down.
+        Also returns False, without counting, while the gateway is shutting down.
         """
         if problem.was_sent or self.gate.retries.is_stopping:
             return False

@@ -1,6 +1,6 @@
 """The admin server's configuration pages: the current configuration, its history, and changes.
 
-They translate HTTP requests to configuration changes, and their outcomes to HTTP responses.
+The pages translate HTTP requests to configuration changes, and outcomes to HTTP responses.
 security.py authenticates clients, and reload/reloader.py makes the changes.
 """
 
@@ -108,8 +108,8 @@ def add_changes(
 ) -> None:
     """Add the admin pages that change the configuration: apply a text, reload the file, roll back.
 
-    The functions below make the changes. One gateway process and a supervisor of several workers
-    make them differently.
+    The caller passes in the functions that make the changes, because a single gateway process makes
+    them in another way than a supervisor of several workers.
 
     put       function that applies a configuration text; called with the text, the request's
               headers and the options

@@ -31,8 +31,8 @@ async def end_connections(server: web.Server, patience_s: float, response_s: flo
 
     The server accepts no new connections any more.
 
-    patience_s  seconds in which each connection may still send one request, which may be on its way
-    response_s  seconds after that, at whose end unfinished responses such as live views are cut off
+    patience_s  seconds to wait for the connections, each of which closes after its next response
+    response_s  seconds after that, before unfinished responses such as live views are cut off
     """
     ends = monotonic() + patience_s
     while server.connections and monotonic() < ends:  # noqa: ASYNC110

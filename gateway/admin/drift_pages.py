@@ -36,10 +36,10 @@ def add_drift(routes: web.UrlDispatcher, find: Callable[[], DriftMonitor | None]
 
 
 def add_records(routes: web.UrlDispatcher, recorder: ShapeRecorder) -> None:
-    """Add the page at which a worker process returns its records of ended requests.
+    """Add the page from which the supervisor reads a worker process's records of ended requests.
 
-    The supervisor, which starts the workers, reads the page and compares the requests of all
-    workers with the workload that their pool was sized for.
+    The supervisor, which starts the workers, compares the requests of all workers with the
+    workload that their pool was sized for.
     """
 
     async def pop_records(_: web.Request) -> web.Response:

@@ -1,8 +1,8 @@
 """The admin pages of endpoints: GET /endpoints, and POST /endpoints/{name}/drain and /undrain.
 
-The page /endpoints has the state, load and KV events of each endpoint, and split requests. To drain
-an endpoint means to send it no new requests. The live view has rows of its own, in
-live_fleet_status.py.
+The page /endpoints shows the state, load and KV events of each endpoint, and counts of split
+requests. To drain an endpoint means to send it no new requests. live_fleet_status.py makes other
+rows, for the live view.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The diagnosis in the live view: sentences about problems of the endpoints, most severe first.
 
-They name endpoints that are out of rotation or slow. They also give the reasons why requests were
+The sentences name endpoints that are out of rotation or slow. They also say why requests were
 rejected, retried or not split. live_view.py collects the numbers.
 """
 
@@ -160,10 +160,10 @@ def diagnose(minute: MinuteCounts) -> list[DiagnosisLine]:
 
 
 def shorten(reasons: Sequence[DiagnosisLine]) -> Sequence[DiagnosisLine]:
-    """Return at most MAX_FINDINGS of these sentences of a diagnosis.
+    """Return at most MAX_FINDINGS sentences of a diagnosis, in the same order.
 
-    Sentences about the whole gateway come first. If some are left out, the last sentence says how
-    many, and names their endpoints.
+    Sentences about one endpoint are left out first. Then the last sentence says how many are
+    missing, and names their endpoints.
     """
     if len(reasons) <= MAX_FINDINGS:
         return reasons
@@ -266,10 +266,10 @@ def _slow(endpoints: Sequence[Mapping[str, Any]]) -> Iterator[DiagnosisLine]:
 
 
 def median_without(ordered: Sequence[float], value: float) -> float:
-    """Return the median of all numbers in `ordered` except one, which equals `value`.
+    """Return the median of `ordered` without one number that equals `value`.
 
     An endpoint's value is compared with this median of the values of all other endpoints. `ordered`
-    is ascending. Apart from a binary search, the function takes constant time.
+    must be sorted in ascending order.
     """
     left_out, others = bisect_left(ordered, value), len(ordered) - 1
     low, high = (

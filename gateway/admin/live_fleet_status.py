@@ -45,7 +45,7 @@ class PairStatus(msgspec.Struct, frozen=True):
 
 
 class FleetStatus(msgspec.Struct, frozen=True):
-    """The part of a gateway's live view that no metric has: endpoint rows, handoffs, configuration.
+    """What a gateway's live view shows besides metrics: endpoint rows, handoffs, configuration.
 
     slo_by_class          latency targets (TTFT, TPOT) in seconds, by service class
     default_class         the service class of requests that name none
@@ -54,7 +54,7 @@ class FleetStatus(msgspec.Struct, frozen=True):
     active_requests       requests that are being served
     config_problem        first problem of the last configuration; None if it was accepted
     shared_state          status of state sharing with other gateways; None without it
-    unlisted              for each configured model that no endpoint lists, the message about it
+    unlisted              error message for each configured model that no endpoint lists
     drift                 a sentence for each pool whose requests no longer resemble the workload
                           that it was sized for; with workers, the supervisor adds it
     """

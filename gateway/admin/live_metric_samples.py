@@ -1,6 +1,6 @@
 """Samples of a gateway's metrics over the last minute, and the differences between two samples.
 
-A sample only copies counters. Rates, percentiles and sparklines are computed from the difference
+A sample is a copy of counters. Rates, percentiles and sparklines are computed from the difference
 between two samples. live_view.py shows them.
 """
 
@@ -32,10 +32,10 @@ Key = TypeVar("Key")
 
 
 class MetricSample(msgspec.Struct, frozen=True, eq=False):
-    """A gateway's metrics at one monotonic time. Most of them count from the gateway's start.
+    """A gateway's metrics at one monotonic time. Most are counters since the gateway's start.
 
     responses         responses by (HTTP status, reason)
-    slo_outcomes      responses by (service class, whether they met their latency targets)
+    slo_outcomes      responses by (service class, outcome such as "met" or "ttft_missed")
     upstream_errors   errors by (endpoint, kind)
     computed_tokens   prompt tokens that engines computed, by cause
     split_decisions   decisions by (split or whole, reason)
@@ -84,7 +84,7 @@ def take_sample(
 def sample_steps(
     target: GatewayInterface, now: float, before: MetricSample | None = None
 ) -> Steps[MetricSample]:
-    """Do the work of take_sample() in parts."""
+    """Do the work of take_sample() in parts: yield after each, so that requests can run."""
     metrics, gateway, meter = target.metrics, target.gateway, WorkMeter()
     ttft = yield from _sketches(metrics.ttft_seconds, before.ttft if before else {}, meter)
     tpot = yield from _sketches(metrics.tpot_seconds, before.tpot if before else {}, meter)
@@ -162,8 +162,8 @@ class SketchGrowth(NamedTuple):
     A quantile sketch counts latencies in buckets, and percentiles are computed from the counts.
     This class has the differences of the counts.
 
-    ttft  counts of new times to first token by bucket, for each endpoint; endpoints without any are
-          absent
+    ttft  by endpoint and bucket: number of new times to first token; endpoints without new ones are
+          left out
     tpot  the same for the times per output token
     """
 
@@ -174,8 +174,8 @@ class SketchGrowth(NamedTuple):
 def sketch_growth(before: MetricSample, after: MetricSample) -> SketchGrowth:
     """Return the latencies that were observed between two metric samples.
 
-    Both samples must still have their quantile sketches, the counts from which percentiles are
-    computed.
+    Both samples must still have their quantile sketches (the bucket counts from which percentiles
+    are computed).
     """
     return run_at_once(_growth_steps(before, after))
 
@@ -204,10 +204,10 @@ def _grown(
 def sample_difference(
     before: MetricSample, after: MetricSample, growth: SketchGrowth | None = None
 ) -> SampleDifference:
-    """Return the request rates and TTFT percentiles of the time between two metric samples.
+    """Return the request rates, and the 95th percentile of TTFT, between two metric samples.
 
-    growth  the latencies observed in between; None: they are computed from the quantile sketches of
-            both samples
+    growth  the latencies observed between the two samples; if None, this function computes them,
+            for which both samples need their quantile sketches
     """
     span_s, responses = after.at - before.at, counter_growth(after.responses, before.responses)
     ttft = merge_counts((growth or sketch_growth(before, after)).ttft.values())
@@ -233,8 +233,8 @@ class SampleHistory:
     """The gateway's metric samples of the last minute, oldest first and about a second apart.
 
     It also keeps the differences between consecutive samples. To save memory, only the newest
-    sample has its quantile sketches. For all others, only the growth of the sketches is kept: whole
-    sketches would have up to 1,268 counts for each endpoint, metric and sample.
+    sample keeps its quantile sketches, which have up to 1,268 counts for each endpoint and metric.
+    For all earlier samples, only the growth of the sketches is kept.
 
     newest  the newest metric sample, with its sketches; None before the first one
     """
@@ -266,9 +266,9 @@ class SampleHistory:
         run_at_once(self.append_steps(mark))
 
     def append_steps(self, mark: MetricSample) -> Steps[None]:
-        """Do the work of append() in parts, of which only the last one changes the history.
+        """Do the work of append() in parts: yield after each, and change the history in the last.
 
-        Another append() must not begin meanwhile.
+        Call no other append() until the last part is done.
         """
         if self.newest is not None:
             if mark.at - self.newest.at < MIN_SPACING_S:
@@ -313,9 +313,9 @@ class SampleHistory:
     def find_before(self, at: float, span_s: float) -> MetricSample | None:
         """Return the newest sample that is at least `span_s` seconds older than the time `at`.
 
-        If no sample is that old, return the oldest one, or None if that is not older than `at`
-        either. The sample has no quantile sketches; growth_since() returns the latencies observed
-        since then.
+        If no sample is that old, return the oldest one; None if no sample is older than `at`. The
+        returned sample has no quantile sketches; growth_since() returns the latencies observed
+        since it was taken.
         """
         older = [mark for mark in self._ring if at - mark.at >= span_s]
         if older:

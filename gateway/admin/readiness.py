@@ -35,9 +35,9 @@ def _all_unserved(snapshot: Snapshot) -> list[str] | None:
 
 
 def unserved_models(snapshot: Snapshot) -> dict[str, str]:
-    """Return the models whose requests get status 503 now, each with a text that says why.
+    """Return a text for each model whose requests get status 503 now, by the model's name.
 
-    The reason is a kind of endpoint of which none is available, for example one that prefills.
+    The text says what is missing, such as "no prefill endpoint is available".
     """
     return {name: text for name, text in _missing_endpoints(snapshot).items() if text}
 

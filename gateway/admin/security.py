@@ -83,8 +83,8 @@ def check_same_origin(request: web.Request) -> web.Response | None:
 def check_credentials(request: web.Request, config: Config) -> web.Response | None:
     """Return a 401 or 403 response if the request may not make changes, else None.
 
-    It may with the configured admin key. If no key is configured, it may if it comes from this
-    machine.
+    A request may make changes if it has the configured admin key. If no key is configured, it must
+    come from this machine, and not through a proxy.
     """
     if request.transport is not None and _is_supervisor(request.transport):
         return None

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 def admin_application(target: GatewayInterface) -> web.Application:
     """Return the admin server's aiohttp application.
 
-    It changes the gateway only through the pages of the configuration and those that drain an
-    endpoint.
+    Its pages can change the configuration (also by pinning a pool's policy), and drain endpoints.
     """
     server = web.Application(
         middlewares=[access_middleware(lambda: target.gateway.snapshot.config)],

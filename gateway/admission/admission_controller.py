@@ -59,7 +59,7 @@ class AdmissionController:
     def publish_to_peers(self, updates: OutgoingUpdates) -> None:
         """From now on, record what tenants use in `updates`, which is sent to other gateways.
 
-        Tenants' limits then apply to all gateways together. The records are used quotas, tokens
+        Tenants' limits then apply to all gateways together. What is recorded: used quotas, tokens
         computed for tenants, and active sessions.
         """
         self._updates = self.quotas.updates = updates
@@ -83,7 +83,7 @@ class AdmissionController:
             queue.tick(now)
 
     def refresh(self) -> None:
-        """Recompute how many requests pools may run, as an endpoint's availability changed."""
+        """Recompute how many requests pools may run, after an endpoint's availability changed."""
         for queue in self._queues.values():
             queue.refresh()
 

@@ -11,7 +11,7 @@ class BodyBudget:
 
     limit_bytes   maximum number of bytes of all bodies together
     used_bytes    number of bytes that running requests have reserved
-    large_bodies  joins the pieces of large bodies and lets them be parsed in turn
+    large_bodies  joins the pieces of large bodies and lets them be parsed one after another
     """
 
     __slots__ = ("large_bodies", "limit_bytes", "used_bytes")

@@ -112,8 +112,8 @@ class PoolQueue:
         policy  the new admission policy
         shares  relative weight by tenant; 1 for tenants that are not listed
 
-        A plain concurrency limit with a single tenant does not use the outcomes of requests, so
-        they are not reported to it.
+        Outcomes of all requests are reported to the policy, unless it only limits concurrency or
+        sessions and no shares are set.
         """
         self._queue.admission = policy
         self._queue.set_shares(FairShares(shares))
@@ -153,7 +153,7 @@ class PoolQueue:
     def sessions(self) -> WorkingSet | None:
         """Return the active sessions, whose contexts count towards the KV memory.
 
-        None means that the admission policy tracks none.
+        Returns None if the admission policy does not track sessions.
         """
         policy = self._queue.admission
         return policy.sessions if isinstance(policy, PricedAdmission | SessionCap) else None
@@ -257,10 +257,10 @@ class PoolQueue:
     async def enter(
         self, query: RoutingQuery, query_at: Callable[[float], RoutingQuery] | None = None
     ) -> PoolQueue:
-        """Admit a request, after a wait in the queue if necessary, and return this object.
+        """Wait until a request is admitted, and return this object as a context manager.
 
-        The request then holds a permit. Leaving the `with` block of the returned object returns it.
-        Raises GatewayError if the request is rejected.
+        The admitted request holds a permit until its `with` block on this object ends. Raises
+        GatewayError if the request is rejected.
 
         query_at  function that returns the policy's input (the request and its cached tokens) at a
                   later time, because cached prefixes change during a wait; None: it stays the same

@@ -33,10 +33,10 @@ class BackgroundResponse(NamedTuple):
 class QuotaCharge(msgspec.Struct):
     """What one request was charged to its tenant's quota. At its end, settle() corrects the charge.
 
-    requests     number of requests that it counts as: one per prompt
-    concurrency  the tenant's limit of concurrent requests that it counts against; None: it counts
-                 against none
-    began_at     monotonic time at which it was charged
+    requests     number of requests that the request counts as: one per prompt
+    concurrency  the tenant's limit of concurrent requests, if the request counts against it; else
+                 None
+    began_at     monotonic time at which the request was charged
     background   the response that the engine still generates when the request has ended; usually
                  None
     """
@@ -51,8 +51,8 @@ class QuotaCharge(msgspec.Struct):
 class Quotas:
     """The quotas (requests and tokens per minute, concurrent requests) of tenants that have limits.
 
-    A reload keeps the quota of a tenant whose limits did not change. `updates` collects what is
-    used at this gateway, to be sent to other gateways; it is None if gateways share no state.
+    A reload keeps the quota of a tenant whose limits did not change. `updates` collects the quota
+    use at this gateway, to be sent to other gateways; it is None if gateways share no state.
     """
 
     __slots__ = ("by_tenant", "updates")
@@ -84,8 +84,8 @@ class Quotas:
 
         Returns None if the tenant has no limits. Raises GatewayError when the quota is used up.
 
-        is_concurrent  whether it counts among the tenant's requests in progress. Requests of
-                       batches do not, because their number has a limit of its own
+        is_concurrent  whether the request counts against the tenant's limit of concurrent requests.
+                       Batch requests do not, because another setting limits their number
         """
         quota = self.by_tenant.get(request.tenant)
         if quota is None:

@@ -1,7 +1,7 @@
 """The schedule of automatic policy selection: compares when due, then switches a pool's policy.
 
-At regular intervals, a replay of the pool's recent requests compares the permitted policies. This
-is cancelled when an endpoint fails. policies/auto/switch_decision.py decides without I/O whether to
+At regular intervals, a replay of the pool's recent requests compares the permitted policies. A
+comparison is cancelled when an endpoint fails. policies/auto/switch_decision.py decides whether to
 change the policy. A change is applied as a new version of the configuration.
 """
 

@@ -30,11 +30,11 @@ class PoolState:
     due_at            monotonic time of the next comparison
     counts_from_s     comparisons ignore requests that arrived before this time
     in_force_since_s  time at which the current policy began to serve the pool
-    held              why the policy is kept until an operator permits changes; empty if changes are
+    held              why the policy stays until an operator permits changes; empty if changes are
                       permitted
     trouble           why policies cannot be compared now; empty if they can
     failures          number of comparisons in a row that gave no estimate
-    failure           why the last of them gave none; empty if it gave one
+    failure           cause of the newest failed comparison; empty if the last one gave an estimate
     """
 
     def __init__(self, policy: PolicyMember, due_at: float, now_s: float) -> None:

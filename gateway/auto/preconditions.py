@@ -30,9 +30,9 @@ def find_failure(pool: str, rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def find_trial(spec: Pool) -> str:
-    """Return which trial runs in the pool, such as "canary"; "" if none does.
+    """Return a text that names the pool's trial, such as "the pool has a canary"; "" without one.
 
-    During a trial, its policies are not compared.
+    During a trial, the pool's policies are not compared.
     """
     if spec.canary is not None:
         return "the pool has a canary"

@@ -18,7 +18,7 @@ def build_job(
     rows: Sequence[Mapping[str, Any]],
     now_s: float,
 ) -> ReplayJob:
-    """Return the input of a replay process, which compares the routing policies of some pools.
+    """Return the job for a replay process, which compares the routing policies of the given pools.
 
     config  the current configuration
     states  the state of each pool whose policies are compared

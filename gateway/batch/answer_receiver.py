@@ -120,7 +120,7 @@ class StreamedAnswer:
     def keep(
         self, prompt: Sequence[int], shown: Sequence[int], prompt_tokens: int
     ) -> KeptAnswer | None:
-        """Return the part of the answer that all attempts have received; None if it is empty.
+        """Return what has been received of the answer, over all attempts; None if that is nothing.
 
         prompt  token ids of the newest attempt's prompt
         shown   token ids of the newest attempt's answer

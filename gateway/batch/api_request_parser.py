@@ -60,8 +60,8 @@ class FileForm(msgspec.Struct, frozen=True):
 class BatchRequest(msgspec.Struct, frozen=True):
     """The body of a request to create a batch.
 
-    window_s         its completion window in seconds
-    output_expiry_s  seconds after which its files of results expire; None: the default
+    window_s         the batch's completion window in seconds
+    output_expiry_s  seconds after which the batch's result files expire; None: the default
     """
 
     input_file_id: str

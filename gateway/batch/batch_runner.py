@@ -1,4 +1,4 @@
-"""Runs batches: their requests run in capacity that live traffic leaves free, results are stored.
+"""Runs the requests of batches in capacity that live traffic leaves free, and stores the results.
 
 There is one BatchRunner per gateway process. While it has batches, it reads the load of all pools
 many times a second. concurrency_and_preemption.py decides how many batch requests a pool may run.

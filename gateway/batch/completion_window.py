@@ -24,7 +24,7 @@ class Schedule(StrEnum):
     """Whether a batch is expected to end within its completion window.
 
     ON_TIME  yes, with the capacity that other requests leave free
-    HURRIED  yes, with capacity that is reserved for it
+    HURRIED  yes, with capacity that is reserved for the batch
     BEHIND   probably not, even with reserved capacity
     """
 
@@ -67,7 +67,7 @@ class PoolSchedule:
         return self.plan
 
     def clear(self) -> None:
-        """Release all capacity reserved for batches, because the pool has none any more."""
+        """Release all capacity reserved for batches, because the pool has no batches any more."""
         self.plan = WindowPlan()
 
     def schedule_of(self, batch_id: str) -> Schedule:
@@ -104,5 +104,5 @@ class ScheduleLog:
         )
 
     def keep(self, ids: Iterable[str]) -> None:
-        """Forget the logged state of all batches except those with the given ids."""
+        """Forget the last logged state of all batches except those with the given ids."""
         self._logged = {name: self._logged[name] for name in ids if name in self._logged}

@@ -82,10 +82,10 @@ class BatchOwner:
             return True
 
     def change(self, batch: Path, call: Callable[[], None]) -> None:
-        """Make a change of the batch in this folder, but only if this process has the lease on it.
+        """Call `call`, which changes the batch in this folder, if this process has its lease.
 
-        `call` is the function that makes the change. Raises LeaseLostError if another process has
-        the lease; that process continues from the stored state.
+        Raises LeaseLostError, without the call, if another process has the lease; that process
+        continues from the stored state.
         """
         with locked(batch / "owner") as file:
             lease = _read_lease(file)

@@ -57,7 +57,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     expires_at: int
 
     def as_object(self) -> dict[str, Any]:
-        """Return the file's description as a JSON object of OpenAI's API."""
+        """Return the description of the file as OpenAI's API presents it to clients."""
         return {
             "id": self.id,
             "object": "file",
@@ -95,19 +95,19 @@ class BatchRecord(msgspec.Struct, frozen=True):
     """The stored description of one batch.
 
     tenant           the tenant that owns the batch; "" if the API needs no key
-    scope            digest of the API key that created it, if that key is limited to some models;
-                     else "". The key itself is never stored
+    scope            digest of the API key that created the batch, if the key is limited to some
+                     models; else "". The key itself is never stored
     window           the completion window as the client wrote it
     expires_at       the end of the completion window
-    model            the model of its requests; "" before they were validated
+    model            the model of all requests; "" until the input file has been validated
     state_times      when the batch entered each state, by the state's name
-    result_file_ids  ids under which its owner writes the output file and the errors file
-    schedule         whether it is expected to end within its completion window, while its requests
-                     run (gateway/batch/completion_window.py); meaningless in other states
+    result_file_ids  ids for the output file and the errors file, stored before these are written
+    schedule         whether the batch is expected to end within its completion window
+                     (gateway/batch/completion_window.py); valid only in the state IN_PROGRESS
     output_expiry_s  seconds after which the files of results expire, if the client set a time
     usage            tokens of all answers, once the batch has ended
     request_times_s  mean and longest time of its requests in seconds; None: unknown
-    unanswered       number of requests without a result when it ended; they count as failed
+    unanswered       number of requests without a result when the batch ended; they count as failed
     """
 
     id: str
@@ -138,17 +138,17 @@ class BatchRecord(msgspec.Struct, frozen=True):
         return self.state in FINAL_STATES
 
     def enter(self, state: BatchState, now: float, **changes: Any) -> BatchRecord:
-        """Return a copy of the record in the state `state`, with other changes.
+        """Return a copy of the record in the state `state`, with the other `changes` too.
 
-        `now` is the Unix time at which the batch enters the state. If it is in that state already,
-        the earlier time stays.
+        `now` is the Unix time at which the batch enters the state. If the batch was in this state
+        before, the recorded time stays.
         """
         times = {**self.state_times}
         times.setdefault(state.value, int(now))
         return msgspec.structs.replace(self, state=state, state_times=times, **changes)
 
     def as_object(self) -> dict[str, Any]:
-        """Return the batch as a JSON object of OpenAI's API, with the extra member `schedule`."""
+        """Return the batch as OpenAI's API presents it, with the additional member `schedule`."""
         times = self.state_times
         names = ("in_progress", "finalizing", "completed", "failed", "expired")
         return {
@@ -175,13 +175,13 @@ class BatchRecord(msgspec.Struct, frozen=True):
 
 
 def list_of_problems(problems: Sequence[LineProblem]) -> dict[str, Any] | None:
-    """Return an input file's problems as a JSON object of OpenAI's API; None if it has none."""
+    """Return the value of a batch object's member `errors`; None if there are no problems."""
     data = [msgspec.to_builtins(problem) for problem in problems]
     return {"object": "list", "data": data} if data else None
 
 
 def list_object(items: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """Return one page of files or batches as a JSON list object of OpenAI's API."""
+    """Return one page of files or batches as a `list` object, as in OpenAI's API."""
     return {
         "object": "list",
         "data": items,

@@ -60,8 +60,8 @@ class BatchPages:
 
         runner    runs the batches
         snapshot  function that returns the current configuration
-        section   section `batch` of the first configuration; it stays in use if a reload removes
-                  the section
+        section   section `batch` of the configuration at the start, which is used after a reload
+                  that has removed the section
         """
         self._runner, self._store = runner, runner.storage
         self._threads = StorageThreads(MAX_UPLOADS + READ_THREADS)
@@ -327,7 +327,7 @@ def _too_slow() -> GatewayError:
 async def read_body(
     request: web.Request, max_bytes: int = MAX_BODY_BYTES, within_s: float = PIECE_TIMEOUT_S
 ) -> bytearray:
-    """Read a request's body. Raises GatewayError if it is too large, or not there in time."""
+    """Read a request's body. Raises GatewayError if it is too large or arrives too slowly."""
     body = bytearray()
     try:
         async with asyncio.timeout(within_s):
@@ -351,7 +351,7 @@ def response_headers(shape: ErrorFormat = OPENAI) -> dict[str, str]:
 
 
 def json_response(body: dict[str, Any], shape: ErrorFormat = OPENAI) -> web.Response:
-    """Return a response with status 200 and this JSON body, to clients of the API of `shape`."""
+    """Return a JSON response with status 200; `shape` selects the headers of its API."""
     headers = response_headers(shape)
     return web.Response(
         body=msgspec.json.encode(body), content_type="application/json", headers=headers

@@ -1,7 +1,7 @@
 """Splits the text of a JSON object with one long list into the items of the list. No I/O.
 
-A JSON decoder holds Python's lock until it has read the whole text. This search takes windows of
-64 KiB, and other threads run in between.
+A JSON decoder holds the GIL until it has read the whole text. This search handles 64 KiB at a time,
+so other threads can run before it is done.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _OPENING = b"[{"
 
 
 class JsonListError(ValueError):
-    """Raised for a text that is not an object with this list; its text says what is wrong."""
+    """Raised for a text that is not a JSON object with one list; the message says why."""
 
 
 class JsonList:
     """The items of the only list in a JSON object, found without decoding the whole text.
 
-    What separates the items is checked. The items themselves may be invalid: the caller decodes
-    them.
+    Only the text around and between the items is checked. The items themselves may be invalid
+    JSON, which the caller notices when it decodes them.
     """
 
     def __init__(self, text: bytes | bytearray, name: str) -> None:
@@ -35,7 +35,7 @@ class JsonList:
         self._text, self._name = text, name
 
     def items(self) -> Iterator[bytes]:
-        """Yield the text of each item. Raises JsonListError where the text is malformed."""
+        """Yield the text of each item; raise JsonListError at the first malformed place."""
         at = self._start()
         if self._text[at : at + 1] == b"]":
             self._finish(at + 1)

@@ -1,4 +1,4 @@
-"""Anthropic's Message Batches in terms of batches: their objects and results. No I/O.
+"""Converts stored batches and their results to the objects of Anthropic's Message Batches. No I/O.
 
 A message batch is a batch whose requests use the Messages API. message_batch_input.py writes its
 input file.
@@ -54,7 +54,7 @@ def own_id(batch_id: str) -> str:
 
 
 def message_batch(record: BatchRecord) -> dict[str, Any]:
-    """Return the stored record of a batch as a message batch of Anthropic's API."""
+    """Convert the stored record of a batch to a message batch object of Anthropic's API."""
     times, name = record.state_times, _ID + record.id.removeprefix(_OWN_ID)
     state = "ended" if record.is_final else "in_progress"
     if record.state is BatchState.CANCELLING:
@@ -108,7 +108,7 @@ def page(records: Sequence[BatchRecord], query: Mapping[str, str]) -> dict[str, 
 
 
 def result(line: bytes) -> bytes:
-    """Convert a line of a batch's output or error file to one of a message batch's results."""
+    """Convert a line of a batch's output or error file to a result line of Anthropic's API."""
     read = _decode_result(line)
     if read.response is not None:
         answer = read.response

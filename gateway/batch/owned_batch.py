@@ -281,7 +281,7 @@ class OwnedBatch:
             await self.save(msgspec.structs.replace(record, **changes, request_times_s=times_s))
 
     async def fail(self, record: BatchRecord) -> None:
-        """Store the record of a refused batch, and delete its copy of the input file."""
+        """Store the record of a refused batch, and delete the batch's copy of the input file."""
         await self._threads.run(self._claimed.finish, record)
 
     def renew(self) -> None:
@@ -306,8 +306,8 @@ class OwnedBatch:
         """Write the output and error files of the batch, and put it into its final state.
 
         Requests without a result get an error that names `state`. The ids of both files are stored
-        before the files are written. If this process is stopped in between, the next owner deletes
-        these files and writes its own, because the stopped one may only have been slow.
+        before the files are written. If this process stops before the end, the next owner deletes
+        these files and writes others, because this process may only be slow and still write.
 
         now       Unix time in seconds
         expiry_s  seconds after which both files expire, if the client has set no shorter time

@@ -1,4 +1,4 @@
-"""The access of batches to pools: which pool, whether its key permits it, and free capacity."""
+"""Finds the pool that runs a batch, checks that the tenant may use it, and reads its capacity."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def batch_class(section: BatchApi, config: Config) -> str:
 def line_headers(section: BatchApi, snapshot: Snapshot, *, is_reserved: bool) -> HeaderFields:
     """Return the headers with which a batch request is served, as if a client had sent them.
 
-    They give the request the lowest service class and priority. With `is_reserved`, it does not
-    wait in its pool's queue, because the batch's completion window ends soon.
+    They give the request the lowest service class and priority. With `is_reserved`, the request
+    skips its pool's queue, because the batch's completion window ends soon.
 
     section  the section `batch` of the configuration
     """
@@ -83,9 +83,9 @@ def refusal(snapshot: Snapshot, record: BatchRecord) -> GatewayError | None:
 
 
 def scope_digest(key_digest: bytes) -> str:
-    """Return the value to store for an API key that is limited to some models.
+    """Return the text that is stored with a batch to recognise its API key again.
 
-    `key_digest` is the SHA-256 of the key. The result does not reveal it.
+    `key_digest` is the SHA-256 of the key. The result does not reveal the key or its SHA-256.
     """
     return hashlib.sha256(b"batch scope:" + key_digest).hexdigest()[:32]
 
@@ -96,7 +96,7 @@ class PoolAccess:
     schedule   the plan for the pool's batches, by their completion windows
     _missed    number of other requests that missed a latency target in the newest window
     _targets   the latency targets of other requests
-    _answered  numbers of answered other requests by service class, and when they last changed
+    _answered  by service class: number of answered other requests, and when it last changed
     """
 
     def __init__(self, pool: str, gateway: Gateway, metrics: Metrics) -> None:
@@ -117,10 +117,10 @@ class PoolAccess:
         return next((queue for queue in queues if queue.name == self._pool), None)
 
     def reserve(self, section: BatchApi) -> int:
-        """Return how many batch requests may run however busy the pool is, to end in time.
+        """Return the largest number of batch requests that may run even if the pool is full.
 
-        They need this capacity if their completion windows end soon. The setting `reserve` in
-        `section`, the configuration's section `batch`, limits it to a share of the pool's capacity.
+        Batches whose completion windows end soon need it. It is the share `section.reserve` of the
+        pool's capacity, but at most `section.concurrency`, the limit on all batch requests.
         """
         queue = self._queue
         if queue is None or not section.reserve:

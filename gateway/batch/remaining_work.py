@@ -13,8 +13,8 @@ class RequestTimes:
     """How long the requests of one batch take in seconds, from start to end.
 
     The times include the wait for a place, and the time until the runner starts the next request.
-    An answer that is continued after an interruption counts with all its attempts. One that begins
-    again counts with the last attempt only.
+    An answer that was continued after an interruption counts with all its attempts. An answer that
+    was generated again from the beginning counts with the last attempt only.
     """
 
     def __init__(self, known: tuple[float, float] | None = None) -> None:
@@ -31,9 +31,9 @@ class RequestTimes:
         return round(self._ended_s / self._ended, 3), round(self._longest_s, 3)
 
     def add_attempt(self, number: int, seconds: float, *, is_kept: bool) -> None:
-        """Record an attempt without a result, at the request with this index.
+        """Record that an attempt at request `number` ended after `seconds` without a result.
 
-        `is_kept` is True if the next attempt continues its answer.
+        `is_kept` is True if the next attempt continues the answer of this one.
         """
         before = self._spent.pop(number, 0.0)
         if is_kept:
@@ -58,8 +58,8 @@ class RequestTimes:
         running  seconds since each running attempt began, by the request's index
         usual_s  mean duration of the pool's requests; None if unknown
 
-        Until a request of this batch has ended, its requests are expected to take CAUTION times as
-        long. Some of them then start early enough to be measured, even without free capacity.
+        Until a request of this batch has ended, requests are expected to take CAUTION * `usual_s`.
+        Some of them then start early enough to be measured, even without free capacity.
         """
         begun = self._spent | {n: self._spent.get(n, 0.0) + s for n, s in running.items()}
         longest_s = max(self._longest_s, max(begun.values(), default=0.0))

@@ -108,8 +108,8 @@ class RequestAttempt:
     def lost_tokens(self) -> int:
         """Return how many generated tokens would be lost if this attempt were interrupted.
 
-        It is 0 if the request was not sent, or if its answer can be continued. It is MANY_TOKENS if
-        the answer is not streamed, because its length is then unknown.
+        The number is 0 if the request was not sent, or if its answer can be continued. It is
+        MANY_TOKENS for an answer that is not streamed, whose length so far is unknown.
         """
         ledger = self.exchange.ledger
         if self.exchange.sent_at is None or (ledger is not None and not ledger.current_obstacle):
@@ -118,7 +118,7 @@ class RequestAttempt:
 
     @property
     def shown_tokens(self) -> int:
-        """Return how many tokens this attempt has received; 0 if its answer cannot be continued."""
+        """Return how many token ids are recorded for a continuation; 0 if they are not recorded."""
         ledger = self.exchange.ledger
         return 0 if ledger is None else len(ledger.shown_ids)
 
@@ -146,9 +146,9 @@ class RequestAttempt:
     def keep(self) -> KeptAnswer | None:
         """Return the part of the answer that another attempt can continue if this one is cancelled.
 
-        Returns None if there is none; the next attempt then generates the answer from the
-        beginning. There is none after the finish reason, because another engine would continue
-        beyond the end.
+        With None, the next attempt generates the answer from the beginning. What this attempt has
+        received is left out if it cannot be continued exactly, or has its finish reason already:
+        another engine would generate text beyond the end.
         """
         ledger, answer = self.exchange.ledger, self._client.answer
         if ledger is None or answer is None or ledger.current_obstacle:

@@ -61,7 +61,7 @@ class ObjectWriter:
     """
 
     def __init__(self, bucket: S3Bucket, key: str, most_bytes: int) -> None:
-        """Create the writer; its parts suit an object of at most about `most_bytes` bytes."""
+        """Create a writer whose parts are large enough for an object of about `most_bytes`."""
         self._bucket, self.key = bucket, key
         self._part_bytes = max(PART_BYTES, -(-most_bytes // MAX_PARTS))
         self._pending = bytearray()

@@ -111,7 +111,7 @@ class ClaimedBatch(Protocol):
         """Store the record of the batch, which this process has changed."""
 
     def finish(self, record: BatchRecord) -> None:
-        """Store the record of an ended batch, and delete what only unfinished batches need."""
+        """Store the record of an ended batch, and delete data that only a running batch needs."""
 
     def release(self) -> None:
         """Release this process's lease on the batch, so that another process may take it."""
@@ -147,7 +147,7 @@ class BatchStorage(Protocol):
         """Prepare the storage for this process. Call this before any other method."""
 
     def close(self) -> None:
-        """Release what open() has taken. Other processes may then take its batches immediately."""
+        """Release what open() has taken. Other processes may then take over this one's batches."""
 
     # Files
 
@@ -182,7 +182,7 @@ class BatchStorage(Protocol):
         tenant      owner of the file
         record      the file's record
         lines       the lines of the file
-        most_bytes  approximate upper limit of its size
+        most_bytes  approximate upper limit of the file's size
         """
 
     # Batches
@@ -214,7 +214,7 @@ class BatchStorage(Protocol):
     def delete_expired(self, now: float, batch_expiry_s: float) -> None:
         """Delete expired files, batches that ended long ago, and what killed processes have left.
 
-        A batch that a killed process has only partly created is added to the unfinished ones.
+        A batch whose process was killed while creating it is added to the unfinished batches.
 
         now             Unix time in seconds
         batch_expiry_s  seconds after which finished batches are deleted

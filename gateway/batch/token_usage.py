@@ -10,8 +10,8 @@ import msgspec
 class TokenUsage(msgspec.Struct, frozen=True):
     """The tokens of all answered requests of a batch, as engines reported them.
 
-    cached_tokens     those of the input tokens that engines had cached
-    reasoning_tokens  those of the output tokens that the model used for reasoning
+    cached_tokens     input tokens that engines had in their caches; part of input_tokens
+    reasoning_tokens  output tokens that the model used for reasoning; part of output_tokens
     """
 
     input_tokens: int = 0
@@ -20,7 +20,7 @@ class TokenUsage(msgspec.Struct, frozen=True):
     reasoning_tokens: int = 0
 
     def as_object(self) -> dict[str, Any]:
-        """Return the usage of a batch as a JSON object of OpenAI's API."""
+        """Return the usage as in a batch object of OpenAI's API."""
         return {
             "input_tokens": self.input_tokens,
             "input_tokens_details": {"cached_tokens": self.cached_tokens},

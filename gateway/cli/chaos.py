@@ -44,7 +44,7 @@ class ChaosAction(StrEnum):
 
 
 class Only(StrEnum):
-    """Which engine steps the fault `slow` delays: with prompt tokens (prefill), or without."""
+    """Which engine steps the fault `slow` delays: those with prompt tokens, or those without."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -1,4 +1,4 @@
-"""Detects the kinds of the engines at the URLs of `--engine`, as no file states them."""
+"""Detects the kind of each engine given with `--engine`, which states only a URL."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _KINDS_BY_OWNER: Mapping[str, EngineKind] = MappingProxyType(
 def config_with_kinds(
     urls: Sequence[str], build: Callable[[Mapping[str, str]], LoadedConfig]
 ) -> tuple[LoadedConfig, list[str]]:
-    """Find out the kind of each engine (vLLM, SGLang, ...), and build a configuration with them.
+    """Detect the kind of each engine (vLLM, SGLang, ...), and build a configuration with the kinds.
 
     urls   URLs of the engines
-    build  function that builds a configuration, given the engines' kinds by URL
+    build  function that builds a configuration from a mapping of URLs to kinds of engines
 
-    The second result has a line of text for each engine that is not vLLM, or may not be. Raises
-    ConfigError.
+    Returns the configuration, and notes for the operator: one line of text for each engine that is
+    not vLLM, or may not be. Raises ConfigError.
     """
     loaded = build({})
     specs = [spec for pool in loaded.config.pools.values() for spec in pool.endpoints]

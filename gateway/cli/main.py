@@ -24,7 +24,7 @@ from gateway.util.version import version_facts, version_line
 
 
 def config_in_text(text: str) -> dict[str, Any]:
-    """Return the configuration in the text of a gateway.yaml, in the form that GET /config returns.
+    """Parse the text of a gateway.yaml, and return the configuration as GET /config shows it.
 
     Raises ConfigError if the text is not a valid configuration.
     """

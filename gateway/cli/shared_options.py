@@ -26,8 +26,8 @@ EngineKeyOption = Annotated[
     Option(
         "--engine-key",
         envvar="PENSTOCK_ENGINE_KEY",
-        help="API key for the engines of --engine. Prefer the environment variable: other "
-        "users of the machine can see command-line options.",
+        help="API key for the engines of --engine. Prefer PENSTOCK_ENGINE_KEY in the "
+        "environment: other users of the machine can see command-line options.",
     ),
 ]
 
@@ -35,8 +35,8 @@ EngineKeyOption = Annotated[
 def check_engine_key(config: Path | None, engine_key: str | None) -> None:
     """Raise UsageError if the command line has both a key for engines and a configuration file.
 
-    The keys are then in the file. A key in the environment is accepted, because it may be meant for
-    other commands.
+    With a file, the keys must be in the file. A key in the environment variable PENSTOCK_ENGINE_KEY
+    is accepted, because it may be meant for other commands.
     """
     is_option = engine_key is not None and engine_key != os.environ.get("PENSTOCK_ENGINE_KEY")
     if config is not None and is_option:

@@ -30,9 +30,9 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield a warning for each alias pattern that can match the same name as another model's.
+    """Yield a warning for each two alias patterns of different models that can match one name.
 
-    The warning says which of the two models gets such names.
+    The warning says which of the two patterns gets the names that match both.
     """
     seen: list[tuple[Path, NamePattern]] = []
     for path, text in _texts(data, "models", "aliases"):

@@ -53,8 +53,8 @@ class AutoPolicy(Section):
 def without_auto_name(data: Any) -> Any:
     """Return a pool's configuration with `policy: auto` replaced by an empty section `auto`.
 
-    `data` is the pool's configuration as plain data. It is returned unchanged if it has another
-    policy.
+    `data` is the pool's configuration as plain data. A configuration with another policy is
+    returned unchanged.
     """
     if get_member(data, "policy") != AUTO:
         return data
@@ -90,7 +90,7 @@ def auto_errors(data: Any) -> Iterator[RuleFinding]:
 def auto_path(pool: Any, path: Path) -> Path | None:
     """Return the path of the setting that turns on automatic policy selection for a pool.
 
-    `path` is the configuration path of the pool. Returns None if the pool does not use it.
+    `path` is the configuration path of the pool. Returns None if the pool's policy is fixed.
     """
     if get_member(pool, "policy") == AUTO:
         return (*path, "policy")

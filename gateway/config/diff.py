@@ -25,8 +25,8 @@ class ConfigChange(msgspec.Struct, frozen=True):
     before  the old value as text; None if the value was added
     after   the new value as text; None if it was removed
 
-    `before` and `after` are equal if they are a reference, such as ${NAME}, whose value has
-    changed.
+    `before` and `after` are the same text if the setting is a reference, such as ${NAME}, and only
+    the value behind the reference has changed.
     """
 
     path: str

@@ -20,7 +20,7 @@ from gateway.config.value_types import engine_url, without_scheme
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for each pool without endpoints, and each repeated URL, name or source."""
+    """Yield an error for each pool without endpoints, and for repeated URLs, names or sources."""
     yield from _endpoints(data)
     yield from _discovery_sources(data)
 

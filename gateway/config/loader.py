@@ -38,7 +38,7 @@ class LoadedConfig(msgspec.Struct, frozen=True):
     written             path -> value as written in the text; secrets in it are masked
     has_secret_in_text  whether the text itself contains a secret, not only a reference to one
     files               path of a value that names a file -> digest of that file
-    resolved            the values of the references, which no reply may contain
+    resolved            the values of the references, which must not appear in responses
     """
 
     config: Config
@@ -75,7 +75,7 @@ def load_text(
     """Load a configuration from its text, and return it with its warnings.
 
     file     name of the text in problems; relative paths start at its folder
-    refused  for the path of a value, why its references may not be resolved
+    refused  path of a value -> why the references in it must not be resolved
              (uploaded_references.py)
 
     Raises ConfigError with all problems.

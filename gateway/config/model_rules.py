@@ -19,7 +19,7 @@ from gateway.config.rule_findings import (
 def errors(data: Any) -> Iterator[RuleFinding]:
     """Yield an error for each model with a repeated name, or an unknown pool or smaller model.
 
-    An endpoint whose `served_model` could mean several models is an error, too.
+    Also yield an error for each endpoint whose `served_model` could mean several models.
     """
     yield from _model_names(data)
     yield from _model_pools(data)
@@ -28,7 +28,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
 
 
 def warnings(data: Any) -> Iterator[RuleFinding]:
-    """Yield warnings about settings `served_model` that have no effect or name only one model."""
+    """Yield a warning for each endpoint's `served_model` that is unused or likely a mistake."""
     yield from _unused_names(data)
     yield from _names_to_list(data)
 

@@ -64,10 +64,10 @@ def iter_tls_sections(data: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def find_repeated(values: Iterator[tuple[Path, str]], what: str) -> Iterator[RuleFinding]:
-    """Yield an error for each of these texts that is equal to an earlier one.
+    """Yield an error for each text in `values` that occurred before.
 
-    values  the texts, each with its path in the configuration
-    what    what the texts are, for the error message, such as the name of an endpoint
+    values  (path in the configuration, text) of each text
+    what    subject of the error message, such as "the name of an endpoint"
     """
     seen: dict[str, Path] = {}
     for path, text in values:

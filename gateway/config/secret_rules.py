@@ -24,7 +24,7 @@ def errors(data: Any) -> Iterator[RuleFinding]:
     """Yield an error for each ${file:...} reference in a setting that is not a secret.
 
     Other settings, such as names and labels, are shown on many pages. Without this rule, anyone who
-    may submit a configuration could read any file through them.
+    may submit a configuration could make such a setting show the content of any file.
     """
     text = "is not a secret, and ${file:...} is allowed only for secrets; write ${NAME}"
     secrets = {path for path, _ in _secrets(data)}

@@ -14,7 +14,7 @@ Shares = tuple[Annotated[float, Field(ge=0)], ...]
 class SizedFor(Section):
     """The workload for which a pool was sized, as shares of requests by length.
 
-    `penstock drift LOG` prints such a section for a log.
+    `penstock drift LOG` prints this section for the requests of an access log.
     """
 
     prompt: Shares = Field(

@@ -26,8 +26,8 @@ class SloClass(Section):
 class Slos(Section):
     """The service classes of requests, and the default class.
 
-    The first of these that exists decides a request's class: its header x-slo-class, its tenant's
-    class, its model's class, the default.
+    A request gets the first of these classes that is set: the class in its header x-slo-class, its
+    tenant's class, its model's class, the default class.
     """
 
     default: Name = setting(

@@ -22,7 +22,7 @@ from policies.engine_kinds import ENGINE_TRAITS
 
 
 def salt_member(engine: str, cache_salt: bool | None) -> str:
-    """Return the name of the request member in which an engine takes a cache salt; "" if in none.
+    """Return the name of the JSON member for an engine's cache salt; "" if it takes no salt.
 
     `cache_salt` is the endpoint's setting in the configuration; None means the engine's default.
     """
@@ -32,9 +32,9 @@ def salt_member(engine: str, cache_salt: bool | None) -> str:
 
 
 def errors(data: Any) -> Iterator[RuleFinding]:
-    """Yield an error for repeated or unknown tenants, and for endpoints that cannot isolate them.
+    """Yield an error for each repeated or unknown tenant, and each endpoint without isolation.
 
-    The last is an error only in a pool that requires isolation.
+    Endpoints that cannot isolate tenants are errors only with `cache.isolate: required`.
     """
     yield from _repeated(data)
     names = [

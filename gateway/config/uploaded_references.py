@@ -34,9 +34,9 @@ def unresolvable(
 
     text      the received configuration text
     known     the texts whose references are allowed; b"" for a configuration without a text
-    with_key  whether the sender has authenticated with admin.key. If so, it suffices that a known
-              text has the same reference. If not, a known text must have the same whole value. For
-              a key or password, it must also have the same address to which the gateway sends it
+    with_key  whether the sender has authenticated with admin.key. If True, a reference is allowed
+              if a known text has it in the same kind of setting. If False, a known text must have
+              the same whole value there; for a key or password, also the address that gets it
 
     Raises ConfigError if a text is not YAML.
     """

@@ -1,6 +1,7 @@
 """Reads YAML 1.2 into plain data with positions, and resolves ${...} references. No I/O.
 
-It enforces limits on size. It rejects duplicate keys, and aliases that expand to very many values.
+Texts that are too large are rejected, as are duplicate keys, and aliases that expand to very many
+values.
 file_reader.py reads the files, and root_section.py interprets the values.
 """
 
@@ -182,7 +183,7 @@ class YamlSource:
     def position_of(self, path: Path, *, on_key: bool = False) -> SourcePosition:
         """Return the position of a value, or of its key, in the configuration file.
 
-        If the value is not in the file, this is the position of its nearest parent.
+        For a value that is not in the file, this is the position of its nearest parent that is.
         """
         if on_key and path in self.key_positions:
             return self.key_positions[path]
@@ -228,7 +229,7 @@ def parse_yaml(
 
     file       the name shown in problems; relative references start at its folder
     read_file  function that reads the files that are referred to
-    refused    for the path of a value, why its references may not be resolved
+    refused    path of a value -> why the references in it must not be resolved
 
     Raises ConfigError if the text is not YAML.
     """

@@ -37,7 +37,7 @@ class AttemptState:
     handover             the part of the decode request that names where the KV cache is stored
     problem              the error that ended the attempt
     suspects             names of the endpoints that this request must not try again
-    transfer             the forecast of the KV transfer, for rules that price it
+    transfer             the forecast of the KV transfer, for rules that use its cost
     recompute            whether the next attempt should compute the whole request at one endpoint
     """
 

@@ -1,8 +1,8 @@
-"""A client for bootstrap servers: decode engines learn from them how to reach a prefill engine.
+"""A client for bootstrap servers, which tell decode engines how to reach a prefill engine.
 
-A bootstrap server belongs to a prefill engine and returns the ids of its ranks. Concurrent attempts
-at split requests that need an answer of one server share one query. kvtransfer.dialects parses the
-answer, and gateway/disagg/handoffs.py stores it.
+A bootstrap server belongs to a prefill engine and returns the ids of the engine's ranks. Split
+requests that need the answer of one server at the same time share one query. kvtransfer.dialects
+parses the answer, and gateway/disagg/handoffs.py stores it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class BootstrapClient:
     def query(self, server: BootstrapAddress, callback: Callback) -> BootstrapQuery:
         """Query a bootstrap server; `callback` gets its answer or an error within ANSWER_S seconds.
 
-        A caller that no longer needs the answer leaves the returned query; then the callback is not
-        called.
+        If the caller no longer needs the answer, it removes the callback with leave() of the
+        returned query.
         """
         netloc = server.netloc
         query = self._queries.get(netloc)

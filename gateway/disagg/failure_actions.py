@@ -1,8 +1,8 @@
 """What an attempt at a split request does on failure: blame an engine, choose another, free KV.
 
-It counts the failure against an endpoint, reserves another decode endpoint, or makes engines free
-KV that is no longer needed. The table in state_machine.py names these actions. Each of them is a
-function of the attempt's state (attempt_record.py) that does not wait.
+The actions count the failure against an endpoint, reserve another decode endpoint, or make engines
+free KV that is no longer needed. The table in state_machine.py names them. Each action is a
+function that changes the attempt's state (attempt_record.py) and does not wait.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def suspect_both(attempt: AttemptState) -> None:
     """Make the next attempt serve the whole request at one endpoint, not at the prefill endpoint.
 
     It is unknown whether the prefill or the decode endpoint caused the failure. A decode endpoint
-    that can serve whole requests may get the next attempt, which shows whether it was the cause. If
-    it cannot, the failure is counted against it; later successes with other prefill endpoints clear
-    it again.
+    that can serve whole requests may get the next attempt, whose result shows whether that endpoint
+    was the cause. For a decode endpoint that cannot, the failure counts against its health, which
+    successes with other prefill endpoints restore.
     """
     assert attempt.problem is not None
     name = attempt.pair.prefill.candidate.endpoint.name
@@ -146,10 +146,11 @@ def _on_late_answer(attempt: AttemptState, leg: Leg, problem: UpstreamError | No
 
 
 def free_by_decode(attempt: AttemptState) -> None:
-    """Close the decode connection as soon as its engine will let the prefill engine free the KV.
+    """Close the decode connection, once that makes the prefill engine free the KV.
 
-    The decode engine does so only if it has received the request and the prefill is complete. If
-    the connection were closed earlier, the prefill engine would keep the KV.
+    An aborted decode engine lets the prefill engine free the KV only if it has read the request, so
+    the connection stays open for as long as that takes. A decode request that was never sent is
+    replaced by a release request.
     """
     leg, now = attempt.decode, monotonic()
     if leg is None or leg.is_over:
@@ -177,9 +178,9 @@ def _may_keep_kv(attempt: AttemptState) -> bool:
 def free_by_refuser(attempt: AttemptState) -> None:
     """Let a decode engine that refused a request as invalid make the prefill engine free its KV.
 
-    It gets a release request, for which it fetches the KV and discards it; the prefill engine then
-    frees it. The decode engine accepts this request: the prefill engine accepted the same prompt,
-    so the refusal must concern a member that only the decode request has, such as max_tokens.
+    For a release request, the decode engine fetches the KV and discards it; then the prefill engine
+    frees its copy. The decode engine will accept this request: the prefill engine accepted the same
+    prompt, so only another member of the decode request, such as max_tokens, can be invalid.
     """
     if attempt.handover is not None and _may_keep_kv(attempt):
         _release_kv(attempt, attempt.handover, attempt.decode_reservation, "refused")
@@ -188,9 +189,9 @@ def free_by_refuser(attempt: AttemptState) -> None:
 def free_elsewhere(attempt: AttemptState) -> None:
     """Schedule a request to another decode engine that makes the prefill engine free its KV.
 
-    This is for a decode engine that failed and may not do it itself. The request is sent once that
-    engine must be done with the KV, because only its connection may have broken. If it could not
-    load the KV, the prefill engine is gone, and nothing is sent.
+    The failed decode engine may not do this itself. If only its connection broke, it may still be
+    fetching the KV, so the request is sent after the time of such a fetch. Nothing is sent if the
+    failure was that it could not load the KV: then the prefill engine is gone.
     """
     handover, problem = attempt.handover, attempt.problem
     assert problem is not None

@@ -87,8 +87,8 @@ class PairFigures:
     def expected_s(self, prefill_s: float | None) -> float | None:
         """Return the expected seconds from the choice of the endpoints to the first token.
 
-        `prefill_s` is the expected time of the prefill. Returns None if it is None, or before the
-        first handoff.
+        `prefill_s` is the expected time of the prefill. Returns None if `prefill_s` is None, or
+        before the first handoff between these endpoints.
         """
         if prefill_s is None or self.handoff_s is None:
             return None
@@ -98,17 +98,17 @@ class PairFigures:
     def step_s(self) -> float:
         """Return how many seconds to wait for a prefill answer that is no longer needed.
 
-        An aborted engine finishes its current step first, and without its answer the KV could not
-        be freed. A short prompt is computed in one step. Therefore the time is twice the mean
-        duration of a prefill, within limits.
+        An aborted engine finishes its current step first, and only its answer tells how to free the
+        KV. A short prompt is computed in one step. Therefore the result is twice the mean duration
+        of a prefill, within limits.
         """
         return _wait_s(MIN_STEP_S, self.prefill_s)
 
     @property
     def seen_s(self) -> float:
-        """Return the seconds within which a decode engine reads a request, by estimate.
+        """Return an estimate of the longest time until a decode engine reads a request, in seconds.
 
-        Engines read requests between two steps. The time is twice the mean duration of a KV
+        Engines read requests between two steps. The estimate is twice the mean duration of a KV
         transfer, within limits.
         """
         return _wait_s(MIN_SEEN_S, self.handoff_s)
@@ -202,7 +202,7 @@ class Handoffs:
     def identity(self, endpoint: str, number: int) -> PrefillIdentity | None:
         """Return the identity by which decode engines find a prefill engine; None if it is unknown.
 
-        If the engine has several ranks, `number` of the handoff selects one of them.
+        If the engine has several ranks, the number of the handoff selects one of the ranks.
         """
         identities = self._identities.get(endpoint)
         return identities[number % len(identities)] if identities else None
@@ -241,9 +241,9 @@ class Handoffs:
         self.outbox.loop.call_later(RELEASE_TIMEOUT_S, self._close_release, leg)
 
     def release_load(self, live: LiveEndpoint) -> float:
-        """Return an endpoint's requests and release requests, divided by its concurrency limit.
+        """Return an endpoint's load: all its running requests, divided by its concurrency limit.
 
-        A release request only makes a prefill engine free KV (see send_release_request).
+        Release requests, which only make prefill engines free KV (send_release_request), count too.
         """
         busy = live.load.in_flight + self._releases[live.upstream]
         return busy / live.endpoint.max_concurrency

@@ -116,10 +116,8 @@ class Leg(EagerTask):
     def close_in(self, seconds: float, ended: Ended | None = None) -> None:
         """Close the connection in `seconds` seconds, unless the engine's answer ends before that.
 
-        With None as `ended`, the first token already closes the connection.
-
-        ended  called if the answer ends in time; it replaces the earlier callback. None: nothing is
-               called
+        ended  replaces the callback for an answer that ends in time. None: no callback is called,
+               and the connection is closed at the first token of the answer, if that is sooner
         """
         if not self.is_over:
             self._on_ended, self._is_leaving = ended or _ignore, True

@@ -78,9 +78,9 @@ class SplitGateway(Protocol):
     handoffs: Handoffs
 
     def count_unsent(self, exchange: Exchange, problem: UpstreamError, /) -> bool:
-        """If no engine has received the failed attempt, let it not count as a retry.
+        """Count a failed attempt as unsent, if no engine has received it; return whether it was.
 
-        Returns whether that is so.
+        An unsent attempt does not count as a retry.
         """
 
 
@@ -126,11 +126,11 @@ def one_token(request: Request) -> Request:
 class LegRequests:
     """Builds the requests to both engines of a split request, and interprets the prefill answer.
 
-    It keeps the parts of the client's request. A release request may be due after the client has
-    disconnected and the body has been freed.
+    It keeps the parts of the client's request that a release request needs, which may be sent after
+    the client has disconnected and the body has been freed.
 
-    terms          values that both requests contain, such as the request id and the prefill host.
-                   The prefill engine's identity is one of them and may be learned later
+    terms          values that both requests contain, such as the request id, the prefill host, and
+                   the prefill engine's identity, which may be learned later
     _resume_terms  how a broken stream could be continued; None if that would not be exact
     _cache_report  receives the prefill engine's count of cached tokens, which the client gets; None
                    if the client gets the decode engine's count
@@ -172,9 +172,9 @@ class LegRequests:
         )
 
     def release(self) -> None:
-        """Free the client's request body.
+        """Free this object's parts of the client's request body.
 
-        The Call also frees its body, at the first token of the answer.
+        The Call, which also refers to the body, frees it at the first token of the answer.
         """
         self._members = {}
 
@@ -288,7 +288,7 @@ class LegRequests:
     def interpret(
         self, answer: PrefillResponse | UnusableResponse, *, alone: bool
     ) -> DecodeRequest | UnusableResponse | FinishedResponse | None:
-        """Return what follows from a prefill engine's complete answer.
+        """Return what to do after a prefill engine's complete answer.
 
         alone  whether no decode engine has received the request yet
 

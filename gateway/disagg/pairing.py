@@ -31,7 +31,7 @@ NEED_BOOTSTRAP = (Prerequisite.ADDRESS, Prerequisite.QUERY)
 
 
 class PrefillFacts(msgspec.Struct, frozen=True):
-    """Facts about a prefill endpoint that follow from its configuration.
+    """What decode engines and clients need to know of a prefill endpoint, from its configuration.
 
     host       the host in the endpoint's URL
     bootstrap  address of the endpoint's bootstrap server; None if it has none

@@ -95,10 +95,10 @@ class Act(_Word):
 
 
 class Owner(StrEnum):
-    """Where the event comes from that ends a state of the attempt.
+    """The source of the event that ends a state of the attempt.
 
-    That is the request to one of the two engines (a leg), both of them, or the request's own
-    coroutine (REQUEST).
+    The source is one of the two requests to engines (legs), both legs, or the coroutine that serves
+    the client's request (REQUEST).
     """
 
     PREFILL = "prefill leg"

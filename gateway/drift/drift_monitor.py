@@ -57,7 +57,7 @@ class DriftMonitor:
         return bool(self._pools)
 
     def configure(self, config: Config, now_s: float) -> None:
-        """Watch the pools of a new configuration; a pool with another `sized_for` starts again."""
+        """Watch the pools of a new configuration; restart the counts where `sized_for` changed."""
         for name in [*self._pools]:
             if config.sized_for.get(name) != self._pools[name].sized_for:
                 del self._pools[name]
@@ -85,7 +85,7 @@ class DriftMonitor:
                     self._conclude(record.pool, pool, window)
 
     def advance(self, now_s: float) -> None:
-        """Compare the requests of each ten-minute window that has ended by now."""
+        """Compare the requests of each ten-minute window that has ended with `sized_for`."""
         for name, pool in self._pools.items():
             for window in pool.watch.advance(now_s):
                 self._conclude(name, pool, window)
@@ -143,8 +143,8 @@ class DriftMonitor:
     def states(self) -> list[DriftState | SessionTurns]:
         """Return the state of the monitor, to be saved for a successor process.
 
-        It has the counts of each pool's current ten minutes. For each session (conversation), it
-        also has the number of requests so far.
+        The state has the counts of each pool's current ten minutes, and the number of requests so
+        far of each session (conversation).
         """
         if self._memory is None:
             return []

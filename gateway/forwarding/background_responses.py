@@ -1,8 +1,8 @@
-"""Counts responses that an engine generates in the background among their tenant's requests.
+"""Counts responses that engines generate in the background as running requests of their tenant.
 
-An engine answers such a request before it generates the response. The gateway asks the engine about
-the response until that has ended, and only then gives its place (`limits.concurrent_requests` of
-the tenant) to another request.
+An engine answers a request for a background response before it generates the response. The gateway
+polls the engine until the response has ended. Until then, the response counts against the tenant's
+`limits.concurrent_requests`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class BackgroundResponses:
     def __init__(self, endpoints: EndpointTable, quotas: Quotas) -> None:
         """Create an empty collection of background responses.
 
-        endpoints  the endpoints, among which are those that generate the responses
-        quotas     the quotas that requests are settled with when their responses have ended
+        endpoints  all endpoints; their engines are asked about the responses
+        quotas     the tenants' quotas, whose charges are corrected when responses have ended
         """
         self._endpoints = endpoints
         self._quotas = quotas
@@ -65,10 +65,10 @@ class BackgroundResponses:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def follow(self, exchange: Exchange) -> bool:
-        """Ask an engine about the response of an ended request, until the response has ended too.
+        """Start to poll the engine about an ended request's background response, if it still runs.
 
-        Returns False if the response does not run any more. If it runs, the request's charge is
-        settled at its end, and not by the caller.
+        Returns whether it does. If True, the caller must not settle the request's quota charge:
+        it is settled when the response has ended.
         """
         charge, call = exchange.quota, exchange.call
         if charge is None or charge.background is None or call is None:
@@ -84,7 +84,7 @@ class BackgroundResponses:
         return True
 
     def on_ended(self, response_id: str) -> None:
-        """Check soon whether a response has ended: a client has just cancelled or read it."""
+        """Ask the engine soon whether a response has ended: its client has cancelled or read it."""
         asked = self._asked.get(response_id)
         if asked is not None:
             asked.set()

@@ -56,8 +56,8 @@ def forward_refusal(exchange: Exchange, client: Client, relay: Relay, endpoint: 
 def refusal_status(relay: Relay) -> int:
     """Return the status of an engine's error response if the request caused the error.
 
-    Raises UpstreamError if the engine itself failed. A 501 is not a failure of the engine: it lacks
-    an API or a feature, which the model's other engines lack too.
+    Raises UpstreamError if the engine itself failed. Status 501 counts as caused by the request:
+    the API or feature that it needs is missing at the model's other engines too.
     """
     status = relay.status
     if status == 404 and _MODEL_GONE.search(relay.refusal_body):

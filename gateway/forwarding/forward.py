@@ -89,10 +89,9 @@ def prepare(
 def chunk_writer(members: Mapping[str, msgspec.Raw]) -> EventWriter:
     """Return the function that turns a whole answer of a chat or completion into stream events.
 
-    It is needed for engines that do not stream as requested.
+    It is needed for engines that send a whole answer although a stream was requested.
 
-    members  the members of the request to the engine; they say whether the stream shows token
-             counts
+    members  the request's JSON members, which say whether the stream must show token counts
     """
     return write_chunks_with_usage if shows_usage(members) else write_chunks
 
@@ -102,9 +101,9 @@ def new_rewriter(
 ) -> ModelNameRewriter | None:
     """Return the object that replaces the engine's model name in an answer; None if none is needed.
 
-    Providers answer with other names than the requested one: with a version, or with the model for
-    which a name such as `latest` stands. Only answers of chats, completions and embeddings are
-    changed: in others, a member `model` may belong to the content, such as the arguments of a tool.
+    A provider's answer may name another model than the request: a dated version, or what an
+    alias stands for. In chats, completions and embeddings, any name is replaced. In other
+    answers only a version is, as `model` may be part of the content, such as a tool's argument.
     """
     if engine is OPENAI:
         is_name = api is CHAT or api is COMPLETIONS or api is EMBEDDINGS

@@ -5,9 +5,9 @@ requests without a first byte four times a second. hedge_stalled() does so 20 ti
 endpoints that are in doubt (late before, or possibly slow) or whose prefill stalls.
 
 A request is late if it has waited longer than twice the time that the endpoint's peers need for the
-prompts ahead of it. It is hedged if another endpoint is expected to answer sooner, by more time
-than the work costs there. The first endpoint that sends a byte of the answer serves the request.
-The other connection is closed, which engines treat as an abort.
+prompts ahead of it. It is hedged if another endpoint is expected to answer in half of its remaining
+wait. The first endpoint that sends a byte of the answer serves the request. The other connection is
+closed, which engines treat as an abort.
 
 Some requests are moved instead:
 
@@ -208,8 +208,8 @@ class Race:
     async def finish(self, problem: UpstreamError) -> UpstreamError | None:
         """Let the second attempt serve the request, because the first one has ended with `problem`.
 
-        Returns the second attempt's error, or None if it served the request. Returns `problem` if
-        the second attempt has ended already.
+        Returns None if the second attempt served the request, and its error if it failed. Returns
+        `problem` if the second attempt had ended before, or cannot replace the first one.
         """
         if self.is_over:
             return problem
@@ -435,7 +435,7 @@ class Hedger:
 def may_hedge(client: Client, route: HedgedRoute) -> bool:
     """Return whether a request may be sent to two endpoints at the same time.
 
-    It may not if the client has turned hedging off. It may not either if its model resumes broken
-    streams: the tokens that the client has are recorded for one endpoint only.
+    The client may have turned hedging off. Models that resume broken streams are never hedged,
+    because the tokens that the client has received are recorded for one endpoint only.
     """
     return route.resume is None and client.headers.get(HEDGE_HEADER) != "off"

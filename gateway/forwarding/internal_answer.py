@@ -10,8 +10,8 @@ MAX_BYTES = 16 * 1024 * 1024  # enough for the ids of a million tokens, or of fa
 class InternalAnswer:
     """Collects the head and the body of an engine's answer that is not for a client.
 
-    If `is_kept` is False, the answer is read and discarded. If it is too long, its connection is
-    failed.
+    If `is_kept` is False, the answer is read and discarded. If the answer is longer than MAX_BYTES,
+    its connection is failed.
     """
 
     __slots__ = ("_answer", "_is_kept", "source")

@@ -46,10 +46,10 @@ def check_engine(
 ) -> list[CheckFinding]:
     """Return the findings of `penstock doctor` about one endpoint, from its engine's responses.
 
-    models     the name that the engine must list, by the name that clients send; empty if any model
+    models     by the name that clients send, the name that the engine must list; empty if any model
                suffices
-    split      whether prefill and decode of requests for its models run at different endpoints
-    elsewhere  names of models that other endpoints of its pool serve
+    split      whether requests for these models are split between prefill and decode endpoints
+    elsewhere  names of models that other endpoints of the engine's pool serve
     """
     name = endpoint.name
     if responses.problem is not None:

@@ -55,7 +55,7 @@ class ProbeResult(msgspec.Struct):
     token             the response to a request for one token
     store             the response to store_request(), which shows whether the engine stores
                       responses
-    events            the response at the path that describes KV events
+    events            the response at `events_path`, which says where KV events are published
     """
 
     url: str
@@ -175,9 +175,9 @@ def probe_engine(
     url          URL of the engine
     key          API key; None: no key is sent
     health_path  path of the health page
-    more         further members of the request for one token; None: this request is not sent
+    more         further members for the request for one token; None: do not send this request
     encryption   TLS settings
-    events_path  path that describes KV events; "": it is not requested
+    events_path  path at which the engine describes its KV events; "": do not request it
 
     If the engine cannot be reached, `problem` of the result says why.
     """
@@ -281,10 +281,9 @@ def _number(value: object) -> int | None:
 
 
 def request_members(result: ProbeResult) -> list[frozenset[str]]:
-    """Return which members the engine accepts in each type of request.
+    """Return the names of the JSON members that the engine accepts, by the type of request.
 
-    The result has one set of names for each type, from the engine's OpenAPI page. Without such a
-    page, it is empty.
+    The engine's OpenAPI page lists them. If the engine has no such page, the result is empty.
     """
     page = result.schema.json if result.schema is not None and result.schema.status == 200 else None
     components = page.get("components") if isinstance(page, dict) else None

@@ -35,8 +35,8 @@ ITEM_OF_CHECK: Mapping[str, int] = MappingProxyType(
 def seed_findings(findings: Sequence[CheckFinding]) -> list[CheckFinding]:
     """Return the production checklist's findings in the order of its items, with their numbers.
 
-    Problems of the file and of unreachable engines come first: because of them, some items have no
-    result.
+    Problems of the configuration file and of unreachable engines come first: they explain why other
+    items have no result.
     """
     numbered = [
         (ITEM_OF_CHECK[finding.check], finding)
